@@ -180,7 +180,7 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     validate(config)
     _check_gpus(config, facts)  # before data are read and indexed for a missing device
     plan = resolve_plan(config, facts=facts, may_be_elsewhere=False)
-    config, config_yaml = _decide_device(config, config_yaml, plan.device)
+    config, config_yaml = _decide(config, config_yaml, plan)
     _check_gpus(config, facts)
     _check_machine(config, plan)
     if not _another_rank_reports():
@@ -317,12 +317,11 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
     from megatron_ft.config.validate import validate
 
     validate(config)  # before other imports, so that a refusal is quick
-    from megatron_ft.config.checks.placement import derive_placement
     from megatron_ft.config.inputs import JobInputs
     from megatron_ft.config.validate import on_device, refused_devices
     from megatron_ft.corpus.samples import check_data
     from megatron_ft.planning.devices import DeviceChoice
-    from megatron_ft.planning.job import JobPlan
+    from megatron_ft.planning.job import JobPlan, with_slots
 
     facts, refused = facts or observe_here(), refused_devices(config)
     choice = DeviceChoice.of(
@@ -332,12 +331,20 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
         refused=refused,
         may_be_elsewhere=may_be_elsewhere,
     )
-    decided = derive_placement(_with_gpu_memory(on_device(config, choice.device), facts))
-    inputs, losses = JobInputs.read(decided), config.dry_run
-    data = check_data(decided)
+    data = check_data(config)
+    # From limits of the configuration alone, so that a dry run on another machine gives the same number.
+    derived, reason = with_slots(on_device(config, choice.device), choice.device, lambda: data)
+    decided = _with_gpu_memory(derived, facts)
     try:
         return JobPlan.of(
-            decided, data, inputs, device=choice.device, with_losses=losses, choice=choice, refused=refused
+            decided,
+            data,
+            JobInputs.read(decided),
+            device=choice.device,
+            with_losses=config.dry_run,
+            choice=choice,
+            refused=refused,
+            slots_reason=reason,
         )
     except ConfigError as error:
         if str(error).startswith("limits.gpu_memory_bytes=") and config.limits.gpu_memory_bytes is None:
@@ -361,14 +368,22 @@ def _with_gpu_memory(config: JobConfig, facts: "DeviceFacts") -> JobConfig:
     return dataclasses.replace(config, limits=limits)
 
 
-def _decide_device(config: JobConfig, config_yaml: str, device: str) -> tuple[JobConfig, str]:
-    """Set ``training.device`` to ``device``, so that ranks and plan use the same device. Return the configuration as
-    ``JobConfig`` and as YAML text."""
+def _decide(config: JobConfig, config_yaml: str, plan: "JobPlan") -> tuple[JobConfig, str]:
+    """Set ``training.device`` and ``placement.num_slots_per_rank`` to the values of ``plan``, so that ranks use what
+    the plan describes. Return the configuration as ``JobConfig`` and as YAML text."""
     from megatron_ft.config.validate import on_device
 
-    if config.training.device == device:
-        return config, config_yaml
-    return on_device(config, device), _with_values(config_yaml, {"training.device": device})
+    values: dict[str, Any] = {}
+    if config.training.device != plan.device:
+        config = on_device(config, plan.device)
+        values["training.device"] = plan.device
+    if plan.placement is not None and config.placement.num_slots_per_rank is None:
+        num_slots = plan.placement.num_slots_per_rank
+        config = dataclasses.replace(
+            config, placement=dataclasses.replace(config.placement, num_slots_per_rank=num_slots)
+        )
+        values["placement.num_slots_per_rank"] = num_slots
+    return config, _with_values(config_yaml, values) if values else config_yaml
 
 
 def _with_values(config_yaml: str, values: dict[str, Any]) -> str:

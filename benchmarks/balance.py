@@ -60,6 +60,8 @@ Tokens = npt.NDArray[np.int64]
 class Outcome:
     """Figures of one placement algorithm on the recorded run."""
 
+    num_slots: int = NUM_SLOTS
+    """Number of slots of each rank that the placement uses in a layer."""
     imbalance: list[float] = field(default_factory=list)
     """Tokens of the busiest rank over the mean of ranks, for each layer and microbatch."""
     first: list[float] = field(default_factory=list)
@@ -72,6 +74,7 @@ class Outcome:
     def to_json(self) -> dict[str, Any]:
         """Return the figures for the result's table."""
         row: dict[str, Any] = {
+            "slots_per_rank": self.num_slots,
             "mean": round(float(np.mean(self.imbalance)), 4),
             "p99": round(float(np.percentile(self.imbalance, 99)), 4),
             "moved_gigabytes_per_plan": round(float(np.mean(self.moved or [0])) / 1e9, 1),
@@ -183,8 +186,8 @@ def pack_greedily(counts: Sequence[int], loads: Sequence[int], layout: Layout) -
 def static(trace: ExpertLoads, records: range) -> Outcome:
     """Evaluate static expert parallelism with as many slots as fit: every expert has equally many replicas, and tokens
     stay in their expert-parallel group."""
-    outcome = Outcome()
     experts_per_rank = max(size for size in range(1, NUM_SLOTS + 1) if trace.num_experts % size == 0)
+    outcome = Outcome(num_slots=experts_per_rank)
     group = trace.num_experts // experts_per_rank
     for record in records:
         tokens = trace.tokens[record]
@@ -241,10 +244,12 @@ def judge(tokens: Tokens, plan: PlacementPlan) -> list[float]:
 def show(rows: dict[str, dict[str, Any]]) -> None:
     """Print one table of all algorithms."""
     lost = "".join(f"{count:>8} lost" for count in LOST)
-    print(f"{'':<34}{'max/mean':>9}{'p99':>8}{'GB moved':>10}   joint survival:{lost}")
+    print(f"{'':<34}{'slots':>6}{'max/mean':>9}{'p99':>8}{'GB moved':>10}   joint survival:{lost}")
     for name, row in rows.items():
         values = "".join(f"{value:>13.3f}" for value in row["joint_survival"].values())
-        print(f"{name:<34}{row['mean']:>9.3f}{row['p99']:>8.3f}{row['moved_gigabytes_per_plan']:>10.1f}{'':18}{values}")
+        print(
+            f"{name:<34}{row['slots_per_rank']:>6}{row['mean']:>9.3f}{row['p99']:>8.3f}{row['moved_gigabytes_per_plan']:>10.1f}{'':18}{values}"
+        )
 
 
 def measure_curve(trace: ExpertLoads) -> list[dict[str, Any]]:

@@ -17,12 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.config.checks.placement import derive_placement
+from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
 from megatron_ft.corpus.samples import check_data
+from megatron_ft.mcore.groups import exchange_one
 from megatron_ft.planning.cost.memory import expert_state_bytes
+from megatron_ft.planning.placement.report import PlacementReport
 from megatron_ft.testing.ranks import Rank, compose, join, resident_growth, run_ranks
 
 ID = "rebalance-cost"
@@ -30,6 +35,7 @@ WORLD_SIZE, NUM_SLOTS, MIN_REPLICAS = 4, 5, 2
 REBALANCES, QUICK_REBALANCES = 15, 3
 FIRST_ITERATIONS = 3
 """Iterations before the first rebalance. They allocate the memory of training, and do not count."""
+LINK_ATTEMPTS = 7
 MIN_EXPERT_BYTES = 8_000_000
 MAX_EXPERTS = 2.0
 SEED = 20261123
@@ -56,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     moved = sum(of_round[0]["moved_bytes"] for of_round in rounds)
     peak = max(row["peak_bytes"] for of_round in rounds for row in of_round)
     wait = statistics.median(waits)
+    predicted = ranks[0]["most_received_bytes"] / min(rank["link_bytes_per_second"] for rank in ranks)
     passed = (
         expert_bytes >= MIN_EXPERT_BYTES
         and all(of_round[0]["moved_bytes"] > 0 and of_round[0]["is_in_place"] for of_round in rounds)
@@ -76,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         figure=(
             f"{received / moved:.2f}x of {moved / len(rounds) / 1e6:.0f} MB a rebalance received, peak memory steady "
             f"plus {peak / expert_bytes:.2f} experts of {expert_bytes / 1e6:.1f} MB, wait {wait:.2f} s "
-            f"({wait / iteration:.2f} iterations)"
+            f"({wait / iteration:.2f} iterations; predicted {predicted:.2f} s)"
         ),
         threshold=THRESHOLD,
         counts={"rebalances": len(rounds), "ranks": WORLD_SIZE},
@@ -109,6 +116,7 @@ def _config(iterations: int) -> JobConfig:
 def _rebalance(config: JobConfig, rank: Rank) -> dict[str, Any]:
     """Train, and rebalance before each of the last iterations. Return what this rank measured."""
     trainer, _ = join(config, rank)
+    report = PlacementReport.of(config, JobInputs(), [0])
     draw = np.random.default_rng(SEED)
     for iteration in range(1, FIRST_ITERATIONS + 1):
         trainer.iterate(iteration)
@@ -120,7 +128,22 @@ def _rebalance(config: JobConfig, rank: Rank) -> dict[str, Any]:
         rebalances.append(_measure(trainer, keeper.part_of(change), iteration))
         keeper.adopt(change)
         iterations.append(_seconds(lambda: trainer.iterate(iteration)))  # noqa: B023
-    return {"iterations": iterations, "rebalances": rebalances}
+    return {
+        "iterations": iterations,
+        "rebalances": rebalances,
+        "most_received_bytes": report.most_received_bytes,
+        "link_bytes_per_second": _link_bytes_per_second(trainer.engine.pg.ep, expert_state_bytes(config)),
+    }
+
+
+def _link_bytes_per_second(group: dist.ProcessGroup, num_bytes: int) -> float:
+    """Return the bytes per second that this rank sends to the next one while it receives as many from the previous."""
+    sent, received = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+    following, previous = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
+    times = [
+        _seconds(lambda: exchange_one((following, sent), (previous, received), group)) for _ in range(LINK_ATTEMPTS)
+    ]
+    return num_bytes / statistics.median(times)
 
 
 def _measure(trainer: Any, migration: Any, iteration: int) -> dict[str, Any]:

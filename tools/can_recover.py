@@ -29,10 +29,12 @@ from megatron_ft.config.serialize import from_dict
 from megatron_ft.config.validate import on_device, refused_devices
 from megatron_ft.control.admin import AdminClient, JobNotRunning
 from megatron_ft.control.rundir import RUN_ID_NAME, RunId
+from megatron_ft.corpus.samples import check_data
 from megatron_ft.errors import EXIT_OK, CheckpointError, ConfigError, DataError, MegatronFtError, RecoveryError
 from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record, RunStarted, WindowCommitted
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.devices import DeviceChoice, other_device
+from megatron_ft.planning.job import with_slots
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.stage import StageRequest, first_plans
 from megatron_ft.planning.recovery.loss_cost import LossCost
@@ -240,7 +242,7 @@ def ask_config(overrides: Sequence[str], lost: Sequence[int], *, is_gone: bool) 
     given, _ = compose(list(overrides))
     validate(given)
     device, others = _device_of(given)
-    config = derive_placement(on_device(given, device))
+    config, _ = with_slots(on_device(given, device), device, lambda: check_data(given))
     world_size = config.launch.num_nodes * config.launch.ranks_per_node
     plans = []
     if config.placement.algorithm is not None:

@@ -268,7 +268,7 @@ class RecoveryConfig:
 
 @dataclass
 class TopologyConfig:
-    """Failure domains of the nodes. Nodes of one domain are lost together."""
+    """Failure domains of the nodes, and the network between nodes. Nodes of one domain are lost together."""
 
     failure_domains: list[str] = field(default_factory=list)
     """Name of each node's failure domain (rack, switch), by node number. If empty, every node is its own domain."""
@@ -276,6 +276,8 @@ class TopologyConfig:
     """Source of the names of failure domains. ``listed``: ``topology.failure_domains``. ``slurm_topology``: the
     topology of the Slurm cluster, read at the start; the domain of a node is its leaf switch. This needs
     ``launch.node_launcher=srun``."""
+    link_bytes_per_second: float | None = None
+    """Bytes per second that one rank can send to another node. Only used to predict durations; null predicts none."""
 
 
 @dataclass

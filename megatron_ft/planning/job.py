@@ -1,13 +1,16 @@
 """``JobPlan``: the complete plan of a job before anything runs."""
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.checks.primitives import within_limit
 from megatron_ft.config.inputs import JobInputs
-from megatron_ft.config.job import JobConfig
+from megatron_ft.config.job import JobConfig, LimitsConfig
+from megatron_ft.config.membership import config_of
 from megatron_ft.corpus.samples import DataSummary
 from megatron_ft.operators import Operator, num_active_parameters, num_parameters, operators_of
 from megatron_ft.planning.cost.memory import PROCESS_BYTES, RankMemory, RankParameters
@@ -28,6 +31,11 @@ from megatron_ft.planning.trace import RoutingTrace
 from megatron_ft.planning.upstream_log import UpstreamLogReport
 from megatron_ft.topology import Topology
 
+SLOTS_RATIO = 1.5
+"""Largest number of replica slots per rank by default, divided by the number that ``placement.min_replicas`` requires.
+With this ratio the busiest rank has hardly more tokens than the mean (claim ``balance``), so more copies would not make
+training faster."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
@@ -43,6 +51,78 @@ class StagePlan:
     def device_bytes(self) -> int:
         """Largest device memory that a rank needs, in training or while it gathers its state for a checkpoint."""
         return self.memory.state_bytes + max(self.memory.activations_bytes, self.saving.device_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _JobMemory:
+    """Memory of a job on its device and in its hosts, with the plans from which it follows."""
+
+    stages: tuple[StagePlan, ...]
+    snapshot: SnapshotReport | None
+    upstream_log: UpstreamLogReport | None
+    host_bytes_per_node: int
+
+    @classmethod
+    def of(cls, config: JobConfig, data: DataSummary, device: str) -> "_JobMemory":
+        topology = Topology.of(config.parallel, config.launch.num_nodes * config.launch.ranks_per_node)
+        stages = _stages(config, operators_of(config.model, data.tokenizer_vocab_size), data, topology, device)
+        snapshot = SnapshotReport.of(config, data.tokenizer_vocab_size)
+        upstream_log = UpstreamLogReport.of(config, snapshot)
+        # On either device, both are in host memory, in addition to the memory of the ranks' processes.
+        captured = sum(0 if report is None else report.host_bytes for report in (snapshot, upstream_log))
+        return cls(
+            stages=stages,
+            snapshot=snapshot,
+            upstream_log=upstream_log,
+            host_bytes_per_node=_host_bytes_per_node(config, stages, topology, device) + captured,
+        )
+
+    @property
+    def device_bytes(self) -> int:
+        """Largest device memory that any rank needs."""
+        return max(stage.device_bytes for stage in self.stages)
+
+    def fits(self, limits: LimitsConfig, device: str) -> bool:
+        """Return whether no limit is exceeded."""
+        pairs = [(self.host_bytes_per_node, limits.host_memory_bytes)]
+        if device == "cuda":
+            pairs.append((self.device_bytes, limits.gpu_memory_bytes))
+        return all(limit is None or needed <= limit for needed, limit in pairs)
+
+
+def with_slots(config: JobConfig, device: str, data: Callable[[], DataSummary]) -> tuple[JobConfig, str]:
+    """Return ``config`` with its number of replica slots per rank and the other derived values of the placement, and
+    the reason for this number.
+
+    If ``placement.num_slots_per_rank`` is null, the number is the smallest that ``placement.min_replicas`` allows. If
+    the configuration also states the memory of the device, the number is the largest that fits, up to ``SLOTS_RATIO``
+    times the smallest. If the job may continue without a node, it must fit the memory without a node as well.
+
+    Args:
+        device: ``cpu`` or ``cuda``, already resolved.
+        data: function that reads the data of the job; only called if the number depends on the memory.
+    """
+    derived, placement = derive_placement(config), config.placement
+    if placement.algorithm is None or placement.num_slots_per_rank is not None:
+        return derived, "" if placement.algorithm is None else "placement.num_slots_per_rank"
+    fewest, num_experts = derived.placement.num_slots_per_rank or 0, config.model.num_moe_experts or 0
+    key = "gpu_memory_bytes" if device == "cuda" else "host_memory_bytes"
+    limit, most = getattr(config.limits, key), min(num_experts, math.ceil(SLOTS_RATIO * fewest))
+    reason = f"just enough for placement.min_replicas={placement.min_replicas}"
+    if limit is None:
+        return derived, f"{reason}; limits.{key} could allow more" if most > fewest else reason
+    summary = data()
+    for num_slots in range(most, fewest, -1):
+        larger = derive_placement(replace(config, placement=replace(placement, num_slots_per_rank=num_slots)))
+        sizes = [larger]
+        if config.fewest_nodes < config.launch.num_nodes:
+            sizes.append(config_of(larger, range(config.launch.num_nodes - 1)))
+        if all(_JobMemory.of(size, summary, device).fits(config.limits, device) for size in sizes):
+            return larger, (
+                f"{fewest} for placement.min_replicas={placement.min_replicas}, and {num_slots - fewest} more, which "
+                f"limits.{key} allows"
+            )
+    return derived, f"{reason}; limits.{key}={limit} allows no more"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +157,8 @@ class JobPlan:
     data: DataSummary
     placement: PlacementReport | None = None
     """First placement; None without replica slots."""
+    slots_reason: str = ""
+    """Reason for the number of replica slots per rank; empty without replica slots."""
     snapshot: SnapshotReport | None = None
     """Estimated size and memory of the snapshot windows; None without snapshots."""
     upstream_log: UpstreamLogReport | None = None
@@ -142,6 +224,7 @@ class JobPlan:
         with_losses: bool = False,
         choice: DeviceChoice | None = None,
         refused: Mapping[str, str] | None = None,
+        slots_reason: str = "",
     ) -> "JobPlan":
         """Plan the job of a validated configuration.
 
@@ -151,6 +234,7 @@ class JobPlan:
             with_losses: whether to compute the cost of losing each node, and warnings about it.
             choice: choice of ``device`` with its reason; None leaves the plan without a reason.
             refused: for each possible device, the reason why it cannot run the configuration; empty if it can.
+            slots_reason: reason for ``placement.num_slots_per_rank``, from ``with_slots``.
 
         Raises:
             ConfigError: memory limits are exceeded, or inputs do not fit the job.
@@ -160,18 +244,14 @@ class JobPlan:
         topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
         operators = operators_of(model, data.tokenizer_vocab_size)
         batch = BatchPlan.of(config, topology)
-        stages = _stages(config, operators, data, topology, device)
-        placement = _placement(config, inputs or JobInputs(), stages)
+        memory = _JobMemory.of(config, data, device)
+        placement = _placement(config, inputs or JobInputs(), memory.stages)
         trace = _trace(config, inputs or JobInputs())
-        snapshot = SnapshotReport.of(config, data.tokenizer_vocab_size)
-        upstream_log = UpstreamLogReport.of(config, snapshot)
-        # On either device, both are in host memory, in addition to the memory of the ranks' processes.
-        captured = sum(0 if report is None else report.host_bytes for report in (snapshot, upstream_log))
+        snapshot = memory.snapshot
         wrap = None if trace is None else trace.wrap(training.train_iterations)
         losses, warnings = _losses(config, inputs or JobInputs(), placement, snapshot) if with_losses else ((), ())
         other = "" if choice is None else other_device(choice, refused or {})
         is_refused_there = choice is not None and not choice.is_certain and any((refused or {}).values())
-        needed = max(stage.device_bytes for stage in stages)
         plan = cls(
             model=model.name,
             device=device,
@@ -184,8 +264,8 @@ class JobPlan:
             published_parameters=model.published_parameters,
             published_active_parameters=model.published_active_parameters,
             published_parameters_source=model.published_parameters_source,
-            stages=stages,
-            host_bytes_per_node=_host_bytes_per_node(config, stages, topology, device) + captured,
+            stages=memory.stages,
+            host_bytes_per_node=memory.host_bytes_per_node,
             gpu_memory_bytes=limits.gpu_memory_bytes,
             host_memory_bytes=limits.host_memory_bytes,
             train_iterations=training.train_iterations,
@@ -195,8 +275,9 @@ class JobPlan:
             tokens_per_iteration=training.global_batch_size * model.seq_length,
             data=data,
             placement=placement,
+            slots_reason=slots_reason,
             snapshot=snapshot,
-            upstream_log=upstream_log,
+            upstream_log=memory.upstream_log,
             routing=None if trace is None else trace.summary(),
             losses=losses,
             notes=(
@@ -205,7 +286,7 @@ class JobPlan:
                 *_copies_after_a_loss(config),
                 *_unknown_domains(config),
                 *((other,) if is_refused_there else ()),
-                *_unchecked_gpu_memory(config, device, needed),
+                *_unchecked_gpu_memory(config, device, memory.device_bytes),
                 *idle_copies(config),
                 *warnings,
             ),

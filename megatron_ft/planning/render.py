@@ -21,7 +21,7 @@ def render(plan: JobPlan) -> str:
     """Return the plan as text: layout, parameters, memory, batches, data and the cost of losses in aligned blocks."""
     blocks = [_overview(plan), _parameters(plan), _memory(plan), _ranks(plan), _data(plan)]
     if plan.placement is not None:
-        blocks.append(_render_placement(plan.placement, plan.why_no_replicas))
+        blocks.append(_render_placement(plan.placement, plan.slots_reason, plan.why_no_replicas))
     if plan.snapshot is not None:
         blocks.append(_snapshot(plan.snapshot, plan.windows_serve))
     if plan.upstream_log is not None:
@@ -219,16 +219,18 @@ def _ranks(plan: JobPlan) -> str:
     return "\n".join(["ranks", *(f"  {line}" for line in table(rows).splitlines()), *tail])
 
 
-def _render_placement(report: PlacementReport, why_unused: str = "") -> str:
+def _render_placement(report: PlacementReport, slots_reason: str, why_unused: str = "") -> str:
     """Return the report as text: slots, survival and bytes, then the slots in the first MoE layer of each stage.
 
     Args:
+        slots_reason: reason for the number of slots per rank; may be empty.
         why_unused: reason why no recovery uses the replicas; empty if a recovery uses them.
     """
     slots, num_ranks = report.num_slots_per_rank, len(report.stages[0].ranks)
     experts = f"{slots * num_ranks} on {num_ranks} ranks for {report.stages[0].num_experts} experts"
     pairs = [
         ("slots per rank", f"{slots} in each MoE layer: {experts}"),
+        *((("number of slots", slots_reason),) if slots_reason else ()),
         *((f"stage {number}", plan.summary()) for number, plan in enumerate(report.stages)),
         ("weights left" if why_unused else "weights survive", _survival(report.weights_survival)),
         ("state left" if why_unused else "state survives", _survival(report.state_survival)),
@@ -246,7 +248,15 @@ def _rebalancing(report: PlacementReport) -> str:
         return "off"
     moved, staged = _readable_bytes(report.most_moved_bytes), _readable_bytes(report.staged_bytes)
     every = f"planned every {report.rebalance_interval_iterations} iterations"
-    return f"{every}; moves at most {moved}; a rank needs memory for one more expert ({staged})"
+    if not report.most_moved_bytes:
+        return f"{every}; no expert moves, because no expert has more than placement.min_replicas replicas"
+    wait = "unknown, because topology.link_bytes_per_second=null"
+    if report.rebalance_seconds is not None:
+        wait = f"about {report.rebalance_seconds:.2g} s"
+    return (
+        f"{every}; moves at most {moved}, {_readable_bytes(report.most_received_bytes)} to one rank; training waits: "
+        f"{wait}; a rank needs memory for one more expert ({staged})"
+    )
 
 
 def _survival(values: Sequence[Survival]) -> str:

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 import pretrain_moe
+from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.identity import settings_of
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
@@ -425,6 +426,23 @@ def test_fields_of_a_policy_are_set_like_any_key(overrides: list[str], expected:
 def test_only_fields_of_a_policy_are_open(override: str) -> None:
     with pytest.raises(ConfigError, match=override.partition("=")[0].replace(".", r"\.")):
         pretrain_moe.compose([override])
+
+
+def test_the_planned_number_of_slots_is_in_the_configuration_that_is_kept() -> None:
+    """Ranks and a dry run use the same number, and ``config.yaml`` records it."""
+    given = [
+        "model=moe_tiny",
+        "placement=overlap_search",
+        "launch.num_nodes=4",
+        "limits.host_memory_bytes=100000000000",
+    ]
+    config, config_yaml = pretrain_moe.compose([*given, "training.device=cpu"])
+    plan = pretrain_moe.resolve_plan(config)
+    decided, decided_yaml = pretrain_moe._decide(config, config_yaml, plan)
+    assert plan.placement is not None
+    assert decided.placement.num_slots_per_rank == plan.placement.num_slots_per_rank
+    assert plan.placement.num_slots_per_rank > derive_placement(config).placement.num_slots_per_rank
+    assert yaml.safe_load(decided_yaml) == to_dict(decided)
 
 
 def test_domains_that_slurm_names_are_in_the_configuration_that_is_kept(

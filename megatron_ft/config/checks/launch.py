@@ -74,6 +74,7 @@ def _check_topology(config: JobConfig) -> None:
         topology.failure_domains,
         f"must have {most} names, one for each node ({counts}), or be empty; it has {domains}",
     )
+    above(0, "topology.link_bytes_per_second", topology.link_bytes_per_second)
     key, source = "topology.failure_domain_source", topology.failure_domain_source
     one_of(("listed", "slurm_topology"), key, source)
     if source == "listed":

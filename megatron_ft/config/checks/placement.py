@@ -113,15 +113,17 @@ def _stage(config: JobConfig) -> tuple[int, int]:
 def derive_placement(config: JobConfig) -> JobConfig:
     """Return ``config`` with the values that follow from replica slots.
 
-    With replica slots, all ranks of a pipeline stage form one expert group. By default, the slots of a stage are twice
-    as many as the experts of a layer, rounded up to the same number on each rank.
+    With replica slots, all ranks of a pipeline stage form one expert group. By default, a stage has just enough slots
+    for ``placement.min_replicas`` replicas of every expert, and each rank has the same number.
     """
-    if config.placement.algorithm is None:
+    placement, num_experts = config.placement, config.model.num_moe_experts or 0
+    if placement.algorithm is None:
         return config
     stage_size, _ = _stage(config)
-    num_slots = config.placement.num_slots_per_rank or -(-2 * (config.model.num_moe_experts or 0) // stage_size)
+    # A second copy on the same rank survives nothing more, so a rank never needs more slots than there are experts.
+    num_slots = placement.num_slots_per_rank or min(num_experts, -(-placement.min_replicas * num_experts // stage_size))
     return dataclasses.replace(
         config,
         parallel=dataclasses.replace(config.parallel, expert_model_parallel_size=stage_size),
-        placement=dataclasses.replace(config.placement, num_slots_per_rank=num_slots),
+        placement=dataclasses.replace(placement, num_slots_per_rank=num_slots),
     )

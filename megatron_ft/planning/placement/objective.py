@@ -43,12 +43,18 @@ class SurvivalObjective:
         return tuple(rate / (1 - rate) for rate in self.failure_rates) or None
 
     def weights(self, num_domains: int) -> tuple[float, ...]:
-        """Return the weights of losing 0, 1, ... domains, up to the last weight that is not 0; their sum is 1."""
+        """Return the weights of losing 0, 1, ... domains, up to the last weight that is not 0; their sum is 1.
+
+        If only losses of more domains have a weight, because domains were lost, the largest loss that leaves a domain
+        gets all weight.
+        """
         geometric = (self.lost_ratio**lost for lost in range(1, num_domains + 1))
         chosen = self.lost_weights or tuple(weight for weight in geometric if weight > NEGLIGIBLE)
         raw = [0.0, *chosen][: num_domains + 1]
         while len(raw) > 1 and not raw[-1]:
             raw.pop()
+        if num_domains and len(raw) == 1:
+            raw = [0.0] * max(1, num_domains - 1) + [1.0]
         total = sum(raw) or 1.0
         return tuple(weight / total for weight in raw)
 

@@ -10,6 +10,7 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.operators import operators_of
 from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES, expert_state_bytes
 from megatron_ft.planning.placement.copies import NON_EXPERT, StateCopyPlan
+from megatron_ft.planning.placement.overlap_search import OverlapSearch
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.stage import StageRequest, first_plans, scripted_plans
 from megatron_ft.planning.placement.survival import Survival, survival
@@ -50,7 +51,12 @@ class PlacementReport:
     staged_bytes: int
     """Bytes of one expert. A rank needs this much additional memory during a rebalance."""
     most_moved_bytes: int
-    """Largest number of bytes that a rebalance moves, if base copies stay where they are."""
+    """Largest number of bytes that a rebalance moves. Base copies of ``overlap_search`` do not move."""
+    most_received_bytes: int
+    """Bytes that the rank that receives the most in such a rebalance receives."""
+    rebalance_seconds: float | None
+    """Predicted time for which training waits for such a rebalance; None without
+    ``topology.link_bytes_per_second``."""
 
     def validate(self) -> None:
         """Check every plan.
@@ -102,7 +108,13 @@ class PlacementReport:
         stages = [_Stage.of(config, plan, num_dense[stage]) for stage, plan in enumerate(plans)]
         names = tuple(dict.fromkeys(requests[0].cluster.failure_domains))
         lost = range(1, min(config.placement.min_replicas, len(names)) + 1)
-        num_copies = config.placement.state_copies
+        num_copies, speed = config.placement.state_copies, config.topology.link_bytes_per_second
+        movable = [_movable_copies(plan, config.placement.min_replicas) for plan in plans]
+        # If all movable copies move, every rank receives about the same number.
+        received = max(
+            sum(-(-num_copies // len(plan.ranks)) for num_copies in copies)
+            for plan, copies in zip(plans, movable, strict=True)
+        ) * expert_state_bytes(config)
         report = cls(
             min_replicas=config.placement.min_replicas,
             kept_min_replicas=min(
@@ -119,16 +131,21 @@ class PlacementReport:
             non_expert_copies_bytes=None if num_copies is None else sum(s.copies_bytes(experts=False) for s in stages),
             rebalance_interval_iterations=config.placement.rebalance_interval,
             staged_bytes=expert_state_bytes(config),
-            most_moved_bytes=sum(map(_num_extra_copies, plans)) * expert_state_bytes(config),
+            most_moved_bytes=sum(map(sum, movable)) * expert_state_bytes(config),
+            most_received_bytes=received,
+            # A rank sends and receives one expert at a time, and the transfers of different ranks overlap.
+            rebalance_seconds=None if speed is None else received / speed,
         )
         report.validate()
         return report
 
 
-def _num_extra_copies(plan: PlacementPlan) -> int:
-    """Return the number of copies in excess of the smallest number of copies that an expert has in the layer."""
+def _movable_copies(plan: PlacementPlan, min_replicas: int) -> list[int]:
+    """Return for each layer the number of copies that a rebalance may move. ``overlap_search`` does not move the base
+    copies, ``min_replicas`` of each expert if there are enough slots."""
     counts = [plan.replica_counts(layer) for layer in range(len(plan.slots))]
-    return sum(sum(of_layer) - min(of_layer) * len(of_layer) for of_layer in counts)
+    kept = min_replicas if plan.algorithm == OverlapSearch.name else 0
+    return [sum(of_layer) - min(kept, *of_layer) * len(of_layer) for of_layer in counts]
 
 
 def _optimizer_bytes(config: JobConfig, num_dense: int) -> tuple[int, int]:

@@ -83,7 +83,8 @@ def test_accepted(changes: dict[str, Any]) -> None:
         ({"placement.num_slots_per_rank": 5}, 6, 5),
         ({"parallel.pipeline_model_parallel_size": 2}, 3, 6),
         ({"parallel.tensor_model_parallel_size": 2}, 6, 3),
-        ({"launch.num_nodes": 1, "launch.ranks_per_node": 1}, 1, 16),
+        ({"placement.min_replicas": 3}, 6, 4),
+        ({"launch.num_nodes": 1, "launch.ranks_per_node": 1}, 1, 8),
     ],
 )
 def test_derived_from_the_ranks_of_a_stage(changes: dict[str, Any], expert_ranks: int, slots: int) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 import pytest
 
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.membership import config_of
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.corpus.samples import DataSummary, _SourceSummary
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.job import JobPlan
+from megatron_ft.planning.job import JobPlan, with_slots
 from megatron_ft.planning.render import _readable_bytes, render
 from tests.helpers.keys import grouped
 
@@ -206,7 +207,7 @@ def test_domains_of_spares_wait_with_them() -> None:
     racks = {"failure_domains": ["rack0", "rack1", "rack2"]}
     kept = plan(**kept_layout(), topology=racks).snapshot
     assert kept is not None and kept.peers == ((1,), (0,))
-    spread = {"_target_": "megatron_ft.planning.placement.spread.Spread"}
+    spread = {"_target_": "megatron_ft.planning.placement.overlap_search.OverlapSearch"}
     nodes = grouped(num_nodes=2, ranks_per_node=1, num_spare_nodes=1, **racks)
     placement = {"algorithm": spread, "num_slots_per_rank": 8, "min_replicas": 2}
     placed = plan(**nodes, placement=placement, parallel={"expert_model_parallel_size": 2}).placement
@@ -216,7 +217,7 @@ def test_domains_of_spares_wait_with_them() -> None:
 def test_a_job_that_a_second_loss_can_end_has_a_note() -> None:
     """Three nodes of one rank remain of four: six slots for two copies of four experts."""
     model = {**SMALL["model"], "num_moe_experts": 4, "moe_ffn_hidden_size": 32}
-    spread = {"_target_": "megatron_ft.planning.placement.spread.Spread"}
+    spread = {"_target_": "megatron_ft.planning.placement.overlap_search.OverlapSearch"}
 
     def notes(slots: int, **keys: object) -> tuple[str, ...]:
         placement: dict[str, object] = {"algorithm": spread, "num_slots_per_rank": slots, "min_replicas": 2}
@@ -228,3 +229,73 @@ def test_a_job_that_a_second_loss_can_end_has_a_note() -> None:
     assert "after the loss of a node the job has 6 slots, too few for 2 replicas of 4 experts" in note
     assert note.endswith("the next loss can end the job; placement.num_slots_per_rank=3 avoids this")
     assert notes(3, min_nodes=2) == notes(2) == notes(4, num_nodes=2, min_nodes=1) == ()
+
+
+def _slots(*, device: str = "cuda", min_nodes: int | None = None, **limits: int) -> tuple[JobConfig, str]:
+    """Return the result of ``with_slots`` for 8 nodes of one rank and 16 experts: 4 slots are enough for 2 replicas."""
+    config = from_dict(
+        {
+            "model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_moe_experts": 16},
+            "launch": {"num_nodes": 8},
+            "placement": {"algorithm": {"_target_": "megatron_ft.planning.placement.overlap_search.OverlapSearch"}},
+            "recovery": {"min_nodes": min_nodes},
+            "training": {"device": device},
+            "limits": limits,
+        }
+    )
+    return with_slots(config, device, lambda: DATA)
+
+
+def _needed(config: JobConfig, device: str = "cuda") -> int:
+    result = JobPlan.of(config, DATA, device=device)
+    return result.device_bytes if device == "cuda" else result.host_bytes_per_node
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_slots_fill_the_stated_memory_and_not_more(device: str) -> None:
+    key = "gpu_memory_bytes" if device == "cuda" else "host_memory_bytes"
+    most, reason = _slots(device=device, **{key: 10**12})
+    assert most.placement.num_slots_per_rank == 6 and f"2 more, which limits.{key} allows" in reason
+    needed = _needed(most, device)
+    fewer, reason = _slots(device=device, **{key: needed - 1})
+    assert fewer.placement.num_slots_per_rank == 5 and "1 more" in reason
+    assert _needed(fewer, device) < needed
+    assert _slots(device=device, **{key: needed})[0].placement.num_slots_per_rank == 6
+
+
+def test_slots_are_just_enough_for_the_replicas_without_stated_memory() -> None:
+    derived, reason = _slots()
+    assert derived.placement.num_slots_per_rank == 4
+    assert reason == "just enough for placement.min_replicas=2; limits.gpu_memory_bytes could allow more"
+    small, reason = _slots(gpu_memory_bytes=_needed(derived))
+    assert small.placement.num_slots_per_rank == 4
+    assert "allows no more" in reason
+
+
+def test_slots_also_fit_after_the_loss_of_a_node() -> None:
+    """With one node fewer, a remaining rank has more microbatches or larger shards of the optimizer state."""
+    most, _ = _slots(device="cpu", min_nodes=4, host_memory_bytes=10**12)
+    alone = _needed(most, "cpu")
+    smaller = _needed(config_of(most, range(7)), "cpu")
+    assert smaller > alone, "a smaller job must need more memory per rank, or this test shows nothing"
+    assert _slots(device="cpu", host_memory_bytes=alone)[0].placement.num_slots_per_rank == 6
+    assert _slots(device="cpu", min_nodes=4, host_memory_bytes=smaller)[0].placement.num_slots_per_rank == 6
+    assert _slots(device="cpu", min_nodes=4, host_memory_bytes=alone)[0].placement.num_slots_per_rank < 6
+
+
+def test_slots_that_the_configuration_gives_stay() -> None:
+    given = from_dict(
+        {
+            "model": {"num_moe_experts": 16},
+            "launch": {"num_nodes": 8},
+            "placement": {"algorithm": {"_target_": "megatron_ft.planning.placement.overlap_search.OverlapSearch"}}
+            | {"num_slots_per_rank": 5},
+            "limits": {"gpu_memory_bytes": 10**12},
+        }
+    )
+
+    def unread() -> DataSummary:
+        raise AssertionError("the data do not matter here")
+
+    derived, reason = with_slots(given, "cuda", unread)
+    assert (derived.placement.num_slots_per_rank, reason) == (5, "placement.num_slots_per_rank")

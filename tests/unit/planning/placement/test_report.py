@@ -23,6 +23,7 @@ def report(
     algorithm: str = "compact.Compact",
     inputs: JobInputs | None = None,
     parallel: dict[str, Any] | None = None,
+    link_bytes_per_second: float | None = None,
     **placement: Any,
 ) -> PlacementReport:
     """Return the report for 2 layers of 4 experts. ``compact`` places the copies of 2 slots per rank on neighbours."""
@@ -37,6 +38,7 @@ def report(
             },
             "launch": {"num_nodes": nodes, "ranks_per_node": 1},
             "parallel": parallel or {},
+            "topology": {"link_bytes_per_second": link_bytes_per_second},
             "placement": {
                 "algorithm": {"_target_": f"megatron_ft.planning.placement.{algorithm}"},
                 "num_slots_per_rank": 2,
@@ -125,9 +127,23 @@ def test_every_scripted_placement_is_checked() -> None:
         report(inputs=JobInputs(schedule=schedule))
 
 
+def test_a_rebalance_is_predicted_from_the_copies_that_may_move() -> None:
+    """With 3 slots on 4 ranks, 12 replicas exist in each of 2 layers; 8 of them are base copies, which stay."""
+    searched = {"algorithm": "overlap_search.OverlapSearch", "num_slots_per_rank": 3}
+    result = report(**searched, link_bytes_per_second=1000.0)
+    assert result.most_moved_bytes == 2 * 4 * result.staged_bytes
+    assert result.most_received_bytes == 2 * result.staged_bytes
+    assert result.rebalance_seconds == result.most_received_bytes / 1000
+    assert report(num_slots_per_rank=3).most_moved_bytes == 2 * 12 * result.staged_bytes
+    exact = report(algorithm="overlap_search.OverlapSearch")
+    assert exact.most_moved_bytes == 0 and exact.rebalance_seconds is None
+    assert "no expert moves" in _render_placement(exact, "")
+
+
 def test_text_names_what_people_look_for() -> None:
-    text = _render_placement(report(state_copies=2))
-    parts = ("slots per rank", "2 in each MoE layer: 8 on 4 ranks for 4 experts", "lost failure domains: 1", "2 copies")
+    text = _render_placement(report(state_copies=2), "enough for two")
+    parts = ("slots per rank", "2 in each MoE layer: 8 on 4 ranks for 4 experts", "enough for two", "2 copies")
+    parts += ("lost failure domains: 1", "because topology.link_bytes_per_second=null")
     for part in parts:
         assert part in text
     assert "rank 3  node3" in text

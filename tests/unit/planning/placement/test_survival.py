@@ -132,6 +132,11 @@ def test_objective_refuses(objective: SurvivalObjective) -> None:
         objective.validate(2)
 
 
+def test_weights_of_impossible_losses_are_those_of_the_largest_possible_one() -> None:
+    objective = SurvivalObjective(lost_weights=(0, 0, 0, 1))
+    assert [objective.weights(num_domains) for num_domains in (1, 2, 3)] == [(0, 1), (0, 1), (0, 0, 1)]
+
+
 def stage_on(domains: tuple[str, ...], *layers: tuple[tuple[int, ...], ...]) -> PlacementPlan:
     numbers = tuple(range(1, len(layers) + 1))
     ranks = tuple(range(len(domains)))
