@@ -451,7 +451,7 @@ def _owned(plan: PlacementPlan, previous: Previous, moved: Sequence[_Experts | N
 
 
 def _held(carried: Carried | None, key: Key) -> Holding:
-    assert carried is not None, "a rank without state has no holding"
+    assert carried is not None, "this rank has no state, and so no holding"
     return next(held for held in carried.holdings if held.key == key)
 
 

@@ -206,7 +206,7 @@ class Snapshotter:
             vote: vote of the newest iteration.
         """
         opened, memory, iteration = self._opened, self._memory, self._engine.iteration
-        assert opened is not None and memory is not None, "resumed"
+        assert opened is not None and memory is not None, "call ``resume`` before ``capture_whole``"
         shards, whole = opened.view.shards, whole_plan(opened.view.shards_by_rank, opened.plan.interval_iterations)
         # All ranks decide together, because a window that only some ranks capture can never be committed.
         if self._collectives.any(window_bytes(whole, shards) > memory.arena.window_bytes):
@@ -425,7 +425,7 @@ class Snapshotter:
     def _context(self) -> SnapshotContext:
         snapshot = self._config.snapshot
         bandwidth, seconds = snapshot.bandwidth_bytes_per_second, snapshot.iteration_seconds
-        # The smallest bandwidth and iteration time of all ranks, because the plan of all ranks must suit the slowest copy.
+        # The smallest bandwidth and iteration time of all ranks, because one plan must be fast enough on every rank.
         if bandwidth is None:
             bandwidth = min(self._collectives.gather(capture_bandwidth(self._engine.device, self._copier)))
         if seconds is None:
