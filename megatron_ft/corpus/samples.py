@@ -87,7 +87,7 @@ class _SampleOrder:
     """Relative weight of each source; None uses the numbers of samples as weights."""
 
     def __post_init__(self) -> None:
-        assert self.num_samples and min(self.num_samples) > 0, f"num_samples={self.num_samples}: each must be at least 1"
+        assert self.num_samples and min(self.num_samples) > 0, f"num_samples={self.num_samples}: each must be above 0"
         has_weights = self.weights is None or len(self.weights) == len(self.num_samples)
         assert has_weights, f"weights={self.weights}: must contain one weight for each source"
 
