@@ -77,7 +77,7 @@ def _json_text(place: str, line: str, key: str) -> str:
     text = row[key]
     if not isinstance(text, str):
         raise DataError(f"{place}: {key}={text!r:.60}: must be a string")
-    # JSON's escapes can write one; encoding it would fail much later, without the line.
+    # A JSON escape can represent half a surrogate pair. Encoding it would fail much later, without the line number.
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise DataError(f"{place}: {key} contains half of a surrogate pair, which UTF-8 cannot represent")
     return text

@@ -64,7 +64,7 @@ class IndexedWriter:
         codes = [code for code, known in DTYPES.items() if known == self.dtype]
         assert codes, f"{self.dtype} is not a token format of the indexed dataset"
         self._code = codes[0]
-        # Four bytes for each document: a list would hold an object for each of perhaps a billion.
+        # An array needs four bytes per document. A list would need an object for each of perhaps a billion documents.
         self._lengths = array("i")
         self.num_tokens = 0
         existing = [str(path) for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
@@ -90,7 +90,7 @@ class IndexedWriter:
         """Append one document. ``tokens`` is ``[length]`` of any integer format; an empty document raises DataError."""
         if not 0 < tokens.size <= MAX_SEQUENCE_TOKENS:
             raise DataError(f"{self.prefix}: document of {tokens.size} tokens: must have 1 to {MAX_SEQUENCE_TOKENS}")
-        # Conversion would wrap such a token into another one of the vocabulary without an error.
+        # A conversion would change a token that does not fit to another token, without an error.
         bounds = np.iinfo(self.dtype)
         if tokens.dtype != self.dtype and (tokens.min() < bounds.min or tokens.max() > bounds.max):
             raise DataError(f"{self.prefix}: token {tokens.max()}: must fit {self.dtype.name}")
@@ -131,7 +131,7 @@ class IndexedWriter:
         yield np.arange(lengths.size + 1, dtype="<i8")
 
     def _publish(self) -> None:
-        # An old ``.idx`` goes first, durably: it must never describe a new ``.bin``.
+        # An old ``.idx`` is durably removed first, because it must never describe a new ``.bin``.
         idx_path(self.prefix).unlink(missing_ok=True)
         fsync_folder(self.prefix.parent)
         # ``.bin`` first: readers take a prefix for complete once it has an ``.idx``.
@@ -220,7 +220,7 @@ def _parse_header(path: Path, head: bytes, size_bytes: int) -> tuple[np.dtype, i
         raise _bad(path, "version", version, f"must be {VERSION}")
     if code not in DTYPES:
         raise _bad(path, "dtype code", code, f"must be an integer format, one of {sorted(DTYPES)}")
-    # Before anything is read by these counts: a damaged one could ask for any amount of memory.
+    # Checked before these counts determine how much is read: a damaged count could request any amount of memory.
     wanted_bytes = HEADER.size + 12 * num_sequences + 8 * num_entries
     if size_bytes != wanted_bytes:
         counts = f"{num_sequences} sequences and {num_entries} document entries"

@@ -7,8 +7,8 @@ The check reads only small parts of large files.
 The order of samples is a pure function of (seed, index), computed in constant memory. It does not depend on the length
 of a run or on its parallel layout. In each epoch, a bijection with its own key permutes the samples of a source (a
 Feistel network over the smallest square that holds them, with cycle walking: Black and Rogaway, "Ciphers with Arbitrary
-Finite Domains", CT-RSA 2002). To blend sources, every block of indices is distributed over the sources by exact
-cumulative quotas, and another such bijection shuffles the block.
+Finite Domains", CT-RSA 2002). To blend sources, the exact cumulative shares of the sources determine how many indices
+of each block belong to each source, and another such bijection shuffles the block.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ def _round_keys(key: str) -> tuple[int, ...]:
 def _permute(position: int, size: int, key: str) -> int:
     """Map ``position`` to another position in ``range(size)``. For each ``key`` the mapping is a bijection."""
     assert 0 <= position < size, f"position {position} lies outside range({size})"
-    # The square exceeds the range by about twice its root at most: few positions have to be permuted again.
+    # The square has at most about 2 * sqrt(size) positions outside the range, so few have to be permuted again.
     side = isqrt(size - 1) + 1 if size > 1 else 1
     keys = _round_keys(key)
     while True:
@@ -87,7 +87,7 @@ class _SampleOrder:
     """Relative weight of each source; None uses the numbers of samples as weights."""
 
     def __post_init__(self) -> None:
-        assert self.num_samples and min(self.num_samples) > 0, f"sources without samples: {self.num_samples}"
+        assert self.num_samples and min(self.num_samples) > 0, f"num_samples={self.num_samples}: each must be above 0"
         has_weights = self.weights is None or len(self.weights) == len(self.num_samples)
         assert has_weights, f"weights={self.weights}: must contain one weight for each source"
 
@@ -111,15 +111,16 @@ class _SampleOrder:
         return Place(source, epoch, _permute(position, self.num_samples[source], key))
 
     def _deal(self, index: int) -> tuple[int, int]:
-        """Return the source of the sample at ``index``, and the sample's number, from 0, among all of this source."""
-        # Blocks begin at fixed indices: a sample depends neither on the length of the run nor on those before it.
+        """Return the source of the sample at ``index``, and the sample's number, from 0, among all samples that this
+        source contributes in all epochs."""
+        # Blocks begin at fixed indices: a sample depends neither on the length of the run nor on other samples.
         block, offset = divmod(index, self.block_samples)
         position = _permute(offset, self.block_samples, f"{self.split}/{self.seed}/block {block}")
         before, total = block * self.block_samples, self._bounds[-1]
         after = before + self.block_samples
         start_before = start_after = 0
         for source, bound in enumerate(self._bounds):
-            # Floors of exact cumulative shares: errors of rounding do not add up over blocks.
+            # Exact cumulative shares are rounded down, so rounding errors do not add up over blocks.
             end_before, end_after = bound * before // total, bound * after // total
             if position < end_after - end_before:
                 return source, (end_before - start_before) + position - (start_after - start_before)
@@ -175,7 +176,7 @@ class SplitPlan:
         """Return a hexadecimal digest of the order of samples, the sizes of the sources, and their first and last
         tokens.
 
-        Two sources of the same size that differ only in other tokens have equal digests.
+        Two sources of the same size that differ only in tokens between these have equal digests.
         """
         digest = hashlib.blake2b(repr((self.seq_length, self.order)).encode(), digest_size=8)
         for span in self.spans:
@@ -394,7 +395,7 @@ def _padded(config: JobConfig, entries: int) -> int:
     multiple = config.model.make_vocab_size_divisible_by
     if multiple < 1:
         raise ConfigError.of("model.make_vocab_size_divisible_by", multiple, "must be at least 1")
-    # Not a multiple of TP: padded rows take part in the softmax, so every layout needs equally many.
+    # Not also padded to a multiple of TP: padded rows take part in the softmax, so their number must not depend on TP.
     return -(-entries // multiple) * multiple
 
 
@@ -443,7 +444,7 @@ def _check_ids(key: str, info: IndexInfo, entries: int) -> str:
     bounds = np.iinfo(info.dtype)
     # If every value of the format is in the vocabulary, no token has to be read.
     if bounds.min >= 0 and bounds.max < entries:
-        return f"every {info.dtype.name} is a valid token id"
+        return f"every {info.dtype.name} value is a valid token id"
     tokens = np.memmap(bin_path(info.prefix), dtype=info.dtype, mode="r")
     # Check only a sample of the ids, because a corpus may have terabytes. Each id is checked again when it is read.
     starts = np.linspace(0, max(0, info.num_tokens - PROBE_WINDOW_TOKENS), PROBE_WINDOWS, dtype=np.int64)

@@ -114,7 +114,7 @@ def prepare(config: JobConfig, context: RankContext) -> tuple[torch.device, str]
     if context.is_joining:
         _check_kernels(config)
     with warnings.catch_warnings():
-        # Megatron warns at import about each missing optional package. ``device.software`` has checked them already.
+        # Megatron warns at import about each missing optional package. ``device.install`` has checked them already.
         warnings.simplefilter("ignore")
         import_module("megatron_ft.mcore.recovery.coordinator")
         _import_needed_later()

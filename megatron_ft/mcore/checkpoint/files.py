@@ -53,15 +53,15 @@ class CheckpointFinder:
         self._report_damage = report_damage
         self._verified: tuple[Path, Manifest] | None = None
         self.foreign: dict[Path, str] = {}
-        """Checkpoints that ``newest`` has skipped because they belong to another run or iteration, with the reasons."""
+        """Checkpoints that ``newest`` skipped, each with a reason: another run, or a wrong iteration in its name."""
         self._reasons: dict[str, str] = {}
         """Reasons why this process has renamed checkpoints, by their new names. Only rank 0 has these reasons."""
 
     def newest(self, folder: Path) -> Path | None:
         """Return the newest undamaged checkpoint of this run in ``folder``, or None if there is none.
 
-        Newer checkpoints that are damaged are reported and renamed. Newer checkpoints of other runs, or with a manifest
-        for another iteration than their name, are added to ``foreign``.
+        Newer checkpoints that are damaged are reported and renamed. Newer checkpoints that belong to another run, or
+        whose manifest has another iteration than their name, are added to ``foreign``.
 
         Raises:
             CheckpointError: the newest undamaged checkpoint was written with other data, or another model, optimizer
@@ -93,7 +93,8 @@ class CheckpointFinder:
             return path
 
     def set_foreign_aside(self) -> None:
-        """Rename the checkpoints in ``foreign``, because saving and deleting depend on the names of checkpoints."""
+        """Rename the checkpoints in ``foreign``. Otherwise this run would count them when it names new checkpoints and
+        when it deletes old ones."""
         for path, reason in self.foreign.items():
             self._set_aside(path, reason, "foreign")
         self.foreign = {}
@@ -103,8 +104,8 @@ class CheckpointFinder:
         notes = [self._not_own(directory, manifest)]
         if manifest.format_version == 1:
             notes.append(
-                "the checkpoint has format 1, which does not record data, model, optimizer and schedule, so these "
-                "cannot be compared"
+                "the manifest has format_version=1, which does not record data, model, optimizer and schedule, so "
+                "these cannot be compared"
             )
         else:
             notes += map(str, Difference.between(manifest.settings, self._identity.settings))
@@ -158,9 +159,9 @@ class CheckpointFinder:
         return manifest
 
     def check(self, directory: Path, *, trust: bool) -> Manifest | None:
-        """Verify ``directory``, unless the preceding call has verified it, and return its manifest. If there is no
-        manifest, return None if ``trust`` is true. Raises CheckpointError when files are damaged, or there is no
-        manifest and ``trust`` is false."""
+        """Verify ``directory``, unless the preceding call of this object has verified it, and return the manifest. With
+        ``trust``, a directory without a manifest is not verified, and the result is None. Raises CheckpointError when
+        files are damaged, or when there is no manifest and ``trust`` is false."""
         if not directory.is_dir():
             raise CheckpointError(f"checkpoint.load={directory}: must be an existing directory")
         if not (directory / MANIFEST_NAME).exists():
@@ -361,7 +362,7 @@ class _Capture(FileSystem):
 
 def _to_json(result: WriteResult) -> list[Any]:
     index, place = result.index, result.storage_data
-    assert place.transform_descriptors is None, "the JSON form of a write result has no field for transforms"
+    assert place.transform_descriptors is None, "a write result with transform descriptors cannot be converted to JSON"
     offset = None if index.offset is None else list(index.offset)
     return [index.fqn, offset, index.index, result.size_in_bytes, place.relative_path, place.offset, place.length]
 

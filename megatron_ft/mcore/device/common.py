@@ -31,8 +31,8 @@ def num_visible_gpus() -> int:
 @contextlib.contextmanager
 def answering_for_devices(*, has_gpu: bool) -> Iterator[None]:
     """Make ``torch.cuda.is_available()`` return ``has_gpu`` in this context, without using the CUDA runtime. Modules of
-    Megatron and PyTorch call this function when they are imported. If a process uses the CUDA runtime before it forks,
-    its children cannot use CUDA."""
+    Megatron and PyTorch call ``is_available`` when they are imported. If a process uses the CUDA runtime before it
+    forks, its children cannot use CUDA."""
     is_available = torch.cuda.is_available
     torch.cuda.is_available = lambda: has_gpu
     try:

@@ -67,8 +67,8 @@ class PreviousPlacement:
     """Tensors of this rank: during the migration all of them, afterwards only those of experts that this rank no longer
     has. Always empty if ``is_in_place``."""
     host: TrainState | None = None
-    """State of this rank besides tensors during the migration, because a failed migration leaves the engine without
-    usable state. None after the migration."""
+    """State of this rank besides tensors, from before the migration. It is kept until the migration ends, because a
+    failed migration leaves the engine without usable state; then it is None."""
     is_evacuation: bool = False
     """Whether the migration moved all experts to the ranks that remain in the job, before other ranks leave it."""
     is_in_place: bool = False
@@ -156,7 +156,7 @@ class PlacementManager:
             before: plans and loads of the previous membership.
             config: configuration of the next membership.
             previous_ranks: for each rank of the next membership, its rank in ``before``; None if it has no state.
-            owned: for each of these ranks, the experts whose state it has; None if ``before`` lists these experts.
+            owned: for each of these ranks, the experts whose state it has; None for the experts in ``before.plans``.
         """
         keeper = cls(config, world_size=len(previous_ranks), stage=0, before=before)
         found = plan_replicas(
@@ -268,8 +268,8 @@ class PlacementManager:
 
     def restore(self, content: dict[str, Any] | None) -> None:
         """Continue with ``content``, the result of ``to_json`` in a checkpoint or window. If its plans do not fit the
-        ranks, slots and failure domains of this job, make new plans from its loads. If it is None, or its stages differ
-        from those of this job, keep the first plans of a new run."""
+        ranks, slots and failure domains of this job, make new plans from its loads. If ``content`` is None, or its
+        stages have other layers than those of this job, keep the first plans of a new run."""
         if content is None:
             return
         state = PlacementState.from_json(content)

@@ -119,8 +119,8 @@ class ReplicaGradients:
         self, parts: list[tuple[Sequence[torch.Tensor], _SharedExpert]], *, to_owners: bool
     ) -> dict[int, dict[int, torch.Tensor]]:
         """Exchange pieces with one uneven all-to-all. Return the received pieces by rank and index of the expert. With
-        ``to_owners``, piece k is sent to the k-th rank of ``holders``. Otherwise the only piece, which is summed, is
-        sent to all other ranks of ``holders``."""
+        ``to_owners``, piece k is sent to the k-th rank of ``holders``. Otherwise ``parts`` has one piece per expert, a
+        sum that this rank has computed. It is sent to all other ranks of ``holders``."""
         ranks = range(self._group.size())
         outgoing: list[list[torch.Tensor]] = [[] for _ in ranks]
         incoming: list[list[tuple[int, int]]] = [[] for _ in ranks]
@@ -384,7 +384,8 @@ class ReplicaMixtureLayer(MixtureLayer):
         self.local_expert_indices[place] = self.experts.expert_ids[place] = expert
 
     def use(self, slots: Sequence[Sequence[int]]) -> None:
-        """Send tokens as ``slots`` places the experts. Each rank must have stored its experts in order of their ids."""
+        """Send tokens from now on to the ranks that have the experts in ``slots``. Each rank must already have stored
+        its experts in order of their ids."""
         rank = utils.get_pg_rank(self.ep_group)
         # In place, because the dispatcher has the same list.
         self.local_expert_indices[:] = sorted(set(slots[rank]))

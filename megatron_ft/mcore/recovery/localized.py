@@ -254,10 +254,10 @@ class LocalizedReplay:
         self.plan = plan
 
     def share(self) -> tuple[TrainState, dict[int, Vote], WindowPlan | None]:
-        """Broadcast the state besides tensors, the logged votes and the plan of windows, and return these three values.
-        The rank ``LocalizedPlan.voter`` sends them. The plan is None before the first plan. The state has no random
-        number generators, which each rank restores from its own state or computes in the replay."""
-        # All ranks have the same standings, so they choose the same sender.
+        """Broadcast and return three values of the rank ``LocalizedPlan.voter``: its ``TrainState``, its logged votes,
+        and its plan of windows, which is None if no windows are planned yet. The ``TrainState`` has no random number
+        generators, which each rank restores from its own state or computes in the replay."""
+        # ``_standings`` is the same on all ranks, so they choose the same sender.
         first = self.plan.voter(self._standings)
         log, carried, mine = self._engine.boundaries.log, self._carried, None
         if carried is not None:

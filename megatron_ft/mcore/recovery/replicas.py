@@ -177,7 +177,7 @@ class ElasticTrainer(Trainer):
         """Send state to ranks that lack it, then build and fill model and optimizer. All ranks must call this.
 
         Args:
-            carried: this rank's state; None on a rank that does not have the holding.
+            carried: this rank's state; None on a rank that does not have the holding of ``key``.
             key: key of the holding from which all ranks continue.
             previous: for each rank, its ``Holding.rank`` in this holding; None for a rank without this holding.
             moved: for each rank, the experts that it has; None if these are the experts of the holding.
@@ -279,8 +279,8 @@ class ElasticTrainer(Trainer):
         resumed = None if kept is None or window_plan is None else (kept, window_plan)
         snapshots = self.take_snapshots(client, resumed)
         vote = votes.get(plan.target)
-        # The window in progress is lost. Without a new window, the next recovery would have to replay as many
-        # iterations.
+        # The window in progress is lost. Without a new window, the next recovery would have to replay the same
+        # iterations again, and all later ones.
         if resumed is not None and vote is not None and kept is not None and kept.start_iteration < plan.target:
             snapshots.capture_whole(vote)
         self.membership_start = MembershipStart(iteration=target, carried=carried or self._carried())
@@ -451,7 +451,7 @@ def _owned(plan: PlacementPlan, previous: Previous, moved: Sequence[_Experts | N
 
 
 def _held(carried: Carried | None, key: Key) -> Holding:
-    assert carried is not None, "a rank without state has no holding"
+    assert carried is not None, "this rank has no state, and so no holding"
     return next(held for held in carried.holdings if held.key == key)
 
 

@@ -167,7 +167,8 @@ class LocalWindow:
     """The bytes of each slice."""
     stored: StoredWindow
     """Origin of the bytes. If ``stored.where`` is ``own``, they are in buffer ``stored.buffer`` of this rank's memory
-    on its node. Otherwise this buffer contains the rank's newest committed window, which must not be overwritten."""
+    on its node. Otherwise they are elsewhere, and this buffer contains the rank's newest committed window; None if
+    there is none. In both cases the buffer must not be overwritten."""
 
     @property
     def plan(self) -> WindowPlan:

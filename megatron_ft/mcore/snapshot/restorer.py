@@ -77,7 +77,8 @@ class SnapshotRestorer:
         reasons."""
 
     def find(self, checkpoint: Path | None, *, only: WindowKey | None = None) -> LocalWindow | None:
-        """Find and verify the newest window that every rank can load; return None if ``checkpoint`` is not older.
+        """Find and verify the newest window that every rank can load. Return None if there is no such window, or if
+        ``checkpoint`` is at least as new.
 
         Damaged windows and windows that were rejected before are skipped and reported.
 

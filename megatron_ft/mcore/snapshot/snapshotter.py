@@ -101,7 +101,7 @@ Rows = tuple[tuple[int, ...], ...]
 """Number of tokens of each expert, by layer."""
 
 Header = Callable[[int], dict[str, str]]
-"""Function that returns the header of the slice with a given index: JSON texts by name, except that of the vote."""
+"""Function that returns the header of the slice with a given index: JSON texts by name. The vote is added later."""
 
 _MEASURED_ITERATIONS = 3
 _MAX_LOAD_RECORDS = 32
@@ -206,7 +206,7 @@ class Snapshotter:
             vote: vote of the newest iteration.
         """
         opened, memory, iteration = self._opened, self._memory, self._engine.iteration
-        assert opened is not None and memory is not None, "resumed"
+        assert opened is not None and memory is not None, "call ``resume`` before ``capture_whole``"
         shards, whole = opened.view.shards, whole_plan(opened.view.shards_by_rank, opened.plan.interval_iterations)
         # All ranks decide together, because a window that only some ranks capture can never be committed.
         if self._collectives.any(window_bytes(whole, shards) > memory.arena.window_bytes):
@@ -324,8 +324,8 @@ class Snapshotter:
             self._client.committed(self._buffers.committed)
             self._kept_generation = self._engine.groups.generation
             self._report_committed(iteration)
-        # A window that one rank has abandoned must be dropped by all ranks at the same vote, because the bits of later
-        # votes count the windows of each rank.
+        # If one rank has abandoned a window, all ranks must drop it at the same vote, because bit i of a later ballot
+        # stands for the i-th oldest window of its rank.
         for start in before.held:
             if start > self._buffers.committed and start not in self._buffers.held:
                 self._client.abandon(start)
@@ -334,7 +334,7 @@ class Snapshotter:
 
     @property
     def _can_plan(self) -> bool:
-        # Iterations of this object are counted, so that all ranks plan after the same iteration.
+        # Only iterations since this object was created count, so that all ranks plan after the same iteration.
         known = self._plan is not None or self._config.snapshot.iteration_seconds is not None
         return known or len(self._iteration_seconds) >= _MEASURED_ITERATIONS
 
@@ -425,7 +425,7 @@ class Snapshotter:
     def _context(self) -> SnapshotContext:
         snapshot = self._config.snapshot
         bandwidth, seconds = snapshot.bandwidth_bytes_per_second, snapshot.iteration_seconds
-        # The smallest values of all ranks, because all ranks use one plan, and it must not be too slow for any of them.
+        # The smallest bandwidth and iteration time of all ranks, because one plan must be fast enough on every rank.
         if bandwidth is None:
             bandwidth = min(self._collectives.gather(capture_bandwidth(self._engine.device, self._copier)))
         if seconds is None:
@@ -441,7 +441,7 @@ class Snapshotter:
         interval = self._config.snapshot.replan_interval_windows
         if interval == 0 or self._num_windows == 0 or self._num_windows % interval:
             return opened
-        assert self._memory is not None, "opened"
+        assert self._memory is not None, "no memory for windows is allocated"
         view = opened.view
         plan = replan(self._policy, Demand(shards_by_rank=view.shards_by_rank), self._context(), opened.plan)
         if plan == opened.plan:

@@ -162,8 +162,8 @@ def _holders(holdings_by_rank: Sequence[Sequence[_PartHolding]]) -> dict[Part, d
 
 
 def _deliveries(piece: Piece, holders: dict[int, _PartHolding]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (component, ranks that receive it) for a captured piece. From a captured master weight, every rank with the
-    parameter also gets the rounded weight."""
+    """Yield (component, ranks that receive it) for a captured piece. If the piece is of a master weight, every rank
+    with the parameter also gets the weight, which is rounded from it."""
     weight = next(iter(holders.values())).frozen[0]
     if piece.component in (WEIGHT, MASTER):
         yield WEIGHT, tuple(holders)

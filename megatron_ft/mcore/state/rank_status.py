@@ -15,7 +15,8 @@ from megatron_ft.planning.recovery.membership import Position, Target
 
 
 def position_of(engine: TrainingEngine, rank: int) -> Position:
-    """Return which iterations ``engine``, with rank ``rank`` of its membership, has completed and voted for.
+    """Return the position of ``engine``: the newest iterations that it completed and on which it voted. ``rank`` is its
+    rank in the membership.
 
     Raises:
         RecoveryError: an iteration failed in the middle of its update, so the state is unusable.
@@ -162,9 +163,9 @@ def choose_holding(
 ) -> tuple[Key, Previous]:
     """Choose the holding from which a membership continues. The result is the same on every rank.
 
-    The newest holding that every rank with state has is preferred. If there is none, the oldest holding is preferred,
-    which is the state from before a membership that only some ranks had completed. A holding with missing experts is
-    used only if no holding has all experts.
+    The newest holding that every rank with state has is preferred. If there is none, the oldest holding is preferred:
+    the state from before the memberships whose state only some ranks have received completely. A holding with missing
+    experts is used only if no holding has all experts.
 
     Args:
         present: status of each rank of membership ``generation``; None for joining ranks.
@@ -188,7 +189,7 @@ def choose_holding(
     found = {key: _previous(present, nodes, key) for key in order}
     order = [key for key in order if any(rank is not None for rank in found[key])]
     if not order:
-        raise RecoveryError(f"generation {generation}: on every node, at least one rank has no state")
+        raise RecoveryError(f"generation {generation} cannot be formed: each node has a rank without state")
     # ``is_whole`` is collective. All ranks have the same ``present``, so they make the same calls in the same order.
     if len(order) > 1:
         order = [key for key in order if is_whole(key, found[key])] or order

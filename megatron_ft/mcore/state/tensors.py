@@ -116,7 +116,7 @@ def move_experts(
 ) -> int:
     """Send and receive the experts of ``migration``, and add the received ones to ``state``.
 
-    All ranks of ``group``, which are the ranks of the plan, must call this.
+    All ranks of ``group``, which are the ranks of ``migration``, must call this.
 
     Args:
         like: tensors of any expert, which give shapes, dtypes and devices; None uses an expert in ``state``.
@@ -168,9 +168,10 @@ class ExpertPlaces:
     def carry_out(
         self, steps: Iterable[Step], ranks: Sequence[int], group: dist.ProcessGroup, made: Callable[[Replacement], None]
     ) -> int:
-        """Carry out ``steps``. All ranks of ``group`` must call this. ``ranks`` lists their numbers in the steps.
+        """Carry out ``steps``. All ranks of ``group`` must call this.
 
         Args:
+            ranks: for each rank of ``group``, in order, the number that it has in ``steps``.
             made: called after each replacement of an expert on this rank, so that the model uses the new name.
 
         Returns:

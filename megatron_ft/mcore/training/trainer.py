@@ -426,8 +426,8 @@ class Trainer:
 
         Raises:
             CheckpointError: the checkpoint is damaged, or does not match this job.
-            DataError: the checkpoint was trained on other data. Checkpoints with a manifest of format 2 or later are
-                compared with the data before they are loaded.
+            DataError: the checkpoint was trained on other data. Checkpoints whose manifest has ``format_version`` 2 or
+                higher are compared with the data before they are loaded.
         """
         state = self.state({})
         manifest = self.checkpoints.load(state, directory).manifest

@@ -36,8 +36,8 @@ KEY = "placement.dispatch_backend"
 
 
 class DispatchBackend(Protocol):
-    """Interface of a dispatch backend. All backends compute the same bits. Inputs may be on any device that the backend
-    supports."""
+    """Interface of a dispatch backend. For the same input, the results of all backends are bitwise equal. Inputs may be
+    on any device that the backend supports."""
 
     shares: str
     """Value of ``placement.shares``."""

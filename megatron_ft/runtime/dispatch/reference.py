@@ -1,4 +1,4 @@
-"""The dispatch backend in torch operators, on any device. All other backends must compute the same bits."""
+"""The dispatch backend in torch operators, on any device. Other backends must give bitwise equal results."""
 
 from collections.abc import Sequence
 

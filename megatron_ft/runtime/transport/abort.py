@@ -77,7 +77,7 @@ def release(groups: list[dist.ProcessGroup]) -> int:
     if held:
         used = f", {len(_holders)} of them because other objects reference them" if _holders else ""
         print(
-            f"process groups that are not destroyed yet: {held}{used}; their memory stays allocated until then",
+            f"process groups that are not destroyed yet: {held}{used}; until then, their memory stays allocated",
             file=sys.stderr,
             flush=True,
         )
@@ -105,9 +105,9 @@ def _await(threads: Sequence[threading.Thread]) -> None:
 # ``WaitLimit`` has ended. The operation itself may stay blocked in a thread; ``release`` describes what happens to
 # its group.
 #
-# An abandoned operation references its tensors until it ends, so their memory is not allocated again. Within
-# milliseconds gloo may still write bytes to these tensors that arrived before the connections were shut down. This does
-# no harm, because the tensors of a failed iteration are not used again.
+# An abandoned operation references its tensors until it ends, so their memory is not allocated again. For a few
+# milliseconds, gloo may still write to these tensors the bytes that arrived before the connections were shut down. This
+# does no harm, because the tensors of a failed iteration are not used again.
 
 GRACE_SECONDS = 0.5
 """Time from the shutdown of connections until waits are abandoned. Gloo nearly always fails operations within 0.1 s."""

@@ -2,7 +2,8 @@
 of these iterations (MoEvement, section 3.4).
 
 Memory is allocated once. A slot has space for all tensors that one iteration sends. The log is in the memory of the
-rank's process: a lost rank does not need its log, because its stage replays, and computes and logs these tensors again.
+rank's process and is lost with it. This does no harm, because the stage of the lost rank replays, and computes and logs
+these tensors again.
 """
 
 import time
@@ -97,7 +98,7 @@ class UpstreamLog:
 
     def begin(self, iteration: int, generation: int) -> None:
         """Start logging ``iteration`` of ``generation``. Replace the tensors of an earlier attempt at this iteration.
-        An iteration that was committed stays committed, because its replay sends the same bits. If no slot is free, the
+        A committed iteration stays committed, because its replay sends bitwise equal tensors. If no slot is free, the
         iteration is not logged, and ``figures.num_unlogged`` increases."""
         # The slot of an earlier attempt is used again: an iteration must never have tensors of two attempts.
         earlier = self._logged.pop(iteration, None)
@@ -110,7 +111,8 @@ class UpstreamLog:
         self._open = self._logged[iteration] = _Logged(slot=slot, generation=generation, is_committed=committed)
 
     def take_gap(self) -> int | None:
-        """Return the first iteration of the newest gap in the log. Return None if no gap began since the last call."""
+        """Return the first iteration of the newest gap, which is a sequence of iterations that were not logged. Return
+        None if no gap has begun since the last call."""
         gap, self._gap = self._gap, None
         return gap
 
@@ -123,7 +125,7 @@ class UpstreamLog:
         began, cpu_began = time.perf_counter(), time.thread_time()
         position = logged.num_sent[direction]
         order = self._sends[direction]
-        assert position < len(order), f"{direction}: an iteration sends more than {len(order)} tensors"
+        assert position < len(order), f"{direction}: an iteration must send at most {len(order)} tensors"
         # A copy, not a reference: Megatron frees an output's data after the send (``deallocate_pipeline_outputs``).
         self._copy(self._memory[direction][logged.slot, position], tensor.detach())
         logged.num_sent[direction] = position + 1
@@ -142,7 +144,7 @@ class UpstreamLog:
         if self._stream is not None:
             self._stream.synchronize()
         expected = {direction: len(order) for direction, order in self._sends.items()}
-        assert logged.num_sent == expected, f"an iteration sent {logged.num_sent} tensors, not {expected}"
+        assert logged.num_sent == expected, f"an iteration sent {logged.num_sent} tensors: must send {expected}"
 
     def abandon(self) -> None:
         """Stop logging the current iteration, which failed. Later tensors do not belong to it."""

@@ -170,7 +170,7 @@ def test_a_placement_by_which_experts_are_lost_is_passed_over() -> None:
 def test_a_node_takes_part_with_all_its_ranks_or_none() -> None:
     formed, newcomer = presence((3, 1), (4, 0)), presence((4, 2))
     assert choose([formed, formed, newcomer, None], nodes=[0, 0, 1, 1]) == ((4, False), (0, 0, None, None))
-    with pytest.raises(RecoveryError, match="generation 7: on every node, at least one rank has no state"):
+    with pytest.raises(RecoveryError, match="generation 7 cannot be formed: each node has a rank without state"):
         choose([newcomer, None], nodes=[1, 1])
 
 
