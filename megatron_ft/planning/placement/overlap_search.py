@@ -64,7 +64,7 @@ class OverlapSearch(PlacementBase):
     num_exhaustive_slots: int = 15
     """Largest number of slots of a layer that is solved by enumeration."""
     num_losses: int = 1024
-    """The search evaluates an exchange under at most this number of losses (sets of lost domains), smallest sets first."""
+    """An exchange is evaluated for at most this number of losses (sets of lost domains), smallest sets first."""
     num_kicks: int = 4
     """Number of times that the search starts again from a perturbed best placement."""
     seed: int = 0
