@@ -80,11 +80,13 @@ class JobIdentity:
     run_id: str
     """Random name of the run, stored in its folder."""
     run_name: str
-    """Name of the run's folder. It appears in messages and identifies the run in files of format 1."""
+    """Name of the run's folder, for messages. Checkpoints and windows of format 1, which were written before runs had a
+    ``run_id``, contain this name instead."""
     settings: Settings
     """Settings of the job that ``settings_of`` returns."""
     takes_format_1: bool = False
-    """Whether files of format 1 can belong to the run, because the run began before runs had a ``run_id``."""
+    """Whether checkpoints and windows of format 1 can belong to the run, because the run began before runs had a
+    ``run_id``."""
 
     def not_of_run(self, *, run_id: str, run_name: str, format_version: int) -> str | None:
         """Compare the run that wrote a checkpoint or window with this run. Return None if it is this run, otherwise

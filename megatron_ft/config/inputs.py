@@ -53,7 +53,7 @@ def read_first_loads(config: JobConfig) -> ExpertLoads | None:
 def read_trace(config: JobConfig) -> ExpertLoads:
     """Read the loads in ``model.router_trace_file``."""
     path = config.model.router_trace_file
-    assert path is not None, "model.router=trace needs a file"
+    assert path is not None, "model.router_trace_file must be given with model.router=trace"
     return _read_loads("model.router_trace_file", path)
 
 

@@ -165,7 +165,7 @@ class TrainingConfig:
     eval_iterations: int = 4
     """Number of batches of ``global_batch_size`` samples in one evaluation."""
     deterministic: bool = True
-    """Use deterministic kernels and a fixed order of summation, so that equal inputs give equal bits."""
+    """Use deterministic kernels and a fixed order of summation, so that runs with equal inputs are equal bit by bit."""
     num_threads: int = 1
     """Number of CPU threads per rank."""
     device: str = "auto"
@@ -183,8 +183,8 @@ class TrainingConfig:
     """A loss is a spike if it exceeds this factor times the median of the last
     ``loss_spike_window`` committed losses. null turns the check off."""
     loss_spike_window: int = 50
-    """Number of newest committed losses, with whose median a new loss is compared. The check starts when half as many
-    losses are committed."""
+    """Number of newest committed losses, with whose median a new loss is compared. The check starts when half of
+    this number of losses are committed."""
     loss_spike_policy: str = "warn"
     """Action if a loss is a spike: ``warn``, ``skip`` the update, or ``stop`` the run."""
     recompute_granularity: str | None = None
@@ -237,7 +237,7 @@ class NodesConfig:
     join_window_seconds: float = 5.0
     """Time that the job waits after a node is ready to join, so that other nodes can join at the same time."""
     max_node_restarts: int = 3
-    """Largest number of failed restarts of a lost node in a row. A restart fails if the node does not start, or ends
+    """Largest number of consecutive failed restarts of a lost node. A restart fails if the node does not start, or ends
     within ten iterations."""
     restart_lost_nodes: bool = False
     """Whether a lost node is started again and joins the job. With ``launch.node_launcher=none`` the job waits for the
@@ -361,7 +361,8 @@ class SnapshotConfig:
     """Largest host memory that one node may use for windows and for copies of other nodes' windows, checked before the
     start. null sets no limit."""
     persist_interval_windows: int = 0
-    """Write every n-th committed window to storage, where n is this value. 0 writes only on request (before a stop)."""
+    """Write every n-th committed window to storage, where n is this value. With 0, a window is written only when the
+    run is requested to stop."""
     persist_url: str | None = None
     """Path or fsspec URL of the folder for windows on storage; each run has a subfolder with its name. null means
     ``windows`` in the run's folder."""
@@ -428,7 +429,7 @@ class TelemetryConfig:
     alert_free_disk_share: float | None = 0.05
     """Alert if less than this share of the run folder's file system is free. null: no alert."""
     alert_slowest_rank_over_median: float | None = 2.0
-    """Alert if the slowest rank's time exceeds the median rank's time by more than this factor. null: no alert."""
+    """Alert if the slowest rank takes more than this factor times as long as the median rank. null: no alert."""
 
 
 @dataclass

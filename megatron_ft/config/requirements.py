@@ -67,7 +67,8 @@ REPLICAS: tuple[Requirement, ...] = (
     ),
     _NO_CUDA,
 )
-"""Requirements for continuing on fewer nodes: every rank has all non-expert state, and experts have replicas."""
+"""Values that keys must have so that a job can continue on fewer nodes: with them every rank has all non-expert state,
+and experts have replicas."""
 
 KEPT_LAYOUT: tuple[Requirement, ...] = (
     Requirement(key="launch.mode", value="local"),
@@ -85,7 +86,8 @@ KEPT_LAYOUT: tuple[Requirement, ...] = (
     ),
     _NO_CUDA,
 )
-"""Requirements for continuing in the same layout: other nodes replace lost nodes, whose pipeline stages replay."""
+"""Values that keys must have so that a job can keep its layout: other nodes replace the lost nodes, and the pipeline
+stages of the lost nodes replay."""
 
 
 def value_of(config: JobConfig, key: str) -> Any:

@@ -72,7 +72,7 @@ DEVICES = ("cpu", "cuda")
 
 def on_device(config: JobConfig, device: str) -> JobConfig:
     """Return ``config`` with ``training.device`` set to ``device``, which is ``cpu`` or ``cuda``."""
-    assert device in DEVICES, f"device {device!r} is not resolved"
+    assert device in DEVICES, f"device {device!r} must be cpu or cuda"
     return dataclasses.replace(config, training=dataclasses.replace(config.training, device=device))
 
 

@@ -45,11 +45,13 @@ import numpy.typing as npt
 Integers = npt.NDArray[np.int64]
 
 MAX_TOKENS = 2**31
-"""The tokens of a layer and microbatch on all ranks must be fewer, so that products of two counts fit in 64 bits."""
+"""A layer must have fewer tokens than this in a microbatch, on all ranks together, so that products of two counts fit
+in 64 bits."""
 MAX_ROUNDS = 64
-"""Largest number of rounds. It limits the computing time; after it, the shares are used even if a load is too high."""
+"""Largest number of rounds, which limits the computing time. The shares after the last round are used even if a load
+is above the limit."""
 RESOLUTION = 2**16
-"""Mean load of a rank in the unit of the integers to which ``least_load`` scales all loads."""
+"""``least_load`` scales loads and rounds them to integers. The mean load of a rank is then at most this number."""
 _NONE = -1
 
 
@@ -77,7 +79,8 @@ def least_load(loads: Sequence[float], replicas: Integers) -> float:
     """Return the load of the busiest rank under balanced shares, in the unit of ``loads``.
 
     The result does not depend on the ranks from which tokens come. The load of each expert is rounded by less than
-    ``2 / RESOLUTION`` of the mean rank's load; whole numbers below that resolution stay exact.
+    ``2 / RESOLUTION`` of the mean load of a rank. Whole numbers are not rounded if the mean load of a rank is at most
+    ``RESOLUTION`` and the sum of all loads at most ``MAX_TOKENS / 2``.
 
     Args:
         loads: number of tokens of each expert, ``[E]``, in any unit, not negative.

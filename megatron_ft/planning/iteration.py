@@ -103,7 +103,7 @@ class WindowReport:
     given_up_windows: int = 0
     """Windows that at least one peer will never receive; in a vote, windows that any rank reports."""
     has_free_buffer: int = 1
-    """1 if the next window can begin as soon as a commit frees its buffer; in a vote, 1 if all ranks report 1."""
+    """1 if a buffer for the next window is free now or after the next commit; in a vote, 1 if all ranks report 1."""
 
 
 WINDOW_FIELDS = tuple(field.name for field in fields(WindowReport))
@@ -172,7 +172,7 @@ class Vote(WindowReport):
     change_requested: bool = False
 
     def to_record(self) -> dict[str, object]:
-        """Convert to a JSON object that ``from_record`` reads back to the same bits."""
+        """Convert to a JSON object, from which ``from_record`` restores the vote bit for bit."""
         return asdict(self)
 
     @classmethod

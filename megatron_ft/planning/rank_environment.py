@@ -43,7 +43,7 @@ def rank_environment(config: JobConfig, rank: int | None = None) -> dict[str, st
         # Communication must be enqueued before the computation that it overlaps with.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if training.deterministic:
-        # With several streams cuBLAS gives the same bits only with a workspace of fixed size.
+        # With several streams, repeated cuBLAS calls give the same bits only with a workspace of fixed size.
         variables |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
     if parallel.backend_on(training.device) == "nccl":
         variables |= _of_nccl(config, rank)

@@ -87,8 +87,8 @@ def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
         limit_bytes,
         "upstream_log.memory_limit_bytes",
         needed_bytes,
-        "the memory of logs on the largest node; use shorter windows, lower upstream_log.commit_lag_iterations, "
-        "or spread stages over more nodes",
+        "the memory of upstream logs on the node that needs most memory for them; use shorter windows, lower "
+        "upstream_log.commit_lag_iterations, or spread stages over more nodes",
     )
 
 

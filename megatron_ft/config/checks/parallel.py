@@ -1,4 +1,4 @@
-"""Checks of parallel sizes. They need not divide the batch size, because padding microbatches are added."""
+"""Checks of parallel sizes. Padding microbatches are added, so parallel sizes need not divide the batch size."""
 
 from megatron_ft.config.checks.primitives import at_least, divides, one_of, require
 from megatron_ft.config.job import JobConfig
@@ -46,7 +46,7 @@ def _check_backend(config: JobConfig) -> None:
         parallel.expert_tensor_parallel_size == 1 or not (is_chosen or device == "cpu"),
         "parallel.expert_tensor_parallel_size",
         parallel.expert_tensor_parallel_size,
-        f"must be 1 with training.device=cpu or {key}=gloo, which cannot gather tensors of different sizes",
+        f"must be 1 with training.device=cpu or {key}=gloo: gloo cannot gather tensors of different sizes",
     )
     require(
         parallel.context_parallel_size == 1 or not is_chosen,

@@ -137,7 +137,7 @@ def _check_slots(config: JobConfig, num_nodes: int, feature: str) -> None:
 
 
 def _check_upstream_log(config: JobConfig) -> None:
-    """Check ``upstream_log`` and, with ``recovery.keep_layout``, that a replay of one stage gives the same bits.
+    """Check ``upstream_log`` and, with ``recovery.keep_layout``, that one stage alone can be replayed bit for bit.
 
     Raises:
         ConfigError: a rule is violated; the message names key, value and constraint.

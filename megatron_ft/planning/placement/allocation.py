@@ -55,7 +55,7 @@ def allocate(
         loads: tokens of each expert, ``[E]``; fractions are used exactly.
         num_slots: number of slots in the whole layer.
         min_replicas: requested minimum number of replicas of each expert, at least 1.
-        num_domains: number of failure domains; ``min_replicas`` must not exceed it. None checks nothing.
+        num_domains: number of failure domains; ``min_replicas`` must not exceed it. None means no such limit.
 
     Raises:
         ConfigError: a load is negative or not finite, there are more experts than slots, or the minimum is impossible.

@@ -118,7 +118,8 @@ class Search:
         return np.asarray(self.support[experts] - lost >= self.goals[experts])
 
     def _moved(self, experts: Masks, source: int, target: int) -> npt.NDArray[np.int16]:
-        """Return ``[experts, M]``: the change of ``cover`` if one replica of an expert moves."""
+        """Return ``[experts, M]``: the change of ``cover`` if a replica of an expert moves from domain ``source`` to
+        ``target``. ``cover`` is the number of experts that each loss leaves without a replica."""
         single = self.counts[experts, source] == 1
         after = np.where(single, self.masks[experts] & ~(1 << source), self.masks[experts]) | (1 << target)
         # The two experts of an exchange are different, so their changes add up.

@@ -68,7 +68,7 @@ class MigrationPlan:
 
     @classmethod
     def between(cls, plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int]) -> "MigrationPlan":
-        """Plan the transfers that send every expert to the ranks that lack it, with an even load of its holders.
+        """Plan the transfers that send every expert to the ranks that lack it, spread evenly over its holders.
 
         The sender is the holder that has sent this expert least often; ties are resolved by the fewest bytes sent so
         far, then by rank.
@@ -285,7 +285,8 @@ def _mapping(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[i
 
 
 def _inner(costs: Costs, actual: Sequence[int], part: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
-    """Return (bytes to move, pairs of positions) if the ranks at positions ``actual`` get the slots of ``part``."""
+    """Give the slots of the positions ``part`` to the ranks at the positions ``actual`` so that the fewest bytes move.
+    Return these bytes, and for each rank the pair (its position, position whose slots it gets)."""
     block = costs[np.ix_(actual, part)]
     pairs = _assign(block)
     return int(sum(block[row, column] for row, column in pairs)), [(actual[r], part[c]) for r, c in pairs]

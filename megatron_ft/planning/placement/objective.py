@@ -12,7 +12,7 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.survival import minimal_masks, surviving_weights
 
 NEGLIGIBLE = 1e-4
-"""Smallest weight, before normalization, with which a number of lost domains is considered."""
+"""Numbers of lost domains are left out if ``lost_ratio`` gives them, before normalization, at most this weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,8 @@ MAX_SWEEPS = 4
 """Largest number of sweeps of ``_align`` over all layers."""
 MAX_EXCHANGES = 100
 NEGLIGIBLE = 1e-9
-"""``_even_out`` makes an exchange only if the sum of squared loads falls by this fraction of the squared total load."""
+"""``_even_out`` makes an exchange only if it lowers the sum of the squared loads of domains by more than this fraction
+of the square of their total load."""
 Column = tuple[int, ...]
 """Experts in the slots of one domain, ascending; an empty slot has the number of experts as its id."""
 
@@ -47,9 +48,9 @@ class OverlapSearch(PlacementBase):
     """Searches places of base copies that survive more often than maximum rank overlap; places other copies by load.
 
     * Every expert is in ``min_domains`` distinct failure domains, or in as many as its replicas and the cluster allow.
-    * If loads are given and slots are left when all experts have the smallest replica count, base copies are
-      searched for survival and extra copies are placed by load (``extra_copies.py``); ``survival_share`` divides the
-      slots.
+    * If loads are given and slots are left when all experts have the smallest replica count, base copies are placed
+      for survival by the search, and extra copies by load (``extra_copies.py``). ``survival_share`` divides the slots
+      between base copies and extra copies.
     * If the number of slots of a domain divides the number of experts or is at least as large, maximum rank overlap is
       optimal and is used. Otherwise, a small layer is solved by enumeration of all placements, a medium layer by
       exchanges of replicas, and a large layer by the best of several groupings.
@@ -63,7 +64,7 @@ class OverlapSearch(PlacementBase):
     num_exhaustive_slots: int = 15
     """Largest number of slots of a layer that is solved by enumeration."""
     num_losses: int = 1024
-    """Largest number of sets of lost domains with which exchanges are evaluated; sets of few domains come first."""
+    """An exchange is evaluated for at most this number of losses (sets of lost domains), smallest sets first."""
     num_kicks: int = 4
     """Number of times that the search starts again from a perturbed best placement."""
     seed: int = 0
@@ -91,7 +92,7 @@ class OverlapSearch(PlacementBase):
             base = match_domains(base, before, capacities)
         slots = []
         for position, (copies, counts, load) in enumerate(zip(base, replica_counts, loads, strict=True)):
-            assert load is not None, "base copies differ from other copies only if loads are given"
+            assert load is not None, "extra copies are placed by load, so every layer must have loads"
             chosen = layout.deal(add_extra_copies(copies, counts, capacities, load), load)
             if previous is not None and before is not None:
                 kept = add_extra_copies(copies, counts, capacities, load, before[position])
@@ -127,7 +128,9 @@ class OverlapSearch(PlacementBase):
         loads: Sequence[Sequence[float] | None],
         min_replicas: int | None,
     ) -> list[Counts] | None:
-        """Return the base copies of each layer, ``[L][E, D]``; None if all copies are placed for survival."""
+        """Return the base copies of each layer, ``[L][E, D]``. Return None if there are no extra copies, because
+        ``survival_share`` is 1, a layer has no loads, or base copies fill the replica counts: ``fill`` then places all
+        copies for survival."""
         if self.survival_share == 1 or any(load is None for load in loads):
             return None
         floor = min([*map(min, replica_counts), *([] if min_replicas is None else [min_replicas])])
@@ -204,7 +207,7 @@ class OverlapSearch(PlacementBase):
         # Returns the best of all placements; ``start`` if none is better.
         # All sets of lost domains are evaluated: the enumeration of placements is exact only if their scores are exact.
         losses = self._losses(len(capacities), limit=1 << len(capacities))
-        assert losses is not None, "too many losses for a small layer"
+        assert losses is not None, f"losses of {len(capacities)} domains are too many, or have no weight"
         best, best_score = start, losses.score(start)
         for counts in placements(replica_counts, capacities[0], len(capacities), floor):
             score = losses.score(counts)

@@ -128,7 +128,7 @@ def algorithm_of(config: JobConfig) -> PlacementAlgorithm:
 
 def first_plans(config: JobConfig, requests: Sequence[StageRequest], inputs: JobInputs) -> list[PlacementPlan]:
     """Return the plans of all stages at the start of a job: the plans that ``placement.schedule`` has for iteration 1,
-    or otherwise plans from recorded or even loads.
+    or otherwise plans from recorded loads or, without these, from equal loads.
 
     Raises:
         ConfigError, DataError: recorded loads or a scheduled placement do not fit the job.

@@ -12,8 +12,7 @@ from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES
 
 # One failure can be chance.
 MOST_FAILURES = 2
-"""A host with this many failures in the newest ``MEMORY`` attempts is used only if there are too few other hosts.
-"""
+"""A host with at least this many failures in the newest ``MEMORY`` attempts is used only if other hosts are too few."""
 MEMORY = 10
 """Number of newest attempts whose failures count. Older failures are ignored, because any machine fails at times."""
 
@@ -110,7 +109,7 @@ class Verdict:
 
 
 def why_hopeless(attempts: Sequence[Attempt], max_fruitless: int) -> str | None:
-    """Return the reason to end the job after too many attempts without progress; None if it may try again."""
+    """Return the reason to end the job after too many attempts without progress; None if the job may try again."""
     fruitless = _num_fruitless(attempts)
     if fruitless < max_fruitless:
         return None

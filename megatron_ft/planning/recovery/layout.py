@@ -197,8 +197,8 @@ def _arranged(
 def _lanes_of(members: Sequence[_Group], overlap: "_Overlap") -> tuple[list[Group | None], list[_Group]]:
     """Assign lanes to the former groups of a stage. Return the group of each lane, and the groups without a lane.
 
-    Lanes whose numbers differ by a multiple of the period hold the same experts. Weights of experts have more bytes
-    than shards of optimizer state, so a group gets a lane with its own experts if possible.
+    Lanes whose numbers differ by a multiple of ``LaneLimits.multiple`` hold the same experts. Weights of experts have
+    more bytes than shards of optimizer state, so a group gets a lane with its own experts if possible.
     """
     num_lanes, period = overlap.num_lanes, overlap.limits.multiple
     lanes: list[Group | None] = [None] * num_lanes
@@ -295,7 +295,7 @@ class _PrefixMaximum:
 
     def raise_to(self, place: int, value: int, source: int) -> None:
         """Set the value at index ``place`` if it exceeds all values up to there; remove smaller values after it."""
-        assert 0 <= place < self._size, f"place {place} of {self._size}"
+        assert 0 <= place < self._size, f"index {place} must be from 0 to {self._size - 1}"
         at = bisect_left(self._places, place + 1)
         if at and self._values[at - 1][0] >= value:
             return

@@ -56,9 +56,9 @@ class LossCost:
         assert found in (earlier, without), f"strategy {self.rung}: {found} are declined instead of {earlier}"
         if self.rung == "replicas":
             assert self.is_automatic and not self.lost_operators and self.max_iterations == 0, (
-                "recovery from replicas loses no state and no iterations"
+                "a recovery from replicas must be automatic, and must lose no operators and no iterations"
             )
-        assert not (self.is_gone and self.rung == "memory"), "memory of lost nodes cannot be a source"
+        assert not (self.is_gone and self.rung == "memory"), "windows in the memory of lost nodes cannot be loaded"
 
     def summary(self) -> str:
         nodes = ", ".join(map(str, self.lost_nodes))

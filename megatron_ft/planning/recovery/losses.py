@@ -320,7 +320,7 @@ def _no_persisted(means: RecoveryMeans, restart: str | None, *, is_there: bool) 
     if not means.takes_snapshots:
         return _NO_SNAPSHOTS
     if not means.persist_interval_windows:
-        return "snapshot.persist_interval_windows=0: windows are written to storage only on request"
+        return "snapshot.persist_interval_windows=0: windows are written to storage only before a stop"
     return ""
 
 
@@ -331,6 +331,6 @@ def _persists(means: RecoveryMeans) -> int:
 def _window_bound(means: RecoveryMeans, num_windows: int) -> int | None:
     if means.window_iterations is None:
         return None
-    assert means.interval_iterations is not None, "a plan with a window has an interval"
+    assert means.interval_iterations is not None, "interval_iterations must be given with window_iterations"
     # In the worst case the failure comes just before the commit of the next window.
     return num_windows * means.interval_iterations + means.window_iterations

@@ -18,8 +18,8 @@ from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.topology import Topology
 
 MAX_PLANNED_NODES = 16
-"""The placement after the loss of a node is planned for at most this number of nodes. For the loss of any other node,
-the bytes that move are not computed."""
+"""Largest number of nodes for which ``costs_of_nodes`` plans the placement after the loss of that node. For the loss of
+any other node, the bytes that move are not computed."""
 
 
 def means_of(

@@ -63,7 +63,7 @@ class Demand:
 
     @cached_property
     def rounding_bytes(self) -> Matrix:
-        """Largest excess in bytes of a part of an operator over an equal share of its state, ``[operators, ranks]``.
+        """Largest number of bytes by which a part of an operator exceeds an equal share of it, ``[operators, ranks]``.
 
         Ranges are rounded to whole elements, and components that are not per element are captured with every part.
         """

@@ -27,7 +27,7 @@ _MIN_BUCKET_PER_RANK = 1_000_000
 
 
 def estimate_demand(config: JobConfig, topology: Topology, tokenizer_vocab_size: int | None = None) -> Demand:
-    """Estimate the state that each rank has to capture: one shard for each operator that the rank captures in part.
+    """Estimate the state that each rank has to capture: one shard for each operator of which the rank captures a part.
 
     The operator's id replaces the names of its parameters. Every parameter is counted once. With the distributed
     optimizer, a rank captures its part of each gradient bucket, in the order of Megatron's buffers; buckets are assumed
@@ -256,8 +256,8 @@ def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
         limit_bytes,
         "snapshot.host_memory_limit_bytes",
         needed_bytes,
-        "the memory of windows and peer copies on the largest node; lower snapshot.num_peer_copies, spread the "
-        "model over more nodes, or choose snapshot=none",
+        "the memory of windows and peer copies on the node that needs most memory for them; lower "
+        "snapshot.num_peer_copies, spread the model over more nodes, or choose snapshot=none",
     )
 
 

@@ -111,7 +111,7 @@ def _num_parts(table: UnitBytes, rounding_bytes: Matrix, budget_bytes: int, max_
     such windows stall training anyway, and smaller parts would only make them longer.
 
     Args:
-        rounding_bytes: largest excess of a part over an equal share, in bytes, ``[units, ranks]``.
+        rounding_bytes: largest number of bytes by which a part of a unit exceeds an equal share, ``[units, ranks]``.
     """
     frozen, extra = table.frozen.sum(axis=0), table.full - table.frozen
     room = np.maximum(np.maximum(budget_bytes - frozen, -(-frozen // 8)), 1)

@@ -220,7 +220,7 @@ def _least_first(
 
 
 WEIGHT = "weight"
-"""Kind of the compute weights."""
+"""Value of ``StateTensor.kind`` for compute weights."""
 ADAM_KINDS = (("adam", 12),)
 """Optimizer state of a mixed-precision AdamW, with its bytes per element. The tensors ``master``, ``exp_avg`` and
 ``exp_avg_sq`` are always on the same ranks, so they are planned as one kind, but moved as three tensors. Step counts

@@ -39,7 +39,7 @@ class _Shares:
     amounts: tuple[Column, ...]
     """Bytes that each of these ranks sends, all above 0; their sum is the demand of the set."""
     slack: int
-    """Largest difference in bytes between what a sender and another rank of its set send in total, over all sets."""
+    """In every set, a sender sends in total at most this many bytes more than any other rank of the set."""
 
     @classmethod
     def of(cls, demands: Sequence[int], sets: Sequence[Column], *, min_piece_bytes: int) -> "_Shares":
@@ -263,7 +263,7 @@ class TransferPlan:
     """Largest number of bytes that a rank sends and receives together in one round."""
     slack_bytes: int
     """Bound of the imbalance: the sender of an element sends in total at most this many bytes more than any other
-    possible sender of the element; see ``balance``."""
+    possible sender of the element; see ``_Shares``."""
 
     def __len__(self) -> int:
         return len(self.round)
@@ -435,7 +435,7 @@ class TransferPlan:
 
 
 def _send(index: TensorIndex, matched: Matched, min_piece_bytes: int) -> tuple[Column, Pieces, int]:
-    # Returns the sender of each remote piece, the pieces (cut where the sender changes), and the slack of the balance.
+    # Returns the sender of each remote piece, the pieces (cut where the sender changes), and the slack of the shares.
     pieces = matched.remote
     order = np.lexsort((pieces.start, pieces.rank, pieces.iteration, pieces.senders))
     rank, start, stop, senders = (c[order] for c in (pieces.rank, pieces.start, pieces.stop, pieces.senders))
