@@ -377,8 +377,7 @@ class _UnauthenticatedConnections:
         """Store the limits; ``start`` begins to watch.
 
         Args:
-            max_connections: largest number of connections of the server. Unauthenticated ones may be half of those that
-                authenticated agents leave free, so an agent can present the token before its connection is the oldest.
+            max_connections: largest number of connections of the server, see ``most``.
             authentication_seconds: longest time that a connection may be unauthenticated.
         """
         self._port, self._max_connections, self._seconds = port, max_connections, authentication_seconds
@@ -434,7 +433,11 @@ class _UnauthenticatedConnections:
         return len(self._since)
 
     def most(self, num_authenticated: int) -> int:
-        """Return how many unauthenticated connections may exist beside ``num_authenticated`` authenticated ones."""
+        """Return how many unauthenticated connections may exist beside ``num_authenticated`` authenticated ones.
+
+        These are half of the connections that are left, within limits, so an agent has time to present the token before
+        its connection is the oldest one and is shut down.
+        """
         return min(MAX_UNAUTHENTICATED, max(MIN_UNAUTHENTICATED, (self._max_connections - num_authenticated) // 2))
 
     def _connections(self) -> list[_Connection]:

@@ -31,7 +31,7 @@ class RunId:
     run_id: str
     """The random id as 32 hexadecimal digits."""
     is_older: bool = False
-    """Whether the run already had checkpoints or windows, which have format 1, when it got this id."""
+    """Whether the run had checkpoints or windows before it got this id. They have format 1, which has no random id."""
 
     @classmethod
     def make(cls, run_dir: Path, *, is_older: bool) -> "RunId":

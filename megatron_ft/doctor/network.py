@@ -41,8 +41,8 @@ class NetworkFacts:
     resolved: tuple[str, ...]
     """IP addresses to which ``control.interface`` resolves; empty if it does not resolve."""
     bind_error: str | None
-    """Error that occurred when listening at ``control.interface`` on ``launch.master_port``, or on any port if the
-    key is 0. None if there was no error."""
+    """Error that occurred when listening at ``control.interface`` on ``launch.master_port``, or on any free
+    port if ``launch.master_port`` is 0. None if there was no error."""
     port_is_taken: bool = False
     """Whether ``bind_error`` occurred because another process uses the port."""
     ephemeral: tuple[int, int] | None = None

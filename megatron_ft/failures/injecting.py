@@ -62,7 +62,8 @@ def _links_to(process_ids: Iterable[int]) -> list[str]:
     # A link whose other end is elsewhere stays up: the node would be cut off in part.
     if len(names) < len(far):
         raise CannotCut(
-            f"links of the nodes that do not lead to this network namespace: {len(far) - len(names)} of {len(far)}"
+            f"only {len(names)} of {len(far)} links of the nodes lead to this network namespace; the others cannot be "
+            "disconnected from here"
         )
     return sorted(names)
 
@@ -136,7 +137,7 @@ class Injector:
         with self._held("kill", nodes, about) as processes:
             # A trial counts only if its fault happened: with no process left to kill, none did.
             if len(_send(processes, signal.SIGKILL)) == len(processes):
-                raise self._refused("kill", nodes, "all processes of these nodes had ended before")
+                raise self._refused("kill", nodes, "all processes of these nodes had ended before the kill")
 
     def stop(self, nodes: Sequence[int], seconds: float | None, **about: Any) -> list[str]:
         """Stop every process of the nodes with SIGSTOP; continue them with SIGCONT after ``seconds``, or never if None.
@@ -160,7 +161,7 @@ class Injector:
     def partition(self, nodes: Sequence[int], seconds: float, **about: Any) -> None:
         """Disconnect the nodes' network for ``seconds``; all their processes stay alive.
 
-        Each node needs a network namespace of its own, as nodes on machines and in containers have, see ``links``.
+        Each node needs a network namespace of its own, as a node on its own machine or in a container has.
 
         Raises:
             NotInjected: a node has no process, or its network cannot be disconnected from here.

@@ -192,8 +192,8 @@ def _restart(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
 
 
 def _restartable(policy: MembershipPolicy, state: State) -> tuple[int, ...]:
-    """Return the nodes for a restart of all ranks, at most ``most_members``; members that were not lost come first. The
-    result is ascending, or ordered by place in a job that keeps its layout."""
+    """Return at most ``most_members`` nodes for a restart of all ranks; members that were not lost are preferred. The
+    nodes are ascending, or ordered by place in a job that keeps its layout."""
     if policy.keeps_layout:
         return joining.members_after_restart(state)
     nodes, living_members = state.nodes, set(state.members) - state.nodes.lost
