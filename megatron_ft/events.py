@@ -43,7 +43,7 @@ class Metrics(Record):
 
     @classmethod
     def _of(cls, values: Mapping[str, JsonValue]) -> "Record":
-        # Every other name is a metric, so a misspelled field is taken for one; ``telemetry.metrics`` checks names.
+        # Every other key is a metric, even a misspelled field; ``telemetry.metrics`` checks the names.
         own = {name: values[name] for name in ("time_unix_seconds", "iteration") if name in values}
         if "iteration" not in own:
             raise ValueError("metrics.iteration: is required")

@@ -94,7 +94,7 @@ class Topology:
     def coordinates(self, rank: int) -> _Coordinates:
         """Return the coordinates of a global rank."""
         assert 0 <= rank < self.world_size, f"rank {rank} is not below the world size {self.world_size}"
-        # Order of ``parallel_state.initialize_model_parallel``: another one would put shards on the wrong ranks.
+        # The order is that of ``parallel_state.initialize_model_parallel``; another order would misplace shards.
         stage, inside = divmod(rank, self.stage_size)
         outer, tp = divmod(inside, self.tensor_model_parallel_size)
         dp, cp = divmod(outer, self.context_parallel_size)

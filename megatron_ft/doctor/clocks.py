@@ -60,7 +60,7 @@ class ClockFacts:
         """Observe both clocks for ``OBSERVED_SECONDS``, and ask the time service whether the wall clock is
         synchronized."""
         begin, wall = _both()
-        # The calls take a part of the time that is waited for anyway.
+        # The calls of time services run during the wait.
         is_synchronized, source = _ask_time_service()
         while (rest := begin + OBSERVED_SECONDS - time.monotonic()) > 0:
             time.sleep(rest)
