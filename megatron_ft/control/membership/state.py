@@ -484,7 +484,7 @@ class Reform:
     """Position of each rank that has reported, in rank order."""
     target: Target
     previous_ranks: tuple[int | None, ...]
-    """For each rank of the next membership, its number in the previous one; None for a rank of a joining node."""
+    """Number that each rank of the next membership had in the previous one; None for a rank of a joining node."""
     nodes: tuple[int, ...]
     """Node of each rank of the next membership."""
 
