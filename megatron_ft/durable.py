@@ -32,14 +32,14 @@ def append_line(path: Path, line: bytes) -> None:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
-        # Appended to half a line, this one would be lost with it.
+        # An incomplete last line is removed, because the new line would be appended to it and be lost with it.
         cut_half_line(descriptor)
         begin = os.fstat(descriptor).st_size
         try:
             write_whole(descriptor, line)
             os.fsync(descriptor)
         except OSError:
-            # A full disk may have taken a part of the line; the next line must not be appended to it.
+            # On a full disk, a part of the line may be in the file; the next line must not be appended to this part.
             os.ftruncate(descriptor, begin)
             raise
     finally:
@@ -54,7 +54,7 @@ def cut_half_line(descriptor: int) -> int:
     """
     size = end = os.fstat(descriptor).st_size
     while end > 0:
-        # From the end: the log of a long run is large, and the half line is its last one.
+        # The file is searched from its end, because the log of a long run is large.
         start = max(0, end - _CHUNK_BYTES)
         newline = os.pread(descriptor, end - start, start).rfind(b"\n")
         end = start if newline < 0 else start + newline + 1
@@ -89,13 +89,13 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     """
     new = path.with_name(f"{path.name}.tmp")
     new.unlink(missing_ok=True)  # left by a process that was killed
-    # A link that waits under this name is not followed: the content may be secret.
+    # A symbolic link with this name is not followed, because the content may be secret.
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.flush()
-        # Before the rename, or a power failure could leave the name with an empty file.
+        # The sync comes before the rename; otherwise a power failure could leave an empty file with this name.
         os.fsync(descriptor)
     os.replace(new, path)
-    # The rename itself is durable only with the folder.
+    # The rename is durable only after a sync of the folder.
     fsync_folder(path.parent)

@@ -71,7 +71,7 @@ EXIT_OK = 0
 EXIT_INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM; the run can be resumed."""
 
-# ``slurm/pretrain_array.sbatch`` repeats their codes as a pattern; a test compares both.
+# ``slurm/pretrain_array.sbatch`` repeats the exit codes of these errors as a pattern; a test compares both.
 FINAL_ERRORS = (ConfigError, DataError, SoftwareError, CheckpointError, TrainingStopped)
 """Errors that would occur again if the ranks or the job were restarted."""
 FINAL_EXIT_CODES = frozenset(error.exit_code for error in FINAL_ERRORS)

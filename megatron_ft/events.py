@@ -43,7 +43,7 @@ class Metrics(Record):
 
     @classmethod
     def _of(cls, values: Mapping[str, JsonValue]) -> "Record":
-        # Every other name is a metric, so a misspelled field is taken for one; ``telemetry.metrics`` checks names.
+        # Every other key is a metric, even a misspelled field; ``telemetry.metrics`` checks the names.
         own = {name: values[name] for name in ("time_unix_seconds", "iteration") if name in values}
         if "iteration" not in own:
             raise ValueError("metrics.iteration: is required")
@@ -172,17 +172,18 @@ class PlacementInForce(Record):
     moved_bytes: int | None = None
     """Bytes of expert weights and optimizer state that moved."""
     gain: float | None = None
-    """Predicted decrease of the number of tokens of the busiest ranks, as a share of this number."""
+    """Predicted share of the busiest ranks' tokens that other ranks process with the new placement."""
     imbalance_before: float | None = None
-    """Largest ratio, over all layers, of a rank's tokens to the mean of ranks, by smoothed loads, before the change."""
+    """Largest imbalance of a layer before the change: tokens of the busiest rank divided by the mean tokens of a rank.
+    Tokens are computed from smoothed loads."""
     imbalance_after: float | None = None
-    """The ratio ``imbalance_before``, but computed for the new placement."""
+    """Largest imbalance of a layer with the new placement, computed as ``imbalance_before``."""
     seconds: float | None = None
     """Seconds for which the change paused training."""
     single_loss_survival: float | None = None
     """Probability that the job survives the loss of one failure domain if each domain is equally likely to fail. The
-    job survives if every expert keeps a replica and enough nodes remain. Absent with one domain, or if losses end the
-    job."""
+    job survives if every expert keeps a replica and enough nodes remain. Absent if there is only one domain, or if the
+    job does not continue after a loss."""
     fewest_replicas: int | None = None
     """Number of replicas of the expert with the fewest replicas, over all layers."""
     mean_replicas: float | None = None
@@ -341,7 +342,7 @@ class AlertRaised(Record):
     iteration: int
     """Newest iteration of the run."""
     rank: int | None = None
-    """Rank with the measured value, numbered among the ranks that train now; absent if it concerns no single rank."""
+    """Rank that ``value`` describes, numbered among the ranks that train now; absent if it describes no single rank."""
     node: int | None = None
     """Node of ``rank``; the number of a node never changes."""
 

@@ -192,7 +192,7 @@ def _npy(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
         raise DataError(f"{name}: {ids.dtype} of shape {ids.shape}: must be integers of shape (tokens, layers, topk)")
     if ids.min() < 0:
         raise DataError(f"{name}: expert id {ids.min()}: must be at least 0")
-    # ``bincount`` allocates by the largest id: one flipped bit would ask for gigabytes.
+    # ``bincount`` allocates memory for the largest id, so one flipped bit could cost gigabytes.
     num_experts = int(ids.max()) + 1
     if num_experts > MAX_EXPERTS:
         raise DataError(f"{name}: expert id {ids.max()}: must be below {MAX_EXPERTS}")
@@ -238,7 +238,7 @@ def _csv_table(name: str, loads: dict[tuple[int, int, int, int], int]) -> tuple[
     batches = _distinct([key[:1] for key in loads])
     layers = _distinct([key[1:3] for key in loads])
     experts = _distinct([key[3:] for key in loads])
-    # Compared before the table is allocated: a few rows with distant numbers would make it huge.
+    # The number of rows is checked before the table is allocated: few rows can have very many combinations.
     expected = len(batches) * len(layers) * len(experts)
     if len(loads) != expected:
         raise DataError(

@@ -181,7 +181,7 @@ class _Armed:
         return tuple(
             failpoint
             for failpoint in self.waiting
-            # Without a generation the first number names the process, whatever rank it becomes later.
+            # A failpoint without a generation names a process by its first rank, whatever its later ranks are.
             if failpoint.rank in (None, self.first_rank if failpoint.generation is None else self.rank)
         )
 
@@ -223,7 +223,7 @@ def arm(specs: Iterable[str], *, rank: int, node: int, record: Callable[[Record]
     """
     global _armed
     known = [failpoint for failpoint in map(Failpoint.parse, specs) if failpoint.node in (None, node)]
-    # Later generations count: the process may still enter them. Earlier ones cannot come back.
+    # Failpoints of later generations are kept, because the process may enter those. Earlier generations are over.
     waiting = [found for found in known if found.generation is None or found.generation >= generation]
     _armed = _Armed(waiting, rank, rank, node, record, generation) if waiting else None
 
@@ -246,7 +246,7 @@ def hit(phase: str, iteration: int) -> None:
         InjectedFault: a fault with the action ``raise`` is armed for this point.
     """
     if _watch is not None and _watch.last != (phase, iteration):
-        # Reported before a fault that is armed here, so that the failure report names this phase.
+        # The progress is reported before the fault that is armed here, so that the failure report names this phase.
         _watch.last = (phase, iteration)
         _watch.report(iteration, phase)
     if _armed is None:
@@ -259,7 +259,7 @@ def hit(phase: str, iteration: int) -> None:
 
 
 def _fire(armed: _Armed, failpoint: Failpoint, iteration: int) -> None:
-    # Remove it before the fault, because ``delay`` and a continued ``stop`` return and must not fire again.
+    # It is removed before the fault, because ``delay`` and a continued ``stop`` return and must not fire again.
     armed.waiting.remove(failpoint)
     hit_event = FailpointHit(
         time_unix_seconds=time.time(),

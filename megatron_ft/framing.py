@@ -17,7 +17,7 @@ from megatron_ft.serde import parse_json
 
 Message = dict[str, Any]
 
-# Checked before a buffer of that size is filled: a length of four bytes can announce 4 GiB.
+# This limit is checked before memory is allocated, because a length of four bytes can announce 4 GiB.
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 _HEADER_BYTES = 4
 _READ_BYTES = 256 * 1024
@@ -44,7 +44,7 @@ def send(sock: socket.socket, message: Message, descriptors: Sequence[int] = ())
         OSError: the connection is closed or broken.
     """
     data = encode(message)
-    # Descriptors travel with the first byte; what did not fit follows without them.
+    # Descriptors are sent with the first byte; bytes that did not fit are sent afterwards without descriptors.
     sent = socket.send_fds(sock, [data], list(descriptors)) if descriptors else 0
     sock.sendall(memoryview(data)[sent:])
 
@@ -100,7 +100,7 @@ class FrameReader:
             return None
         payload = bytes(self._buffer[_HEADER_BYTES : _HEADER_BYTES + size])
         del self._buffer[: _HEADER_BYTES + size]
-        # The first message has identified the peer or will have it refused; later ones may be large.
+        # Only the first message is limited to fewer bytes, because it comes from a peer that is not identified yet.
         self._most_bytes = MAX_FRAME_BYTES
         return decode(payload)
 

@@ -27,7 +27,7 @@ class OperatorId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """Parameter counts of an operator: those that tensor parallelism splits, and those that every rank repeats."""
+    """Number of parameters of an operator that tensor parallelism splits, and number that every TP rank has whole."""
 
     id: OperatorId
     num_split_parameters: int
@@ -120,7 +120,7 @@ def _layer(model: ModelConfig, layer: int) -> list[Operator]:
 
 
 def _experts(model: ModelConfig, layer: int) -> list[Operator]:
-    assert model.num_moe_experts is not None, f"layer {layer} is dense and has no experts"
+    assert model.num_moe_experts is not None, f"experts of layer {layer} were requested, but it is dense"
     split, repeated = _mlp(model, model.moe_ffn_hidden_size or model.ffn_hidden_size)
     return [_operator(layer, "expert", split, repeated, expert) for expert in range(model.num_moe_experts)]
 
@@ -146,7 +146,7 @@ def _attention(model: ModelConfig) -> tuple[int, int]:
 
 
 def _latent_attention(model: ModelConfig) -> tuple[int, int]:
-    """Return the parameter counts of multi-head latent attention: split by tensor parallelism, and on every rank."""
+    """Return the numbers of split and of repeated parameters of multi-head latent attention, as in ``Operator``."""
     hidden, heads, query_width = model.hidden_size, model.num_attention_heads, model.qk_head_dim
     query_width += model.qk_pos_emb_head_dim
     split = (model.q_lora_rank or hidden) * heads * query_width
@@ -172,5 +172,5 @@ def _shared_experts(model: ModelConfig) -> tuple[int, int]:
 
 
 def _gate(model: ModelConfig) -> int:
-    assert model.num_moe_experts is not None, "a dense layer has no gate"
+    assert model.num_moe_experts is not None, "the gate of a dense layer was requested; only MoE layers have one"
     return model.num_moe_experts * (model.hidden_size + (1 if model.add_bias_linear else 0))

@@ -44,7 +44,7 @@ def parse_json(content: bytes | str) -> JsonValue:
     try:
         return json.loads(content)
     except RecursionError:
-        # Input of a peer or a file must not end the process by the depth of its brackets.
+        # Deeply nested brackets in the input of a peer or a file must not end the process.
         raise ValueError("nested too deep") from None
 
 
@@ -151,7 +151,7 @@ def _decode_fields(kind: type, value: JsonValue, where: str) -> Any:
         raise ValueError(f"{where or kind.__name__}={value!r:.{_MAX_SHOWN}}: must be an object")
     hints, required = _fields_of(kind)
     prefix = f"{where}." if where else ""
-    # Unknown names first: a misspelled field is then named itself, not the one that is missing.
+    # Unknown fields are reported first: for a misspelled field, the error then names it and not the missing field.
     for name in value:
         if name not in hints:
             raise ValueError(f"{prefix}{name!s:.{_MAX_SHOWN}}: is not a field of {kind.__name__}")

@@ -94,7 +94,7 @@ class Topology:
     def coordinates(self, rank: int) -> _Coordinates:
         """Return the coordinates of a global rank."""
         assert 0 <= rank < self.world_size, f"rank {rank} is not below the world size {self.world_size}"
-        # Order of ``parallel_state.initialize_model_parallel``: another one would put shards on the wrong ranks.
+        # The order is that of ``parallel_state.initialize_model_parallel``; another order would misplace shards.
         stage, inside = divmod(rank, self.stage_size)
         outer, tp = divmod(inside, self.tensor_model_parallel_size)
         dp, cp = divmod(outer, self.context_parallel_size)
@@ -136,7 +136,7 @@ class Cluster:
     def of(cls, num_nodes: int, ranks_per_node: int, failure_domains: list[str] | None = None) -> "Cluster":
         """Make a cluster in which all nodes are alive. Without ``failure_domains``, each node is its own domain."""
         domains = tuple(failure_domains or (f"node{node}" for node in range(num_nodes)))
-        assert len(domains) == num_nodes, f"{len(domains)} failure domains for {num_nodes} nodes"
+        assert len(domains) == num_nodes, f"failure_domains={domains}: must have {num_nodes} entries, one per node"
         return cls(ranks_per_node=ranks_per_node, failure_domains=domains, alive=frozenset(range(num_nodes)))
 
     @property

@@ -17,9 +17,10 @@ from megatron_ft.serde import Length, decode, parse_json
 
 CONTROLLER_FILE = "controller.json"
 STATUS_SECONDS = 10.0
-"""Longest wait for the job's status. On a busy machine, the controller may accept the connection late."""
+"""Longest wait for the job's status. It is long because a busy controller accepts connections late."""
 REQUEST_SECONDS = ACCEPT_SECONDS + 10.0
-"""Longest wait for the answer to a request to add or drain a node, because a busy controller answers late."""
+"""Longest wait for the answer to a request to add or drain a node. A busy controller answers after at most
+``ACCEPT_SECONDS``, and it may accept the connection late."""
 
 
 class JobNotRunning(ControlError):

@@ -340,8 +340,8 @@ class _Job:
 def _exit_code_of(result: JobResult, *, run_finished: bool) -> int:
     """Return the exit code of a job.
 
-    If the first failure is an error class of this project, the result is its exit code. A stop request that arrived
-    after the run had finished changes nothing.
+    If the first failed rank raised an error of this project, the result is the exit code of the error's class. A stop
+    request that arrived after the run had finished changes nothing.
     """
     if result.outcome is Outcome.FINISHED or (result.outcome is Outcome.INTERRUPTED and run_finished):
         return EXIT_OK

@@ -149,7 +149,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             try:
                 answer = method(decode(request))
                 return answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-            # Not among ``_REFUSALS``: the caller tries again.
+            # UNAVAILABLE is not among ``_REFUSALS``, so the caller tries again.
             except TimeoutError as error:
                 context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
             except ControlError as error:
@@ -180,7 +180,7 @@ _REFUSALS = (
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,
-    # The message is too large, and would be so again.
+    # The message is too large, so another try would fail, too.
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 )
 
@@ -250,7 +250,7 @@ class ControllerClient:
 
     def __init__(self, address: str, *, token: str, certificates: Certificates | None = None) -> None:
         self._client = RpcClient(address, "Controller", token=token, certificates=certificates)
-        # Held from comparison to assignment: threads can finish in another order than their answers came.
+        # Held from the comparison of epochs to the assignment, because answers can be processed in any order.
         self._fence = threading.Lock()
         self._epoch = 0
 
@@ -340,7 +340,7 @@ def raise_descriptor_limit() -> int:
 def max_connections() -> int:
     """Return how many connections a server may have, so that enough descriptors are left for everything else."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Counted now: sockets and pipes that the process has already are not available to the server.
+    # Descriptors that this process already has open are not available to the server.
     return max(_LEAST_CONNECTIONS, soft - len(os.listdir(_DESCRIPTORS)) - RESERVED_DESCRIPTORS)
 
 
@@ -377,8 +377,7 @@ class _UnauthenticatedConnections:
         """Store the limits; ``start`` begins to watch.
 
         Args:
-            max_connections: largest number of connections of the server. Unauthenticated ones may be half of those that
-                authenticated agents leave free, so an agent can present the token before its connection is the oldest.
+            max_connections: largest number of connections of the server, see ``most``.
             authentication_seconds: longest time that a connection may be unauthenticated.
         """
         self._port, self._max_connections, self._seconds = port, max_connections, authentication_seconds
@@ -409,17 +408,17 @@ class _UnauthenticatedConnections:
 
     def _watch(self) -> None:
         while not self._over.wait(PRESSED_LOOK_SECONDS if self._is_pressed else LOOK_SECONDS):
-            # Without a free descriptor nothing can be seen now: connections that end give some back.
+            # Without a free descriptor, connections cannot be listed now; those that end free descriptors.
             with contextlib.suppress(OSError):
                 self.look(time.monotonic())
 
     def look(self, now: float) -> int:
         """Shut down unauthenticated connections that are too many or too old. Return the number of remaining ones."""
-        # A copy: calls add to it in other threads.
+        # The list is a copy, because calls in other threads add to the set.
         named = {_peer_of(text): text for text in list(self._named)}
         connections = set(self._connections())
         self._authenticated = {one for one in connections if one in self._authenticated or one.peer in named}
-        # They are authenticated now, or had gone before connections were listed. A later peer may have the same port.
+        # Connections of these peers are authenticated now or had ended. A later peer may get the same address and port.
         self._named.difference_update(named.values())
         others = connections - self._authenticated
         self._since = {one: since for one, since in self._since.items() if one in others}
@@ -434,7 +433,11 @@ class _UnauthenticatedConnections:
         return len(self._since)
 
     def most(self, num_authenticated: int) -> int:
-        """Return how many unauthenticated connections may exist beside ``num_authenticated`` authenticated ones."""
+        """Return how many unauthenticated connections may exist beside ``num_authenticated`` authenticated ones.
+
+        These are half of the connections that are left, within limits, so an agent has time to present the token before
+        its connection is the oldest one and is shut down.
+        """
         return min(MAX_UNAUTHENTICATED, max(MIN_UNAUTHENTICATED, (self._max_connections - num_authenticated) // 2))
 
     def _connections(self) -> list[_Connection]:
@@ -464,7 +467,7 @@ class _UnauthenticatedConnections:
             try:
                 host, port = sock.getpeername()[:2]
             except OSError:
-                return None  # it listens, or its peer has gone
+                return None  # the socket listens, or its peer has closed the connection
         return _Connection(descriptor, inode, (_plain(host), port))
 
 

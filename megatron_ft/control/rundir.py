@@ -31,7 +31,7 @@ class RunId:
     run_id: str
     """The random id as 32 hexadecimal digits."""
     is_older: bool = False
-    """Whether the run already had checkpoints or windows, which have format 1, when it got this id."""
+    """Whether the run had checkpoints or windows before it got this id. They have format 1, which has no random id."""
 
     @classmethod
     def make(cls, run_dir: Path, *, is_older: bool) -> "RunId":
@@ -45,7 +45,7 @@ class RunId:
         if (run_dir / RUN_ID_NAME).exists():
             return RunId.read(run_dir)
         made = cls(run_id=secrets.token_hex(16), is_older=is_older)
-        # Durable before the first checkpoint refers to it: with another name the run would refuse its own state.
+        # The id is on disk before a checkpoint contains it: with another id, the run would refuse its own state.
         replace_file(run_dir / RUN_ID_NAME, json.dumps(asdict(made)).encode() + b"\n")
         return made
 
@@ -94,11 +94,11 @@ class RunDir:
     def is_there(self) -> bool:
         """Whether the claimed folder is still at its path; true if the file system does not answer."""
         try:
-            # By the inode of the lock: another folder may have taken the path.
+            # The inode of the lock file is compared, because another folder may be at the path now.
             return os.path.samestat(os.stat(self.path / _LOCK_FILE), os.fstat(self._lock))
         except FileNotFoundError:
             return False
-        except OSError:  # a server that does not answer for a moment
+        except OSError:  # the server of the file system does not answer now
             return True
 
     @contextlib.contextmanager
@@ -175,7 +175,7 @@ def _check(run: RunConfig) -> None:
 def _make(folder: Path) -> None:
     missing = [above for above in (folder, *folder.parents) if not above.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    # From the top down: an entry is durable only below a folder that is.
+    # Parents are synced first: an entry is durable only if the folder that contains it is durable.
     for made in reversed(missing):
         fsync_folder(made.parent)
 
@@ -188,7 +188,7 @@ def _number(parent: Path, model_name: str) -> tuple[Path, bool]:
     while True:
         path = parent / f"{model_name}-{number:03d}"
         try:
-            # Only one of two jobs makes it; the other takes the next number.
+            # If two jobs try the same number, only one can create the folder; the other takes the next number.
             path.mkdir()
         except FileExistsError:
             number += 1

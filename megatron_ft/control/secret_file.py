@@ -23,14 +23,14 @@ def read_secret(path: Path) -> bytes:
         ControlError: the file belongs to another user, other users can access it, or it is too large or not regular.
     """
     try:
-        # No link to a file elsewhere, and no wait for the writer of a pipe.
+        # The flags refuse a symbolic link, and prevent a wait for the writer if the file is a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise ControlError(f"{path}: cannot be read: {error.strerror}") from None
     try:
-        # The open file is checked, before it is read: the path may name another one by now.
+        # The open descriptor is checked, not the path, which may name another file now.
         _check(path, os.fstat(descriptor))
         content = os.read(descriptor, MAX_BYTES + 1)
     finally:

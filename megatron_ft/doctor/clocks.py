@@ -9,8 +9,9 @@ from megatron_ft.doctor.findings import Finding
 
 OBSERVED_SECONDS = 0.1
 LARGEST_DRIFT_SECONDS = 0.005
-"""Largest accepted difference between the two clocks over ``OBSERVED_SECONDS``. NTP adjusts the speed of both clocks
-alike (clock_gettime(2)), so a larger difference means that the wall clock was set."""
+"""Largest accepted difference between the durations that the wall clock and the monotonic clock measure for the same
+observation. NTP adjusts the speed of both clocks alike (clock_gettime(2)), so a larger difference means that the wall
+clock was set."""
 EARLIEST_UNIX_SECONDS = 1_735_689_600
 """Earliest plausible time, 2025-01-01: the required software was released later."""
 _TOOL_SECONDS = 2.0
@@ -59,7 +60,7 @@ class ClockFacts:
         """Observe both clocks for ``OBSERVED_SECONDS``, and ask the time service whether the wall clock is
         synchronized."""
         begin, wall = _both()
-        # The calls take a part of the time that is waited for anyway.
+        # The calls of time services run during the wait.
         is_synchronized, source = _ask_time_service()
         while (rest := begin + OBSERVED_SECONDS - time.monotonic()) > 0:
             time.sleep(rest)
@@ -106,7 +107,7 @@ def _ask_time_service() -> tuple[bool | None, str]:
 
 
 def _understand(tool: str, output: str) -> bool | None:
-    """Return whether ``output`` of the program ``tool`` reports a synchronized clock, or None if it reports nothing.
+    """Return whether ``output`` of the program ``tool`` reports a synchronized clock; None if it does not say.
 
     Sources: chronyc(1), ``tracking``, whose last field is the leap status; timedatectl(1), ``show``.
     """

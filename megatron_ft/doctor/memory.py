@@ -45,7 +45,7 @@ class MemoryFacts:
     """Memory that can be allocated without swapping, as the kernel estimates it."""
     cgroup_limit_bytes: int | None
     cgroup_used_bytes: int
-    """Memory that the cgroup with the limit uses, without reclaimable memory; 0 if there is no limit."""
+    """Memory that the cgroup with ``cgroup_limit_bytes`` uses, without reclaimable memory; 0 if there is no limit."""
     limits: Mapping[str, tuple[int | None, int | None]]
     """Soft and hard limit of ``open_files``, ``file_size``, ``address_space``, ``data`` and ``locked``."""
     shared_total_bytes: int | None
@@ -162,10 +162,10 @@ def _check_sizes(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def _raise(command: str, hard: int | None, needed: int | None) -> str:
-    """Return the command that raises a limit. If the hard limit is too low, also name who can raise the hard limit."""
+    """Return how to raise a limit with ``command``; the administrator must first raise a hard limit that is too low."""
     if hard is None or (needed is not None and needed <= hard):
         return f"run {command} in the shell or script that starts the job"
-    return f"{command} exceeds the hard limit: ask the administrator (/etc/security/limits.conf, or slurmd's service)"
+    return f"have the administrator raise the hard limit (/etc/security/limits.conf, or slurmd service), then {command}"
 
 
 def _check_open_files(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:

@@ -41,8 +41,8 @@ class NetworkFacts:
     resolved: tuple[str, ...]
     """IP addresses to which ``control.interface`` resolves; empty if it does not resolve."""
     bind_error: str | None
-    """Error that occurred when listening at ``control.interface`` on ``launch.master_port``, or on any port if the
-    key is 0. None if there was no error."""
+    """Error that occurred when listening at ``control.interface`` on ``launch.master_port``, or on any free
+    port if ``launch.master_port`` is 0. None if there was no error."""
     port_is_taken: bool = False
     """Whether ``bind_error`` occurred because another process uses the port."""
     ephemeral: tuple[int, int] | None = None
@@ -109,7 +109,7 @@ def _try_to_bind(addresses: tuple[str, ...], port: int) -> tuple[str | None, boo
         return "no address", False
     family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # Stores set this option, too: a port can be used although its last connections are still closing.
+        # Stores set this option, too. It allows to use a port whose last connections are still closing.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((addresses[0], port))

@@ -45,7 +45,7 @@ class SoftwareFacts:
             needs_transformer_engine: whether the job requires it.
         """
         lacking = self.missing()
-        # Without it no version can be compared.
+        # Without the package ``packaging``, no version can be compared.
         if "packaging" not in self.versions:
             return lacking
         found = [

@@ -103,7 +103,7 @@ def _mount_of(path: Path, mountinfo: str) -> tuple[str, tuple[str, ...]]:
         fields, _, after = line.partition(" - ")
         words, (kind, _, superblock) = fields.split(), after.split(maxsplit=2)
         point = Path(words[4].replace("\\040", " "))
-        # A later line of equal length is mounted over the earlier one.
+        # If two mount points have equal length, the file system of the later line is mounted over the earlier one.
         if path.is_relative_to(point) and len(point.parts) >= best:
             best, found = len(point.parts), (kind, (*words[5].split(","), *superblock.split(",")))
     return found
@@ -125,7 +125,7 @@ def _check_flushes(facts: StorageFacts, needs: JobNeeds) -> list[Finding]:
         found.append(
             Finding.warning("fsync", what, f"mount it without this option or unset LD_PRELOAD; otherwise {elsewhere}")
         )
-    # The median: one flush in nine may be slow for other reasons.
+    # The median is used, because single syncs may be slow for other reasons.
     elif median < SMALLEST_FLUSH_SECONDS:
         what = f"{where}: fsync seems to have no effect ({took}), because no storage is so fast"
         found.append(

@@ -62,7 +62,8 @@ def _links_to(process_ids: Iterable[int]) -> list[str]:
     # A link whose other end is elsewhere stays up: the node would be cut off in part.
     if len(names) < len(far):
         raise CannotCut(
-            f"links of the nodes that do not lead to this network namespace: {len(far) - len(names)} of {len(far)}"
+            f"only {len(names)} of {len(far)} links of the nodes lead to this network namespace; the others cannot be "
+            "disconnected from here"
         )
     return sorted(names)
 
@@ -134,9 +135,9 @@ class Injector:
             NotInjected: a node has no process, or all processes had ended by themselves.
         """
         with self._held("kill", nodes, about) as processes:
-            # A trial counts only if its fault happened: with no process left to kill, none did.
+            # If no process was left to kill, the fault did not happen, and the trial does not count.
             if len(_send(processes, signal.SIGKILL)) == len(processes):
-                raise self._refused("kill", nodes, "all processes of these nodes had ended before")
+                raise self._refused("kill", nodes, "all processes of these nodes had ended before the kill")
 
     def stop(self, nodes: Sequence[int], seconds: float | None, **about: Any) -> list[str]:
         """Stop every process of the nodes with SIGSTOP; continue them with SIGCONT after ``seconds``, or never if None.
@@ -153,14 +154,14 @@ class Injector:
                 if seconds is not None:
                     self.pause(seconds)
             finally:
-                # Also after an error: a process that stays stopped would be taken for a fault of the job.
+                # Processes continue also after an error: one that stays stopped would look like a failure of the job.
                 ended = [] if seconds is None else _send(processes, signal.SIGCONT)
         return ended
 
     def partition(self, nodes: Sequence[int], seconds: float, **about: Any) -> None:
         """Disconnect the nodes' network for ``seconds``; all their processes stay alive.
 
-        Each node needs a network namespace of its own, as nodes on machines and in containers have, see ``links``.
+        Each node needs a network namespace of its own, as a node on its own machine or in a container has.
 
         Raises:
             NotInjected: a node has no process, or its network cannot be disconnected from here.
@@ -176,7 +177,7 @@ class Injector:
             except ControlError as error:
                 raise self._refused("partition", nodes, str(error)) from None
             finally:
-                # Also where the cut failed: some of the links may be down.
+                # Links are taken up also if taking them down failed, because some of them may be down.
                 _switch(links, on=True)
 
     def fail_disk(self, nodes: Sequence[int], seconds: float, **about: Any) -> None:
@@ -203,7 +204,7 @@ class Injector:
             finally:
                 for process, limits in before:
                     with contextlib.suppress(ProcessLookupError):
-                        # ``prlimit`` takes a process id, which another process may have by now.
+                        # ``prlimit`` takes a process id, which may belong to another process now.
                         if not process.has_ended():
                             resource.prlimit(process.process_id, resource.RLIMIT_FSIZE, limits)
 
@@ -228,7 +229,7 @@ class Injector:
             try:
                 with self.connect() as operator:
                     return operator.add(node)
-            # The controller refuses a node until it has detected the loss, so a refusal is no end.
+            # The controller refuses the node until it has detected the loss, so the request is repeated.
             except ControlError as error:
                 if self.clock() >= deadline:
                     raise self._refused("add", [node], str(error)) from None
@@ -279,13 +280,13 @@ class Injector:
         """Record the fault, then yield all processes of the nodes. Raises NotInjected if a node has none."""
         nodes, deadline = list(dict.fromkeys(nodes)), self.clock() + self.patience_seconds
         while True:
-            # Found again each time: a node that is starting has no process yet.
+            # Processes are searched repeatedly, because a node that is starting has none yet.
             with processes_of(self.run_dir, nodes, self.ranks_per_node) as found:
                 missing = [node for node, processes in found.items() if not processes]
                 if not missing:
                     processes = [process for node in nodes for process in found[node]]
                     named = {process.log: process.process_id for process in processes}
-                    # On disk before the fault: a fault without a record would be taken for one of the job's own.
+                    # The record is on disk before the fault; without it, the fault would count as a failure of the job.
                     self._write({"action": action, "nodes": nodes, "processes": named, **about})
                     yield processes
                     return

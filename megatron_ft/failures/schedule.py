@@ -43,7 +43,7 @@ class FailureSchedule:
             ConfigError: a value is invalid; the message names the event and the field.
         """
         if not 0 <= self.num_initial_nodes <= self.most_nodes or self.most_nodes < 1:
-            constraint = f"must be from 0 to most_nodes={self.most_nodes}, which is at least 1"
+            constraint = f"must be from 0 to most_nodes={self.most_nodes}, which must be at least 1"
             raise ConfigError.of("num_initial_nodes", self.num_initial_nodes, constraint)
         if not (math.isfinite(self.duration_seconds) and self.duration_seconds > 0):
             raise ConfigError.of("duration_seconds", self.duration_seconds, "must be finite and above 0")

@@ -57,7 +57,7 @@ class MembershipTrace:
         """
         _check(most_nodes, minutes, scale)
         last = self.instants[-1].milliseconds
-        # Times must be below the end, and the last instant belongs to the trace.
+        # Event times must be below the duration, and the last instant belongs to the trace.
         end = last + 1 if minutes is None else minutes * 60_000.0
         numbers = _Numbers(most_nodes)
         numbers.arrive(self.instants[0].added)
@@ -66,8 +66,8 @@ class MembershipTrace:
         for instant in self.instants[1:]:
             if instant.milliseconds >= end:
                 break
-            # Arrivals first: a number that becomes free now may not be given away in the same instant, where a node
-            # would leave and join.
+            # Arrivals are handled first, so that a number that becomes free now is not used again in this instant: the
+            # same node number would leave and join.
             joins, leaves = numbers.arrive(instant.added), numbers.depart(instant.removed)
             if joins or leaves:
                 seconds = instant.milliseconds / 1000.0 * scale

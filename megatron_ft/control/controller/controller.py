@@ -192,12 +192,12 @@ class Controller:
         if origin is None:
             step = self._take_in(self._journalled({"item": item.content}, item.arrived_seconds), on_step)
         elif self._server.expects(origin) and isinstance(item.report, (RecordWritten, Progress)):
-            # Neither is in the journal: no decision follows from them, and it would grow with each iteration.
+            # Records and progress are not in the journal: no decision depends on them, and each iteration has many.
             self._pass_on(item.report, origin, on_record)
             self._server.count(origin)
         elif self._server.expects(origin):
             about = {"item": item.content, "origin": origin}
-            # ``_take_in`` counts this report, so that a reading of the journal counts it, too.
+            # ``_take_in`` counts this report, so that a new controller that reads the journal counts it, too.
             entry = self._journalled(about, item.arrived_seconds)
             step = self._take_in(entry, on_step, item.report)
         self._server.done(item)
@@ -216,12 +216,12 @@ class Controller:
         # Write an entry with its times to the journal; a tick is written only if it has an effect.
         entry = {"now": self._clock(), "arrived": arrived_seconds, "unix": time.time(), **about}
         if isinstance(event, Tick):
-            # The machine is pure, so the tick can be tried first. Ticks without effect would fill the journal.
+            # The tick is first tried on the pure state machine, because ticks without effect would fill the journal.
             step = machine.advance(self._policy, self._state, event, entry["now"], arrived_seconds)
             if step.decision is Decision.WAIT and step.state == self._state:
                 return entry
         if self._journal is not None:
-            # Not synced: the entry has to survive this process. ``_settled`` syncs it before any order follows.
+            # The entry survives this process without a sync. ``_settled`` syncs it before any order follows from it.
             self._journal.append(entry)
         return entry
 
@@ -236,14 +236,14 @@ class Controller:
             self._num_posted = entry["posted"] + 1
         if "origin" in entry:
             self._server.count(Origin(*entry["origin"]))
-        # Decisions carry the entry's time, not that of the reading: a controller that takes over writes equal lines.
+        # Decisions contain the entry's time, not the present time, so a new controller writes the same lines.
         before, self._unix_seconds = self._state, entry["unix"]
         event = self._event_of(entry, report)
         step = machine.advance(self._policy, before, event, entry["now"], entry.get("arrived"))
         self._state = step.state
         self._members[step.state.generation] = step.state.members
         if step.decision is not Decision.WAIT or step.state.failed_starts:
-            # Reports come first: they need the details of the generation that ends, which ``_execute`` clears.
+            # ``on_step`` comes first: it needs the details of the generation that ends, which ``_execute`` clears.
             on_step(step)
             self._execute(before, step)
         return step
@@ -253,9 +253,9 @@ class Controller:
         while self._found:
             found = self._found.popleft()
             if not isinstance(found, NodeLost) or self._detector.seconds_since_word(found.node, self._clock()) is None:
-                return Posted(found, self._clock())  # otherwise the agent has called meanwhile
+                return Posted(found, self._clock())  # otherwise the agent has called since the detector found its loss
         deadline = self._state.wake_seconds
-        # A deadline whose tick changed nothing stays in the state; it would return a tick without end.
+        # A deadline whose tick changed nothing stays in the state, and would cause further ticks without end.
         if deadline is None or deadline == self._past_deadline or deadline > self._check_at:
             return self._server.take(self._check_at)
         taken = self._server.take(deadline)
@@ -283,8 +283,8 @@ class Controller:
                 return self._joined(messages.decode_call(messages.Join, item["join"]))
         report = messages.Report.decode(item) if report is None else report
         if report.start != self._starts.get(self._policy.node_of(report.rank)):
-            # An entry always yields an event, also without effect: the next reading makes the same steps.
-            return Tick()  # of a process that ended before the present ones were started
+            # Each entry yields an event, even one without effect, so every reading of the journal makes the same steps.
+            return Tick()  # the report is from a process of an older start
         if isinstance(report, EndReport) and not (isinstance(report, messages.Broken) and report.planned):
             self._note(report.rank, report.generation, to_message(report))
         assert isinstance(report, (EndReport, messages.Reported)), "unexpected kind of report"
@@ -306,7 +306,7 @@ class Controller:
     def _joined(self, join: messages.Join) -> MachineEvent:
         # An agent repeats the call when its answer was lost.
         if not self._server.admit(join.node, join.process_id):
-            return Tick()  # it has asked again
+            return Tick()  # the agent was registered by its earlier call
         self._sidecars[join.node] = {name: sidecar.address for name, sidecar in join.sidecars.items()}
         if join.store is not None:
             self._stores[join.node] = join.store
@@ -348,7 +348,7 @@ class Controller:
                     self._record(before, step, {"declined": reason, "lost_nodes": sorted(before.nodes.lost)})
                 self._order(messages.Stop(survivors_end=declines, reason=reason))
             case Decision.KILL:
-                # Nodes that are joining have ranks, too, and are no members.
+                # The order names all nodes, because joining nodes have ranks, too, although they are not members.
                 self._order(messages.Kill(nodes=list(range(self._policy.most_nodes)), reason=reason))
             case Decision.END:
                 self._order(messages.End(reason=reason))
@@ -368,7 +368,7 @@ class Controller:
         following.validate()
         lost, left, joined = step.reform.lost, step.reform.leaving, step.reform.joining
         order = messages.Reform(next=following, lost=list(step.nodes), leaving=list(left), reason=step.reason)
-        # The journal's order counts: the port was drawn at random, and ranks may have it from an earlier controller.
+        # The order in the journal is used: its port is random, and an earlier controller may have given it to ranks.
         # The decision is on disk before any agent can fetch the order.
         settled = self._settled(order)
         nodes = {"lost_nodes": list(lost), "left_nodes": list(left), "joined_nodes": list(joined)}
@@ -407,7 +407,7 @@ class Controller:
         message = to_message(order)
         if self._journal is not None:
             self._journal.append({"order": message})
-            # On disk before an agent can fetch it: no rank follows an order that a power failure could undo.
+            # The order is on disk before an agent can fetch it, so a power failure undoes no order that ranks follow.
             self._journal.sync()
         return message
 

@@ -95,7 +95,7 @@ class EssentialWrites:
         if not isinstance(problem, OSError):
             return problem
         began = time.monotonic()
-        # Otherwise every heartbeat and deadline would be overdue when there is space again.
+        # If the clock continued, every heartbeat and deadline would be overdue when space is free again.
         self.clock.stop()
         self._on_wait(f"{self._run_dir}: {problem}")
         while isinstance(problem, OSError):
@@ -120,7 +120,7 @@ class EssentialWrites:
     def check_place(self) -> None:
         """Raise CannotDecide if the run's folder is gone."""
         try:
-            # Compared by inode: another folder may have taken the path.
+            # The inode is compared, because another folder may be at the path now.
             is_there = self._look() == self._place
         except FileNotFoundError:
             is_there = False
@@ -160,7 +160,7 @@ class Journal:
             ControlError: a complete line is not a JSON object, or another version of this package wrote the journal.
         """
         content = path.read_bytes() if path.exists() else b""
-        # The writer of half a line died before anything could follow from it.
+        # The controller that wrote the incomplete line died before the line had any effect, so the line is dropped.
         whole = content[: content.rfind(b"\n") + 1]
         lines = [_parse(line, path, number) for number, line in enumerate(whole.splitlines(), start=1)]
         if lines and lines[0].get("format") != FORMAT:

@@ -24,7 +24,7 @@ from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 
 MAX_FAILED_STARTS = 5
-"""Number of controllers in a row that may fail without new messages to the launcher before the job fails."""
+"""The job fails when this number of consecutive controllers have failed without a new message to the launcher."""
 # A new controller imports its modules and reads the whole journal before it sends anything.
 LEAST_SILENCE_SECONDS = 10.0
 _PING_SECONDS = 2.0
@@ -136,7 +136,7 @@ class ControllerLink:
                         return end
                     silent_since = time.monotonic()
                 elif not ready:
-                    # This process was stopped, and could not read what the controller has sent: it gets the whole time.
+                    # This process was suspended and could not read messages, so the controller's timeout starts again.
                     if time.monotonic() - began > 2 * _PING_SECONDS:
                         silent_since = time.monotonic()
                     self._ask_for_a_sign(silent_since)
@@ -167,12 +167,12 @@ class ControllerLink:
                     self._grant_access(message)
                 case "record":
                     node, *item = message["origin"]
-                    # Nodes deliver again what the last controller passed on without an acknowledgement.
+                    # Nodes deliver a record again if the last controller forwarded it but did not acknowledge it.
                     if item > self._last_record.get(node, []):
                         self._last_record[node] = item
                         self._num_fruitless_starts = 0
                         on_record(message["record"])
-                # Without a number: they follow from no decision, so no other controller repeats them.
+                # These events have no number: no decision causes them, so no later controller repeats them.
                 case "waits" | "goes_on":
                     on_event({"event": message["op"], **message})
                 case "event" if message["number"] >= self._num_events:

@@ -298,11 +298,11 @@ class _ControllerProcess:
 
     def _record_decision(self, decision: Message) -> None:
         # Record a decision unless an earlier controller has; a controller with a stale lease must not decide.
-        # First: where the folder is gone the lease looks stale, too, and the reason would be wrong.
+        # The folder is checked first: if it is gone, the lease looks stale, too, and the reason would be wrong.
         self._writes.check_place()
         if self._lease.is_stale:
             raise ControlError(f"stale epoch {self._lease.epoch}: another controller is in charge now")
-        # A controller that takes over repeats the decisions of the journal, which the file has in the same order.
+        # A new controller repeats the decisions of the journal, which the file already has in the same order.
         if self._num_decisions >= self._num_recorded:
             line = json.dumps(decision).encode() + b"\n"
             self._writes.do(lambda: append_line(self._decisions_path, line))

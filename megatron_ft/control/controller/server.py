@@ -109,7 +109,7 @@ class _Inbox:
         all_taken_seconds = until_seconds
         if self._first is None:
             self._first, all_taken_seconds = self._wait(until_seconds)
-        # What arrived after the deadline waits at the front: the deadline expires first.
+        # An item that arrived after the deadline stays in ``_first``, because the deadline expires before it.
         if self._first is None or self._first.arrived_seconds >= until_seconds:
             return Posted(Tick(), all_taken_seconds if self._first is None else self._first.arrived_seconds)
         found, self._first = self._first, None
@@ -120,13 +120,13 @@ class _Inbox:
             return self._queue.get(timeout=max(0.0, until_seconds - self._clock())), until_seconds
         except queue.Empty:
             pass
-        with self._arriving:  # an item may have its arrival time and not be in the queue yet
+        with self._arriving:  # a thread may have set an item's arrival time but not queued it yet
             now = max(self._clock(), until_seconds)
             return (None if self._queue.empty() else self._queue.get()), now
 
     def close(self) -> None:
         """Close the queue; all present and future items then count as processed."""
-        # Under the lock: an item that arrives now is either found below or released by ``put``.
+        # With the lock, an item that arrives now is either found below or released by ``put``.
         with self._arriving:
             self._is_closed = True
         left, self._first = [self._first], None
@@ -175,7 +175,7 @@ class _AgentSessions:
         earlier = self._sessions.get(node)
         if earlier is not None and earlier.process_id == process_id:
             return False
-        # The number fences: calls of the process before carry a lower one and are refused.
+        # Calls of the earlier process contain a lower session number and are refused.
         number = 0 if earlier is None else earlier.number + 1
         self._sessions[node] = _AgentSession(number, process_id, num_orders)
         return True
@@ -309,7 +309,7 @@ class ControllerServer:
         if self._is_open:
             return
         self._is_open = True
-        # Agents have the whole timeout to call the new controller.
+        # The heartbeat timeout of every agent starts again, so agents have time to call the new controller.
         for node in self._sessions.inherit():
             self._sign_of_life(node)
         self._server.start()
@@ -394,7 +394,7 @@ class ControllerServer:
         # Register an agent, also one that an earlier controller has admitted; return session and earlier orders.
         join = decode_call(Join, request)
         node, process_id = self._known(join.node), join.process_id
-        # Refused before the journal has it: what is there reaches every node and every later controller.
+        # Too large a registration is refused before it is in the journal, from which every node would receive it.
         if (num_bytes := len(json.dumps(request))) > MAX_JOIN_BYTES:
             raise ControlError(
                 f"node {node}: its registration has {num_bytes} bytes: must have at most {MAX_JOIN_BYTES}"
@@ -402,7 +402,7 @@ class ControllerServer:
         self._sign_of_life(node)
         replaced = self._sessions.replaced(node, process_id)
         if replaced is not None:
-            # Into the queue before the registration: the old process is lost first.
+            # The loss of the old process is queued before the registration, so it is processed first.
             self.post(NodeLost(node, time.time(), "another process has registered for this node", replaced))
         item = Item(None, {"op": "joined", "join": encode(join)})
         self._inbox.put([item])
@@ -428,10 +428,10 @@ class ControllerServer:
         # Add the new reports of a call and return the number of the next; all reports before it are in the journal.
         call = decode_call(Deliver, request)
         node, first, session = self._known(call.node), call.first, self._session(call)
-        # An agent whose connection broke delivers again while its first call still waits: one call at a time numbers.
+        # If a connection broke, the agent delivers again while its first call still waits; the lock admits one call.
         with session.delivery:
             expected = max(session.next_item, session.next_arrival)
-            # A gap means that reports are lost, except records that a predecessor passed on: they are in no journal.
+            # A gap means lost reports, unless an earlier controller forwarded them as records, which are in no journal.
             if first > expected and call.items and not session.is_inherited:
                 raise ControlError(
                     f"node {node} sends report {first}, but report {expected} is next: reports are missing"
@@ -439,8 +439,8 @@ class ControllerServer:
             items = []
             for number, content in enumerate(call.items, start=first):
                 if number >= expected:
-                    # Checked before the journal has it: what ends this controller there would end each of its
-                    # successors.
+                    # The report is checked before it is in the journal: an entry that ends this controller would end
+                    # every later one, too.
                     report = _check_report(self._policy, self._members, node, content)
                     items.append(Item(Origin(node, session.number, number), content, report))
             if items:

@@ -19,7 +19,7 @@ _FT_LAUNCHER = "FT_RANK_MONITOR_IPC_SOCKET"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnvironment:
-    """Rank that ``torchrun`` or ``srun`` started. ``attempt`` is the number of restarts in which its node took part."""
+    """Rank that ``torchrun`` or ``srun`` started. ``attempt`` counts the restarts that included the rank's node."""
 
     launcher: str
     rank: int
@@ -95,7 +95,7 @@ class RankEnvironment:
         Raises:
             ConfigError: a variable is missing, is not a number, or contradicts another variable.
         """
-        assert mode in ("torchrun", "srun"), f"mode {mode} has no launcher environment"
+        assert mode in ("torchrun", "srun"), f"mode={mode}: must be torchrun or srun"
         environment = _torchrun(variables) if mode == "torchrun" else _srun(variables, master_port)
         _check(environment)
         return environment

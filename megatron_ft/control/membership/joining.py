@@ -102,8 +102,8 @@ class NodeRules:
         record = state.nodes[node]
         if record.has_unregistered_agent:  # its failed start was counted when it was given up
             return replace(state, nodes=state.nodes.change(node, has_unregistered_agent=False))
-        # It had not become a member, so its start has failed. Without the count a node that dies at each start would be
-        # started for ever.
+        # If the node had not become a member, its start has failed. Without this count, a node that dies at each start
+        # would be started for ever.
         never_came = record.agent is AgentState.UNKNOWN and not state.nodes.is_member(node)
         if never_came or record.agent is AgentState.STARTING or node in state.nodes.waiting:
             state = self._fail_start(state, node, reason, now)
@@ -194,7 +194,7 @@ class NodeRules:
         """Set the time at which ``decide`` must be called next if no event arrives."""
         if state.phase not in TRAINING:
             return state if state.wake_up_seconds is None else replace(state, wake_up_seconds=None)
-        # An event yields one step. Where another step is due already, a tick makes it at once.
+        # Each event yields one step. If another step is due already, an immediate tick makes it.
         if self.decide(state, now) is not None:
             return replace(state, wake_up_seconds=now.arrived_seconds)
         waits = {
@@ -206,7 +206,7 @@ class NodeRules:
         times += [
             record.agent_since_seconds + self.policy.start_timeout_seconds for record in self._unregistered(state)
         ]
-        # ``decide`` has seen all times that have passed. As wake-ups they would wake the controller without end.
+        # Times that have passed are left out: ``decide`` has handled them, and they would cause ticks without end.
         return replace(state, wake_up_seconds=min((at for at in times if at > now.arrived_seconds), default=None))
 
     def _kill_or_start(self, state: State, now: Moment) -> Step | None:
@@ -246,7 +246,7 @@ class NodeRules:
 
     def _start(self, state: State, now: Moment) -> Step | None:
         wanted = [state.nodes[node] for node in sorted(state.nodes.wanted) if not state.nodes.is_member(node)]
-        # Two processes with one rank number would report for each other: the last old rank has to be gone first.
+        # A node starts only when its old ranks have ended: two processes with one rank number would be confused.
         startable = [record for record in wanted if not self._has_living_rank(state, record)]
         startable = [record for record in startable if record.not_before_seconds <= now.arrived_seconds]
         present = tuple(record.node for record in startable if record.agent is AgentState.REGISTERED)
@@ -436,8 +436,8 @@ def members_after_restart(state: State) -> tuple[int, ...]:
 def count_losses(state: State, iteration: int) -> State:
     """Count each loss of a member in this generation once in the node's ``num_losses``. Training continues after
     ``iteration``."""
-    # A place that waits needs the count before the next membership counts losses; ``is_counted`` keeps that from
-    # counting them again.
+    # A place that waits for a node needs this count before the next membership counts losses. ``is_counted`` prevents
+    # a second count.
     nodes = state.nodes
     for node in state.members:
         record = nodes[node]

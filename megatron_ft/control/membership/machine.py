@@ -192,8 +192,8 @@ def _restart(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
 
 
 def _restartable(policy: MembershipPolicy, state: State) -> tuple[int, ...]:
-    """Return the nodes for a restart of all ranks, at most ``most_members``; members that were not lost come first. The
-    result is ascending, or ordered by place in a job that keeps its layout."""
+    """Return at most ``most_members`` nodes for a restart of all ranks; members that were not lost are preferred. The
+    nodes are ascending, or ordered by place in a job that keeps its layout."""
     if policy.keeps_layout:
         return joining.members_after_restart(state)
     nodes, living_members = state.nodes, set(state.members) - state.nodes.lost
@@ -233,7 +233,7 @@ def _any_lives(policy: MembershipPolicy, state: State) -> bool:
 
 def _end(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
     nothing_runs = state.phase is Phase.FORMING and (state.interrupted or state.failures)
-    # After a failure the exit of every rank is waited for: all of them may be started again.
+    # After a failure, all ranks must have ended, because all of them may be started again.
     remaining = policy.ranks_of_all(state.nodes.with_ranks if state.failures else state.members)
     if not nothing_runs and not remaining <= state.gone:
         return None
@@ -287,7 +287,7 @@ def _stop(policy: MembershipPolicy, state: State, event: MachineEvent, now: Mome
     if state.phase is not Phase.CHANGING:
         state = replace(state, phase=Phase.STOPPING, deadline_seconds=deadline)
         return Step(state, Decision.STOP, "the job was asked to stop")
-    # Ranks may stand at the boundary already: the next membership begins first, and stops at once.
+    # Ranks may wait at the boundary already, so the next membership begins first and stops at once.
     if state.deadline_seconds is None:
         state = replace(state, deadline_seconds=deadline)
         return Step(state, Decision.WAIT, "the job was asked to stop during a change of nodes")
@@ -312,7 +312,7 @@ def _time_out(policy: MembershipPolicy, state: State, event: MachineEvent, now: 
         ranks = policy.ranks_of_all(state.members) - state.connected
         missing = f"ranks {sorted(policy.number_among(state.members, rank) for rank in ranks)}"
     detail = f"launch.start_timeout_seconds={policy.start_timeout_seconds:g}: timed out waiting for {missing}"
-    # Final: what does not come within the whole time would not come to a restart either.
+    # The failure is final: nodes or ranks that are missing after the whole time would also miss a restart.
     state = replace(state, failures=(Failure(at_seconds=now.seconds, final=True, detail=detail),))
     return _ended(state, detail) if state.phase is Phase.FORMING else _killing(policy, state, now, detail)
 

@@ -44,8 +44,8 @@ def lose(policy: MembershipPolicy, state: State, node: int) -> State:
 def receive(policy: MembershipPolicy, state: State, event: RankBroken) -> State | None:
     """Record a rank's report. Return None if no report is expected, so that the rank's error counts as a failure."""
     node, rank = policy.node_of(event.rank), event.rank
-    # A report of an earlier generation may arrive late. Beside the new positions it would be a contradiction, which
-    # stops the job.
+    # A late report of an earlier generation is ignored: it would contradict the new positions, and the contradiction
+    # would stop the job.
     is_stale = event.position.generation != state.generation
     if is_stale or rank in state.has_reported or rank in state.gone or node in state.nodes.lost:
         return state
@@ -109,11 +109,11 @@ def _lose_unresponsive(policy: MembershipPolicy, state: State, now: Moment) -> S
     if last is None or now.arrived_seconds >= last:
         return _give_up(policy, state, now, _describe_unresponsive(policy, state))
     wait = Step(replace(state, deadline_seconds=last), Decision.WAIT, "waiting for ranks to report their positions")
-    # No rank has reported, so a slow iteration is more likely than an unresponsive rank: the limit counts after others
-    # have reported.
+    # While no rank has reported, a slow iteration is more likely than an unresponsive rank, so the limit applies only
+    # after the first report.
     if not state.has_reported:
         return wait
-    latest = max(failure.at_seconds for failure in state.failures)  # on the clock of the deaths, not on that of ``now``
+    latest = max(failure.at_seconds for failure in state.failures)  # these times are of another clock than ``now``
     limit = f"(recovery.position_timeout_seconds={policy.position_timeout_seconds:g})"
     failures = tuple(
         Failure(

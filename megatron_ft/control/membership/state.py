@@ -430,7 +430,7 @@ class State:
     furthest_iteration: int = 0
     """Latest iteration in which an earlier generation failed."""
     num_restarts: int = 0
-    """Number of restarts of all ranks since the job last made progress, when this generation began."""
+    """Number of restarts of all ranks between the job's last progress and the start of this generation."""
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -484,7 +484,7 @@ class Reform:
     """Position of each rank that has reported, in rank order."""
     target: Target
     previous_ranks: tuple[int | None, ...]
-    """Number in the previous membership of each rank of the next one; None for a rank of a joining node."""
+    """Number that each rank of the next membership had in the previous one; None for a rank of a joining node."""
     nodes: tuple[int, ...]
     """Node of each rank of the next membership."""
 

@@ -184,13 +184,13 @@ class _Agent:
         while True:
             request = {**who, "after": after, "wait_seconds": self._spec.heartbeat_interval_seconds}
             try:
-                # The controller answers after ``wait_seconds`` at most; the rest is for a busy controller.
+                # The controller answers after at most ``wait_seconds``, or up to 20 s later if it is busy.
                 orders = self._client.call("poll", request, timeout_seconds=request["wait_seconds"] + 20)["orders"]
             except RpcError as error:
                 if error.refused:
                     self._order(_Refused(str(error)))
                     return
-                # Whether it is lost is up to the main thread, which knows how long this process has run since.
+                # The main thread decides whether the controller is lost: it knows how long this process was suspended.
                 self._silence = str(error)
                 self._retry_pause.wait(0.2)
                 continue
@@ -220,8 +220,8 @@ class _Agent:
                 if error.refused:
                     self._order(_Refused(str(error)))
                     return
-                # Repeated without a limit: ``_check_life`` decides when the controller is lost, and no report is
-                # dropped before.
+                # The call is repeated until ``_check_life`` decides that the controller is lost; no report is dropped
+                # before.
                 self._retry_pause.wait(0.2)
 
     def _order(self, order: Order | _Refused) -> None:
@@ -292,7 +292,7 @@ class _Agent:
 
     def _spawn(self, number: int, spec: Message) -> None:
         log = Path(spec["run_dir"]) / "logs" / f"rank-{number:05d}.log"
-        # Before the request: the rank may connect before the fork server has answered.
+        # The rank is expected before it is requested, because it may connect before the fork server has answered.
         self._ranks.expect(number, start=spec["start"], generation=spec["generation"], log=log)
         # A variable that the user has set for this cluster wins.
         environment = {**rank_environment(from_dict(spec["config"]), number), **os.environ}
@@ -318,7 +318,7 @@ class _Agent:
 
     def _signal(self, ranks: Iterable[int], number: signal.Signals) -> None:
         for rank in ranks:
-            # The parent of the rank sends it: only there is the process id certain not to belong to another process.
+            # The fork server sends the signal: only the parent knows that the process id still belongs to the rank.
             send(self._forkserver.sock, {"op": "signal", "rank": rank, "signal": int(number)})
 
     def _read_forkserver(self) -> None:

@@ -87,7 +87,7 @@ class _Node:
     def _can_join(self, found: JoinFile) -> bool:
         if found.job_id != self.job_id or found.agent.token in self._ended:
             return False
-        # Asked before registering, which would push out a living process of this number.
+        # The controller is asked first, because a registration would replace a living process of this node.
         present = _nodes_of(found)
         return present is not None and self.number not in present
 
@@ -163,7 +163,7 @@ def _nodes_of(found: JoinFile) -> set[int] | None:
     client = RpcClient(found.agent.controller_address, "Controller", token=found.agent.token, certificates=certificates)
     try:
         status = client.call("status", {}, timeout_seconds=_ANSWER_SECONDS, wait_for_peer=True)
-    except RpcError:  # it is gone, or another job's controller has its address
+    except RpcError:  # the controller is gone, or another job's controller has its address
         return None
     finally:
         client.close()

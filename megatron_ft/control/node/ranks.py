@@ -19,14 +19,14 @@ from megatron_ft.control.detector import SignsOfLife
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 
-# Two limits: with one, ranks would be paused and resumed for each item.
+# Reading pauses at the high and resumes at the low limit; with one limit it would pause for each item.
 HIGH_WATER_ITEMS = 2000
 LOW_WATER_ITEMS = 500
 _BATCH_ITEMS = 500
-# Well below ``rpc.MAX_MESSAGE_BYTES``. A larger item, of at most 16 MiB, travels alone.
+# This is well below ``rpc.MAX_MESSAGE_BYTES``. A larger item, of at most 16 MiB, is sent alone.
 _BATCH_BYTES = 4 * 1024 * 1024
 _LOG_TAIL_BYTES = 8192
-# The agent has one thread for all ranks. A rank that is stopped takes nothing and must not hold it up for long.
+# The agent has one thread for all ranks, which a rank that does not read must not block for long.
 _SEND_SECONDS = 5.0
 GREETING_BYTES = 4096
 """Largest size of the first message of a connection."""
@@ -190,7 +190,7 @@ class Ranks:
         hung = []
         for rank in self._signs.silent(now):
             state = self._ranks[rank]
-            # While ranks are not read their answers wait in the sockets.
+            # While reading is paused, the answers of ranks wait in the sockets.
             if self._paused or processor_seconds(state.process_id) > state.processor_seconds + _BUSY_SECONDS:
                 self._owe_nothing(state, now)
             else:
@@ -220,7 +220,7 @@ class Ranks:
     def exited(self, message: Message) -> None:
         """Record that a rank's process has ended, after reading the messages that still wait in its socket."""
         state = self._ranks[message["rank"]]
-        # What the rank sent last explains its end, so it is reported before the exit.
+        # The rank's last messages may explain its end, so they are reported before the exit.
         self.accept()
         for reader in list(self._unnamed):
             self._read_first(reader)
@@ -253,7 +253,7 @@ class Ranks:
             return
         try:
             messages, closed = reader.pump()
-        except ControlError:  # not a rank of this job
+        except ControlError:  # the peer is not a rank of this job
             messages, closed = [], True
         if not messages and not closed:
             return

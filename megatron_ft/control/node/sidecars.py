@@ -57,7 +57,7 @@ class _Sidecar:
         """
         assert self.process.stdout is not None, "the sidecar's standard output is not a pipe"
         data = os.read(self.process.stdout.fileno(), _READ_BYTES)
-        # Read and dropped: a full pipe would block the service.
+        # Later output is read and dropped, because a full pipe would block the sidecar.
         if self.address is not None:
             return bool(data)
         self.line += data
@@ -173,7 +173,7 @@ class Sidecars:
 
     def close(self) -> None:
         """Ask all sidecars to end and wait for them; kill those that do not end in time."""
-        # All are asked first, so that they share the time.
+        # All sidecars are asked before the first wait, so that they end at the same time.
         for service in self._all:
             with contextlib.suppress(BrokenPipeError):
                 service.process.stdin.close()  # type: ignore[union-attr]
@@ -195,7 +195,7 @@ def _start(name: str, module: str, socket_path: Path, log: Path, line: bytes) ->
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
     service = _Sidecar(name, process, os.pidfd_open(process.pid), socket_path, log, log_begin_bytes)
-    with contextlib.suppress(BrokenPipeError):  # it has ended, which the selector reports
+    with contextlib.suppress(BrokenPipeError):  # the sidecar has ended, which the selector reports
         process.stdin.write(line)  # type: ignore[union-attr]
     return service
 

@@ -150,7 +150,7 @@ class StopFlag:
             signal.signal(number, self._set)
 
     def _set(self, _number: int, _frame: FrameType | None) -> None:
-        # Nothing else: a handler runs between any two instructions of the rank. The vote decides when to stop.
+        # A handler can run between any two instructions, so it only sets the flag. The vote decides when to stop.
         self._requested = True
 
     def __bool__(self) -> bool:
@@ -381,14 +381,14 @@ class AgentClient:
                 case "leave":
                     self._leaves = self._leaves or self._concerns_us(message)
                 case "reform":
-                    # Here, not in ``survive``: a break of the new membership may be the very next message.
+                    # The membership begins here and not in ``survive``, because the next message may already break it.
                     self._begin(NextMembership.from_json(message["next"]))
                 case "end":
                     self._ended = message["reason"]
                 case other:
                     raise ControlError(f"unknown message {other!r} from the node's agent")
             self._changed.notify_all()
-        # Without holding the condition, which the rank's calls need: sending blocks while the agent is behind.
+        # The condition is not held here: sending blocks while the agent is slow, and calls of the rank need it.
         if message["op"] == "ping":
             self._send({"op": "pong"})
         if abort is not None:

@@ -43,7 +43,7 @@ def watch(job_id: str, is_over: threading.Event, *, report: Callable[[str], None
                 complaint = str(error)
                 report(f"cannot query Slurm for job {job_id}: {error}")
             continue
-        # Another node has requeued it, or an operator has ended it.
+        # Another node has requeued the job, or an administrator has ended it.
         if job.state != "RUNNING":
             return False
         if not job.has_batch_host:

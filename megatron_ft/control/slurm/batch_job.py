@@ -134,9 +134,8 @@ class _BatchJob:
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self._ask)
         site, hosts = self._site, list(self._site.hosts)
-        RunAttempts(self._run_dir).marker_of(site.job_id).unlink(
-            missing_ok=True
-        )  # of this job before it was requeued from outside
+        # The marker is of this job before it was requeued from outside.
+        RunAttempts(self._run_dir).marker_of(site.job_id).unlink(missing_ok=True)
         attempts = self._earlier()
         is_first = not attempts and site.num_restarts == 0 and not site.is_chained
         if not is_first:
@@ -145,7 +144,7 @@ class _BatchJob:
             hosts = in_order_of_trust(hosts, attempts)
             attempt = self._attempt(hosts, is_first=is_first)
             if self._run_dir.is_dir():
-                # On disk before Slurm is asked for anything: a requeue ends this process.
+                # The attempt is on disk before any call of Slurm, because a requeue ends this process.
                 RunAttempts(self._run_dir).add(attempt)
             attempts.append(attempt)
             is_first = False
@@ -174,7 +173,7 @@ class _BatchJob:
         ]
 
     def _await_folder(self) -> None:
-        # Wait for an earlier launcher that still runs where Slurm does not reach it: only one may use the run's folder.
+        # Wait for an earlier launcher on a machine that Slurm cannot reach: only one launcher may use the run's folder.
         deadline = time.monotonic() + self._site.patience_seconds
         if is_claimed(self._run_dir):
             print(
@@ -194,7 +193,7 @@ class _BatchJob:
         if self._asked is not None:
             return self._attempt_of(witness, EXIT_INTERRUPTED)
         with subprocess.Popen(command, env=_environment(hosts)) as self._console:
-            # A signal that arrived before this line found no process.
+            # A signal that arrived before the launcher started has not been forwarded yet.
             self._forward()
             with watch_drains(self._run_dir, hosts, poll_seconds=self._site.drain_poll_seconds):
                 exit_code = self._console.wait()
@@ -214,14 +213,14 @@ class _BatchJob:
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:
         # Handle a signal: the first lets ranks finish their iteration and write a checkpoint.
-        # A later warning must not turn an order to end into a requeue.
+        # A SIGUSR1 after SIGTERM must not turn the order to end into a requeue.
         if self._asked is None or number == signal.SIGTERM:
             self._asked = Asked(signal.Signals(number).name)
         self._has_to_forward = True
         self._forward()
 
     def _forward(self) -> None:
-        # Forward a signal once, because a second one ends ranks at once.
+        # Forward each signal only once, because a launcher that receives two signals ends its ranks at once.
         if self._has_to_forward and self._console is not None:
             self._has_to_forward = False
             self._console.terminate()
@@ -237,7 +236,7 @@ class _BatchJob:
                 reason=verdict.reason,
                 is_final=verdict.is_final,
             )
-        # After the marker: a call of Slurm may take a minute or fail, and the result must not depend on it.
+        # Jobs are cancelled after the marker is written, because a call of Slurm may take a minute or fail.
         if verdict.is_final and self._site.is_chained:
             self._cancel_chain()
         return exit_code
@@ -255,7 +254,7 @@ class _BatchJob:
             )
 
     def _view(self, hosts: Sequence[str]) -> calls.JobView:
-        # Return the job as Slurm sees it; unchanged if Slurm does not answer.
+        # Return the job's state as Slurm reports it. If Slurm does not answer, assume that the job has all its nodes.
         try:
             return calls.view_job(self._site.job_id)
         except calls.SlurmError as error:
@@ -287,7 +286,7 @@ class _BatchJob:
                 file=sys.stderr,
                 flush=True,
             )
-        # The job stays alive until Slurm ends it: its exit code would end the job instead.
+        # Wait until Slurm ends this process: an exit code would end the job instead of letting it continue.
         while True:
             signal.pause()
 

@@ -158,7 +158,7 @@ def run(command: Sequence[str], *, environment: Mapping[str, str] | None = None)
         return subprocess.run(
             command,
             env=environment,
-            # The standard input of a node is its lifeline: a command must not read from it.
+            # A node ends when its standard input closes, so a command must not read from this input.
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -60,16 +60,16 @@ def _watch(run_dir: Path, hosts: _Hosts, poll_seconds: float, is_over: threading
                 _say(f"cannot query Slurm for drained nodes, trying again: {error}")
             is_silent = True
             continue
-        # A node whose drain was taken back is asked for again when it is drained again.
+        # If a drain is cancelled and the node is drained again later, the controller is asked again.
         leaving.intersection_update(drained)
         for node, host in drained.items():
             if node in leaving:
                 continue
-            if is_over.is_set():  # the numbers are of a launcher that has ended
+            if is_over.is_set():  # the launcher with these node numbers has ended
                 return
             try:
                 _drain(run_dir, node)
-            except JobNotRunning:  # it begins, or ends
+            except JobNotRunning:  # the job has not started yet, or has ended
                 continue
             except (MegatronFtError, OSError) as error:
                 if refused.get(node) != str(error):

@@ -40,9 +40,9 @@ class Allocation:
             "--ntasks-per-node=1",
             # The job's own ``--no-kill`` does not apply to its steps.
             "--no-kill",
-            # Sites change the default, ``KillOnBadExit``.
+            # A site can change the default with ``KillOnBadExit``.
             "--kill-on-bad-exit=0",
-            # Without it the step of a node that is started again waits for the CPUs of the old one.
+            # Without ``--overlap``, the step of a node that is started again waits for the CPUs of the old step.
             "--overlap",
             # One task has the whole node: the ranks are its descendants.
             "--cpu-bind=none",
@@ -97,7 +97,7 @@ def address_of(interface: str) -> str:
     found = psutil.net_if_addrs().get(interface)
     address = interface
     if found is not None:
-        # IPv4 first; gloo and NCCL get the interface by name and choose for themselves.
+        # IPv4 is preferred. Gloo and NCCL receive the name of the interface and choose the address themselves.
         ours = [entry for family in (socket.AF_INET, socket.AF_INET6) for entry in found if entry.family == family]
         if not ours:
             raise ConfigError.of("control.interface", interface, "must have an IPv4 or IPv6 address, but has none")
@@ -117,5 +117,5 @@ def own_address(controller_address: str) -> str:
     host, _, port = controller_address.rpartition(":")
     family, kind, protocol, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(where)  # of a datagram socket: chooses the route, sends nothing
+        probe.connect(where)  # a datagram socket only chooses the route and sends nothing
         return str(probe.getsockname()[0])

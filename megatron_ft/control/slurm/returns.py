@@ -28,7 +28,7 @@ def _count_return(run_dir: Path, array: str, *, max_fruitless: int) -> int:
         job_id=array, hosts=(), exit_code=None, asked=None, iteration=RunAttempts(run_dir).newest_iteration()
     )
     attempts = [attempt for attempt in RunAttempts(run_dir).read() if attempt.job_id == array]
-    # Counted before the decision, so that a launcher that dies here is not forgotten.
+    # The attempt is recorded before the decision, so it counts even if this process dies here.
     RunAttempts(run_dir).add(gone)
     hopeless = why_hopeless([*attempts, gone], max_fruitless)
     if hopeless is None:
