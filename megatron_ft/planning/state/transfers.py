@@ -39,7 +39,7 @@ class _Shares:
     amounts: tuple[Column, ...]
     """Bytes that each of these ranks sends, all above 0; their sum is the demand of the set."""
     slack: int
-    """In every set, a sender sends in total at most this many bytes more than any other rank of the set."""
+    """Largest number of bytes by which a sender's total may exceed the total of another rank of its set."""
 
     @classmethod
     def of(cls, demands: Sequence[int], sets: Sequence[Column], *, min_piece_bytes: int) -> "_Shares":
