@@ -43,6 +43,9 @@ def _check_survival(config: JobConfig) -> None:
         instead = "; if spares are to replace lost nodes in the same layout, set recovery.keep_layout=true"
     _check_requirements(config, REPLICAS, feature, instead)
     _check_slots(config, fewest, feature)
+    rates = ((config.placement.algorithm or {}).get("objective") or {}).get("failure_rates")
+    constraint = f"must be empty with {feature}: the number of failure domains changes when nodes are lost or join"
+    require(not rates, "placement.algorithm.objective.failure_rates", rates, constraint)
 
 
 def _check_schedule(config: JobConfig) -> list[MembershipChange]:

@@ -87,6 +87,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"recovery.min_nodes": 4}, "recovery.min_nodes"),
     ({"recovery.min_nodes": 1, "placement.num_slots_per_rank": 2}, "placement.num_slots_per_rank"),
     ({"recovery.min_nodes": 1, "placement.num_slots_per_rank": None}, "placement.num_slots_per_rank"),
+    (
+        {"recovery.min_nodes": 1, "placement.algorithm": {**SEARCH, "objective": {"failure_rates": [0.1, 0.2, 0.1]}}},
+        "placement.algorithm.objective.failure_rates",
+    ),
     ({"testing.membership_schedule": LOSE_ONE, "recovery.max_restarts": 1}, "recovery.max_restarts"),
     ({"recovery.reconfigure_timeout_seconds": 0.0}, "recovery.reconfigure_timeout_seconds"),
     *(
