@@ -377,12 +377,10 @@ def _decide(config: JobConfig, config_yaml: str, plan: "JobPlan") -> tuple[JobCo
     if config.training.device != plan.device:
         config = on_device(config, plan.device)
         values["training.device"] = plan.device
-    if plan.placement is not None and config.placement.num_slots_per_rank is None:
-        num_slots = plan.placement.num_slots_per_rank
-        config = dataclasses.replace(
-            config, placement=dataclasses.replace(config.placement, num_slots_per_rank=num_slots)
-        )
-        values["placement.num_slots_per_rank"] = num_slots
+    if config.placement.num_slots_per_rank != plan.num_slots_per_rank:
+        placement = dataclasses.replace(config.placement, num_slots_per_rank=plan.num_slots_per_rank)
+        config = dataclasses.replace(config, placement=placement)
+        values["placement.num_slots_per_rank"] = plan.num_slots_per_rank
     return config, _with_values(config_yaml, values) if values else config_yaml
 
 

@@ -157,8 +157,10 @@ class JobPlan:
     data: DataSummary
     placement: PlacementReport | None = None
     """First placement; None without replica slots."""
+    num_slots_per_rank: int | None = None
+    """Number of replica slots of a rank in each layer; None without replica slots."""
     slots_reason: str = ""
-    """Reason for the number of replica slots per rank; empty without replica slots."""
+    """Reason for this number; empty without replica slots."""
     snapshot: SnapshotReport | None = None
     """Estimated size and memory of the snapshot windows; None without snapshots."""
     upstream_log: UpstreamLogReport | None = None
@@ -275,6 +277,7 @@ class JobPlan:
             tokens_per_iteration=training.global_batch_size * model.seq_length,
             data=data,
             placement=placement,
+            num_slots_per_rank=None if placement is None else config.placement.num_slots_per_rank,
             slots_reason=slots_reason,
             snapshot=snapshot,
             upstream_log=memory.upstream_log,
