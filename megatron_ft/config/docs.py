@@ -2,7 +2,10 @@
 
 import ast
 import dataclasses
+import functools
 import inspect
+import itertools
+import sys
 import typing
 from dataclasses import dataclass
 from typing import Any
@@ -56,12 +59,18 @@ def _default(field: "dataclasses.Field[Any]") -> str:
 
 
 def _field_docstrings(cls: type[Any]) -> dict[str, str]:
-    body = ast.parse(inspect.getsource(cls)).body[0]
-    assert isinstance(body, ast.ClassDef), f"{cls} has no class source"
+    body = _classes_of(cls.__module__)[cls.__name__].body
     docs: dict[str, str] = {}
-    for statement, following in zip(body.body, body.body[1:], strict=False):
+    for statement, following in itertools.pairwise(body):
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
             docs[statement.target.id] = " ".join(str(following.value.value).split())
     return docs
+
+
+@functools.cache
+def _classes_of(module: str) -> dict[str, ast.ClassDef]:
+    # Parsed once for all classes of a module: ``inspect.getsource`` would parse the module again for each class.
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {statement.name: statement for statement in tree.body if isinstance(statement, ast.ClassDef)}

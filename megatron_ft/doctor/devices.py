@@ -5,11 +5,14 @@ import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_ft.doctor.findings import Finding, amount, count
-from megatron_ft.doctor.needs import JobNeeds
 from megatron_ft.planning.devices import DeviceFacts, gpus_needed
 from megatron_ft.planning.rank_environment import set_otherwise
+
+if TYPE_CHECKING:  # every start observes the devices, and the import of the planning would double its time
+    from megatron_ft.doctor.needs import JobNeeds
 
 _QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 _QUERY_SECONDS = 30.0
@@ -68,7 +71,7 @@ def _smallest_memory(answer: str) -> int | None:
     return min(sizes, default=None)
 
 
-def check_devices(facts: DeviceFacts, needs: JobNeeds) -> list[Finding]:
+def check_devices(facts: DeviceFacts, needs: "JobNeeds") -> list[Finding]:
     """Report missing GPUs and too little GPU memory for a job on CUDA. For a job on CPU, only list the GPUs."""
     seen = (
         f"{count(facts.num_gpus, 'GPU')}, driver {facts.driver or 'unknown'}" if facts.has_driver else "no CUDA device"
@@ -96,7 +99,7 @@ def check_devices(facts: DeviceFacts, needs: JobNeeds) -> list[Finding]:
     ]
 
 
-def check_environment(variables: Mapping[str, str], needs: JobNeeds) -> list[Finding]:
+def check_environment(variables: Mapping[str, str], needs: "JobNeeds") -> list[Finding]:
     """List the environment variables that the job sets for ranks on CUDA. Warn about each that already has another
     value.
 
@@ -115,7 +118,7 @@ def check_environment(variables: Mapping[str, str], needs: JobNeeds) -> list[Fin
     return found
 
 
-def _check_other(needs: JobNeeds) -> list[Finding]:
+def _check_other(needs: "JobNeeds") -> list[Finding]:
     if not needs.other_device:
         return []
     if needs.starts_elsewhere and needs.is_refused_there:
@@ -123,7 +126,7 @@ def _check_other(needs: JobNeeds) -> list[Finding]:
     return [Finding.info("devices", needs.other_device)]
 
 
-def _check_gpu_memory(facts: DeviceFacts, needs: JobNeeds) -> list[Finding]:
+def _check_gpu_memory(facts: DeviceFacts, needs: "JobNeeds") -> list[Finding]:
     needed = f"the largest rank needs {amount(needs.device_bytes)} of GPU memory (activations estimated)"
     if facts.gpu_memory_bytes is None:
         if needs.gpu_memory_bytes is not None:
