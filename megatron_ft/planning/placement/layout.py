@@ -1,7 +1,8 @@
 """``Layout``: the slots of ranks and failure domains. It assigns the replicas of a domain to the ranks in it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -146,14 +147,16 @@ def per_replica_loads(counts: Counts, loads: Sequence[float] | None) -> npt.NDAr
     return np.asarray(np.asarray(loads, dtype=np.float64) / np.maximum(counts.sum(axis=1), 1))
 
 
-def copies_per_rank(by_rank: Sequence[Sequence[int]], num_experts: int) -> Counts:
-    """Return the number of copies of each expert on each rank, ``[E, N]``, from the experts in the slots of each
-    rank."""
-    matrix = np.zeros((num_experts, len(by_rank)), dtype=np.int64)
-    for position, experts in enumerate(by_rank):
-        # A rank may hold an expert in several slots: ``+=`` with repeated indices would count only one of them.
-        np.add.at(matrix[:, position], list(experts), 1)
-    return matrix
+def copies_per_rank(
+    by_rank: Sequence[Collection[int]], num_experts: int, column_of: Sequence[int] | None = None
+) -> Counts:
+    """Return the number of copies of each expert on each rank, ``[E, N]``, from the experts in the slots of each rank.
+    If ``column_of`` gives the failure domain of each rank, return the copies in each domain, ``[E, D]``."""
+    num_columns = len(by_rank) if column_of is None else max(column_of) + 1
+    experts = np.fromiter(chain.from_iterable(by_rank), dtype=np.int64)
+    columns = np.repeat(range(num_columns) if column_of is None else column_of, [len(held) for held in by_rank])
+    flat = np.bincount(experts * num_columns + columns, minlength=num_experts * num_columns)
+    return flat.reshape(num_experts, num_columns)
 
 
 def busiest_tokens(copies: Counts, load: Sequence[float], shares: str = BALANCED) -> float:

@@ -87,8 +87,9 @@ class OverlapSearch(PlacementBase):
         base = self._base(replica_counts, capacities, loads, min_replicas)
         if base is None:
             return PlacementBase.fill(self, layout, replica_counts, loads, min_replicas, previous)
-        before = None if previous is None else [_per_domain(held, layout, len(base[0])) for held in previous]
-        if before is not None:
+        before = None
+        if previous is not None:
+            before = [copies_per_rank(held, len(base[0]), layout.domain_of) for held in previous]
             base = match_domains(base, before, capacities)
         slots = []
         for position, (copies, counts, load) in enumerate(zip(base, replica_counts, loads, strict=True)):
@@ -300,14 +301,6 @@ def search_base(
     """Search places for base copies. Results are cached, because all plans of a membership have the same base
     copies."""
     return tuple(search.assign_layers(counts, capacities, [None] * len(counts)))
-
-
-def _per_domain(held: Sequence[frozenset[int]], layout: Layout, num_experts: int) -> Counts:
-    """Return the number of ranks in each domain that hold each expert, ``[E, D]``."""
-    counts = np.zeros((num_experts, layout.num_domains), dtype=np.int64)
-    for domain, experts in zip(layout.domain_of, held, strict=True):
-        counts[list(experts), domain] += 1
-    return counts
 
 
 def _cheaper(

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +35,10 @@ class TooManyStates(Exception):
 def minimal_masks(masks: Iterable[int]) -> list[int]:
     """Remove masks that contain another mask: if the smaller set survives, the larger set survives as well."""
     kept: list[int] = []
-    for mask in sorted(set(masks), key=lambda mask: (mask.bit_count(), mask)):
-        if not any(smaller & mask == smaller for smaller in kept):
-            kept.append(mask)
+    by_size = sorted(set(masks), key=lambda mask: (mask.bit_count(), mask))
+    for _, of_size in groupby(by_size, key=int.bit_count):
+        smaller = tuple(kept)  # no mask contains another one of the same size
+        kept += [mask for mask in of_size if not any(other & mask == other for other in smaller)]
     return kept
 
 
@@ -69,16 +71,27 @@ def surviving_weights(
 
 
 def _parts(masks: Sequence[int]) -> list[list[int]]:
-    parts: list[tuple[int, list[int]]] = []
-    for mask in masks:
-        union, members, apart = mask, [mask], []
-        for other, group in parts:
-            if other & mask:
-                union, members = union | other, members + group
-            else:
-                apart.append((other, group))
-        parts = [*apart, (union, members)]
-    return [members for _, members in parts]
+    # Groups masks that are connected by common bits. A mask and the parts that it connects become a new part.
+    parts: dict[int, list[int]] = {}
+    part_of: dict[int, int] = {}
+    merged_into: list[int] = []
+    for number, mask in enumerate(masks):
+        merged_into.append(number)
+        found, left = set(), mask
+        while left:
+            bit = left.bit_length()
+            left ^= 1 << bit - 1
+            part = part_of.get(bit, number)
+            while merged_into[part] != part:
+                part = merged_into[part]
+            found.add(part)
+            part_of[bit] = number
+        members = [mask]
+        for part in sorted(found - {number}):
+            members += parts.pop(part)
+            merged_into[part] = number
+        parts[number] = members
+    return list(parts.values())
 
 
 def _sweep(masks: Sequence[int], union: int, max_lost: int, odds: Sequence[float] | None) -> list[float]:
