@@ -189,7 +189,7 @@ class Origin:
     """Rank that captured a window, with its run, generation and parallel layout."""
 
     run_id: str
-    """Random id of the run; in format 1 the name of its folder."""
+    """Random id of the run; with ``format_version`` 1, the name of the run's folder."""
     generation: int
     """Generation in which the window was captured."""
     topology: Mapping[str, int]

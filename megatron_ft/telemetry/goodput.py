@@ -159,8 +159,8 @@ class _Gap:
 
 @dataclass(slots=True)
 class _Counted:
-    """Useful iterations so far. The lists have one entry for each report, which includes the iterations that were not
-    reported before it."""
+    """Useful iterations so far. The lists have one entry for each reported iteration. The entry also covers the
+    iterations since the previous report, which were not reported."""
 
     newest: "array[int]" = field(default_factory=lambda: array("q"))
     counts: "array[int]" = field(default_factory=lambda: array("q"))

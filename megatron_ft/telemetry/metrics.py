@@ -49,7 +49,7 @@ _ALL = (
     _Metric(
         "slowest_rank",
         "rank",
-        "Rank whose first attention layer recently took the longest time. Its work is the same on all ranks.",
+        "Rank whose first attention layer recently took the longest time. This layer's work is the same on all ranks.",
         is_timed=True,
     ),
     _Metric(
@@ -61,7 +61,7 @@ _ALL = (
     _Metric(
         "slowest_rank_over_median",
         "1",
-        "Time of `slowest_rank` divided by the time of the (lower) median rank; about 1 if no rank is slow.",
+        "Time of `slowest_rank` divided by the (lower) median time of all ranks; about 1 if no rank is slow.",
         is_timed=True,
     ),
 )
@@ -75,7 +75,7 @@ def _spread(prefix: str, whose: str) -> tuple[_Metric, ...]:
         _Metric(
             f"{prefix}p50_over_even",
             "1",
-            f"Median load of {whose}. A load is an expert's tokens over the mean of its layer.",
+            f"Median load of {whose}. A load is an expert's tokens divided by the mean over its layer's experts.",
         ),
         _Metric(f"{prefix}p95_over_even", "1", f"95th percentile of the load of {whose}."),
         _Metric(f"{prefix}max_over_even", "1", f"Largest load of {whose}."),

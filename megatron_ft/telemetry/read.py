@@ -44,8 +44,8 @@ def first_metrics(run_dir: Path) -> Metrics | None:
 
 
 def read_events(run_dir: Path) -> list[Record]:
-    """Return the events of all attempts in the order of writing. An event whose kind another package defines is an
-    ``OtherRecord``.
+    """Return the events of all attempts in the order of writing. An event of a kind that another package defines is
+    an ``OtherRecord``.
 
     Raises:
         FileNotFoundError: the run has no ``events.jsonl``.

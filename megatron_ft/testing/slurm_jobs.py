@@ -51,7 +51,7 @@ class SlurmJob:
     @property
     def num_controllers(self) -> int:
         """Return the number of controllers that the job has had: one per launcher, and one more for each that died
-        alone."""
+        without its launcher."""
         return int((self.run_dir / "control" / "epoch").read_text())
 
     def lines(self, file: str) -> list[dict[str, Any]]:

@@ -31,7 +31,10 @@ _FIRST = (
         about="training gives the same losses as on the CPU",
     ),
     Stage(
-        name="recovery", entry="tools.gpu.recovery:run", seconds=150, about="after kills, training gives the same bits"
+        name="recovery",
+        entry="tools.gpu.recovery:run",
+        seconds=150,
+        about="after kills, training gives the bits of an undisturbed run",
     ),
     Stage(
         name="dispatch",
@@ -55,7 +58,7 @@ _TE = (
     ),
 )
 _SPEED = tuple(
-    Stage(name=name, entry="tools.gpu.claims:run", seconds=seconds, about="measures the claim with this name")
+    Stage(name=name, entry="tools.gpu.claims:run", seconds=seconds, about="measures the claim named like this stage")
     for name, seconds in (
         ("gpu-copy-bandwidth", 60.0),
         ("gpu-dispatch", 180.0),

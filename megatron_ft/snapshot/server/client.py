@@ -41,8 +41,8 @@ client and server would wait for each other."""
 BUFFER_REPLICATED = 9
 BUFFER_GIVEN_UP = BUFFER_REPLICATED + NUM_BUFFERS
 """Index of the first of ``NUM_BUFFERS`` fields, one for each buffer: the start iteration of its window if some peer
-will never have the window, otherwise -1. The fields from ``BUFFER_REPLICATED`` on state the same for windows that all
-peers have."""
+will never have the window, otherwise -1. ``BUFFER_REPLICATED`` is the index of the first of ``NUM_BUFFERS`` fields with
+the start iteration of the buffer's window if all peers have the window, otherwise -1."""
 
 
 class KeeperRefused(ControlError):
@@ -120,8 +120,8 @@ class KeeperClient:
     def allocate(self, window_bytes: int, *, new: bool = False) -> Arena:
         """Return this rank's memory for windows, with buffers of at least ``window_bytes`` bytes.
 
-        If an earlier process of the rank had memory of this size, it is returned with the windows in it. If that memory
-        is too small, or if ``new``, it is freed together with its windows, so fetch them first.
+        If the server has memory of an earlier process of the rank, and this memory is large enough, it is returned with
+        its windows. If it is too small, or if ``new``, it is freed with its windows, so fetch them first.
 
         Raises:
             KeeperRefused: there is not enough memory.

@@ -81,7 +81,7 @@ class OwnWindows:
         return next((window for window in self._order if window.committed), None)
 
     def new_generation(self) -> None:
-        """Begin a new generation, whose commits count from 0. Windows stay until overwritten or superseded."""
+        """Begin a new generation, and count its commits from 0. Windows stay until overwritten or superseded."""
         self._num_commits, self._is_new_commit, self.confirmed = 0, False, None
 
     def begin(self, window: HeldWindow) -> None:

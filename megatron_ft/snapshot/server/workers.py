@@ -205,7 +205,7 @@ class Sender(threading.Thread):
             error = self._refusal() or error
         # Answers have the order of requests: what failed is the oldest request without an answer.
         work = self._unanswered[0] if self._unanswered else work
-        assert work is not None, "nothing can fail without work"
+        assert work is not None, "the connection failed, but no slice or commit is being sent or waits for an answer"
         kind = error.kind if isinstance(error, Refused) else "broken"
         self._disconnect()
         with self._store.lock:
@@ -270,7 +270,7 @@ class Sender(threading.Thread):
 
 
 class Hasher(threading.Thread):
-    """Thread that hashes captured slices, the oldest first. Other threads run while a piece is hashed."""
+    """Thread that hashes captured slices, the oldest first. Hashing releases the GIL, so that other threads run."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(name="hasher", daemon=True)
@@ -286,7 +286,7 @@ class Hasher(threading.Thread):
         with self._store.lock:
             self._store.lock.wait_for(lambda: self._next() is not None)
             found = self._next()
-            assert found is not None, "there is no piece to hash"
+            assert found is not None, "there is no slice to hash"
             own, window, part = found
             # The view keeps the memory if the rank gets another arena while the bytes are hashed.
             payload = own.view(window, part)
@@ -330,7 +330,7 @@ class Persister(threading.Thread):
     def request(self, own: OwnRank, window: HeldWindow) -> None:
         """Request that a window is written, unless this was already requested. The store's lock must be held."""
         assert own.windows is not None and own.settings.persist_url is not None, (
-            "no window, or no storage is configured"
+            "the rank must have memory for windows, and persist_url must be set"
         )
         if any(due.window is window for due in self._due):
             return

@@ -35,7 +35,7 @@ class Manifest:
     """Content of a manifest: the run and iteration of a checkpoint, and its files with their checksums."""
 
     run_id: str
-    """Random id of the run that wrote the checkpoint. Format 1 contains the name of the run's folder instead."""
+    """Random id of the run that wrote the checkpoint; with ``format_version`` 1, the name of the run's folder."""
     run_name: str
     """Name of the run's folder."""
     generation: int
@@ -47,7 +47,8 @@ class Manifest:
     consumed_samples: int
     """Number of samples read up to that iteration."""
     settings: Settings
-    """Settings of the run as [concern][key]; concerns are data, model, optimizer and schedule. Empty in format 1."""
+    """Settings of the run as [concern][key]; concerns are data, model, optimizer and schedule. Empty if
+    ``format_version`` is 1."""
     software: dict[str, str]
     """Versions of the software that wrote the checkpoint."""
     files: tuple[FileEntry, ...]

@@ -69,7 +69,7 @@ class RunReport:
     plans: tuple[PlacementPlan, ...]
     """Newest placement of each pipeline stage; empty if the run's folder contains none."""
     others: tuple[OtherRecord, ...]
-    """Events whose kinds this package does not define, in the order of writing."""
+    """Events of kinds that this package does not define, in the order of writing."""
     num_jobs: int
     """Number of jobs of this run so far."""
     num_events: int

@@ -385,7 +385,7 @@ def _others(records: Sequence[OtherRecord]) -> Iterator[Element]:
     yield Element.of("h2", "Other events", id="others")
     shown = records[-MAX_ALERTS:]
     more = len(records) - len(shown)
-    caption = "Events whose kinds other packages define" + (f"; {more:,} earlier ones are left out" if more else "")
+    caption = "Events of kinds that other packages define" + (f"; {more:,} earlier ones are left out" if more else "")
     rows = [(_utc(record.time_unix_seconds), record.describe().text) for record in shown]
     yield Element.table(caption, ("UTC", "what"), rows, words=1)
 
