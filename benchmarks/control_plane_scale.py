@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ID,
         passed=passed,
         figure=figure,
-        threshold=f"0 healthy nodes lost; order at the last agent <= {MOST_SECONDS:g} s",
+        threshold=f"0 healthy nodes lost; the order reaches the last agent within {MOST_SECONDS:g} s",
         counts={"nodes": num_nodes, "ranks": num_nodes * RANKS_PER_NODE, "losses": len(outcome.order_seconds)},
         details={
             "problems": outcome.problems,

@@ -327,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ID,
         passed=counts.complete and enough,
         figure=figure + counts.again if counts.complete else counts.summary(),
-        threshold="all of at least 60 equal, atol=0, windows of 3 iterations or more",
+        threshold="at least 60 recoveries, all with equal bits (atol=0); windows of 3 iterations or more",
         counts={
             **counts.to_counts(),
             "configurations": len(faults),

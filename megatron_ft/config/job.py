@@ -277,7 +277,8 @@ class TopologyConfig:
     topology of the Slurm cluster, read at the start; the domain of a node is its leaf switch. This needs
     ``launch.node_launcher=srun``."""
     link_bytes_per_second: float | None = None
-    """Bytes per second that one rank can send to another node. Only used to predict durations; null predicts none."""
+    """Bytes per second that one rank can send to another node. Only used to predict how long transfers take; null
+    predicts no times."""
 
 
 @dataclass
@@ -304,7 +305,7 @@ class ControlConfig:
 
 @dataclass
 class DetectorConfig:
-    """Timeouts for unresponsive ranks and nodes and for a job without progress. Mode ``local``."""
+    """Timeouts for unresponsive ranks and nodes and for a job without progress. Only in mode ``local``."""
 
     heartbeat_interval_seconds: float = 1.0
     """Seconds between two heartbeats of a rank or of a node's agent."""

@@ -81,7 +81,8 @@ def _known_keys() -> dict[str, KeyDoc]:
 
 
 def open_key(key: str) -> str | None:
-    """Return the key that contains ``key`` and accepts any subkeys, such as fields of a policy; otherwise None."""
+    """Return ``key`` or the parent of ``key`` that accepts any subkeys, such as the fields of a policy. None if neither
+    does."""
     opened = [doc.key for doc in _known_keys().values() if doc.type.startswith("dict")]
     return next((name for name in opened if key == name or key.startswith(f"{name}.")), None)
 

@@ -133,7 +133,7 @@ def _check_fits(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
     what = f"{nodes} {amount(needed)}{of_it} (estimated); {has}"
     less = "lower launch.ranks_per_node or the model's size, or spread the job over more machines"
     if for_servers:
-        less += "; snapshot.num_peer_copies has the largest effect on windows"
+        less += "; a lower snapshot.num_peer_copies saves the most memory for windows"
     if needed > limit:
         return [Finding.error("memory", what, less)]
     if for_servers > free * USABLE_SHARE:

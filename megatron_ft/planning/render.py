@@ -252,7 +252,7 @@ def _rebalancing(report: PlacementReport) -> str:
         return f"{every}; no expert moves, because no expert has more than placement.min_replicas replicas"
     wait = "unknown, because topology.link_bytes_per_second=null"
     if report.rebalance_seconds is not None:
-        wait = f"about {report.rebalance_seconds:.2g} s"
+        wait = f"about {report.rebalance_seconds:.2g} s for the transfers"
     return (
         f"{every}; moves at most {moved}, {_readable_bytes(report.most_received_bytes)} to one rank; training waits: "
         f"{wait}; a rank needs memory for one more expert ({staged})"

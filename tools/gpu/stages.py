@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Stage of a call, which runs in its own process."""
+    """Stage of one call of ``tools/gpu_day.py``. Each stage runs in its own process."""
 
     name: str
     entry: str

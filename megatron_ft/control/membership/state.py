@@ -34,7 +34,7 @@ class AgentState(Enum):
     """State of a node's agent."""
 
     UNKNOWN = "unknown"
-    """The agent has not registered yet; it may have been started with the job."""
+    """The agent has not registered yet. The launcher may have started it together with the job."""
     STARTING = "starting"
     """The agent is being started while the job runs."""
     REGISTERED = "registered"

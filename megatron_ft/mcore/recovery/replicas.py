@@ -332,7 +332,7 @@ class ElasticTrainer(Trainer):
         """Move experts, so that the ranks on all nodes except ``leaving`` have every expert. All ranks must call
         this."""
         placement, engine = self.placement, self.engine
-        assert placement is not None, "nodes can only leave a job with expert replicas"
+        assert placement is not None, "a node can leave a job only if the job has expert replicas"
         staying = [rank for rank, node in enumerate(self.nodes) if node not in leaving]
         config = config_of(self.job, [self.nodes[rank] for rank in staying])
         moves = placement.evacuation(config, staying)

@@ -302,7 +302,7 @@ class Replayer:
         elif decision.action == "skip":
             before.restore_router_bias(engine.model_chunks)
         else:
-            raise RecoveryError(f"cannot replay iteration {vote.iteration}, which stopped the run: {decision.reason}")
+            raise RecoveryError(f"iteration {vote.iteration} stopped the run and cannot be replayed: {decision.reason}")
         engine.finish(vote, decision)
 
     def _restore(self, record: Mapping[str, Any] | None) -> str | None:

@@ -55,7 +55,7 @@ class PlacementReport:
     most_received_bytes: int
     """Bytes that the rank that receives the most in such a rebalance receives."""
     rebalance_seconds: float | None
-    """Predicted time for which training waits for such a rebalance; None without
+    """Predicted time of the transfers of such a rebalance, for which training waits; None without
     ``topology.link_bytes_per_second``."""
 
     def validate(self) -> None:

@@ -29,7 +29,7 @@ class PeerAssignment:
         return tuple(source for source, peers in enumerate(self.peers) if node in peers)
 
     def held_by(self, node: int) -> tuple[int, ...]:
-        """Return the other nodes that capture the same bytes as ``node``."""
+        """Return the other nodes that capture the same state as ``node``."""
         return self.already_held[node] if self.already_held else ()
 
     def validate(self) -> None:

@@ -171,7 +171,7 @@ class Holdings:
     def and_also(self, other: "Holdings") -> "Holdings":
         """Return the rows of this object followed by the rows of ``other``; both must have the same index."""
         # Columns contain tensor numbers of one index. In another index a number may stand for another tensor.
-        assert self.index is other.index, "holdings have different indices"
+        assert self.index is other.index, "both holdings must have the same tensor index"
         names = ("rank", "tensor", "start", "stop", "iteration", "medium")
         columns = {name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in names}
         return Holdings(index=self.index, domain_of={**self.domain_of, **other.domain_of}, **columns)

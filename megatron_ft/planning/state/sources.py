@@ -66,7 +66,7 @@ class Matched:
         """
         # Positions of two indices are not comparable.
         index = needs.index
-        assert index is holdings.index, "needs and holdings have different indices"
+        assert index is holdings.index, "``needs`` and ``holdings`` must have the same tensor index"
         highest = max((int(rows.rank.max()) for rows in (needs, holdings) if len(rows)), default=0)
         if (highest + 1) * max(1, index.num_positions) > np.iinfo(np.int64).max:
             raise ConfigError.of(

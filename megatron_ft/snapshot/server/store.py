@@ -338,9 +338,10 @@ class Store:
     def take_arena(
         self, own: OwnRank, settings: Settings, window_bytes: int, *, new: bool = False
     ) -> tuple[Segment, int]:
-        """Return a rank's memory for windows, and the size of a window. Unless ``new``, large enough memory is reused.
+        """Return a rank's memory for windows, and the size of a window. The lock must not be held.
 
-        Otherwise the present memory is freed before new memory is allocated. The lock must not be held.
+        The present memory is reused if it is large enough and ``new`` is false. If it is not reused, it is freed before
+        new memory is allocated.
 
         Args:
             settings: settings of the process that requests the memory.
