@@ -277,8 +277,7 @@ class TopologyConfig:
     topology of the Slurm cluster, read at the start; the domain of a node is its leaf switch. This needs
     ``launch.node_launcher=srun``."""
     link_bytes_per_second: float | None = None
-    """Bytes per second that one rank can send to another node. Only used to predict how long transfers take; null
-    predicts no times."""
+    """Bytes per second that one rank can send to another node, to predict the time of transfers; null predicts none."""
 
 
 @dataclass

@@ -108,7 +108,8 @@ def with_slots(config: JobConfig, device: str, data: Callable[[], DataSummary]) 
     fewest, num_experts = derived.placement.num_slots_per_rank or 0, config.model.num_moe_experts or 0
     key = "gpu_memory_bytes" if device == "cuda" else "host_memory_bytes"
     limit, most = getattr(config.limits, key), min(num_experts, math.ceil(SLOTS_RATIO * fewest))
-    reason = f"just enough for placement.min_replicas={placement.min_replicas}"
+    replicas = f"placement.min_replicas={placement.min_replicas}"
+    reason = f"just enough for {replicas}"
     if limit is None:
         return derived, f"{reason}; limits.{key} could allow more" if most > fewest else reason
     summary = data()
@@ -118,10 +119,7 @@ def with_slots(config: JobConfig, device: str, data: Callable[[], DataSummary]) 
         if config.fewest_nodes < config.launch.num_nodes:
             sizes.append(config_of(larger, range(config.launch.num_nodes - 1)))
         if all(_JobMemory.of(size, summary, device).fits(config.limits, device) for size in sizes):
-            return larger, (
-                f"{fewest} for placement.min_replicas={placement.min_replicas}, and {num_slots - fewest} more, which "
-                f"limits.{key} allows"
-            )
+            return larger, f"{fewest} for {replicas}, and {num_slots - fewest} more, which limits.{key} allows"
     return derived, f"{reason}; limits.{key}={limit} allows no more"
 
 
