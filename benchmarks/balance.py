@@ -60,7 +60,7 @@ Tokens = npt.NDArray[np.int64]
 class Outcome:
     """Figures of one placement algorithm on the recorded run."""
 
-    num_slots: int = NUM_SLOTS
+    num_slots: int
     """Number of slots of each rank that the placement uses in a layer."""
     imbalance: list[float] = field(default_factory=list)
     """Tokens of the busiest rank over the mean of ranks, for each layer and microbatch."""
@@ -204,8 +204,8 @@ def static(trace: ExpertLoads, records: range) -> Outcome:
 def replay(trace: ExpertLoads, records: range, plan_for: Planner, records_per_plan: int, evaluated: int = 1) -> Outcome:
     """Plan a placement from the loads since the previous plan, at first from even loads, and evaluate it on the loads
     that follow."""
-    outcome = Outcome()
     plan = plan_for([[1] * trace.num_experts] * trace.num_layers, None)
+    outcome = Outcome(num_slots=plan.num_slots_per_rank)
     for record in records:
         if record and record % records_per_plan == 0:
             seen = trace.tokens[record - records_per_plan : record].sum(axis=(0, 1, 3))
@@ -262,7 +262,7 @@ def measure_curve(trace: ExpertLoads) -> list[dict[str, Any]]:
                 continue
             plan_for = planner(OverlapSearch(num_kicks=0), trace.num_ranks, num_slots, floor)
             outcome = replay(trace, range(trace.num_records), plan_for, CURVE_RECORDS_PER_PLAN, CURVE_EVALUATED)
-            points.append({"slots_per_rank": num_slots, "min_replicas": floor, **outcome.to_json()})
+            points.append({"min_replicas": floor, **outcome.to_json()})
             print(f"slots {num_slots}, f {floor}: {points[-1]['mean']:.3f}", flush=True)
     return points
 
