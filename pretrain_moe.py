@@ -202,8 +202,8 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
 
 
 def _check_resume(config: JobConfig, vocab_size: int) -> None:
-    """Check that a resumed run has the settings with which it was saved, before the job claims the run's folder or
-    starts a rank.
+    """Check that a resumed run has the settings with which it was saved, and that a new run finds the checkpoint of
+    ``checkpoint.load``, before the job claims the run's folder or starts a rank.
 
     A dry run compares all settings except the data, because it does not index the data.
 
@@ -211,20 +211,23 @@ def _check_resume(config: JobConfig, vocab_size: int) -> None:
         vocab_size: Number of entries of the model's vocabulary, including padding.
 
     Raises:
-        CheckpointError: settings differ; the message names each key.
+        CheckpointError: settings differ, and the message names each key; or ``checkpoint.load`` cannot be loaded.
     """
-    if config.run.resume == "never" or config.run.name is None:
+    from megatron_ft.control.rundir import RUN_ID_NAME, RunId
+
+    run_dir = None if config.run.name is None else Path(config.run.dir).absolute() / config.run.name
+    if run_dir is None or config.run.resume == "never" or not (run_dir / RUN_ID_NAME).exists():
+        if config.checkpoint.load is not None:
+            from megatron_ft.snapshot.storage.checkpoints import has_manifest
+
+            has_manifest(Path(config.checkpoint.load), trust=config.checkpoint.trust)
         return
     from megatron_ft.config.identity import JobIdentity, settings_of
-    from megatron_ft.control.rundir import RUN_ID_NAME, RunId
     from megatron_ft.corpus.samples import SplitPlan
     from megatron_ft.corpus.tokenizers import build_tokenizer
     from megatron_ft.snapshot.storage.run_settings import check_same_settings
     from megatron_ft.snapshot.storage.window_folder import WindowFolder
 
-    run_dir = Path(config.run.dir).absolute() / config.run.name
-    if not (run_dir / RUN_ID_NAME).exists():
-        return
     known = RunId.read(run_dir)
     data = None
     if not config.dry_run:

@@ -428,6 +428,17 @@ def test_only_fields_of_a_policy_are_open(override: str) -> None:
         pretrain_moe.compose([override])
 
 
+def test_the_checkpoint_to_load_is_checked_before_ranks_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bare").mkdir()
+    for name, reason in (("missing", "must be an existing directory"), ("bare", "set checkpoint.trust=true only if")):
+        given = ["dry_run=true", f"checkpoint.load={tmp_path / name}"]
+        assert pretrain_moe.main(given) == CheckpointError.exit_code
+        assert reason in capsys.readouterr().err
+    assert pretrain_moe.main([*given, "checkpoint.trust=true"]) == 0
+
+
 def test_the_planned_number_of_slots_is_in_the_configuration_that_is_kept() -> None:
     """Ranks and a dry run use the same number, and ``config.yaml`` records it."""
     given = [

@@ -30,7 +30,7 @@ from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.groups import Collectives
 from megatron_ft.snapshot.storage import checkpoints
 from megatron_ft.snapshot.storage.files import FileEntry, HashedFile, write_file
-from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
+from megatron_ft.snapshot.storage.manifest import Manifest
 from megatron_ft.snapshot.storage.run_settings import other_checkpoint
 
 
@@ -162,15 +162,8 @@ class CheckpointFinder:
         """Verify ``directory``, unless the preceding call of this object has verified it, and return the manifest. With
         ``trust``, a directory without a manifest is not verified, and the result is None. Raises CheckpointError when
         files are damaged, or when there is no manifest and ``trust`` is false."""
-        if not directory.is_dir():
-            raise CheckpointError(f"checkpoint.load={directory}: must be an existing directory")
-        if not (directory / MANIFEST_NAME).exists():
-            if trust:
-                return None
-            raise CheckpointError(
-                f"{directory} has no {MANIFEST_NAME} of this project, so its pickle files, which can run code, cannot "
-                "be verified; set checkpoint.trust=true only if you trust the origin of this checkpoint"
-            )
+        if not checkpoints.has_manifest(directory, trust=trust):
+            return None
         # An earlier verification counts only once, because the files may change later.
         verified, self._verified = self._verified, None
         if verified is not None and verified[0] == directory:

@@ -67,6 +67,23 @@ def iteration_of(path: Path) -> int:
     return int(match[1])
 
 
+def has_manifest(directory: Path, *, trust: bool) -> bool:
+    """Return whether ``directory``, a value of ``checkpoint.load``, has a manifest, by which it can be verified.
+
+    Raises:
+        CheckpointError: there is no such directory, or it has no manifest and ``trust`` is false.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"checkpoint.load={directory}: must be an existing directory")
+    found = (directory / MANIFEST_NAME).exists()
+    if not found and not trust:
+        raise CheckpointError(
+            f"{directory} has no {MANIFEST_NAME} of this project, so its pickle files, which can run code, cannot "
+            "be verified; set checkpoint.trust=true only if you trust the origin of this checkpoint"
+        )
+    return found
+
+
 def is_named(path: Path) -> bool:
     """Return whether the directory has the name of a checkpoint."""
     return _DIRECTORY.fullmatch(path.name) is not None
