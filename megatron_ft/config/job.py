@@ -316,6 +316,12 @@ class DetectorConfig:
     hang_seconds: float | None = 600.0
     """Longest time in which no rank makes progress. After it, the ranks that are furthest behind are killed, or all
     ranks if all are at the same point. null never kills ranks for this reason."""
+    hang_iterations: float | None = 10.0
+    """Shorter limit while ranks train: this number times the median duration of an iteration, but at least
+    ``detector.min_hang_seconds``. It does not apply to the first iterations of a membership, to evaluations and to
+    saves. null always uses ``detector.hang_seconds``."""
+    min_hang_seconds: float = 30.0
+    """Smallest value of the limit that follows from ``detector.hang_iterations``."""
 
 
 @dataclass

@@ -1,12 +1,15 @@
 """Detects by missing heartbeats that a node is lost, and by missing progress that a rank hangs although its process
 exists. Pure: callers pass the time."""
 
+import statistics
+from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from megatron_ft.control.membership.events import JobHung, NodeLost, RankHung
 from megatron_ft.control.membership.state import TRAINING, MembershipPolicy, State
+from megatron_ft.failpoints import ITERATION_PHASES
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -19,6 +22,8 @@ class DetectorPolicy:
     heartbeat_timeout_seconds: float = 10.0
     lost_controller_seconds: float = 60.0
     hang_seconds: float | None = 600.0
+    hang_iterations: float | None = 10.0
+    min_hang_seconds: float = 30.0
 
 
 class SignsOfLife(Generic[Key]):
@@ -66,6 +71,11 @@ class Place:
     step: int
 
 
+FIRST_ITERATIONS = 3
+"""Number of iterations of a membership before their durations limit a hang, because the first ones are slower."""
+_MEASURED_ITERATIONS = 50
+
+
 class Detector:
     """Finds nodes whose agent does not answer, and ranks without progress."""
 
@@ -76,6 +86,8 @@ class Detector:
         self._places: dict[int, Place] = {}
         self._progress_at = 0.0
         self._generation: int | None = None
+        self._newest: tuple[int, float] | None = None
+        self._durations: deque[float] = deque(maxlen=_MEASURED_ITERATIONS)
 
     def hear(self, node: int, now: float) -> None:
         """Record a call of a node's agent. May be called in any thread."""
@@ -89,6 +101,11 @@ class Detector:
         """Record the progress of a rank."""
         self._places[rank] = place
         self._progress_at = now
+        if self._newest is None or place.iteration > self._newest[0]:
+            if self._newest is not None:
+                # Agents report once per heartbeat, so several iterations may have passed.
+                self._durations.append((now - self._newest[1]) / (place.iteration - self._newest[0]))
+            self._newest = (place.iteration, now)
 
     def place(self, rank: int) -> Place | None:
         """Return the progress of a rank, if known."""
@@ -113,17 +130,18 @@ class Detector:
         return found + self._hung(state, now, at_seconds)
 
     def _hung(self, state: State, now: float, at_seconds: float) -> list[NodeLost | RankHung | JobHung]:
-        hang_seconds = self._policy.hang_seconds
         if state.generation != self._generation or state.phase not in TRAINING or state.broken:
             # Ranks that form a membership or report positions make no progress; the time counts from the end of that.
             self._places, self._progress_at, self._generation = {}, now, state.generation
+            self._newest = None
+            self._durations.clear()
+        hang_seconds, limit = self._limit()
         if hang_seconds is None or now - self._progress_at < hang_seconds:
             return []
         # Ranks that are killed now need time to end before the next finding.
         self._progress_at = now
         policy = self._membership
         ranks = policy.ranks_of_all(state.members) - state.gone
-        limit = f"for detector.hang_seconds={hang_seconds:g}"
         if not ranks:
             return []
         places = {rank: self._places.get(rank) for rank in ranks}
@@ -137,6 +155,18 @@ class Detector:
             RankHung(rank, at_seconds, f"made no progress {limit}: it is {_where(places[rank])}", max(0, behind[0]))
             for rank in hung
         ]
+
+    def _limit(self) -> tuple[float | None, str]:
+        """Return the longest time without progress, and a text that names the key from which it follows."""
+        policy = self._policy
+        if policy.hang_seconds is None:
+            return None, ""
+        is_training = all(place.phase in ITERATION_PHASES for place in self._places.values())
+        if policy.hang_iterations is not None and is_training and len(self._durations) >= FIRST_ITERATIONS:
+            seconds = max(policy.min_hang_seconds, policy.hang_iterations * statistics.median(self._durations))
+            if seconds < policy.hang_seconds:
+                return seconds, f"for {seconds:.0f} s (detector.hang_iterations={policy.hang_iterations:g})"
+        return policy.hang_seconds, f"for detector.hang_seconds={policy.hang_seconds:g}"
 
 
 def _order(place: Place | None) -> tuple[int, int]:

@@ -136,6 +136,8 @@ def _check_detector(detector: DetectorConfig) -> None:
         f"must be above detector.heartbeat_timeout_seconds={timeout:g}",
     )
     above(0, "detector.hang_seconds", detector.hang_seconds)
+    above(0, "detector.hang_iterations", detector.hang_iterations)
+    above(0, "detector.min_hang_seconds", detector.min_hang_seconds)
 
 
 def _check_interface(interface: str) -> None:

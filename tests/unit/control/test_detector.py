@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from megatron_ft.control.detector import Detector, DetectorPolicy, Place, SignsOfLife
 from megatron_ft.control.membership.events import JobHung, NodeLost, RankBroken, RankHung
 from megatron_ft.control.membership.state import MembershipPolicy, Nodes, Phase, State
@@ -70,6 +72,48 @@ def test_ranks_furthest_behind_are_hung_when_nobody_gets_further() -> None:
     detail = "made no progress for detector.hang_seconds=60: it is in iteration 7, phase backward"
     assert hung == [RankHung(rank, AT + 121.0, detail, 7) for rank in (1, 3)]
     assert looks(detector, RUNNING, 122.0, 50) == [], "it is reported once"
+
+
+def trained(detector: Detector, seconds: float, iterations: int = 5) -> float:
+    """Let rank 0 report ``iterations`` iterations of ``seconds`` each, in generation 0. Return the time of the last
+    report."""
+    detector.look(RUNNING, 0.0, AT)
+    for number in range(iterations + 1):
+        detector.progress(0, Place(1 + number, "forward", 1), seconds * number)
+    return seconds * iterations
+
+
+@pytest.mark.parametrize(("seconds", "limit"), [(0.5, 30), (5.0, 50), (100.0, 600)])
+def test_the_limit_of_a_hang_follows_the_duration_of_an_iteration(seconds: float, limit: int) -> None:
+    detector = Detector(MEMBERSHIP, DetectorPolicy())
+    last = trained(detector, seconds)
+    detector.progress(1, Place(6, "backward", 2), last)
+    assert looks(detector, RUNNING, last, limit) == []
+    hung = looks(detector, RUNNING, last + limit, 1)
+    key = "detector.hang_seconds=600" if limit == 600 else f"{limit} s (detector.hang_iterations=10)"
+    assert [type(event) for event in hung] == [RankHung] * 2 and f"no progress for {key}:" in hung[0].detail
+
+
+def test_first_iterations_saves_and_evaluations_have_the_longer_limit() -> None:
+    for iterations, phase in ((2, "forward"), (5, "checkpoint"), (5, "evaluation"), (5, "replay")):
+        detector = Detector(MEMBERSHIP, DetectorPolicy())
+        last = trained(detector, 0.5, iterations)
+        detector.progress(1, Place(iterations + 1, phase, 2), last)
+        assert looks(detector, RUNNING, last, 600) == []
+        assert looks(detector, RUNNING, last + 600, 1)
+    detector = Detector(MEMBERSHIP, DetectorPolicy())
+    last = trained(detector, 0.5)
+    following = replace(RUNNING, generation=1)
+    detector.look(following, last, AT + last)
+    detector.progress(0, Place(7, "forward", 1), last + 1)
+    assert looks(detector, following, last + 1, 600) == [], "the iterations of the previous membership do not count"
+
+
+@pytest.mark.parametrize("policy", [{"hang_seconds": None}, {"hang_iterations": None}])
+def test_either_limit_of_a_hang_can_be_switched_off(policy: dict[str, None]) -> None:
+    detector = Detector(MEMBERSHIP, replace(DetectorPolicy(), **policy))
+    last = trained(detector, 0.5)
+    assert looks(detector, RUNNING, last, 600) == []
 
 
 def test_a_rank_that_never_said_anything_is_behind_all_others() -> None:
