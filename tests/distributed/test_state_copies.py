@@ -1,4 +1,5 @@
-"""Tests copies of optimizer state: after a failure in any phase they are at the iteration of their rank."""
+"""Tests copies of optimizer state: after a failure in any phase they are at the iteration of their rank, and the shards
+of the distributed optimizer can be restored from them."""
 
 from typing import Any
 
@@ -16,6 +17,8 @@ CLIPPED = {**BF16, "optimizer.clip_grad": 0.01}
 PHASES = {"grad_sync": 2, "vote_before": 2, "vote_inside": 2, "vote_after": 3, "update": 3, "gather": 3}
 """Iteration after which each rank continues if it fails in a phase of iteration 3. The gradients of the copies are
 exchanged between the first two phases."""
+SMALL_LIMIT = 4096
+"""Bytes that a rank sends and receives at a time, so that a move of shards needs several rounds."""
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +32,11 @@ def outcomes() -> dict[str, list[Any]]:
     jobs["inside"] = (f"{SCENARIOS}:broken_update", 2, {})
     for name, overrides in (("bf16", BF16), ("fp16", FP16)):
         jobs[f"skipped:{name}"] = (f"{SCENARIOS}:skipped", 2, {"overrides": overrides})
+    for name, overrides in (("fp32", {}), ("bf16", BF16)):
+        arguments = {"overrides": overrides, "without": [1], "limit_bytes": SMALL_LIMIT}
+        jobs[f"restored:{name}"] = (f"{SCENARIOS}:restored", 3, arguments)
+    arguments = {"overrides": BF16, "without": [1, 2], "limit_bytes": SMALL_LIMIT}
+    jobs["lost"] = (f"{SCENARIOS}:restored", 3, arguments)
     return run_scenarios(jobs, timeout_seconds=380)
 
 
@@ -76,3 +84,18 @@ def test_a_skipped_iteration_changes_no_copy(outcomes: dict[str, list[Any]], nam
     assert all(rank["kept"] != other["kept"] for rank, other in zip(after, before, strict=True))
     for ranks in (before, skipped, after):
         _check_copies(ranks)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_shards_are_restored_from_copies(outcomes: dict[str, list[Any]], precision: str) -> None:
+    """One rank has lost its shard. It gets the shard back from its copy on another rank, and every rank gets all
+    non-expert weights, in several rounds."""
+    for rank in of_ranks(outcomes, f"restored:{precision}"):
+        assert rank["missing"] is None and rank["after"] == rank["before"]
+
+
+def test_a_shard_without_a_copy_is_named(outcomes: dict[str, list[Any]]) -> None:
+    """The owner of a shard and the rank with its copy are both lost."""
+    for rank in of_ranks(outcomes, "lost"):
+        assert rank["missing"].startswith("no living rank holds these elements: ")
+        assert "master and moments elements " in rank["missing"]

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from megatron_ft import failpoints
 from megatron_ft.errors import RecoveryError
 from megatron_ft.mcore.optimizer.adamw import MOMENTS, masters
+from megatron_ft.mcore.state.optimizer_shards import ShardMove, Shards
 from megatron_ft.mcore.state.rank_status import position_of, resolve_iteration
-from megatron_ft.mcore.state.tensors import tensor_digest
+from megatron_ft.mcore.state.tensors import is_non_expert, put_state, take_state, tensor_digest
 from megatron_ft.mcore.training import engine as engine_module
 from megatron_ft.planning.recovery.membership import choose_target
 from tests.helpers.replica_scenarios import Job, config_of, job_of
@@ -98,3 +99,30 @@ def skipped(*, rank: int, world_size: int, store: dist.Store, overrides: dict[st
             job.train(iteration)
             found.append({"skips": job.engine.history.num_consecutive_skips, **_digests(job)})
         return found
+
+
+def restored(
+    *, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any], without: list[int], limit_bytes: int
+) -> dict[str, Any]:
+    """Build the engine again, and restore the shards from the ranks that are not in ``without``. Return the digests of
+    the whole state before and after, or what is missing."""
+    config = config_of({**SHARDED, **overrides}, world_size)
+    with job_of(config, rank=rank, world_size=world_size, store=store) as job:
+        engine = job.engine
+        copies = _start(job)
+        job.train(2)
+        state = take_state(engine.model_chunks, engine.optimizer)
+        before = {name: tensor_digest(tensor) for name, tensor in state.items()}
+        mine = None if rank in without else Shards.split_off(state, copies)
+        statements: list[Any] = [None] * world_size
+        dist.all_gather_object(statements, None if mine is None else mine.statement(), group=engine.groups.vote)
+        move = ShardMove.of(mine, statements, iteration=2, num_layers=config.model.num_layers)
+        missing = move.missing()
+        if missing is not None:
+            return {"missing": missing.summary()}
+        state = {name: tensor for name, tensor in state.items() if not is_non_expert(name)}
+        engine.rebuild(job.keeper.replicas())  # type: ignore[union-attr]
+        put_state(engine.model_chunks, engine.optimizer, state, has_shards=True)
+        move.restore(engine.model_chunks, engine.optimizer, engine.groups, limit_bytes=limit_bytes)
+        after = {name: tensor_digest(tensor) for name, tensor in job.state().items()}
+        return {"missing": None, "before": before, "after": after}

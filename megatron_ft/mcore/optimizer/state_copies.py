@@ -35,6 +35,8 @@ class _Kept:
 
     owner: int
     names: list[str]
+    starts: list[int]
+    """Number of the first copied element in the flattened parameter."""
     parameters: list[torch.nn.Parameter]
     optimizer: torch.optim.AdamW
 
@@ -81,7 +83,10 @@ class StateCopies:
         self._clip_grad = config.clip_grad
         self._ranks = plan.ranks
         self._me = plan.ranks[group.rank()]
-        self._lent = self._lendings(list(masters(model_chunks, optimizer)), plan, placement)
+        mine = list(masters(model_chunks, optimizer))
+        self.ranges = {m.name: (m.start, m.start + m.tensor.numel()) for m in mine}
+        """Range of the elements of each parameter that this rank updates. They stay the same until ranks change."""
+        self._lent = self._lendings(mine, plan, placement)
         self.kept = self._receive(config)
 
     def exchange_gradients(self) -> None:
@@ -107,6 +112,11 @@ class StateCopies:
                 group["lr"] = learning_rate
             kept.optimizer.step()
             kept.optimizer.zero_grad(set_to_none=True)
+
+    def end(self) -> None:
+        """Release the master weights of this rank, because experts move. The copies remain valid until the next update,
+        so that this rank can return to them after a failure."""
+        self._lent = []
 
     # -- parts --------------------------------------------------------------------------------------------
 
@@ -164,7 +174,8 @@ def _describe(master: Master) -> dict[str, Any]:
             f"update; {master.name} has type {master.tensor.dtype} and optimizer state {sorted(master.state)}: set "
             "placement.state_copies=null"
         )
-    return {"name": master.name, "shape": list(master.tensor.shape), "weight_decay": master.weight_decay}
+    shape = list(master.tensor.shape)
+    return {"name": master.name, "start": master.start, "shape": shape, "weight_decay": master.weight_decay}
 
 
 def _make_room(owner: int, described: Sequence[Mapping[str, Any]], config: OptimizerConfig) -> _Kept:
@@ -183,7 +194,13 @@ def _make_room(owner: int, described: Sequence[Mapping[str, Any]], config: Optim
         # Allocated before the first step, because the moments and step counts of the owner are received into them.
         zeros = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
         optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
-    return _Kept(owner=owner, names=[item["name"] for item in described], parameters=parameters, optimizer=optimizer)
+    return _Kept(
+        owner=owner,
+        names=[item["name"] for item in described],
+        starts=[item["start"] for item in described],
+        parameters=parameters,
+        optimizer=optimizer,
+    )
 
 
 def _state_of(master: torch.Tensor, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -120,7 +120,7 @@ def _padding_mask(batch: Microbatch) -> torch.Tensor | None:
 
 
 _BUILT = ("model_chunks", "optimizer", "scheduler", "p2p", "transformer_config", "_mixture_layers")
-_OPTIONAL = ("replica_gradients", "state_copies")
+_OPTIONAL = ("replica_gradients",)
 
 
 class TrainingEngine:
@@ -141,6 +141,8 @@ class TrainingEngine:
     model_chunks: list[torch.nn.Module]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    state_copies: StateCopies | None = None
+    """Copies of optimizer state for other ranks; None until ``keep_copies``, and while experts move."""
 
     def __init__(
         self,
@@ -255,7 +257,7 @@ class TrainingEngine:
             for parameter, master in masters_of(member):
                 if hasattr(parameter, "shared"):
                     master.shared = parameter.shared  # type: ignore[attr-defined]
-        self.state_copies = None
+        self._end_copies()
         self.replica_gradients = ReplicaGradients(self.model_chunks, replicas, self.pg.ep)
         return num_bytes
 
@@ -280,7 +282,6 @@ class TrainingEngine:
             replicas=replicas,
             router=self._router,
         )
-        self.state_copies: StateCopies | None = None
         self.replica_gradients = None if replicas is None else ReplicaGradients(self.model_chunks, replicas, pg.ep)
         self.optimizer = build_optimizer(self.config, self.model_chunks, pg)
         self.scheduler = build_scheduler(self.config, self.optimizer)
@@ -309,7 +310,13 @@ class TrainingEngine:
         failpoints.hit("teardown", self.iteration)
         self._release("pg", "groups")
 
+    def _end_copies(self) -> None:
+        if self.state_copies is not None:
+            self.state_copies.end()
+        self.state_copies = None
+
     def _release(self, *others: str) -> None:
+        self._end_copies()
         _forget_auxiliary_losses()
         release_caches()
         self.boundaries.release()

@@ -51,6 +51,7 @@ def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, g
         engine=SimpleNamespace(
             iteration=4,
             is_built=moved,
+            state_copies=None,
             model_chunks=None,
             optimizer=None,
             newest_vote=None,
