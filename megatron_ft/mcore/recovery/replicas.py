@@ -234,6 +234,7 @@ class ElasticTrainer(Trainer):
         engine.build(groups, keeper.replicas())
         put_state(engine.model_chunks, engine.optimizer, state, has_shards=shards is not None)
         if shards is not None:
+            failpoints.hit("reform_move", engine.iteration)
             shards.restore(engine.model_chunks, engine.optimizer, groups)
         # ``restore`` does not change these generators, because state from other ranks contains no generators.
         if carried is None:
@@ -436,7 +437,9 @@ class ElasticTrainer(Trainer):
             copies = copies or former.copies
         shards, evacuated_shards = None, self.evacuated
         self.evacuated = None
-        if copies is not None and self.config.parallel.use_distributed_optimizer:
+        # Without a placement, the layout stays the same, and so do the shards.
+        if placement is not None and self.config.parallel.use_distributed_optimizer:
+            assert copies is not None, "this rank keeps no copies of shards"
             shards = Shards.split_off(state, copies).and_also(evacuated_shards)
         stops = finished is not None and finished.decision.action == "stop"
         return Carried(
