@@ -3,9 +3,10 @@
 Jobs of eight nodes are of three kinds. In most, nodes are killed one after the other, each in a random phase; each
 starts again and joins between two iterations before the next one dies. In some, four nodes die one by one and do not
 come back. In others, two or three nodes die at the same time; then the strategy ``replicas`` must recover if the
-placement still has a copy of every expert, and the newest checkpoint must be loaded otherwise. Whole nodes are killed
-from outside: agent, snapshot server and rank at one instant. In every third job whose nodes come back, only ranks kill
-themselves.
+placement still has a copy of every expert and, with the distributed optimizer, of every shard, and the newest
+checkpoint must be loaded otherwise. Some jobs of each kind use the distributed optimizer with two copies of each shard.
+Whole nodes are killed from outside: agent, snapshot server and rank at one instant. In every third job whose nodes come
+back, only ranks kill themselves.
 
 The recorded history of memberships is repeated in a reference run, in which nodes leave and join by schedule. Losses
 and the digests of every rank's whole state after every iteration must be equal. (An iteration that the survivors finish
@@ -31,6 +32,7 @@ from benchmarks.histories import scripted
 from benchmarks.node_killer import StoppedNodeKiller
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.failpoints import ITERATION_PHASES
+from megatron_ft.planning.placement.copies import NON_EXPERT, StateCopyPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.recovery.replicas import lost_experts
 from megatron_ft.testing.jobs import forkserver
@@ -59,9 +61,11 @@ _SNAPSHOTS = (
     "snapshot.iteration_seconds=1",
     "snapshot.bandwidth_bytes_per_second=3e5",
 )
+_SHARDED = ("parallel.use_distributed_optimizer=true", "placement.state_copies=2")
 _REBALANCING = ("placement.rebalance_interval_iterations=3", "placement.rebalance_min_gain=0.0")
 VARIANTS: tuple[Sequence[str], ...] = (
     (*_SNAPSHOTS, *_REBALANCING, "placement.num_slots_per_rank=4"),
+    ("precision.params_dtype=bf16", "placement.num_slots_per_rank=4", *_SHARDED, *_SNAPSHOTS, *_REBALANCING),
     ("precision.params_dtype=bf16", "placement.num_slots_per_rank=4", *_SNAPSHOTS, *_REBALANCING),
     (
         "model.moe_router_score_function=sigmoid",
@@ -119,7 +123,7 @@ class Job:
 
 def jobs_of(*, quick: bool) -> list[Job]:
     """Return all jobs of the campaign."""
-    counts = {"rejoin": 1, "halving": 0, "at_once": 1} if quick else {}
+    counts = {"rejoin": 2, "halving": 0, "at_once": 1} if quick else {}
     numbers = {"rejoin": NUM_REJOINING, "halving": NUM_HALVING, "at_once": NUM_AT_ONCE, **counts}
     makers = {"rejoin": _rejoining, "halving": _halving, "at_once": _at_once}
     return [makers[kind](number, quick) for kind, count in numbers.items() for number in range(count)]
@@ -166,6 +170,7 @@ def _at_once(number: int, _quick: bool) -> Job:
     ]
     words = [f"recovery.min_nodes={NUM_NODES - 4}", "recovery.max_restarts=1", "placement.num_slots_per_rank=2"]
     words += ["checkpoint.save_interval_iterations=2", "checkpoint.keep_last=100"]  # the reference loads one too
+    words += _SHARDED if number % 4 >= 2 else ()
     return Job("at_once", number, words, faults)
 
 
@@ -281,6 +286,13 @@ def _why_not_killed(killed: Recorded, kill_number: int, nodes: Sequence[Any]) ->
     return [f"the kill from outside did not hit {', '.join(missing)}"] if missing else []
 
 
+def _loses_a_shard(plan: PlacementPlan, survivors: Sequence[int]) -> bool:
+    """Return whether a shard of the optimizer state has neither its owner nor its copy on ``survivors``."""
+    copies = StateCopyPlan.of(plan, 2, expert_bytes=0, non_expert_bytes=((0, 0),))
+    (shards,) = (operator.owners for operator in copies.operators if operator.expert == NON_EXPERT)
+    return not all(set(owners) & set(survivors) for owners in shards)
+
+
 def _judge_at_once(job: Job, killed: Recorded, wrong: Sequence[str], num_compared: int) -> Outcome:
     """Check that the strategy used is the one that the current placement requires.
 
@@ -296,7 +308,9 @@ def _judge_at_once(job: Job, killed: Recorded, wrong: Sequence[str], num_compare
         problems.append("no placement was written")
     else:  # these jobs have only one placement before the fault
         plan = PlacementPlan.from_json(killed.placements[min(killed.placements)]["stages"][0])
-        expected = "checkpoint" if lost_experts(plan, survivors) else "replicas"
+        is_sharded = set(_SHARDED) <= set(job.overrides)
+        is_lost = bool(lost_experts(plan, survivors)) or (is_sharded and _loses_a_shard(plan, survivors))
+        expected = "checkpoint" if is_lost else "replicas"
         if strategy != expected:
             problems.append(f"the strategy {strategy} recovered, but the placement requires {expected}")
     unproven = [] if hit == nodes else [f"nodes {hit} recorded a fault, but {nodes} were due"]
@@ -332,9 +346,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{counts.passed} of {counts.planned} killed nodes ({num_whole} whole) in {len(jobs)} jobs of {NUM_NODES} "
         f"nodes ({num_jobs['rejoin']} with nodes that come back, {num_jobs['halving']} down to half, "
         f"{num_jobs['at_once']} with several at once): {counts.passed - declined} times the survivors continued, "
-        f"equal in every bit to the scripted history, {declined} times an expert had no copy left and a checkpoint "
-        f"served, equal in every bit to a run that loads it; {finished} iterations finished after their vote, no "
-        f"committed one lost ({num_untold} without a report: the reporter died before it); losses within "
+        f"equal in every bit to the scripted history, {declined} times an expert or a shard had no copy left and a "
+        f"checkpoint served, equal in every bit to a run that loads it; {finished} iterations finished after their "
+        f"vote, no committed one lost ({num_untold} without a report: the reporter died before it); losses within "
         f"{distance:.1e} of an undisturbed run's"
     )
     return finish(

@@ -54,8 +54,9 @@ PHASES = (
 """Phases that a failpoint can name, in order. ``migrate`` is hit before experts move, ``migrate_step`` before each
 step of a rebalancing, and ``migrate_build`` before the model is built for a new placement, which is necessary only if a
 rank gets another number of experts. ``reform_join``, ``reform_move`` and ``reform_build`` are hit while a membership is
-formed: before ranks connect, before state moves, and before the model is built. They belong to the last iteration of
-the previous membership."""
+formed: before ranks connect, before state moves, and before the model is built. With the distributed optimizer,
+``reform_move`` is hit again after that, before its shards move. They belong to the last iteration of the previous
+membership."""
 
 _SELECTORS: dict[str, type] = {
     "rank": int,

@@ -115,9 +115,9 @@ def _node_list(text: str, nodes: object, *, may_be_empty: bool) -> tuple[int, ..
 def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
     """Return ``job`` adapted to ``nodes``, the node number of each rank of one membership.
 
-    Failure domains keep their names; a node without a name is its own domain. ``placement.min_replicas`` and
-    ``snapshot.num_peer_copies`` are lowered if there are too few domains. With ``recovery.keep_layout`` only the
-    failure domains change, because the number of nodes stays the same.
+    Failure domains keep their names; a node without a name is its own domain. ``placement.min_replicas``,
+    ``placement.state_copies`` and ``snapshot.num_peer_copies`` are lowered if there are too few domains. With
+    ``recovery.keep_layout`` only the failure domains change, because the number of nodes stays the same.
     """
     # With a kept layout the order of ``nodes`` determines the ranks of each node: a spare has those of the lost node.
     present = list(dict.fromkeys(nodes)) if job.recovery.keep_layout else sorted(set(nodes))
@@ -126,7 +126,7 @@ def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
     topology = replace(job.topology, failure_domains=domains)
     if job.recovery.keep_layout:
         return replace(job, topology=topology)
-    num_domains = len(set(domains))
+    num_domains, copies = len(set(domains)), job.placement.state_copies
     return derive_placement(
         replace(
             job,
@@ -134,7 +134,11 @@ def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
             topology=topology,
             # ``derive_placement`` sets this size to the remaining ranks, which form one expert group.
             parallel=replace(job.parallel, expert_model_parallel_size=1),
-            placement=replace(job.placement, min_replicas=min(job.placement.min_replicas, num_domains)),
+            placement=replace(
+                job.placement,
+                min_replicas=min(job.placement.min_replicas, num_domains),
+                state_copies=None if copies is None else min(copies, num_domains),
+            ),
             snapshot=replace(job.snapshot, num_peer_copies=min(job.snapshot.num_peer_copies, num_domains - 1)),
         )
     )

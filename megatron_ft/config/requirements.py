@@ -1,6 +1,6 @@
 """Values of keys that each kind of recovery requires, used by the checks, ``dry_run`` and ``tools/can_recover``."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,12 @@ class Requirement:
     """Description of the allowed values if ``value`` is forbidden, e.g. ``given``."""
     reason: str = ""
     """Reason for the requirement, which is added to messages."""
+    unless: Callable[[JobConfig], bool] = lambda config: False
+    """Returns whether other keys of a configuration make the requirement unnecessary."""
 
     def is_met(self, config: JobConfig) -> bool:
         """Return whether ``config`` meets the requirement."""
-        return bool(value_of(config, self.key) == self.value) != self.is_excluded
+        return bool(value_of(config, self.key) == self.value) != self.is_excluded or self.unless(config)
 
     @property
     def demand(self) -> str:
@@ -50,15 +52,35 @@ _NO_CUDA = Requirement(
     reason="this version cannot create NCCL communicators again after a rank was lost",
 )
 
+
+def _has_copies_of_shards(config: JobConfig) -> bool:
+    return (config.placement.state_copies or 0) >= 2
+
+
+def _shards_optimizer(config: JobConfig) -> bool:
+    return config.parallel.use_distributed_optimizer
+
+
 REPLICAS: tuple[Requirement, ...] = (
     Requirement(key="launch.mode", value="local"),
     Requirement(key="launch.master_port", value=0),
     Requirement(key="parallel.pipeline_model_parallel_size", value=1),
     Requirement(key="parallel.tensor_model_parallel_size", value=1),
     Requirement(key="parallel.context_parallel_size", value=1),
-    Requirement(key="parallel.use_distributed_optimizer", value=False),
+    Requirement(
+        key="parallel.use_distributed_optimizer",
+        value=True,
+        is_excluded=True,
+        instead="false (or placement.state_copies at least 2)",
+        reason="only one rank has each shard of the optimizer state, unless other nodes keep copies of it",
+        unless=_has_copies_of_shards,
+    ),
     Requirement(key="placement.schedule", value=[]),
-    Requirement(key="placement.state_copies"),
+    Requirement(
+        key="placement.state_copies",
+        reason="without parallel.use_distributed_optimizer=true, no recovery uses these copies",
+        unless=_shards_optimizer,
+    ),
     Requirement(
         key="placement.algorithm",
         is_excluded=True,
@@ -67,8 +89,8 @@ REPLICAS: tuple[Requirement, ...] = (
     ),
     _NO_CUDA,
 )
-"""Values that keys must have so that a job can continue on fewer nodes: with them every rank has all non-expert state,
-and experts have replicas."""
+"""Values that keys must have so that a job can continue on fewer nodes: with them non-expert state is on every rank, or
+each shard of it has copies on several nodes, and experts have replicas."""
 
 KEPT_LAYOUT: tuple[Requirement, ...] = (
     Requirement(key="launch.mode", value="local"),

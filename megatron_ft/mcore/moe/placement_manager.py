@@ -20,6 +20,7 @@ from megatron_ft.config.placement import PlacementConfig
 from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.mcore.device.install import resolve_device
 from megatron_ft.mcore.moe.replica_layer import Replicas
+from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.state.tensors import NamedState
 from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.operators import operators_of
@@ -71,6 +72,8 @@ class PreviousPlacement:
     failed migration leaves the engine without usable state; then it is None."""
     is_evacuation: bool = False
     """Whether the migration moved all experts to the ranks that remain in the job, before other ranks leave it."""
+    copies: StateCopies | None = None
+    """Copies of optimizer state for other ranks, as before the migration; None if there are newer ones."""
     is_in_place: bool = False
     """Whether the migration overwrites experts in the tensors of the model, so that this rank no longer has the state
     of all experts that ``plans`` assigns to it."""

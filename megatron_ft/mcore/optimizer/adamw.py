@@ -31,6 +31,8 @@ class Master:
     ``name`` is the parameter's global name. ``state`` contains the moments and the step count of torch's optimizer."""
 
     name: str
+    start: int
+    """Number of the first element of ``tensor`` in the flattened parameter."""
     tensor: torch.Tensor
     state: dict[str, Any]
     weight_decay: float
@@ -45,6 +47,7 @@ def masters(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -
         for parameter, tensor in masters_of(member):
             yield Master(
                 name=names[parameter],
+                start=range_of(member, parameter)[0],
                 tensor=tensor,
                 state=member.optimizer.state[tensor],
                 weight_decay=decay[id(tensor)],
@@ -91,6 +94,15 @@ def _group_pairs(member: Any) -> Iterator[tuple[Any, Any]]:
     else:
         groups = [group["params"] for group in member.optimizer.param_groups]
         yield from zip(groups, groups, strict=True)
+
+
+def range_of(member: Any, parameter: torch.nn.Parameter) -> tuple[int, int]:
+    """Return the range (start, stop) of the flattened ``parameter`` that the optimizer ``member`` updates on this rank.
+    This is the whole parameter if the optimizer is not sharded."""
+    if not isinstance(member, DistributedOptimizer):
+        return 0, parameter.numel()
+    found = member._get_model_param_range_map(parameter)["param"]
+    return found.start, found.end
 
 
 def allocate_state(optimizer: MegatronOptimizer) -> None:
@@ -350,3 +362,13 @@ def gather(optimizer: MegatronOptimizer, model_chunks: list[torch.nn.Module]) ->
     if any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer)):
         for chunk in model_chunks:
             chunk.start_param_sync()  # type: ignore[operator]
+
+
+@torch.no_grad()
+def refresh_weights(optimizer: MegatronOptimizer, model_chunks: list[torch.nn.Module]) -> None:
+    """Round this rank's shard of the compute weights from its master weights, and all-gather the compute weights. All
+    ranks must call this. Without a sharded optimizer nothing changes."""
+    for part in _parts(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            part._copy_main_params_to_model_params()
+    gather(optimizer, model_chunks)

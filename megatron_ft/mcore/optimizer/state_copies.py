@@ -2,8 +2,10 @@
 
 With the distributed optimizer, only one rank has each shard of the non-expert optimizer state. This module copies the
 shard, its master weights and moments, to f - 1 ranks on other failure domains, where f is ``placement.state_copies``.
-After every update these ranks receive the clipped gradients of the shard, which have a third of the bytes of the state.
-They apply the same update, so the copies stay equal bit for bit.
+Before the vote of every iteration these ranks receive the reduced gradients of the shard, which have a third of the
+bytes of the state. After the vote every rank updates its copies together with its own state, so the copies always have
+the iteration of the rank, and stay equal to the original bit for bit. No other rank is necessary for this update: once
+a vote is complete, each living rank can finish the iteration, also for shards of ranks that are lost.
 
 All replicas of an expert have its whole optimizer state. If the replicas are on fewer than f failure domains, ranks on
 other failure domains get copies of the expert's state in the same way.
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_ft.config.job import OptimizerConfig
@@ -32,6 +35,8 @@ class _Kept:
 
     owner: int
     names: list[str]
+    starts: list[int]
+    """Number of the first copied element in the flattened parameter."""
     parameters: list[torch.nn.Parameter]
     optimizer: torch.optim.AdamW
 
@@ -55,8 +60,8 @@ class _Lending:
 class StateCopies:
     """The copies of optimizer state that this rank sends to other ranks, and those that it keeps for other ranks.
 
-    The constructor exchanges the whole state. ``follow`` must be called after every update. All ranks of ``group`` must
-    make these calls together.
+    The constructor exchanges the whole state. ``exchange_gradients`` must be called before every vote. All ranks of
+    ``group`` must make these calls together. ``update`` needs no other rank.
 
     Args:
         plan: for each shard, the ranks that have its state.
@@ -75,33 +80,43 @@ class StateCopies:
         group: dist.ProcessGroup,
     ) -> None:
         self._group = group
+        self._clip_grad = config.clip_grad
         self._ranks = plan.ranks
         self._me = plan.ranks[group.rank()]
-        self._lent = self._lendings(list(masters(model_chunks, optimizer)), plan, placement)
+        mine = list(masters(model_chunks, optimizer))
+        self.ranges = {m.name: (m.start, m.start + m.tensor.numel()) for m in mine}
+        """Range of the elements of each parameter that this rank updates. They stay the same until ranks change."""
+        self._lent = self._lendings(mine, plan, placement)
         self.kept = self._receive(config)
 
-    def follow(self, learning_rate: float) -> int:
-        """Repeat the latest update on the copies. Return the number of bytes that this rank sent. The master weights
-        must still have the clipped gradients of this update."""
+    def exchange_gradients(self) -> None:
+        """Send the reduced gradients of this rank's master weights to the ranks that copy them, and receive those of
+        all copies. The gradients must be unscaled, but not clipped."""
         outgoing = self._by_rank({lent.keeper: [m.tensor.grad for m in lent.masters] for lent in self._lent})
+        # Gradients of an earlier iteration remain if it was skipped or rolled back. They are overwritten.
         for kept in self.kept:
             for parameter in kept.parameters:
                 parameter.grad = torch.empty_like(parameter)
         incoming = self._by_rank({kept.owner: [p.grad for p in kept.parameters] for kept in self.kept})
-        sent_bytes = exchange_tensors(outgoing, incoming, self._group)
+        exchange_tensors(outgoing, incoming, self._group)
+
+    def update(self, grad_norm: float, learning_rate: float) -> None:
+        """Apply the update of the iteration to the copies, with the gradient norm of its vote. If this fails, the
+        copies are unusable."""
         for kept in self.kept:
+            # Megatron's function, so that the gradients have the bits with which their owner updates.
+            if self._clip_grad > 0.0:
+                clip_grad_by_total_norm_fp32(kept.parameters, max_norm=self._clip_grad, total_norm=grad_norm)
             # AdamW works element by element, so the grouping of parameters does not affect the bits of the result.
             for group in kept.optimizer.param_groups:
                 group["lr"] = learning_rate
             kept.optimizer.step()
             kept.optimizer.zero_grad(set_to_none=True)
-        return sent_bytes
 
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes of the copies that this rank keeps for other ranks."""
-        tensors = (tensor for kept in self.kept for tensor in kept.tensors().values())
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    def end(self) -> None:
+        """Release the master weights of this rank, because experts move. The copies remain valid until the next update,
+        so that this rank can return to them after a failure."""
+        self._lent = []
 
     # -- parts --------------------------------------------------------------------------------------------
 
@@ -159,7 +174,8 @@ def _describe(master: Master) -> dict[str, Any]:
             f"update; {master.name} has type {master.tensor.dtype} and optimizer state {sorted(master.state)}: set "
             "placement.state_copies=null"
         )
-    return {"name": master.name, "shape": list(master.tensor.shape), "weight_decay": master.weight_decay}
+    shape = list(master.tensor.shape)
+    return {"name": master.name, "start": master.start, "shape": shape, "weight_decay": master.weight_decay}
 
 
 def _make_room(owner: int, described: Sequence[Mapping[str, Any]], config: OptimizerConfig) -> _Kept:
@@ -178,7 +194,13 @@ def _make_room(owner: int, described: Sequence[Mapping[str, Any]], config: Optim
         # Allocated before the first step, because the moments and step counts of the owner are received into them.
         zeros = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
         optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
-    return _Kept(owner=owner, names=[item["name"] for item in described], parameters=parameters, optimizer=optimizer)
+    return _Kept(
+        owner=owner,
+        names=[item["name"] for item in described],
+        starts=[item["start"] for item in described],
+        parameters=parameters,
+        optimizer=optimizer,
+    )
 
 
 def _state_of(master: torch.Tensor, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -25,6 +25,7 @@ from megatron_ft.mcore.moe.placement_manager import PlacementManager, PlacementS
 from megatron_ft.mcore.optimizer.adamw import set_position
 from megatron_ft.mcore.recovery.localized import LocalizedReplay
 from megatron_ft.mcore.state.carried import Carried, MembershipStart, hand_over, seed_newcomer, shapes_of
+from megatron_ft.mcore.state.optimizer_shards import ShardMove, Shards
 from megatron_ft.mcore.state.rank_status import Holding, Key, Previous, RankStatus, choose_holding, resolve_iteration
 from megatron_ft.mcore.state.tensors import NamedState, by_expert, move_experts, put_state, take_state
 from megatron_ft.mcore.state.train_state import TrainState
@@ -46,6 +47,9 @@ _Experts = frozenset[tuple[int, int]]
 
 class ElasticTrainer(Trainer):
     """A trainer that continues in other memberships, in the same process."""
+
+    evacuated: Shards | None = None
+    """Shards of leaving ranks that this rank has received for the next membership."""
 
     def join_job(self) -> dist.Store:
         """Form the process groups of generation 0, and build this trainer on them. All ranks must call this.
@@ -88,7 +92,7 @@ class ElasticTrainer(Trainer):
         self.context, self.nodes = _context(self.context, following, config), following.nodes
         failpoints.enter(following.generation, rank=self.context.rank)
         groups = self._join(store)
-        present, fingerprints, moved = self._present(carried, groups)
+        present, fingerprints, moved, stated = self._present(carried, groups)
         in_place = self.job.recovery.keep_layout
         key, previous = choose_holding(
             present,
@@ -100,9 +104,10 @@ class ElasticTrainer(Trainer):
         if in_place:
             self._recover_localized(carried, groups, following.target.iteration)
         else:
+            shards = self._shard_move(carried, stated, following.target.iteration)
             if previous[self.context.rank] is None:
                 carried = None  # this rank does not have the state from which the other ranks continue
-            self._go_on(carried, key, previous, moved, groups)
+            self._go_on(carried, key, previous, moved, groups, shards)
         iteration = self.engine.iteration
         self.report(
             MembershipChanged(
@@ -159,20 +164,50 @@ class ElasticTrainer(Trainer):
 
     def _present(
         self, carried: Carried | None, groups: Groups
-    ) -> tuple[list[RankStatus | None], list[str], list[_Experts | None]]:
-        """Gather three lists with one entry per rank: the status, or None for a joining rank; the fingerprint of the
-        samples; and the experts of the rank, or None if they are those of its holdings."""
+    ) -> tuple[list[RankStatus | None], list[str], list[_Experts | None], list[dict[str, Any] | None]]:
+        """Gather four lists with one entry per rank: the status, or None for a joining rank; the fingerprint of the
+        samples; the experts of the rank, or None if they are those of its holdings; and the statement of its shards, or
+        None if it has none."""
         status = None if carried is None else RankStatus.of(carried.holdings).to_json()
         experts = list(by_expert(carried.state)) if carried is not None and carried.has_moved else None
-        gathered = Collectives(groups.vote).gather([status, self.samples["train"].fingerprint(), experts])
+        shards = None if carried is None or carried.shards is None else carried.shards.statement()
+        mine = [status, self.samples["train"].fingerprint(), experts, shards]
+        statuses, fingerprints, moved, stated = zip(*Collectives(groups.vote).gather(mine), strict=True)
         return (
-            [None if found is None else RankStatus.from_json(found) for found, _, _ in gathered],
-            [fingerprint for _, fingerprint, _ in gathered],
-            [None if found is None else frozenset(map(tuple, found)) for _, _, found in gathered],
+            [None if found is None else RankStatus.from_json(found) for found in statuses],
+            list(fingerprints),
+            [None if found is None else frozenset(map(tuple, found)) for found in moved],
+            list(stated),
         )
 
+    def _shard_move(
+        self, carried: Carried | None, stated: Sequence[dict[str, Any] | None], iteration: int
+    ) -> ShardMove | None:
+        """Return the move of the distributed optimizer's shards; None if every rank has the whole optimizer state.
+
+        Raises:
+            RecoveryError: the ranks together lack a part of the state.
+        """
+        if not self.config.parallel.use_distributed_optimizer:
+            return None
+        mine = None if carried is None else carried.shards
+        move = ShardMove.of(mine, stated, iteration=iteration, num_layers=self.config.model.num_layers)
+        missing = move.missing()
+        if missing is not None:
+            raise RecoveryError(
+                f"generation {self.context.generation} cannot continue from the state of the remaining ranks: "
+                f"{missing.summary()}"
+            )
+        return move
+
     def _go_on(
-        self, carried: Carried | None, key: Key, previous: Previous, moved: Sequence[_Experts | None], groups: Groups
+        self,
+        carried: Carried | None,
+        key: Key,
+        previous: Previous,
+        moved: Sequence[_Experts | None],
+        groups: Groups,
+        shards: ShardMove | None,
     ) -> None:
         """Send state to ranks that lack it, then build and fill model and optimizer. All ranks must call this.
 
@@ -181,6 +216,7 @@ class ElasticTrainer(Trainer):
             key: key of the holding from which all ranks continue.
             previous: for each rank, its ``Holding.rank`` in this holding; None for a rank without this holding.
             moved: for each rank, the experts that it has; None if these are the experts of the holding.
+            shards: move of the shards of the distributed optimizer; None without it.
         """
         host, held, shapes = _in_common(carried, key, previous, groups)
         keeper, migration = self._placement(held, previous, moved)
@@ -196,15 +232,19 @@ class ElasticTrainer(Trainer):
         engine.continue_after(host.iteration, host.newest_vote)
         failpoints.hit("reform_build", engine.iteration)
         engine.build(groups, keeper.replicas())
-        put_state(engine.model_chunks, engine.optimizer, state)
+        put_state(engine.model_chunks, engine.optimizer, state, has_shards=shards is not None)
+        if shards is not None:
+            failpoints.hit("reform_move", engine.iteration)
+            shards.restore(engine.model_chunks, engine.optimizer, groups)
         # ``restore`` does not change these generators, because state from other ranks contains no generators.
         if carried is None:
             seed_newcomer(self.job.training.seed, engine.iteration, groups)
         engine.restore(host)
         set_position(engine.scheduler, engine.iteration * self.job.training.global_batch_size)
         self.rounded_off = host.rounded_off
-        self._note_formed(held, previous, is_stopped=host.stopped is not None)
+        # Before this rank counts as formed, because from then on it no longer needs the state of the last membership.
         self.keep_copies()
+        self._note_formed(held, previous, is_stopped=host.stopped is not None)
         self._restart_snapshots()
         # A barrier: after it, all ranks have all state of this membership, so it can be reported as formed.
         self.collectives.any(False)
@@ -329,10 +369,11 @@ class ElasticTrainer(Trainer):
             self.is_save_due = False
 
     def drain_experts(self, leaving: Sequence[int]) -> None:
-        """Move experts, so that the ranks on all nodes except ``leaving`` have every expert. All ranks must call
-        this."""
+        """Move state, so that the ranks on all nodes except ``leaving`` have every expert and every shard of the
+        optimizer state. All ranks must call this."""
         placement, engine = self.placement, self.engine
         assert placement is not None, "a node can leave a job only if the job has expert replicas"
+        self._evacuate_shards([rank for rank, node in enumerate(self.nodes) if node in leaving])
         staying = [rank for rank, node in enumerate(self.nodes) if node not in leaving]
         config = config_of(self.job, [self.nodes[rank] for rank in staying])
         moves = placement.evacuation(config, staying)
@@ -345,6 +386,15 @@ class ElasticTrainer(Trainer):
         self.move(moves, engine.iteration + 1, is_evacuation=True)
         placement.plans = [moves.placement]
         self.report_placement("evacuation")
+
+    def _evacuate_shards(self, leaving: Sequence[int]) -> None:
+        engine = self.engine
+        if not leaving or engine.state_copies is None or not self.config.parallel.use_distributed_optimizer:
+            return
+        mine = Shards.split_off(take_state(engine.model_chunks, engine.optimizer), engine.state_copies)
+        stated, num_layers = self.collectives.gather(mine.statement()), self.config.model.num_layers
+        move = ShardMove.of(mine, stated, iteration=engine.iteration, num_layers=num_layers)
+        self.evacuated = move.evacuate(leaving, engine.groups)
 
     def carry(self, target: Target) -> Carried | None:
         """Copy this rank's state after the iteration of ``target``, before its process groups are destroyed. Return
@@ -375,6 +425,7 @@ class ElasticTrainer(Trainer):
         if placement is not None:
             in_force = PlacementState(plans=placement.plans, loads=placement.loads)
         holdings, has_replaced = (self._holding(in_force, changes=changes),), False
+        copies = engine.state_copies
         if placement is not None and former is not None and engine.iteration < former.before_iteration:
             # No iteration has been committed with the newest placement, so the previous placement is used.
             state = {**state, **former.state}
@@ -383,10 +434,18 @@ class ElasticTrainer(Trainer):
             has_moved = former.is_evacuation and former.host is None
             holdings = (self._holding(before, changes=changes), *(evacuated if has_moved else ()))
             has_replaced = former.is_in_place
+            copies = copies or former.copies
+        shards, evacuated_shards = None, self.evacuated
+        self.evacuated = None
+        # Without a placement, the layout stays the same, and so do the shards.
+        if placement is not None and self.config.parallel.use_distributed_optimizer:
+            assert copies is not None, "this rank keeps no copies of shards"
+            shards = Shards.split_off(state, copies).and_also(evacuated_shards)
         stops = finished is not None and finished.decision.action == "stop"
         return Carried(
             holdings=holdings,
             state=state,
+            shards=shards,
             host=replace(
                 host,
                 newest_vote=engine.newest_vote,

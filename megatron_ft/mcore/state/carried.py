@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from megatron_ft.mcore.groups import Groups, exchange_tensors
+from megatron_ft.mcore.state.optimizer_shards import Shards
 from megatron_ft.mcore.state.rank_status import Holding
 from megatron_ft.mcore.state.tensors import NamedState, by_expert, expert_of
 from megatron_ft.mcore.state.train_state import IterationResult, TrainState, seed_rng
@@ -33,12 +34,15 @@ class Carried:
     """Records of the placements whose tensors are in ``state``, oldest first."""
     state: NamedState
     host: TrainState
-    """State of the rank besides the tensors in ``state``."""
+    """State of the rank besides the tensors in ``state`` and ``shards``."""
     finished: IterationResult | None
     """Result of the iteration that was finished after the membership had ended, and that is not reported yet. None if
     there is no such iteration."""
     batch: BatchPlan
     """Batch plan with which the iteration in ``finished`` ran."""
+    shards: Shards | None = None
+    """Non-expert optimizer state if the optimizer is sharded and ranks can change; ``state`` then contains no
+    non-expert parameters. It does not depend on the placement, so it belongs to all of ``holdings``."""
     kept: WindowKey | None = None
     """The newest window that was committed, as far as this rank knows; None before the first commit."""
     plan: WindowPlan | None = None
@@ -59,6 +63,7 @@ class Carried:
             self,
             holdings=(*before.holdings, *self.holdings),
             state={**before.state, **self.state},
+            shards=None if self.shards is None else self.shards.and_also(before.shards),
             host=replace(self.host, stopped=before.host.stopped),
             finished=before.finished,
             batch=before.batch,

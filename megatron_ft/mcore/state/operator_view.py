@@ -11,14 +11,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ft.errors import RecoveryError
 from megatron_ft.mcore.groups import Collectives, Groups, exchange_tensors
 from megatron_ft.mcore.model.parameters import named_parameters, tensor_part
-from megatron_ft.mcore.optimizer.adamw import MOMENTS, allocate_state, masters_of, sub_optimizers
+from megatron_ft.mcore.optimizer.adamw import MOMENTS, allocate_state, masters_of, range_of, sub_optimizers
 from megatron_ft.operator_state import Component, StateShard, check_shards, operator_of
 from megatron_ft.planning.snapshot.plan import Piece, WindowPlan, slice_bytes
 
@@ -192,15 +191,6 @@ def _content(payload: Payload, num_bytes: int, index: int) -> torch.Tensor:
         return torch.frombuffer(payload, dtype=torch.uint8)
 
 
-def _range_of(member: Any, parameter: torch.nn.Parameter) -> tuple[int, int]:
-    """Return the range (start, stop) of the flattened ``parameter`` that the optimizer ``member`` updates on this rank.
-    This is the whole parameter if the optimizer is not sharded."""
-    if not isinstance(member, DistributedOptimizer):
-        return 0, parameter.numel()
-    found = member._get_model_param_range_map(parameter)["param"]
-    return found.start, found.end
-
-
 STEP = "step"
 
 
@@ -293,7 +283,7 @@ def _held(
             # The order is fixed, because another process, with another optimizer, may restore the window. A fused
             # optimizer has one step count per parameter group, which is in ``TrainState.group_steps``.
             state = {kind: known[kind].view(-1) for kind in (*MOMENTS, STEP) if torch.is_tensor(known.get(kind))}
-            bounds = _range_of(member, parameter)
+            bounds = range_of(member, parameter)
             found[parts[parameter]].states[bounds] = {MASTER: master.detach().view(-1), **state}
     return found
 

@@ -71,9 +71,16 @@ def take_state(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer
 
 
 def put_state(
-    model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer, state: Mapping[str, torch.Tensor]
+    model_chunks: list[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    state: Mapping[str, torch.Tensor],
+    *,
+    has_shards: bool = False,
 ) -> None:
     """Fill a newly built model and optimizer with ``state``, the result of ``take_state``.
+
+    Args:
+        has_shards: whether ``state`` lacks the non-expert parameters, because ``optimizer_shards.py`` restores them.
 
     Raises:
         KeyError: ``state`` lacks a tensor that this rank needs.
@@ -81,7 +88,8 @@ def put_state(
     with torch.no_grad():
         for name, tensor in _distinct_state(model_chunks, optimizer):
             # In place, because gradient buffers, hooks and the optimizer reference these tensors.
-            tensor.copy_(state[name])
+            if not (has_shards and is_non_expert(name)):
+                tensor.copy_(state[name])
 
 
 def _distinct_state(
@@ -106,6 +114,11 @@ def expert_of(name: str) -> tuple[int, int] | None:
         return None
     layer = int(head.rsplit(".", 1)[1]) + 1
     return layer, int(rest.split(".", 1)[0])
+
+
+def is_non_expert(name: str) -> bool:
+    """Return whether ``name`` is a tensor of a parameter that does not belong to a routed expert."""
+    return expert_of(name) is None and not name.startswith("buffer.")
 
 
 _ExpertId = tuple[int, int]

@@ -120,7 +120,7 @@ def _padding_mask(batch: Microbatch) -> torch.Tensor | None:
 
 
 _BUILT = ("model_chunks", "optimizer", "scheduler", "p2p", "transformer_config", "_mixture_layers")
-_OPTIONAL = ("replica_gradients", "state_copies")
+_OPTIONAL = ("replica_gradients",)
 
 
 class TrainingEngine:
@@ -141,6 +141,8 @@ class TrainingEngine:
     model_chunks: list[torch.nn.Module]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    state_copies: StateCopies | None = None
+    """Copies of optimizer state for other ranks; None until ``keep_copies``, and while experts move."""
 
     def __init__(
         self,
@@ -255,7 +257,7 @@ class TrainingEngine:
             for parameter, master in masters_of(member):
                 if hasattr(parameter, "shared"):
                     master.shared = parameter.shared  # type: ignore[attr-defined]
-        self.state_copies = None
+        self._end_copies()
         self.replica_gradients = ReplicaGradients(self.model_chunks, replicas, self.pg.ep)
         return num_bytes
 
@@ -280,7 +282,6 @@ class TrainingEngine:
             replicas=replicas,
             router=self._router,
         )
-        self.state_copies: StateCopies | None = None
         self.replica_gradients = None if replicas is None else ReplicaGradients(self.model_chunks, replicas, pg.ep)
         self.optimizer = build_optimizer(self.config, self.model_chunks, pg)
         self.scheduler = build_scheduler(self.config, self.optimizer)
@@ -309,7 +310,13 @@ class TrainingEngine:
         failpoints.hit("teardown", self.iteration)
         self._release("pg", "groups")
 
+    def _end_copies(self) -> None:
+        if self.state_copies is not None:
+            self.state_copies.end()
+        self.state_copies = None
+
     def _release(self, *others: str) -> None:
+        self._end_copies()
         _forget_auxiliary_losses()
         release_caches()
         self.boundaries.release()
@@ -394,6 +401,9 @@ class TrainingEngine:
         # Read before ``prepare``, which updates the scale: the ballot contains the scale of these gradients.
         loss_scale = float(self.optimizer.get_loss_scale())
         found_inf, grad_norm = adamw.prepare(self.optimizer)
+        # Sent before the vote: later their owner may be lost, and no other rank has the reduced gradients of its shard.
+        if self.state_copies is not None:
+            self.state_copies.exchange_gradients()
         return self.ballot(reports, loss_scale=loss_scale, found_inf=found_inf, grad_norm=grad_norm)
 
     def accumulate(self, iteration: int) -> list[torch.Tensor]:
@@ -457,7 +467,8 @@ class TrainingEngine:
         )
 
     def commit(self, vote: Vote) -> None:
-        """Update master weights, moments and compute weights of this rank with the gradient norm of ``vote``."""
+        """Update master weights, moments and compute weights of this rank, and its copies of optimizer state, with the
+        gradient norm of ``vote``."""
         failpoints.hit("update", vote.iteration)
         # A snapshot slice in progress may still copy the tensors that are about to change.
         if self.before_update is not None:
@@ -465,14 +476,13 @@ class TrainingEngine:
         # A replay has no iteration in progress. If it fails, it starts again from its window.
         with nullcontext() if self.in_progress is None else self.in_progress.updating():
             adamw.update(self.optimizer, self.config.optimizer.clip_grad, vote.grad_norm)
+            if self.state_copies is not None:
+                self.state_copies.update(vote.grad_norm, self._learning_rate())
 
     def gather(self) -> None:
-        """All-gather the updated compute weights, and update the copies of optimizer state."""
+        """All-gather the updated compute weights."""
         failpoints.hit("gather", self._current_iteration)
         adamw.gather(self.optimizer, self.model_chunks)
-        # Ranks with copies repeat the update with the clipped gradients, which exist until the next iteration begins.
-        if self.state_copies is not None:
-            self.state_copies.follow(self._learning_rate())
 
     def train_state(self) -> TrainState:
         """Copy the state of this rank after the newest iteration, except parameters and optimizer state."""

@@ -320,7 +320,13 @@ class Trainer:
         assert self.placement is not None, "the job has no expert placement"
         failpoints.hit("migrate", iteration)
         plans = self.placement.plans
-        former = partial(PreviousPlacement, before_iteration=iteration, plans=plans, is_evacuation=is_evacuation)
+        former = partial(
+            PreviousPlacement,
+            before_iteration=iteration,
+            plans=plans,
+            is_evacuation=is_evacuation,
+            copies=self.engine.state_copies,
+        )
         replicas = self.placement.replicas(migration.placement)
         # An evacuation needs the placements before and after it, because ranks leave afterwards.
         steps = None if is_evacuation else self.placement.steps_to(migration)
@@ -338,8 +344,12 @@ class Trainer:
     def keep_copies(self) -> None:
         """Copy optimizer state to other ranks if ``placement.state_copies`` is set."""
         plan = None if self.placement is None else self.placement.copy_plan()
-        if plan is not None:
-            self.engine.keep_copies(plan, self.placement.replicas().plan)
+        if plan is None or self.placement is None:
+            return
+        self.engine.keep_copies(plan, self.placement.replicas().plan)
+        # Freed only now: until all copies are made again, a rank that is lost may have the only other copy.
+        if self.previous_placement is not None:
+            self.previous_placement = replace(self.previous_placement, copies=None)
 
     def report_placement(self, reason: str, *, change: Change | None = None, seconds: float = 0.0) -> None:
         """Report the placement that applies from the next iteration on, and write it to a file."""

@@ -9,8 +9,10 @@ from megatron_ft.config.membership import config_of
 from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, value_of
 from megatron_ft.operators import OperatorId, operators_of
 from megatron_ft.planning.cost.memory import expert_state_bytes
+from megatron_ft.planning.placement.copies import NON_EXPERT
 from megatron_ft.planning.placement.layout import Holdings
 from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.planning.placement.report import plan_state_copies
 from megatron_ft.planning.placement.stage import StageRequest, algorithm_of
 from megatron_ft.planning.recovery.loss_cost import LossCost
 from megatron_ft.planning.recovery.losses import HeldOperator, Place, RecoveryMeans
@@ -86,7 +88,7 @@ def why_no_replicas(config: JobConfig) -> str:
 def idle_copies(config: JobConfig) -> tuple[str, ...]:
     """Return notes on copies that the job stores on other nodes although no recovery from a lost node uses them."""
     notes = []
-    if config.placement.state_copies is not None:
+    if config.placement.state_copies is not None and why_no_replicas(config):
         copies = f"placement.state_copies={config.placement.state_copies}"
         notes.append(f"{copies}: no recovery uses these copies; they only cost memory and time")
     if config.snapshot.policy is not None and config.snapshot.num_peer_copies and not config.recovery.keep_layout:
@@ -151,6 +153,8 @@ def _stages(topology: Topology, ranks: range) -> tuple[int, ...]:
 def _held(config: JobConfig, topology: Topology, plans: Sequence[PlacementPlan]) -> Iterator[HeldOperator]:
     sharded = config.parallel.use_distributed_optimizer
     stage_of = _stage_of_layers(config, topology)
+    is_copied = sharded and config.placement.state_copies is not None
+    copied = [_holders_of_copies(config, plan) for plan in plans] if is_copied else []
     # The size of the vocabulary changes how much state there is, not which ranks hold it.
     for operator in operators_of(config.model, 1):
         stage = stage_of[operator.id.layer]
@@ -159,9 +163,19 @@ def _held(config: JobConfig, topology: Topology, plans: Sequence[PlacementPlan])
             sharded_here = sharded and not plans
         else:
             groups, sharded_here = _dense_groups(topology, stage), sharded
+        if copied and operator.id.kind != "expert":
+            groups, sharded_here = copied[stage], False
         # Each shard of the distributed optimizer is on one rank; otherwise every rank of a group has all of it.
         parts = [frozenset((rank,)) for group in groups for rank in sorted(group)] if sharded_here else groups
         yield HeldOperator(operator=operator.id, holders=tuple(parts))
+
+
+def _holders_of_copies(config: JobConfig, plan: PlacementPlan) -> list[frozenset[int]]:
+    # Returns the ranks that have each shard of the non-expert optimizer state, as the ranks of the job plan them.
+    copies = plan_state_copies(config, plan, 0)
+    assert copies is not None, "the job makes no copies of optimizer state"
+    (non_expert,) = (operator for operator in copies.operators if operator.expert == NON_EXPERT)
+    return [frozenset(owners) for owners in non_expert.owners]
 
 
 def _stage_of_layers(config: JobConfig, topology: Topology) -> dict[int, int]:

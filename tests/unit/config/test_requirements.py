@@ -76,7 +76,8 @@ def test_all_that_is_missing_is_named_in_one_message() -> None:
     assert str(caught.value) == (
         "parallel.pipeline_model_parallel_size=2: must be 1 with recovery.min_nodes=1; "
         "recovery.min_nodes=1 also requires: "
-        "parallel.use_distributed_optimizer=true must be false, training.device=cuda must be cpu"
+        "parallel.use_distributed_optimizer=true must be false (or placement.state_copies at least 2), "
+        "training.device=cuda must be cpu"
     )
 
 
@@ -86,3 +87,27 @@ def test_spares_without_replicas_name_the_other_way_to_use_them() -> None:
         ConfigError, match=r"must be 1 with nodes\.num_spare_nodes=1; .* set recovery\.keep_layout=true$"
     ):
         validate(job(changes))
+
+
+def test_a_sharded_optimizer_needs_copies_of_its_shards() -> None:
+    """One message names both ways out. Two copies are enough, one is not."""
+    sharded = {"parallel.use_distributed_optimizer": True}
+    expected = (
+        "parallel.use_distributed_optimizer=true: must be false (or placement.state_copies at least 2) with "
+        "recovery.min_nodes=1: only one rank has each shard of the optimizer state, unless other nodes keep copies of "
+        "it"
+    )
+    for changes in (sharded, {**sharded, "placement.state_copies": 1}):
+        with pytest.raises(ConfigError) as caught:
+            validate(job(changes))
+        assert str(caught.value) == expected
+        assert why_no_replicas(job(changes)) == "parallel.use_distributed_optimizer=true"
+    copied = job({**sharded, "placement.state_copies": 2})
+    validate(copied)
+    assert why_no_replicas(copied) == ""
+
+
+def test_copies_that_no_recovery_uses_are_refused() -> None:
+    """Without the distributed optimizer every rank has the whole state, so no recovery reads a copy."""
+    with pytest.raises(ConfigError, match=r"^placement\.state_copies=2: must be null .*no recovery uses these copies$"):
+        validate(job({"placement.state_copies": 2}))

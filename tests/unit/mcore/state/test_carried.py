@@ -47,10 +47,12 @@ def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, g
     vars(trainer).update(
         membership_start=None,
         previous_placement=former,
+        config=SimpleNamespace(parallel=SimpleNamespace(use_distributed_optimizer=False)),
         placement=SimpleNamespace(plans=[Plan("new" if moved else "old")], loads=None),
         engine=SimpleNamespace(
             iteration=4,
             is_built=moved,
+            state_copies=None,
             model_chunks=None,
             optimizer=None,
             newest_vote=None,

@@ -14,7 +14,9 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import config_of
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.errors import ConfigError
+from megatron_ft.planning.placement.copies import NON_EXPERT
 from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.planning.placement.report import plan_state_copies
 from megatron_ft.planning.placement.stage import StageRequest, first_plans
 from megatron_ft.planning.placement.survival import survival
 from megatron_ft.planning.recovery.losses import RecoveryMeans, Stored
@@ -45,8 +47,9 @@ def job(**groups: Any) -> JobConfig:
 def elastic(num_nodes: int = 4, min_nodes: int | None = 2, **groups: Any) -> JobConfig:
     launch = {"num_nodes": num_nodes, "ranks_per_node": 1, **groups.pop("launch", {})}
     recovery = {"min_nodes": min_nodes, **groups.pop("recovery", {})}
-    parallel = {"use_distributed_optimizer": False}
-    return job(launch=launch, recovery=recovery, parallel=parallel, placement=SPREAD, **groups)
+    parallel = {"use_distributed_optimizer": False, **groups.pop("parallel", {})}
+    placement = {**SPREAD, **groups.pop("placement", {})}
+    return job(launch=launch, recovery=recovery, parallel=parallel, placement=placement, **groups)
 
 
 def plans_of(config: JobConfig) -> list[PlacementPlan]:
@@ -274,6 +277,41 @@ def test_a_sharded_optimizer_loses_a_part_of_everything() -> None:
     assert len(lost_operators(config, 0)) == len(means(config).operators)
 
 
+SHARDED: dict[str, Any] = {
+    "parallel": {"use_distributed_optimizer": True},
+    "placement": {"state_copies": 2, "num_slots_per_rank": 8},
+}
+"""Distributed optimizer with two copies of each shard, and every expert on every rank."""
+
+
+@pytest.mark.parametrize("nodes", [None, (0, 1, 3)], ids=str)
+def test_copies_of_shards_survive_what_the_plan_of_copies_survives(nodes: tuple[int, ...] | None) -> None:
+    """Every set of lost nodes is compared with the owners of the shards, also after node 2 was lost."""
+    config = elastic(min_nodes=1, **SHARDED)
+    present = nodes or tuple(range(4))
+    of_present = config if nodes is None else config_of(config, nodes)
+    (plan,) = plans_of(of_present)
+    copies = plan_state_copies(of_present, plan, 1)
+    assert copies is not None
+    (shards,) = (operator.owners for operator in copies.operators if operator.expert == NON_EXPERT)
+    assert sorted({len(owners) for owners in shards}) == [2]
+    found = means(config, nodes)
+    for size in range(1, len(present)):
+        for lost in combinations(present, size):
+            ranks = {present.index(node) for node in lost}
+            survives = all(set(owners) - ranks for owners in shards)
+            cost = found.cost_of_loss(lost)
+            assert (cost.rung == "replicas") == survives, lost
+            assert survives or "1.non_expert" in map(str, cost.lost_operators)
+
+
+def test_one_remaining_node_keeps_one_copy() -> None:
+    """The number of copies is lowered to the number of failure domains."""
+    config = elastic(min_nodes=1, **SHARDED)
+    assert [config_of(config, range(size)).placement.state_copies for size in (4, 3, 2, 1)] == [2, 2, 2, 1]
+    assert config_of(elastic(), [0, 1]).placement.state_copies is None
+
+
 def test_tensor_parts_live_on_where_a_data_parallel_copy_does() -> None:
     parallel = {"tensor_model_parallel_size": 2, "use_distributed_optimizer": False}
     config = job(launch={"num_nodes": 2, "ranks_per_node": 2}, parallel=parallel)
@@ -371,6 +409,7 @@ def test_copies_that_no_recovery_reads_are_named() -> None:
     assert idle_copies(elastic()) == () and idle_copies(job()) == ()
     (state,) = idle_copies(job(launch={"num_nodes": 4}, placement={**SPREAD, "state_copies": 2}))
     assert state.startswith("placement.state_copies=2: no recovery uses these copies")
+    assert idle_copies(elastic(**SHARDED)) == (), "a recovery from the loss of a node reads them"
     (windows,) = idle_copies(restarting())
     assert windows.startswith("snapshot.num_peer_copies=1: ") and "the loss of a node ends the job" in windows
     (beside_replicas,) = idle_copies(elastic(snapshot={"policy": WINDOWS, "num_peer_copies": 1}))

@@ -1,0 +1,266 @@
+"""Describes the shards of the distributed optimizer that each rank has, and moves them when ranks change.
+
+A *shard* is the optimizer state of element ranges of the non-expert parameters: master weights and moments. The ranges
+that a rank updates depend on the number of ranks. Ranks also have copies of the shards of other ranks
+(``optimizer/state_copies.py``). When a membership forms, each rank states which ranges it has. After the optimizer is
+built, each rank states which ranges it needs. All ranks compute the same plan from this (``planning/state/``), and
+carry it out. At the end the compute weights are rounded from the master weights, because a rank may have been lost
+before the other ranks had received the weights of its newest update.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from megatron_ft.mcore.groups import Collectives, Groups, exchange_tensors
+from megatron_ft.mcore.optimizer.adamw import MOMENTS, masters, refresh_weights
+from megatron_ft.mcore.optimizer.state_copies import StateCopies
+from megatron_ft.mcore.state.tensors import NamedState, is_non_expert
+from megatron_ft.operator_state import operator_of
+from megatron_ft.planning.state.declined import Declined
+from megatron_ft.planning.state.holdings import Holding, Holdings, Medium, Need, Needs
+from megatron_ft.planning.state.tensors import StateTensor, TensorIndex
+from megatron_ft.planning.state.transfers import STAGING_BYTES, TransferPlan
+
+_MASTER = "master"
+_KINDS = (_MASTER, *MOMENTS)
+
+_Row = tuple[str, int, int]
+"""Name of a parameter, and the first element and the end (exclusive) of a range of its elements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Piece:
+    """Optimizer state of consecutive elements of one flattened parameter."""
+
+    parameter: str
+    start: int
+    tensors: Mapping[str, torch.Tensor]
+    """Flat tensor of each kind in ``_KINDS``."""
+    is_copy: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.tensors[_MASTER].numel()
+
+    def of(self, start: int, stop: int) -> list[torch.Tensor]:
+        """Return the state of the elements [start, stop), as views."""
+        return [self.tensors[kind][start - self.start : stop - self.start] for kind in _KINDS]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shards:
+    """The non-expert optimizer state that one rank has after an iteration: its own shard, and copies of others."""
+
+    sizes: Mapping[str, int]
+    """Number of elements of each non-expert parameter of the model."""
+    step: int | None
+    """Number of updates; None on a rank without a shard."""
+    pieces: tuple[_Piece, ...]
+
+    @classmethod
+    def split_off(cls, state: NamedState, copies: StateCopies) -> "Shards":
+        """Remove the non-expert parameters from ``state``, all tensors of a rank, and return their optimizer state. The
+        weights are dropped, because they follow from the master weights. ``copies`` are the copies on this rank."""
+        taken = {name: state.pop(name) for name in list(state) if is_non_expert(name)}
+        steps = {int(tensor) for name, tensor in taken.items() if name.endswith("/step")}
+        pieces = []
+        for name, (start, stop) in copies.ranges.items():
+            if not is_non_expert(name):
+                continue
+            # An FP32 weight is its own master weight. It is copied, so that the rest of the weight can be freed.
+            master = taken.get(f"{name}/{_MASTER}")
+            master = taken[name].view(-1)[start:stop].clone() if master is None else master.view(-1)
+            moments = {kind: taken[f"{name}/{kind}"].view(-1) for kind in MOMENTS}
+            pieces.append(_Piece(parameter=name, start=start, tensors={_MASTER: master, **moments}))
+        for kept in copies.kept:
+            tensors = kept.tensors()
+            for name, start in zip(kept.names, kept.starts, strict=True):
+                if is_non_expert(name):
+                    copied = {kind: tensors[f"{name}/{kind}"].view(-1) for kind in _KINDS}
+                    pieces.append(_Piece(parameter=name, start=start, tensors=copied, is_copy=True))
+                    steps.add(int(tensors[f"{name}/step"]))
+        assert len(steps) <= 1, f"shards have different numbers of updates: {sorted(steps)}"
+        sizes = {name: tensor.numel() for name, tensor in taken.items() if "/" not in name}
+        return cls(sizes=sizes, step=next(iter(steps), None), pieces=tuple(pieces))
+
+    def and_also(self, other: "Shards | None") -> "Shards":
+        """Return this state and ``other``, which must be the state after the same iteration."""
+        return self if other is None else replace(self, pieces=(*self.pieces, *other.pieces))
+
+    def statement(self) -> dict[str, Any]:
+        """Return a description of this object as JSON values, for ``ShardMove.of``."""
+        rows = [[piece.parameter, piece.start, piece.stop, piece.is_copy] for piece in self.pieces]
+        return {"sizes": self.sizes, "step": self.step, "rows": rows}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardMove:
+    """The shards on all ranks of a membership, and their move to the ranks that need them."""
+
+    mine: Shards | None
+    """Shards of this rank; None on a joining rank."""
+    step: int
+    iteration: int
+    held: Holdings
+
+    @classmethod
+    def of(
+        cls, mine: Shards | None, statements: Sequence[Mapping[str, Any] | None], *, iteration: int, num_layers: int
+    ) -> "ShardMove":
+        """Combine the ``statements`` of all ranks of the membership, in rank order; None for joining ranks. The state
+        is that after ``iteration``."""
+        known = {rank: statement for rank, statement in enumerate(statements) if statement is not None}
+        assert known, "no rank has state"
+        steps = {statement["step"] for statement in known.values()} - {None}
+        assert len(steps) == 1, f"ranks have different numbers of updates: {sorted(steps)}"
+        index = TensorIndex.of(
+            StateTensor(
+                operator=operator_of(name, num_layers),
+                parameter=name,
+                tensor_part=0,
+                kind="master and moments",
+                num_elements=size,
+                item_bytes=len(_KINDS) * torch.float32.itemsize,
+            )
+            for name, size in next(iter(known.values()))["sizes"].items()
+        )
+        tensor_of = {tensor.parameter: tensor for tensor in index.tensors}
+        held = Holdings.of(
+            index,
+            (
+                Holding(
+                    rank=rank,
+                    domain="",
+                    tensor=tensor_of[name],
+                    start=start,
+                    stop=stop,
+                    iteration=iteration,
+                    medium=Medium.STATE_COPY if is_copy else Medium.LIVE,
+                )
+                for rank, statement in known.items()
+                for name, start, stop, is_copy in statement["rows"]
+            ),
+        )
+        return cls(mine=mine, step=steps.pop(), iteration=iteration, held=held)
+
+    def missing(self, without: Sequence[int] = ()) -> Declined | None:
+        """Return which state no rank has, or None if the ranks together have all state. Ranks in ``without`` do not
+        count."""
+        everything = [[(t.parameter, 0, t.num_elements) for t in self.held.index.tensors]]
+        found = TransferPlan.of(self.held.without(ranks=without), self._needs(everything))
+        return found if isinstance(found, Declined) else None
+
+    def restore(
+        self,
+        model_chunks: list[torch.nn.Module],
+        optimizer: MegatronOptimizer,
+        groups: Groups,
+        *,
+        limit_bytes: int = STAGING_BYTES,
+    ) -> None:
+        """Fill the shard of this rank in a newly built optimizer, and all non-expert weights of the model. All ranks
+        must call this, and no state may be missing. A rank sends and receives at most ``limit_bytes`` at a time."""
+        mine = [master for master in masters(model_chunks, optimizer) if is_non_expert(master.name)]
+        targets = [
+            _Piece(
+                parameter=master.name,
+                start=master.start,
+                tensors={
+                    _MASTER: master.tensor.detach().view(-1),
+                    **{kind: master.state[kind].view(-1) for kind in MOMENTS},
+                },
+            )
+            for master in mine
+        ]
+        # Only each rank itself knows its ranges, because Megatron divides flat buffers at any element.
+        rows = Collectives(groups.vote).gather([(piece.parameter, piece.start, piece.stop) for piece in targets])
+        self._carry_out(rows, targets, groups, limit_bytes)
+        for master in mine:
+            master.state["step"].fill_(self.step)
+        refresh_weights(optimizer, model_chunks)
+
+    def evacuate(self, leaving: Sequence[int], groups: Groups) -> Shards | None:
+        """Send the state that only the ranks ``leaving`` have to the other ranks. All ranks must call this. Return the
+        state that this rank has received."""
+        missing = self.missing(without=leaving)
+        if missing is None:
+            return None
+        assert self.mine is not None, "all ranks have state before some leave"
+        staying = [rank for rank in range(groups.vote.size()) if rank not in leaving]
+        rows: list[list[_Row]] = [[] for _ in range(groups.vote.size())]
+        for number, item in enumerate(missing.missing):
+            rows[staying[number % len(staying)]].append((item.tensor.parameter, item.start, item.stop))
+        targets = [
+            _Piece(
+                parameter=name,
+                start=start,
+                tensors={kind: torch.empty(stop - start, device=torch.cuda.current_device()) for kind in _KINDS},
+                is_copy=True,
+            )
+            for name, start, stop in rows[groups.vote.rank()]
+        ]
+        self._carry_out(rows, targets, groups, STAGING_BYTES)
+        return replace(self.mine, pieces=tuple(targets))
+
+    # -- parts --------------------------------------------------------------------------------------------
+
+    def _needs(self, rows_by_rank: Sequence[Sequence[_Row]]) -> Needs:
+        index = self.held.index
+        tensor_of = {tensor.parameter: tensor for tensor in index.tensors}
+        return Needs.of(
+            index,
+            (
+                Need(rank=rank, tensor=tensor_of[name], start=start, stop=stop, iteration=self.iteration)
+                for rank, rows in enumerate(rows_by_rank)
+                for name, start, stop in rows
+            ),
+        )
+
+    def _carry_out(
+        self, rows: Sequence[Sequence[_Row]], targets: Sequence[_Piece], groups: Groups, limit_bytes: int
+    ) -> None:
+        # With replicas, the expert group contains all ranks of the stage, and only jobs with one stage move shards.
+        group = groups.pg_collection.ep
+        plan = TransferPlan.of(self.held, self._needs(rows), limit_bytes=limit_bytes)
+        assert isinstance(plan, TransferPlan), f"state is missing: {plan.summary()}"
+        me = group.rank()
+        own, wanted = _by_parameter(() if self.mine is None else self.mine.pieces), _by_parameter(targets)
+        with torch.no_grad():
+            for kept in plan.kept_by(me):
+                for start, stop, piece in _parts(own[kept.tensor.parameter], kept.start, kept.stop):
+                    (target,) = wanted[kept.tensor.parameter]
+                    for to, source in zip(target.of(start, stop), piece.of(start, stop), strict=True):
+                        to.copy_(source)
+        transfers = list(plan.transfers(me))
+        for turn in range(plan.num_rounds):
+            outgoing: list[list[torch.Tensor]] = [[] for _ in range(group.size())]
+            incoming: list[list[torch.Tensor]] = [[] for _ in range(group.size())]
+            for transfer in (found for found in transfers if found.round == turn):
+                is_sent = transfer.source == me
+                pieces = (own if is_sent else wanted)[transfer.tensor.parameter]
+                found = [piece.of(start, stop) for start, stop, piece in _parts(pieces, transfer.start, transfer.stop)]
+                # Sorted by kind: the bytes do not depend on the number of parts, which the receiver does not know.
+                tensors = [tensor for of_kind in zip(*found, strict=True) for tensor in of_kind]
+                (outgoing[transfer.target] if is_sent else incoming[transfer.source]).extend(tensors)
+            with torch.no_grad():
+                exchange_tensors(outgoing, incoming, group)
+
+
+def _by_parameter(pieces: Sequence[_Piece]) -> dict[str, list[_Piece]]:
+    found: dict[str, list[_Piece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.parameter, []).append(piece)
+    return found
+
+
+def _parts(pieces: Sequence[_Piece], start: int, stop: int) -> Iterator[tuple[int, int, _Piece]]:
+    """Divide [start, stop) into ranges that are each inside one of ``pieces``, which may overlap."""
+    while start < stop:
+        piece = next(piece for piece in pieces if piece.start <= start < piece.stop)
+        end = min(stop, piece.stop)
+        yield start, end, piece
+        start = end
