@@ -156,6 +156,7 @@ def _memory(plan: JobPlan) -> str:
         "gradients",
         "master",
         "moments",
+        "copies",
         "activations*",
         "sum",
         "save, host*",
@@ -183,7 +184,7 @@ def _device_memory(plan: JobPlan) -> str:
 def _memory_row(stage: StagePlan) -> tuple[str, ...]:
     memory = stage.memory
     state = (memory.weights_bytes, memory.gradients_bytes, memory.master_bytes, memory.moments_bytes)
-    sizes = (*state, memory.activations_bytes, memory.total_bytes, stage.saving.peak_bytes)
+    sizes = (*state, memory.copies_bytes, memory.activations_bytes, memory.total_bytes, stage.saving.peak_bytes)
     layers = _spans(stage.layers)
     return (
         str(stage.pipeline_stage),

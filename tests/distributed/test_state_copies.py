@@ -70,6 +70,12 @@ def test_copies_are_finished_in_every_precision(outcomes: dict[str, list[Any]], 
     _check_copies(ranks)
 
 
+def test_copies_take_the_memory_that_the_plan_states(outcomes: dict[str, list[Any]]) -> None:
+    ranks = of_ranks(outcomes, "undisturbed")
+    kept = sum(rank["kept_bytes"] for rank in ranks) / len(ranks)
+    assert kept == pytest.approx(ranks[0]["planned_bytes"], rel=0.01) and kept > 0
+
+
 def test_a_rank_whose_copies_are_partly_updated_has_no_usable_state(outcomes: dict[str, list[Any]]) -> None:
     for rank, error in enumerate(of_ranks(outcomes, "inside")):
         assert error.startswith(f"rank {rank}: iteration 3 failed in the middle of its update")

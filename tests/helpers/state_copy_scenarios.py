@@ -13,7 +13,10 @@ from megatron_ft.mcore.state.optimizer_shards import ShardMove, Shards
 from megatron_ft.mcore.state.rank_status import position_of, resolve_iteration
 from megatron_ft.mcore.state.tensors import is_non_expert, put_state, take_state, tensor_digest
 from megatron_ft.mcore.training import engine as engine_module
+from megatron_ft.operators import operators_of
+from megatron_ft.planning.cost.memory import RankMemory, RankParameters
 from megatron_ft.planning.recovery.membership import choose_target
+from megatron_ft.topology import Topology
 from tests.helpers.replica_scenarios import Job, config_of, job_of
 
 BROKEN = 3
@@ -40,6 +43,18 @@ def _digests(job: Job) -> dict[str, Any]:
     return {"own": own, "kept": kept}
 
 
+def _sizes(job: Job) -> dict[str, int]:
+    """Return the bytes of the copies on this rank with their gradients, and the bytes that the plan of a job states."""
+    config = job.engine.config
+    copied = [parameter for copy in job.engine.state_copies.kept for parameter in copy.parameters]
+    topology = Topology.of(config.parallel, config.launch.num_nodes * config.launch.ranks_per_node)
+    operators = operators_of(config.model, job.engine.vocab_size)
+    slots = config.placement.num_slots_per_rank
+    parameters = RankParameters.of_stage(config.model, operators, topology, 0, slots)
+    memory = RankMemory.of_stage(config, parameters, topology, 0, job.engine.vocab_size)
+    return {"kept_bytes": sum(16 * parameter.numel() for parameter in copied), "planned_bytes": memory.copies_bytes}
+
+
 def broken(
     *, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any], phase: str | None
 ) -> dict[str, Any]:
@@ -56,7 +71,7 @@ def broken(
         except failpoints.InjectedFault:
             assert phase is not None, "no fault was armed"
             resolve_iteration(engine, choose_target([position_of(engine, rank)]))
-        return {"iteration": engine.iteration, **_digests(job)}
+        return {"iteration": engine.iteration, **_digests(job), **_sizes(job)}
 
 
 def broken_update(*, rank: int, world_size: int, store: dist.Store) -> str:

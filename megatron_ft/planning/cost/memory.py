@@ -82,20 +82,23 @@ PROCESS_BYTES = 450_000_000
 class RankMemory:
     """Bytes on one rank's device.
 
-    Weights, gradients, master weights and moments are exact except for the padding of Megatron's flat buffers;
-    activations are an estimate of the peak.
+    Weights, gradients, master weights and moments are exact except for the padding of Megatron's flat buffers. Copies
+    are counted as if every rank had the same number of them. Activations are an estimate of the peak.
     """
 
     weights_bytes: int
     gradients_bytes: int
     master_bytes: int
     moments_bytes: int
+    copies_bytes: int
+    """Copies of other ranks' optimizer state (``placement.state_copies``), and the gradients of these copies."""
     activations_bytes: int
 
     @property
     def state_bytes(self) -> int:
         """Bytes without activations."""
-        return self.weights_bytes + self.gradients_bytes + self.master_bytes + self.moments_bytes
+        of_rank = self.weights_bytes + self.gradients_bytes + self.master_bytes + self.moments_bytes
+        return of_rank + self.copies_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -119,6 +122,8 @@ class RankMemory:
             gradients_bytes=parameters.total * gradient_bytes,
             master_bytes=0 if value_bytes == FP32_BYTES else updated * FP32_BYTES,
             moments_bytes=updated * 2 * FP32_BYTES,
+            # A copy has its own master weights, also with FP32 weights.
+            copies_bytes=_copied_here(config, parameters, topology) * 4 * FP32_BYTES,
             activations_bytes=_activation_bytes(config, topology, pipeline_stage, vocab_size),
         )
 
@@ -139,6 +144,19 @@ def _updated_here(config: JobConfig, parameters: RankParameters, topology: Topol
         return parameters.total
     dense_shards = topology.data_parallel_size * topology.context_parallel_size
     return -(-parameters.num_dense // dense_shards) + -(-parameters.num_expert // topology.expert_data_parallel_size)
+
+
+def _copied_here(config: JobConfig, parameters: RankParameters, topology: Topology) -> int:
+    """Return the number of parameters whose optimizer state a rank copies for other ranks, on average."""
+    placement, stage_size = config.placement, topology.stage_size
+    if placement.state_copies is None:
+        return 0
+    # Without the distributed optimizer every rank has all non-expert state, and every replica all state of its expert.
+    shard = -(-parameters.num_dense // (topology.data_parallel_size * topology.context_parallel_size))
+    num_dense = shard * (placement.state_copies - 1) if config.parallel.use_distributed_optimizer else 0
+    per_expert = parameters.num_expert // max(1, placement.num_slots_per_rank or 0)
+    num_missing = max(0, placement.state_copies - placement.min_replicas) * (config.model.num_moe_experts or 0)
+    return num_dense + -(-num_missing * per_expert // stage_size)
 
 
 def _activation_bytes(config: JobConfig, topology: Topology, pipeline_stage: int, vocab_size: int) -> int:

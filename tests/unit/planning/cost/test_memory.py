@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from megatron_ft.config.job import JobConfig
 from megatron_ft.planning.cost.memory import RankMemory, RankParameters, _activation_bytes
 from megatron_ft.topology import Topology
@@ -66,3 +68,24 @@ def test_a_sharded_optimizer_keeps_masters_and_moments_once() -> None:
         )
         assert found.weights_bytes == 2 * 128 and found.gradients_bytes in (2 * 128, 4 * 128)
         assert (found.master_bytes, found.moments_bytes) == (4 * updated, 8 * updated)
+
+
+@pytest.mark.parametrize(
+    ("copies", "is_sharded", "num_copied"), [(None, True, 0), (2, True, 20), (3, True, 2 * 20 + 6), (3, False, 6)]
+)
+def test_copies_of_optimizer_state_are_counted(copies: int | None, is_sharded: bool, num_copied: int) -> None:
+    """Each of 4 ranks updates 20 of 80 dense parameters. With 3 copies, each of 4 experts, which has 2 replicas and 6
+    parameters, needs one more copy."""
+    config = job()
+    placement = replace(
+        config.placement, algorithm={"_target_": "x"}, num_slots_per_rank=4, min_replicas=2, state_copies=copies
+    )
+    parallel = replace(config.parallel, use_distributed_optimizer=is_sharded)
+    found = RankMemory.of_stage(
+        replace(config, placement=placement, parallel=parallel),
+        RankParameters(num_dense=80, num_expert=4 * 6),
+        Topology(world_size=4, expert_model_parallel_size=4),
+        0,
+        VOCABULARY,
+    )
+    assert found.copies_bytes == num_copied * 16
