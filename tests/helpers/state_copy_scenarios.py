@@ -1,6 +1,7 @@
 """Scenarios that ranks run for ``tests/distributed/test_state_copies.py``. Each function is one scenario and returns
 JSON."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ def _digests(job: Job) -> dict[str, Any]:
 
 def _sizes(job: Job) -> dict[str, int]:
     """Return the bytes of the copies on this rank with their gradients, and the bytes that the plan of a job states."""
-    config = job.engine.config
+    # The slots of this job are enough for two replicas of every expert, so no state of experts is copied.
+    config = replace(job.engine.config, placement=replace(job.engine.config.placement, min_replicas=2))
     copied = [parameter for copy in job.engine.state_copies.kept for parameter in copy.parameters]
     topology = Topology.of(config.parallel, config.launch.num_nodes * config.launch.ranks_per_node)
     operators = operators_of(config.model, job.engine.vocab_size)

@@ -147,7 +147,8 @@ def _updated_here(config: JobConfig, parameters: RankParameters, topology: Topol
 
 
 def _copied_here(config: JobConfig, parameters: RankParameters, topology: Topology) -> int:
-    """Return the number of parameters whose optimizer state a rank copies for other ranks, on average."""
+    """Return the number of parameters whose optimizer state a rank copies for other ranks, on average. Experts are
+    counted as if none had more than ``placement.min_replicas`` replicas."""
     placement, stage_size = config.placement, topology.stage_size
     if placement.state_copies is None:
         return 0

@@ -164,7 +164,7 @@ def test_an_iteration_that_sends_too_little_or_too_much_is_noticed() -> None:
     log.begin(1, 0)
     log.append("backward", tensor(1, "backward", 0))
     log.append("backward", tensor(1, "backward", 1))
-    with pytest.raises(AssertionError, match="more than 2"):
+    with pytest.raises(AssertionError, match="at most 2"):
         log.append("backward", tensor(1, "backward", 1))
 
 
