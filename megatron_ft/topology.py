@@ -1,7 +1,7 @@
 """Positions of ranks in the parallel groups, in Megatron's rank order; nodes and failure domains of ranks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ft.config.job import ParallelConfig
 from megatron_ft.errors import ConfigError
@@ -102,6 +102,18 @@ class Topology:
         expert_dp, ep = divmod(inside // self.expert_tensor_parallel_size, self.expert_model_parallel_size)
         return _Coordinates(tp=tp, cp=cp, dp=dp, pp=stage, ep=ep, expert_dp=expert_dp)
 
+    @property
+    def model_parts(self) -> tuple[int, ...]:
+        """Return the part of the model that each rank has, as a number: stage * TP + tensor-parallel coordinate. All
+        ranks of a part have the same non-expert weights."""
+        places = (self.coordinates(rank) for rank in range(self.world_size))
+        return tuple(place.pp * self.tensor_model_parallel_size + place.tp for place in places)
+
+    def describe_part(self, part: int) -> str:
+        """Describe one of ``model_parts``, e.g. ``pipeline stage 1, tensor part 0``."""
+        stage, tensor = divmod(part, self.tensor_model_parallel_size)
+        return f"pipeline stage {stage}, tensor part {tensor}"
+
     def ranks(self) -> Iterator[tuple[int, _Coordinates]]:
         """Yield every rank with its coordinates, in rank order."""
         return ((rank, self.coordinates(rank)) for rank in range(self.world_size))
@@ -126,9 +138,10 @@ class Topology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Nodes of a job: number of ranks per node, failure domains, and which nodes are alive."""
+    """Nodes of a job: the node of each rank, failure domains, and which nodes are alive."""
 
-    ranks_per_node: int
+    nodes: tuple[int, ...]
+    """Node of each rank."""
     failure_domains: tuple[str, ...]
     alive: frozenset[int]
 
@@ -137,7 +150,8 @@ class Cluster:
         """Make a cluster in which all nodes are alive. Without ``failure_domains``, each node is its own domain."""
         domains = tuple(failure_domains or (f"node{node}" for node in range(num_nodes)))
         assert len(domains) == num_nodes, f"failure_domains={domains}: must have {num_nodes} entries, one per node"
-        return cls(ranks_per_node=ranks_per_node, failure_domains=domains, alive=frozenset(range(num_nodes)))
+        nodes = tuple(node for node in range(num_nodes) for _ in range(ranks_per_node))
+        return cls(nodes=nodes, failure_domains=domains, alive=frozenset(range(num_nodes)))
 
     @property
     def num_nodes(self) -> int:
@@ -146,17 +160,15 @@ class Cluster:
 
     def node_of(self, rank: int) -> int:
         """Return the node of a global rank."""
-        return rank // self.ranks_per_node
+        return self.nodes[rank]
 
-    def ranks_of(self, node: int) -> range:
+    def ranks_of(self, node: int) -> tuple[int, ...]:
         """Return the global ranks of a node."""
-        return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
+        return tuple(rank for rank, found in enumerate(self.nodes) if found == node)
 
     def without(self, node: int) -> "Cluster":
         """Return this cluster with ``node`` marked as lost."""
-        return Cluster(
-            ranks_per_node=self.ranks_per_node, failure_domains=self.failure_domains, alive=self.alive - {node}
-        )
+        return replace(self, alive=self.alive - {node})
 
 
 def _key(name: str) -> str:

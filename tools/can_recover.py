@@ -246,7 +246,7 @@ def ask_config(overrides: Sequence[str], lost: Sequence[int], *, is_gone: bool) 
     world_size = config.launch.num_nodes * config.launch.ranks_per_node
     plans = []
     if config.placement.algorithm is not None:
-        plans = first_plans(config, StageRequest.of_job(config, world_size), JobInputs.read(config))
+        plans = first_plans(config, StageRequest.of_job(config), JobInputs.read(config))
     means = means_of(config, plans, SnapshotReport.of(config, _VOCABULARY))
     found = means.cost_of_loss(lost, is_gone=is_gone, place=placer(config, JobInputs.read(config)))
     again = 0.0 if found.max_iterations == 0 else None

@@ -519,6 +519,23 @@ class JobConfig:
         return self.topology.failure_domains[:num_nodes] or [f"node{node}" for node in range(num_nodes)]
 
     @property
+    def rank_places(self) -> tuple[int, ...]:
+        """Return the place of each rank's node in ``member_domains``."""
+        launch = self.launch
+        return tuple(node for node in range(launch.num_nodes) for _ in range(launch.ranks_per_node))
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.rank_places)
+
+    @property
+    def rank_domains(self) -> tuple[str, ...]:
+        """Return the failure domain of each rank."""
+        names = self.member_domains
+        return tuple(names[place] for place in self.rank_places)
+
+    @property
     def may_lose_nodes(self) -> bool:
         """Return whether the job continues in running processes when nodes are lost, leave or join."""
         return self.recovery.keep_layout or self.fewest_nodes < self.most_nodes

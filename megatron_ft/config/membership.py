@@ -9,9 +9,9 @@ the same iteration form several memberships, one after the other.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
-from megatron_ft.config.checks.placement import derive_placement
+from megatron_ft.config.checks.placement import derive_placement, fewest_domains
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.reading import parse_call
@@ -112,6 +112,18 @@ def _node_list(text: str, nodes: object, *, may_be_empty: bool) -> tuple[int, ..
     return tuple(nodes)
 
 
+@dataclass
+class MembershipConfig(JobConfig):
+    """Configuration of a job, adapted to the ranks of one membership. A node can have any number of ranks."""
+
+    places: tuple[int, ...] = ()
+    """``rank_places``."""
+
+    @property
+    def rank_places(self) -> tuple[int, ...]:
+        return self.places
+
+
 def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
     """Return ``job`` adapted to ``nodes``, the node number of each rank of one membership.
 
@@ -126,19 +138,28 @@ def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
     topology = replace(job.topology, failure_domains=domains)
     if job.recovery.keep_layout:
         return replace(job, topology=topology)
-    num_domains, copies = len(set(domains)), job.placement.state_copies
+    place_of = {node: place for place, node in enumerate(present)}
+    groups = {field.name: getattr(job, field.name) for field in fields(JobConfig)}
+    config = MembershipConfig(
+        **{
+            **groups,
+            "launch": replace(job.launch, num_nodes=len(present)),
+            "topology": topology,
+            # ``derive_placement`` sets this size to the remaining ranks, which form one expert group.
+            "parallel": replace(job.parallel, expert_model_parallel_size=1),
+        },
+        places=tuple(place_of[node] for node in nodes),
+    )
+    # Copies must be in different domains of one stage; peers may be in any domain.
+    num_domains, copies = fewest_domains(config), job.placement.state_copies
     return derive_placement(
         replace(
-            job,
-            launch=replace(job.launch, num_nodes=len(present)),
-            topology=topology,
-            # ``derive_placement`` sets this size to the remaining ranks, which form one expert group.
-            parallel=replace(job.parallel, expert_model_parallel_size=1),
+            config,
             placement=replace(
                 job.placement,
                 min_replicas=min(job.placement.min_replicas, num_domains),
                 state_copies=None if copies is None else min(copies, num_domains),
             ),
-            snapshot=replace(job.snapshot, num_peer_copies=min(job.snapshot.num_peer_copies, num_domains - 1)),
+            snapshot=replace(job.snapshot, num_peer_copies=min(job.snapshot.num_peer_copies, len(set(domains)) - 1)),
         )
     )

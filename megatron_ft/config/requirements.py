@@ -64,8 +64,6 @@ def _shards_optimizer(config: JobConfig) -> bool:
 REPLICAS: tuple[Requirement, ...] = (
     Requirement(key="launch.mode", value="local"),
     Requirement(key="launch.master_port", value=0),
-    Requirement(key="parallel.pipeline_model_parallel_size", value=1),
-    Requirement(key="parallel.tensor_model_parallel_size", value=1),
     Requirement(key="parallel.context_parallel_size", value=1),
     Requirement(
         key="parallel.use_distributed_optimizer",

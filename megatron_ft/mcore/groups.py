@@ -189,6 +189,13 @@ class Groups:
     transports: Transports
     """The connections that these groups use."""
 
+    @property
+    def world(self) -> dist.ProcessGroup:
+        """Group of all ranks of the job, for tensors. It uses the backend of the device."""
+        group = dist.group.WORLD
+        assert group is not None, "the process groups are destroyed"
+        return group
+
     def add(self, ranks: Sequence[int], *, timeout_seconds: float) -> dist.ProcessGroup | None:
         """Create a gloo group of ``ranks``. Return None on all other ranks. Every rank of the job must call this.
 

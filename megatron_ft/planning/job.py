@@ -10,7 +10,6 @@ from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.checks.primitives import within_limit
 from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig, LimitsConfig
-from megatron_ft.config.membership import config_of
 from megatron_ft.corpus.samples import DataSummary
 from megatron_ft.operators import Operator, num_active_parameters, num_parameters, operators_of
 from megatron_ft.planning.cost.memory import PROCESS_BYTES, RankMemory, RankParameters
@@ -18,6 +17,7 @@ from megatron_ft.planning.cost.saving import SavingMemory
 from megatron_ft.planning.devices import DeviceChoice, other_device
 from megatron_ft.planning.iteration import BatchPlan
 from megatron_ft.planning.placement.report import PlacementReport
+from megatron_ft.planning.recovery.layout import config_on
 from megatron_ft.planning.recovery.loss_cost import LossCost
 from megatron_ft.planning.recovery.means import (
     costs_of_nodes,
@@ -27,6 +27,7 @@ from megatron_ft.planning.recovery.means import (
     windows_serve,
 )
 from megatron_ft.planning.snapshot.report import SnapshotReport
+from megatron_ft.planning.state.declined import Declined
 from megatron_ft.planning.trace import RoutingTrace
 from megatron_ft.planning.upstream_log import UpstreamLogReport
 from megatron_ft.topology import Topology
@@ -64,7 +65,7 @@ class _JobMemory:
 
     @classmethod
     def of(cls, config: JobConfig, data: DataSummary, device: str) -> "_JobMemory":
-        topology = Topology.of(config.parallel, config.launch.num_nodes * config.launch.ranks_per_node)
+        topology = Topology.of(config.parallel, config.world_size)
         stages = _stages(config, operators_of(config.model, data.tokenizer_vocab_size), data, topology, device)
         snapshot = SnapshotReport.of(config, data.tokenizer_vocab_size)
         upstream_log = UpstreamLogReport.of(config, snapshot)
@@ -117,7 +118,8 @@ def with_slots(config: JobConfig, device: str, data: Callable[[], DataSummary]) 
         larger = derive_placement(replace(config, placement=replace(placement, num_slots_per_rank=num_slots)))
         sizes = [larger]
         if config.fewest_nodes < config.launch.num_nodes:
-            sizes.append(config_of(larger, range(config.launch.num_nodes - 1)))
+            smaller = config_on(larger, range(config.launch.num_nodes - 1))
+            sizes += [] if isinstance(smaller, Declined) else [smaller]
         if all(_JobMemory.of(size, summary, device).fits(config.limits, device) for size in sizes):
             return larger, f"{fewest} for {replicas}, and {num_slots - fewest} more, which limits.{key} allows"
     return derived, f"{reason}; limits.{key}={limit} allows no more"
@@ -241,7 +243,7 @@ class JobPlan:
         """
         assert device in ("cpu", "cuda"), f"device {device!r} is not resolved"
         launch, limits, model, training = config.launch, config.limits, config.model, config.training
-        topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
+        topology = Topology.of(config.parallel, config.world_size)
         operators = operators_of(model, data.tokenizer_vocab_size)
         batch = BatchPlan.of(config, topology)
         memory = _JobMemory.of(config, data, device)
@@ -387,8 +389,7 @@ def _host_bytes_per_node(config: JobConfig, stages: tuple[StagePlan, ...], topol
         memory = stage.memory
         return PROCESS_BYTES + memory.state_bytes + max(kept + memory.activations_bytes, stage.saving.peak_bytes)
 
-    size = config.launch.ranks_per_node
-    return max(
-        sum(host_bytes(rank) for rank in range(node * size, (node + 1) * size))
-        for node in range(config.launch.num_nodes)
-    )
+    totals: dict[int, int] = {}
+    for rank, node in enumerate(config.rank_places):
+        totals[node] = totals.get(node, 0) + host_bytes(rank)
+    return max(totals.values())

@@ -155,9 +155,9 @@ def log_bytes(config: JobConfig, stage: int, num_iterations: int) -> int:
 
 def _node_log_bytes(config: JobConfig, node: int, num_iterations: int) -> int:
     """Return the bytes that all ranks of ``node`` together log in ``num_iterations``."""
-    topology, size = _topology(config), config.launch.ranks_per_node
+    topology, places = _topology(config), config.rank_places
     # Ranks of a node may belong to several stages, whose logs differ in size.
-    stages = [topology.coordinates(rank).pp for rank in range(node * size, (node + 1) * size)]
+    stages = [topology.coordinates(rank).pp for rank, place in enumerate(places) if place == node]
     return sum(log_bytes(config, stage, num_iterations) for stage in stages)
 
 
@@ -174,4 +174,4 @@ def largest_rank_bytes(config: JobConfig, num_iterations: int) -> int:
 
 
 def _topology(config: JobConfig) -> Topology:
-    return Topology.of(config.parallel, config.launch.num_nodes * config.launch.ranks_per_node)
+    return Topology.of(config.parallel, config.world_size)

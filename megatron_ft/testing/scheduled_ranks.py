@@ -18,7 +18,9 @@ from megatron_ft.config.membership import MembershipChange, nodes_over_time
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.errors import ConfigError
 from megatron_ft.mcore import rank_main
+from megatron_ft.planning.recovery.layout import JobLayouts, MembershipLayout
 from megatron_ft.planning.recovery.membership import NextMembership, Target
+from megatron_ft.planning.state.declined import Declined
 
 if TYPE_CHECKING:
     from megatron_ft.mcore.training.trainer import Trainer
@@ -56,30 +58,41 @@ def _check(trainer: "Trainer", schedule: "MembershipSchedule") -> None:
         raise ConfigError.of(key, texts, reason)
 
 
-def scheduled_memberships(
-    changes: Sequence[MembershipChange], num_nodes: int, ranks_per_node: int
-) -> tuple[NextMembership, ...]:
-    """List the memberships after generation 0, which has all nodes. They use its store, so none has an address."""
-    nodes = list(nodes_over_time(num_nodes, changes))
+def scheduled_memberships(changes: Sequence[MembershipChange], layouts: JobLayouts) -> tuple[NextMembership, ...]:
+    """List the memberships after generation 0, which has all nodes. They use its store, so none has an address.
+
+    Raises:
+        ConfigError: a change leaves too few nodes for the layout.
+    """
+    found = []
+    for nodes, change in zip(nodes_over_time(layouts.num_nodes, changes), (None, *changes), strict=True):
+        layout = layouts.on(nodes)
+        if isinstance(layout, Declined):
+            raise ConfigError.of(
+                "testing.membership_schedule", f"nodes {list(nodes)}", f"must suffice: {layout.reason}"
+            )
+        found.append((layout, change))
     return tuple(
-        _following(generation, change, nodes[generation - 1], nodes[generation], ranks_per_node)
-        for generation, change in enumerate(changes, 1)
+        _following(generation, change, found[generation - 1][0], layout)
+        for generation, (layout, change) in enumerate(found)
+        if change is not None
     )
 
 
 def _following(
-    generation: int, change: MembershipChange, before: Sequence[int], after: Sequence[int], ranks_per_node: int
+    generation: int, change: MembershipChange, before: MembershipLayout, after: MembershipLayout
 ) -> NextMembership:
-    ranks, staying = range(ranks_per_node), set(before) - set(change.lose)
+    # A node that is lost and joins in one change comes back without state: it counts as joining.
+    staying = set(before.nodes) - set(change.lose)
     following = NextMembership(
         generation=generation,
         previous_ranks=tuple(
-            # A node that is lost and joins in one change comes back without state: it counts as joining.
-            before.index(node) * ranks_per_node + local if node in staying else None
-            for node in after
-            for local in ranks
+            before.rank_of(process) if node in staying else None
+            for process, node in zip(after.processes, after.rank_nodes, strict=True)
         ),
-        nodes=tuple(node for node in after for _ in ranks),
+        nodes=after.rank_nodes,
+        local_ranks=after.local_ranks,
+        members=after.nodes,
         target=Target(iteration=change.before_iteration - 1, vote=None),
         master_addr="",
         master_port=0,
@@ -99,7 +112,7 @@ class MembershipSchedule:
 
     def __init__(self, job: JobConfig, context: RankContext, store: dist.Store) -> None:
         changes = [MembershipChange.parse(text) for text in job.testing.membership_schedule]
-        self._ahead = deque(scheduled_memberships(changes, job.launch.num_nodes, job.launch.ranks_per_node))
+        self._ahead = deque(scheduled_memberships(changes, JobLayouts.of(job)))
         self._context = context
         self._newest: NextMembership | None = None
         self.store: dist.Store = dist.PrefixStore("history", store)
@@ -128,7 +141,8 @@ class MembershipSchedule:
         self._ahead.clear()
 
     def await_own(self) -> NextMembership | None:
-        """Wait for the next membership that contains this process, and return it; None if there is no other one.
+        """Wait for the next membership that contains this process's node, and return it; None if there is no other
+        one.
 
         The process that has the store waits until the last membership has formed.
         """
@@ -149,7 +163,7 @@ class MembershipSchedule:
         return self._context.rank == 0
 
     def _is_member(self, membership: NextMembership) -> bool:
-        return membership.rank_on(self._context.node, self._context.local_rank) is not None
+        return self._context.node in membership.members
 
     def _publish(self, what: str, membership: NextMembership, value: str = "") -> None:
         # Every rank sets the same value: the first one wakes those that wait.

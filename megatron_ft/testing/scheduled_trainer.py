@@ -1,6 +1,7 @@
 """The training loop of ranks that change memberships by a schedule. Importing this module imports Megatron."""
 
 from megatron_ft.mcore.recovery.replicas import ElasticTrainer
+from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.testing.scheduled_ranks import MembershipSchedule
 
 
@@ -26,16 +27,43 @@ def run_schedule(trainer: ScheduledTrainer, schedule: MembershipSchedule) -> Non
             return trainer.leave()
         # Before ranks leave: each has its share of the files to write.
         trainer.checkpoints.finish()
-        following = schedule.begin()
-        if following.new_rank(trainer.context.rank) is None:
-            trainer.leave()
-            if following.rank_on(trainer.context.node, trainer.context.local_rank) is None:
-                following = schedule.await_own()
-            if following is None:
-                return None
-            trainer = _without_state(trainer)
+        own = _enter(trainer, schedule, schedule.begin())
+        if own is None:
+            return None
+        trainer, following = own
         trainer.reconfigure(following, store=schedule.store)
         schedule.formed()
+
+
+def _enter(
+    trainer: ScheduledTrainer, schedule: MembershipSchedule, beginning: NextMembership
+) -> tuple[ScheduledTrainer, NextMembership] | None:
+    """Wait, from the membership ``beginning`` on, for a membership in which this process has a rank.
+
+    Returns:
+        The trainer for this membership, without state if this process's node has left or was restarted, and the
+        membership; None if there is none.
+    """
+    following: NextMembership | None = beginning
+    node, local_rank = trainer.context.node, trainer.context.local_rank
+    is_spare = False
+    while following is not None:
+        rank = following.rank_on(node, local_rank)
+        if rank is not None and not is_spare and following.previous_ranks[rank] is None:
+            trainer.leave()
+            trainer = _without_state(trainer)
+        if rank is not None:
+            return trainer, following
+        is_spare = node in following.members
+        if is_spare:
+            trainer.stand_by(following)
+        else:
+            trainer.leave()
+            trainer = _without_state(trainer)
+        following = schedule.await_own()
+    if is_spare:
+        trainer.leave()
+    return None
 
 
 def _without_state(trainer: ScheduledTrainer) -> ScheduledTrainer:

@@ -32,7 +32,7 @@ def demands(draw: st.DrawFn) -> tuple[Cluster, int, list[list[int]]]:
 
 
 def counts_for(cluster: Cluster, num_slots: int, loads: list[list[int]]) -> list[tuple[int, ...]]:
-    total = cluster.num_nodes * cluster.ranks_per_node * num_slots
+    total = len(cluster.nodes) * num_slots
     return [allocate(load, total, 1).replica_counts for load in loads]
 
 

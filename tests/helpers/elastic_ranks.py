@@ -28,7 +28,9 @@ from megatron_ft.control.node.worker_client import MembershipOrder, RankContext
 from megatron_ft.control.ports import free_port
 from megatron_ft.control.rundir import RUN_ID_NAME
 from megatron_ft.corpus.indexed import IndexedWriter
-from megatron_ft.planning.recovery.membership import NextMembership, Position, choose_target
+from megatron_ft.planning.recovery.layout import JobLayouts, MembershipLayout
+from megatron_ft.planning.recovery.membership import NextMembership, Position, Target, choose_target
+from megatron_ft.planning.state.declined import Declined
 from megatron_ft.testing.engines import REPOSITORY, be_ready_to_fork, micro_config
 from megatron_ft.testing.snapshot_servers import TOKEN, Cluster, cluster
 
@@ -130,6 +132,9 @@ class PipeClient:
         self._calls.send({"op": "broken", "position": position.to_json(), "error": None})
         return self.await_membership()
 
+    def stand_by(self) -> NextMembership | None:
+        return self.await_membership()
+
     def await_membership(self) -> NextMembership | None:
         answer = self._calls.recv()
         if answer is None:
@@ -202,23 +207,38 @@ class Job:
         self.processes: list[Any] = []
         self.nodes: list[int] = []
         """Node of each process."""
+        self.numbers: list[int] = []
+        """Number of each process in ``JobLayouts``."""
+        self.ranks_per_node = self.config.launch.ranks_per_node
         self.dies_committing = {int(node): iteration for node, iteration in (dies_committing or {}).items()}
         self.keepers = keepers
         self.spares = list(spares)
         self.keepers_live = keepers_live
         self.port = free_port("127.0.0.1")
         self.generation = 0 if resumes is None else 1
-        present = range(nodes) if present is None else present
-        for rank, node in enumerate(present):
-            about = {"rank": rank, "world_size": len(present), "num_nodes": len(present), "nodes": tuple(present)}
-            resume_from = None if resumes is None else folder.parent / resumes / "checkpoints"
-            self._start(node, **about, generation=self.generation, resume_from=resume_from)
+        self.layouts = JobLayouts.of(self.config)
+        layout = self.layouts.on(range(nodes) if present is None else present)
+        assert isinstance(layout, MembershipLayout), layout
+        about = {
+            "world_size": len(layout.processes),
+            "num_nodes": len(layout.nodes),
+            "nodes": layout.rank_nodes,
+            "members": layout.nodes,
+            "generation": self.generation,
+            "resume_from": None if resumes is None else folder.parent / resumes / "checkpoints",
+        }
+        for rank, (node, local) in enumerate(zip(layout.rank_nodes, layout.local_ranks, strict=True)):
+            self._start(node, local_rank=local, rank=rank, **about)
         self.num_records = 0
-        self.members = list(range(len(present)))
+        self.members = list(range(len(self.processes)))
         """Process of each present rank."""
+        self.hot_spares = [self._start(*divmod(spare, self.ranks_per_node), is_joining=True) for spare in layout.spares]
         self.left: list[int] = []
         self.joining_ranks = {
-            node: self._start_with_other_data(node) if node in other_data else self._start(node, is_joining=True)
+            node: [
+                self._start_with_other_data(node) if node in other_data else self._start(node, local, is_joining=True)
+                for local in range(self.ranks_per_node)
+            ]
             for joining in (*(change.get("join", ()) for change in self.changes.values()), *self.returns.values())
             for node in joining
         }
@@ -228,7 +248,9 @@ class Job:
         try:
             while self.members:
                 self._one_membership()
-            for process in self.left:
+            for process in self.hot_spares:
+                self.calls[process].send(None)  # the job has ended
+            for process in (*self.left, *self.hot_spares):
                 while self._hear(process, {}, set(), set()):
                     pass
         finally:
@@ -247,10 +269,10 @@ class Job:
         self.config = config
         return number
 
-    def _start(self, node: int, **about: Any) -> int:
+    def _start(self, node: int, local_rank: int = 0, **about: Any) -> int:
         fork = multiprocessing.get_context("fork")
         (mine, theirs), (reported, telling) = fork.Pipe(), fork.Pipe(duplex=False)
-        context = {**_context(self.folder, node, self.port), **about}
+        context = {**_context(self.folder, node, self.port), "local_rank": local_rank, **about}
         if self.keepers is not None:
             is_alone = about.get("is_joining") and not self.config.recovery.keep_layout
             known = {node: self.keepers.nodes[node]} if is_alone else self.keepers.nodes
@@ -267,6 +289,7 @@ class Job:
         self.breaks.append(telling)
         self.processes.append(process)
         self.nodes.append(node)
+        self.numbers.append(node * self.ranks_per_node + local_rank)
         self.outcomes.append({"records": [], "error": None, "broken": []})
         return len(self.processes) - 1
 
@@ -306,7 +329,14 @@ class Job:
             keeps = self.config.recovery.keep_layout and (self.keepers_live or not self.spares)
             if self.keepers is not None and not keeps:
                 self.keepers.nodes[self.nodes[process]].kill()
-            positions.pop(process, None)
+            # The other ranks of a node are lost with it.
+            alike = [other for other in (*self.members, *self.hot_spares) if self.nodes[other] == self.nodes[process]]
+            for other in alike:
+                self.processes[other].kill()
+                self.processes[other].join()
+                positions.pop(other, None)
+            dead.update(other for other in alike if other in self.members)
+            self.hot_spares = [other for other in self.hot_spares if other not in alike]
             for other in self.members:
                 if other not in dead | gone:
                     self._tell_break(other, f"rank {process} was killed")
@@ -337,31 +367,52 @@ class Job:
         self.targets.append(target.to_json())
         self.generation += 1
         change = self.changes.pop(target.iteration) if is_planned else {}
-        leaving = [process for process in positions if self.nodes[process] in change.get("leave", ())]
+        leaving = change.get("leave", ())
         coming = change.get("join", ()) if is_planned else self.returns.pop(target.iteration, ())
-        joining = [self.joining_ranks[node] for node in coming]
         if self.config.recovery.keep_layout:
             members = [process if process in positions else self._substitute(process) for process in self.members]
+            following, spares = self._following(members, positions, target), []
         else:
-            members = sorted({*positions, *joining} - set(leaving), key=lambda process: self.nodes[process])
+            living = [
+                *positions,
+                *self.hot_spares,
+                *(process for node in coming for process in self.joining_ranks[node]),
+            ]
+            staying = {self.numbers[process]: process for process in living if self.nodes[process] not in leaving}
+            layout = self.layouts.on({self.nodes[process] for process in staying.values()})
+            if isinstance(layout, Declined):
+                raise RuntimeError(layout.reason)
+            members = [staying[number] for number in layout.processes]
+            spares = [staying[number] for number in layout.spares]
+            following = self._following(
+                members, positions, target, local_ranks=layout.local_ranks, members=layout.nodes
+            )
+            left = [process for process in living if process not in staying.values()]
+            self.left += left
+            for process in left:
+                self.calls[process].send(None)
+        self.members, self.hot_spares = members, spares
+        for process in (*members, *spares):
+            self.calls[process].send(following.to_json())
+
+    def _following(
+        self, processes: list[int], positions: Mapping[int, Position], target: Target, **about: Any
+    ) -> NextMembership:
+        is_planned = all(self.outcomes[process]["broken"][-1]["error"] is None for process in positions)
         following = NextMembership(
             generation=self.generation,
             previous_ranks=tuple(
-                self.members.index(process) if process in self.members else None for process in members
+                self.members.index(process) if process in self.members else None for process in processes
             ),
-            nodes=tuple(self.nodes[process] for process in members),
+            nodes=tuple(self.nodes[process] for process in processes),
             target=target,
             master_addr="127.0.0.1",
             master_port=free_port("127.0.0.1"),
             reason="asked for" if is_planned else "killed",
+            **about,
         )
         following.validate()
-        self.members = members
-        self.left += leaving
-        for process in leaving:
-            self.calls[process].send(None)
-        for process in members:
-            self.calls[process].send(following.to_json())
+        return following
 
 
 def _name_run(folder: Path) -> None:

@@ -60,6 +60,6 @@ def test_sizes_that_do_not_fit_are_refused(world_size: int, sizes: dict[str, int
 
 def test_cluster_knows_nodes_and_losses() -> None:
     cluster = Cluster.of(num_nodes=3, ranks_per_node=4)
-    assert cluster.node_of(7) == 1 and list(cluster.ranks_of(2)) == [8, 9, 10, 11]
+    assert cluster.node_of(7) == 1 and cluster.ranks_of(2) == (8, 9, 10, 11)
     assert cluster.failure_domains == ("node0", "node1", "node2")
     assert cluster.without(1).alive == {0, 2}

@@ -63,7 +63,7 @@ def _check_unused(config: JobConfig) -> None:
 
 def _check_slots(config: JobConfig) -> None:
     placement, num_experts = config.placement, config.model.num_moe_experts or 0
-    stage_size, num_domains = _stage(config)
+    stage_size, num_domains = Topology.of(config.parallel, config.world_size).stage_size, fewest_domains(config)
     if placement.num_slots_per_rank is not None:
         slots = placement.num_slots_per_rank * stage_size
         if placement.num_slots_per_rank < 1 or slots < num_experts:
@@ -98,16 +98,14 @@ def _check_rebalancing(config: JobConfig) -> None:
             raise ConfigError.of(f"placement.{name}", value, "must be at least 0 and below 1")
 
 
-def _stage(config: JobConfig) -> tuple[int, int]:
-    """Return the number of ranks of a pipeline stage, and the smallest number of failure domains of a stage."""
-    launch = config.launch
-    topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
-    stages = [
-        {config.member_domains[rank // launch.ranks_per_node] for rank in topology.stage_ranks(stage)}
-        for stage in range(topology.pipeline_model_parallel_size)
-    ]
+def fewest_domains(config: JobConfig) -> int:
+    """Return the smallest number of failure domains that contain the ranks of a pipeline stage."""
+    topology, domains = Topology.of(config.parallel, config.world_size), config.rank_domains
     # Every stage has to spread its replicas, so the one with the fewest domains decides.
-    return topology.stage_size, min(len(names) for names in stages)
+    return min(
+        len({domains[rank] for rank in topology.stage_ranks(stage)})
+        for stage in range(topology.pipeline_model_parallel_size)
+    )
 
 
 def derive_placement(config: JobConfig) -> JobConfig:
@@ -119,7 +117,7 @@ def derive_placement(config: JobConfig) -> JobConfig:
     placement, num_experts = config.placement, config.model.num_moe_experts or 0
     if placement.algorithm is None:
         return config
-    stage_size, _ = _stage(config)
+    stage_size = Topology.of(config.parallel, config.world_size).stage_size
     # A second copy on the same rank survives nothing more, so a rank never needs more slots than there are experts.
     num_slots = placement.num_slots_per_rank or min(num_experts, -(-placement.min_replicas * num_experts // stage_size))
     return dataclasses.replace(

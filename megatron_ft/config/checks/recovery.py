@@ -5,6 +5,7 @@ from megatron_ft.config.checks.primitives import above, at_least, require, show
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import MembershipChange, nodes_over_time
 from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, value_of
+from megatron_ft.topology import Topology
 
 
 def check(config: JobConfig) -> None:
@@ -129,13 +130,25 @@ def _check_keeps_layout(config: JobConfig) -> None:
 def _check_slots(config: JobConfig, num_nodes: int, feature: str) -> None:
     num_experts = config.model.num_moe_experts or 0
     num_slots = derive_placement(config).placement.num_slots_per_rank or 0
-    num_ranks = num_nodes * config.launch.ranks_per_node
+    topology = Topology.of(config.parallel, config.world_size)
+    lane = topology.world_size // topology.data_parallel_size
+    num_lanes = num_nodes * config.launch.ranks_per_node // lane
+    fewest = f"launch.ranks_per_node={config.launch.ranks_per_node} and {num_nodes} nodes"
+    require(
+        num_lanes > 0,
+        "recovery.min_nodes",
+        config.recovery.min_nodes,
+        f"must leave at least TP * CP * PP = {lane} ranks, one model replica: with {feature} the job may continue with "
+        f"{fewest}",
+    )
+    num_ranks = num_lanes * lane // topology.pipeline_model_parallel_size
     require(
         num_slots * num_ranks >= num_experts,
         "placement.num_slots_per_rank",
         config.placement.num_slots_per_rank,
         f"must be large enough that {num_ranks} ranks have at least model.num_moe_experts={num_experts} slots: with "
-        f"{feature} the job may continue on only that many ranks",
+        f"{feature} the job may continue on only that many ranks"
+        + (" of a pipeline stage" if topology.pipeline_model_parallel_size > 1 else ""),
     )
 
 

@@ -78,6 +78,17 @@ class WorkerClient(Protocol):
             ControlError: the job ends or starts its ranks again instead, or this node does not join.
         """
 
+    def stand_by(self) -> NextMembership | None:
+        """Wait as a hot spare, which has no rank in the present membership, for the next membership.
+
+        Returns:
+            The next membership, in which this process may have a rank; None if this process's node leaves: the process
+            must then return from its entry function.
+
+        Raises:
+            ControlError: the job ends or starts its ranks again instead.
+        """
+
     def change_requested(self) -> bool:
         """Whether this rank was ordered to stop at an iteration boundary, because nodes join or leave.
 
@@ -132,6 +143,8 @@ class RankContext:
     nodes: tuple[int, ...] = ()
     """Node number of each rank. Nodes that were lost before this start are missing. Empty if the nodes are unknown, as
     under torchrun."""
+    members: tuple[int, ...] = ()
+    """Nodes of the membership, including nodes without a rank; empty means the nodes of ranks."""
     is_joining: bool = False
     """Whether this process was started while the job was running. Before it joins any group, it must call
     ``worker.await_membership()``, which returns its rank. Until then, ``rank``, ``world_size``, ``num_nodes``,
@@ -188,6 +201,9 @@ class InProcessClient:
     def await_membership(self) -> NextMembership:
         raise ControlError("a rank without an agent cannot join a running job")
 
+    def stand_by(self) -> NextMembership | None:
+        raise ControlError("a rank without an agent cannot be a hot spare")
+
     def change_requested(self) -> bool:
         return False
 
@@ -240,6 +256,7 @@ class AgentClient:
         except OSError as error:
             raise ControlError(f"rank {identity.number} cannot reach its agent at {path}: {error}") from error
         self._rank: int | None = None if identity.is_joining else identity.rank
+        self._is_spare = False
         self._generation = identity.generation
         self._changed = threading.Condition()
         self._abort: Abort | None = None
@@ -306,6 +323,11 @@ class AgentClient:
         if following is None:
             raise ControlError("this node must leave the job before it has joined")
         return following
+
+    def stand_by(self) -> NextMembership | None:
+        if self._rank is not None:
+            raise ControlError(f"rank {self._rank} of generation {self._generation} is not a hot spare")
+        return self._await_next()
 
     def change_requested(self) -> bool:
         return self._order is not None
@@ -379,7 +401,8 @@ class AgentClient:
                     if self._concerns_us(message):
                         self._order = MembershipOrder(tuple(message["leaving"]))
                 case "leave":
-                    self._leaves = self._leaves or self._concerns_us(message)
+                    is_ours = self._is_spare and message["generation"] == self._generation
+                    self._leaves = self._leaves or is_ours or self._concerns_us(message)
                 case "reform":
                     # The membership begins here and not in ``survive``, because the next message may already break it.
                     self._begin(NextMembership.from_json(message["next"]))
@@ -400,10 +423,12 @@ class AgentClient:
 
     def _begin(self, following: NextMembership) -> None:
         rank = following.rank_on(self._identity.node, self._identity.local_rank)
-        if rank is None or following.previous_ranks[rank] != self._rank:  # None on a joining node
+        # The number is None on a joining node and for a hot spare.
+        is_other = rank is not None and following.previous_ranks[rank] != self._rank
+        if is_other or self._identity.node not in following.members:
             who = f"rank {self._rank} of generation {self._generation}, process {self._identity.number},"
             raise ControlError(f"{who} does not belong to the membership {following.summary()}")
-        self._rank, self._generation = rank, following.generation
+        self._rank, self._generation, self._is_spare = rank, following.generation, rank is None
         self._next, self._broken, self._order = following, None, None
 
     def _send(self, message: Record) -> None:

@@ -6,9 +6,9 @@ computes the same plans for all stages without communication.
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.operators import operators_of
 from megatron_ft.planning.cost.memory import RankParameters, expert_state_bytes
 from megatron_ft.planning.placement.copies import StateCopyPlan
-from megatron_ft.planning.placement.layout import Holdings
+from megatron_ft.planning.placement.layout import Holdings, OtherHoldings
 from megatron_ft.planning.placement.migration import MigrationPlan, Step, holdings, remap, replacement_steps
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.rebalance import RebalancePolicy, imbalance, smooth
@@ -97,6 +97,19 @@ class PlacementState:
         return cls(plans=plans, loads=content["loads"])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageHolders:
+    """Ranks of a membership that hold experts of one stage from the previous membership."""
+
+    previous_ranks: tuple[int | None, ...]
+    """For each rank of the stage, in order, its rank in the previous membership; None if it has no state of this
+    stage."""
+    owned: Holdings | None = None
+    """Experts that each of these ranks has; None for those of the previous placement."""
+    others: OtherHoldings
+    """Experts of ranks that were in this stage and are in another one now."""
+
+
 def open_dispatch(config: JobConfig) -> DispatchBackend:
     """Open the dispatch backend of a job with expert replicas. Its kernels are built at their first use.
 
@@ -117,16 +130,16 @@ class PlacementManager:
     """The current placement of all stages of a job, and the loads from which new placements are planned.
 
     Args:
-        world_size: number of ranks of the job.
+        config: configuration of the membership.
         stage: pipeline stage of this rank.
         before: plans and loads of the previous membership; None makes the first plans of a new run.
     """
 
-    def __init__(self, config: JobConfig, *, world_size: int, stage: int, before: PlacementState | None = None) -> None:
+    def __init__(self, config: JobConfig, *, stage: int, before: PlacementState | None = None) -> None:
         self._config = config
         self._stage = stage
         self._algorithm = algorithm_of(config)
-        self._requests = StageRequest.of_job(config, world_size)
+        self._requests = StageRequest.of_job(config)
         self._backend = open_dispatch(config)
         self._inputs = JobInputs(loads=read_first_loads(config), schedule=read_schedule(config))
         self._policy = RebalancePolicy(
@@ -137,55 +150,61 @@ class PlacementManager:
         )
         self.loads: list[Loads] | None = None if before is None else before.loads
         """Smoothed number of tokens of each expert, by stage and layer; None before the first iteration."""
-        topology = Topology.of(config.parallel, world_size)
+        topology = Topology.of(config.parallel, config.world_size)
         operators = operators_of(config.model, 1)
         self._num_dense = RankParameters.of_stage(config.model, operators, topology, stage).num_dense
         self.plans = first_plans(config, self._requests, self._inputs) if before is None else before.plans
 
-    @classmethod
-    def following(
-        cls,
-        before: PlacementState,
-        config: JobConfig,
-        previous_ranks: Sequence[int | None],
-        owned: Holdings | None = None,
-    ) -> "tuple[PlacementManager, MigrationPlan] | Declined":
-        """Return the manager of the next membership and the migration to its placement, or ``Declined`` with the reason
-        why this is impossible.
+    def follow(self, holders: "Sequence[StageHolders]") -> tuple[MigrationPlan, ...] | Declined:
+        """Adopt placements for this membership that follow the placements of the previous membership, in which the
+        ranks in ``holders`` (one entry for each stage) have held experts.
 
-        The result depends only on the arguments. The job must have one pipeline stage.
-
-        Args:
-            before: plans and loads of the previous membership.
-            config: configuration of the next membership.
-            previous_ranks: for each rank of the next membership, its rank in ``before``; None if it has no state.
-            owned: for each of these ranks, the experts whose state it has; None for the experts in ``before.plans``.
+        The result depends only on the configuration, the previous placements and ``holders``. Return the migrations of
+        all stages, or ``Declined`` with the reason why they are impossible.
         """
-        keeper = cls(config, world_size=len(previous_ranks), stage=0, before=before)
-        found = plan_replicas(
-            before.plans[0],
-            previous_ranks,
-            keeper._wanted,
-            num_slots_per_rank=config.placement.num_slots_per_rank or 0,
-            expert_bytes=expert_state_bytes(config),
-            owned=owned,
+        found = []
+        for stage, (plan, held) in enumerate(zip(self.plans, holders, strict=True)):
+            migration = plan_replicas(
+                plan,
+                held.previous_ranks,
+                partial(self._wanted, stage),
+                num_slots_per_rank=self._config.placement.num_slots_per_rank or 0,
+                expert_bytes=expert_state_bytes(self._config),
+                owned=held.owned,
+                others=held.others,
+            )
+            if isinstance(migration, Declined):
+                return migration
+            found.append(migration)
+        self.plans = [migration.placement for migration in found]
+        return tuple(found)
+
+    def evacuation(self, staying: Collection[int]) -> "Change | None":
+        """Plan migrations that move all experts to the ranks ``staying``, before all other ranks leave.
+
+        Return None if the ranks that stay already have all experts. Every stage needs enough staying ranks for all of
+        its experts.
+        """
+        found = [
+            self._evacuation(stage, [rank for rank in plan.ranks if rank in staying])
+            for stage, plan in enumerate(self.plans)
+        ]
+        if not any(found):
+            return None
+        kept = [self._migration(stage, plan) for stage, plan in enumerate(self.plans)]
+        return self._change([new or old for new, old in zip(found, kept, strict=True)], "evacuation", 0.0)
+
+    def _evacuation(self, stage: int, staying: Sequence[int]) -> MigrationPlan | None:
+        request = self._requests[stage]
+        # Only the staying ranks are rearranged, and their domains may be too few for all replicas.
+        smaller = replace(request, ranks=tuple(staying))
+        smaller = replace(smaller, min_replicas=min(request.min_replicas, smaller.num_domains))
+        return plan_drain(
+            self.plans[stage],
+            staying,
+            partial(self._wanted, stage, request=smaller),
+            expert_bytes=expert_state_bytes(self._config),
         )
-        if isinstance(found, Declined):
-            return found
-        keeper.plans = [found.placement]
-        return keeper, found
-
-    def evacuation(self, config: JobConfig, staying: Sequence[int]) -> MigrationPlan | None:
-        """Plan the migration that moves all experts to the ranks ``staying``, before all other ranks leave.
-
-        Return None if the ranks that stay already have all experts. The job must have one pipeline stage.
-
-        Args:
-            config: configuration of the ranks that stay.
-        """
-        before = PlacementState(plans=self.plans, loads=self.loads)
-        keeper = PlacementManager(config, world_size=len(staying), stage=0, before=before)
-        return plan_drain(self.plans[0], staying, keeper._wanted, expert_bytes=expert_state_bytes(self._config))
 
     def replicas(self, plan: PlacementPlan | None = None) -> Replicas:
         """Return the ``Replicas`` of this rank's model. If ``plan`` is None, use the current plan of its stage."""
@@ -291,10 +310,10 @@ class PlacementManager:
         plan, _ = self._requests[stage].place(self._algorithm, loads, previous)
         return plan
 
-    def _wanted(self, previous: Holdings) -> PlacementPlan:
-        if self.loads is not None:
-            return self._place(0, self.loads[0], previous)
-        return self._place(0, self._requests[0].first_loads(self._config, self._inputs), previous)
+    def _wanted(self, stage: int, previous: Holdings, request: StageRequest | None = None) -> PlacementPlan:
+        wanted = request or self._requests[stage]
+        loads = wanted.first_loads(self._config, self._inputs) if self.loads is None else self.loads[stage]
+        return wanted.place(self._algorithm, loads, previous)[0]
 
     def _replan(self, stage: int) -> MigrationPlan:
         assert self.loads is not None, "a new placement needs the loads of at least one iteration"

@@ -82,7 +82,8 @@ class StateCopies:
         self._group = group
         self._clip_grad = config.clip_grad
         self._ranks = plan.ranks
-        self._me = plan.ranks[group.rank()]
+        self.rank = self._me = plan.ranks[group.rank()]
+        """Rank of this process in the job."""
         mine = list(masters(model_chunks, optimizer))
         self.ranges = {m.name: (m.start, m.start + m.tensor.numel()) for m in mine}
         """Range of the elements of each parameter that this rank updates. They stay the same until ranks change."""

@@ -41,20 +41,20 @@ class Coordinator:
         if worker.can_survive:
             abort.install()
         if self.trainer.context.is_joining:
-            self._form(worker.await_membership())
+            stays = self._form(worker.await_membership())
         else:
             self.trainer.break_with(self.trainer.engine.groups.transports.hang_up)
-        while True:
+            stays = True
+        while stays:
             failure = self._attempt()
             if failure is not None:
                 following: NextMembership | None = self._survive(failure)
             elif self.trainer.ended:
-                return self.trainer.leave()
+                break
             else:
                 following = self._planned()
-            if following is None:
-                return self.trainer.leave()
-            self._form(following)
+            stays = following is not None and self._form(following)
+        self.trainer.leave()
 
     def _check(self) -> None:
         """Raise ConfigError if the job may lose nodes, but a job on this device cannot continue after a loss."""
@@ -100,12 +100,22 @@ class Coordinator:
             return self._survive(failure)
         return worker.change(position_of(self.trainer.engine, self.trainer.context.rank))
 
-    def _form(self, following: NextMembership) -> None:
+    def _form(self, following: NextMembership) -> bool:
         """Continue in the membership ``following``. If ranks are lost while it is formed, continue in the next
-        membership that can be formed. Raise RankLost if this process has too little memory, or if an import failed."""
+        membership that can be formed. Return False if this rank's node leaves while this process is a hot spare. Raise
+        RankLost if this process has too little memory, or if an import failed."""
+        context = self.trainer.context
         while True:
+            if following.rank_on(context.node, context.local_rank) is None:
+                self.trainer.stand_by(following)
+                awaited = context.worker.stand_by()
+                if awaited is None:
+                    return False
+                following = awaited
+                continue
             try:
-                return self.trainer.reconfigure(following)
+                self.trainer.reconfigure(following)
+                return True
             # As in ``_attempt``, a RuntimeError comes from a collective, unless ``_is_own`` returns true.
             except (RuntimeError, ImportError, MemoryError) as error:
                 if not self.trainer.context.worker.can_survive:

@@ -1,14 +1,15 @@
 """Forms the process groups of the next membership in the same processes, and restores state from expert replicas.
 
-Experts of lost ranks have replicas on the remaining ranks. Each of these ranks also has all non-expert state, and keeps
-its own random number generators. Joining ranks have no state, and receive all of it. Jobs with ``recovery.keep_layout``
-restore state with ``localized.py`` instead.
+Experts of lost ranks have replicas on other ranks of the stage. All ranks of a model part, which is a pipeline stage
+and a tensor-parallel coordinate, have the same other state. A rank that keeps its model part keeps its state and its
+random number generators. Ranks that join, or that come from another model part, receive the state of their part; the
+latter also send the state of their former part. Jobs with ``recovery.keep_layout`` restore state with ``localized.py``
+instead.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -24,25 +25,26 @@ from megatron_ft.mcore.groups import Collectives, Groups, dissolve_groups, open_
 from megatron_ft.mcore.moe.placement_manager import PlacementManager, PlacementState
 from megatron_ft.mcore.optimizer.adamw import set_position
 from megatron_ft.mcore.recovery.localized import LocalizedReplay
-from megatron_ft.mcore.state.carried import Carried, MembershipStart, hand_over, seed_newcomer, shapes_of
+from megatron_ft.mcore.recovery.membership_move import MembershipMove, Moved, first_of
+from megatron_ft.mcore.state.carried import (
+    Carried,
+    MembershipStart,
+    expert_like,
+    hand_over,
+    seed_newcomer,
+)
 from megatron_ft.mcore.state.optimizer_shards import ShardMove, Shards
 from megatron_ft.mcore.state.rank_status import Holding, Key, Previous, RankStatus, choose_holding, resolve_iteration
 from megatron_ft.mcore.state.tensors import NamedState, by_expert, move_experts, put_state, take_state
-from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.trainer import SNAPSHOT_SERVICE, Trainer
-from megatron_ft.planning.placement.layout import Holdings
 from megatron_ft.planning.placement.migration import MigrationPlan
-from megatron_ft.planning.placement.migration import holdings as experts_of
-from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.planning.recovery.layout import JobLayouts, MembershipLayout
 from megatron_ft.planning.recovery.membership import NextMembership, Target
-from megatron_ft.planning.recovery.replicas import Declined, lost_experts
+from megatron_ft.planning.recovery.replicas import Declined
 from megatron_ft.runtime.transport.abort import Opening
 from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.storage.checkpoints import iteration_of
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
-
-_Experts = frozenset[tuple[int, int]]
-"""Experts of a rank, as pairs (layer number, expert)."""
 
 
 class ElasticTrainer(Trainer):
@@ -50,6 +52,8 @@ class ElasticTrainer(Trainer):
 
     evacuated: Shards | None = None
     """Shards of leaving ranks that this rank has received for the next membership."""
+    spared: tuple[int, ...] = ()
+    """Generations in which this process was a hot spare."""
 
     def join_job(self) -> dist.Store:
         """Form the process groups of generation 0, and build this trainer on them. All ranks must call this.
@@ -98,38 +102,47 @@ class ElasticTrainer(Trainer):
             present,
             range(following.world_size) if in_place else following.nodes,
             following.generation,
-            is_whole=partial(_is_whole, carried, groups, moved),
+            is_whole=lambda key, previous: self._move(present, key, previous, moved).is_whole(carried, groups),
         )
-        check_newcomers_data(self.job, self.context, fingerprints, _first(previous))
+        check_newcomers_data(self.job, self.context, fingerprints, first_of(previous))
+        move = self._move(present, key, previous, moved)
         if in_place:
             self._recover_localized(carried, groups, following.target.iteration)
         else:
+            self._check_parts(move)
             shards = self._shard_move(carried, stated, following.target.iteration)
             if previous[self.context.rank] is None:
                 carried = None  # this rank does not have the state from which the other ranks continue
-            self._go_on(carried, key, previous, moved, groups, shards)
+            self._go_on(carried, move, groups, shards)
         iteration = self.engine.iteration
         self.report(
             MembershipChanged(
                 generation=following.generation,
                 world_size=following.world_size,
-                nodes=tuple(dict.fromkeys(following.nodes)),
+                nodes=following.members,
                 reason=following.reason,
                 iteration=iteration,
                 seconds=time.monotonic() - began,
-                joining=_joining(following.nodes, previous),
+                joining=move.joining,
                 schedule=self.membership_start.changes,
             )
         )
         if self.placement is not None:
             self.report_placement("membership")
         # Rank 0 may have just joined. Then it has no record of the finished iteration and of abandoned saves.
-        self.reporting_rank = _first(previous)
+        self.reporting_rank = move.reporting_rank
         self._report_abandoned_saves()
         if carried is not None and carried.finished is not None:
             finished, carried.finished = carried.finished, None
             self.account(finished, time.monotonic() - began, carried.batch)
         self.reporting_rank = 0
+
+    def stand_by(self, following: NextMembership) -> None:
+        """Become a hot spare in ``following``, a membership in which this process has no rank. Its state is dropped."""
+        self._release_groups()
+        self.engine.in_progress = self.membership_start = self.previous_placement = self.evacuated = None
+        self.spared = (*self.spared, following.generation)
+        self.context = replace(self.context, generation=following.generation, is_joining=False)
 
     def leave(self) -> None:
         """Release all resources without communication, because other ranks may have left already."""
@@ -164,21 +177,55 @@ class ElasticTrainer(Trainer):
 
     def _present(
         self, carried: Carried | None, groups: Groups
-    ) -> tuple[list[RankStatus | None], list[str], list[_Experts | None], list[dict[str, Any] | None]]:
-        """Gather four lists with one entry per rank: the status, or None for a joining rank; the fingerprint of the
-        samples; the experts of the rank, or None if they are those of its holdings; and the statement of its shards, or
+    ) -> tuple[list[RankStatus], list[str], list[Moved | None], list[dict[str, Any] | None]]:
+        """Gather four lists with one entry per rank: the status; the fingerprint of the samples; the experts of the
+        rank in its newest model part, or None if they are those of its holdings; and the statement of its shards, or
         None if it has none."""
-        status = None if carried is None else RankStatus.of(carried.holdings).to_json()
-        experts = list(by_expert(carried.state)) if carried is not None and carried.has_moved else None
+        status = RankStatus.of(() if carried is None else carried.holdings, self.spared).to_json()
+        has_moved = carried is not None and carried.has_moved
+        experts = [carried.part, list(by_expert(carried.state))] if carried is not None and has_moved else None
         shards = None if carried is None or carried.shards is None else carried.shards.statement()
         mine = [status, self.samples["train"].fingerprint(), experts, shards]
         statuses, fingerprints, moved, stated = zip(*Collectives(groups.vote).gather(mine), strict=True)
         return (
-            [None if found is None else RankStatus.from_json(found) for found in statuses],
+            [RankStatus.from_json(found) for found in statuses],
             list(fingerprints),
-            [None if found is None else frozenset(map(tuple, found)) for found in moved],
+            [None if found is None else (found[0], frozenset(map(tuple, found[1]))) for found in moved],
             list(stated),
         )
+
+    def _move(
+        self, present: Sequence[RankStatus], key: Key, previous: Previous, moved: Sequence[Moved | None]
+    ) -> MembershipMove:
+        former = tuple(
+            None if rank is None else presence.part_in(key) for rank, presence in zip(previous, present, strict=True)
+        )
+        joining = [
+            node
+            for node, rank, presence in zip(self.nodes, previous, present, strict=True)
+            if rank is None and key[0] not in presence.spared
+        ]
+        return MembershipMove(
+            key=key,
+            previous=previous,
+            former=former,
+            topology=self.topology,
+            moved=tuple(moved),
+            joining=tuple(dict.fromkeys(joining)),
+        )
+
+    def _check_parts(self, move: MembershipMove) -> None:
+        """Check that a remaining rank has the state of each model part.
+
+        Raises:
+            RecoveryError: the state of a model part is lost.
+        """
+        if move.lost_parts:
+            lost = "; ".join(map(move.topology.describe_part, move.lost_parts))
+            raise RecoveryError(
+                f"generation {self.context.generation} cannot continue from the state of the remaining ranks: no rank "
+                f"has the state of {lost}"
+            )
 
     def _shard_move(
         self, carried: Carried | None, stated: Sequence[dict[str, Any] | None], iteration: int
@@ -191,7 +238,8 @@ class ElasticTrainer(Trainer):
         if not self.config.parallel.use_distributed_optimizer:
             return None
         mine = None if carried is None else carried.shards
-        move = ShardMove.of(mine, stated, iteration=iteration, num_layers=self.config.model.num_layers)
+        parts, num_layers = self.topology.model_parts, self.config.model.num_layers
+        move = ShardMove.of(mine, stated, parts=parts, iteration=iteration, num_layers=num_layers)
         missing = move.missing()
         if missing is not None:
             raise RecoveryError(
@@ -200,71 +248,72 @@ class ElasticTrainer(Trainer):
             )
         return move
 
-    def _go_on(
-        self,
-        carried: Carried | None,
-        key: Key,
-        previous: Previous,
-        moved: Sequence[_Experts | None],
-        groups: Groups,
-        shards: ShardMove | None,
-    ) -> None:
+    def _go_on(self, carried: Carried | None, move: MembershipMove, groups: Groups, shards: ShardMove | None) -> None:
         """Send state to ranks that lack it, then build and fill model and optimizer. All ranks must call this.
 
         Args:
-            carried: this rank's state; None on a rank that does not have the holding of ``key``.
-            key: key of the holding from which all ranks continue.
-            previous: for each rank, its ``Holding.rank`` in this holding; None for a rank without this holding.
-            moved: for each rank, the experts that it has; None if these are the experts of the holding.
+            carried: this rank's state; None on a rank that does not have the holding of ``move``.
             shards: move of the shards of the distributed optimizer; None without it.
         """
-        host, held, shapes = _in_common(carried, key, previous, groups)
-        keeper, migration = self._placement(held, previous, moved)
+        host, held, shapes = move.share(carried, groups)
+        manager = self._placement(held)
+        migrations = self._follow(manager, move)
         generation = self.context.generation
         self.report(RecoveryStarted(generation=generation, strategy="replicas", iteration=host.iteration))
-        state: NamedState = {} if carried is None else dict(carried.state)
+        me = self.context.rank
+        former = move.former[me]
+        old: NamedState = {} if carried is None or former is None else carried.of_part(former)[0]
         failpoints.hit("reform_move", host.iteration)
-        like = None if shapes is None else hand_over(state, shapes, previous, groups)
-        move_experts(state, migration, groups.pg_collection.ep, like=like)
-        self.placement = keeper
+        state = dict(old) if me in move.staying else {}
+        if shapes:
+            state |= hand_over(old, shapes, move.former, move.parts, groups.world)
+            if move.keeps_stage(me):  # another tensor part of the same stage has the same experts
+                state |= {name: old[name] for names in by_expert(old).values() for name in names}
+        like = expert_like(next(iter(shapes.values()))) if shapes else None
+        transfers = [transfer for migration in migrations for transfer in migration.transfers]
+        move_experts(old, transfers, groups.world, range(len(move.parts)), into=state, like=like)
+        del old  # the state of another model part; ``membership_start`` keeps it until the first commit
+        self.placement = manager
         self.use(groups)
         engine = self.engine
         engine.continue_after(host.iteration, host.newest_vote)
         failpoints.hit("reform_build", engine.iteration)
-        engine.build(groups, keeper.replicas())
+        engine.build(groups, manager.replicas())
         put_state(engine.model_chunks, engine.optimizer, state, has_shards=shards is not None)
         if shards is not None:
             failpoints.hit("reform_move", engine.iteration)
             shards.restore(engine.model_chunks, engine.optimizer, groups)
-        # ``restore`` does not change these generators, because state from other ranks contains no generators.
-        if carried is None:
+        # ``restore`` changes these generators only if the state is this rank's own.
+        if not move.keeps_generators(me):
+            host = replace(host, rng=None)
             seed_newcomer(self.job.training.seed, engine.iteration, groups)
         engine.restore(host)
         set_position(engine.scheduler, engine.iteration * self.job.training.global_batch_size)
         self.rounded_off = host.rounded_off
         # Before this rank counts as formed, because from then on it no longer needs the state of the last membership.
         self.keep_copies()
-        self._note_formed(held, previous, is_stopped=host.stopped is not None)
+        self._note_formed(held, move, is_stopped=host.stopped is not None)
         self._restart_snapshots()
         # A barrier: after it, all ranks have all state of this membership, so it can be reported as formed.
         self.collectives.any(False)
         if carried is None and host.stopped is not None:
             self.stop(engine.iteration + 1, host.stopped)
 
-    def _note_formed(self, held: Holding, previous: Previous, *, is_stopped: bool) -> None:
-        beginning, nodes = self.membership_start, tuple(self.nodes)
+    def _note_formed(self, held: Holding, move: MembershipMove, *, is_stopped: bool) -> None:
+        beginning = self.membership_start
         assert beginning is not None, "no membership is being formed"
-        change = MembershipChange.between(held.nodes, nodes, _joining(nodes, previous), beginning.iteration + 1)
+        change = MembershipChange.between(held.nodes, self.members, move.joining, beginning.iteration + 1)
         changes = (*held.changes, change.to_text())
         # If a policy stops the run, this membership does not train, and its state is not needed after a failure.
         self.membership_start = replace(beginning, changes=changes, is_formed=not is_stopped)
 
-    def _placement(
-        self, held: Holding, previous: Previous, moved: Sequence[_Experts | None]
-    ) -> tuple[PlacementManager, MigrationPlan]:
+    def _placement(self, held: Holding) -> PlacementManager:
         assert held.placement is not None, "the holding has no placement"
-        owned = _owned(held.placement.plans[0], previous, moved)
-        found = PlacementManager.following(held.placement, self.config, previous, owned)
+        stage = self.topology.coordinates(self.context.rank).pp
+        return PlacementManager(self.config, stage=stage, before=held.placement)
+
+    def _follow(self, manager: PlacementManager, move: MembershipMove) -> tuple[MigrationPlan, ...]:
+        found = manager.follow(move.holders(manager.plans))
         if isinstance(found, Declined):
             generation = self.context.generation
             raise RecoveryError(
@@ -373,27 +422,35 @@ class ElasticTrainer(Trainer):
         optimizer state. All ranks must call this."""
         placement, engine = self.placement, self.engine
         assert placement is not None, "a node can leave a job only if the job has expert replicas"
-        self._evacuate_shards([rank for rank, node in enumerate(self.nodes) if node in leaving])
-        staying = [rank for rank, node in enumerate(self.nodes) if node not in leaving]
-        config = config_of(self.job, [self.nodes[rank] for rank in staying])
-        moves = placement.evacuation(config, staying)
+        staying = self._ranks_without(leaving)
+        self._evacuate_shards([rank for rank in range(len(self.nodes)) if rank not in staying])
+        change = placement.evacuation(staying)
         # ``evacuation`` has the same result on all ranks, so all of them return here, or none does.
-        if moves is None:
+        if change is None:
             return
         self.context.worker.progress(engine.iteration + 1, "migrate")
         if self.snapshots is not None:
             self.snapshots.pause()
-        self.move(moves, engine.iteration + 1, is_evacuation=True)
-        placement.plans = [moves.placement]
+        self.move(placement.part_of(change), engine.iteration + 1, is_evacuation=True)
+        placement.adopt(change)
         self.report_placement("evacuation")
+
+    def _ranks_without(self, leaving: Sequence[int]) -> frozenset[int]:
+        """Return the ranks whose processes have a rank in the membership without the nodes ``leaving``."""
+        layouts = JobLayouts.of(self.job)
+        now, after = layouts.on(self.members), layouts.on(node for node in self.members if node not in leaving)
+        # The control plane refuses to let nodes leave if the other nodes are too few.
+        assert isinstance(now, MembershipLayout) and isinstance(after, MembershipLayout), "too few nodes would remain"
+        return frozenset(rank for rank, process in enumerate(now.processes) if process in set(after.processes))
 
     def _evacuate_shards(self, leaving: Sequence[int]) -> None:
         engine = self.engine
         if not leaving or engine.state_copies is None or not self.config.parallel.use_distributed_optimizer:
             return
-        mine = Shards.split_off(take_state(engine.model_chunks, engine.optimizer), engine.state_copies)
-        stated, num_layers = self.collectives.gather(mine.statement()), self.config.model.num_layers
-        move = ShardMove.of(mine, stated, iteration=engine.iteration, num_layers=num_layers)
+        parts, num_layers = self.topology.model_parts, self.config.model.num_layers
+        mine = Shards.split_off(take_state(engine.model_chunks, engine.optimizer), engine.state_copies, parts)
+        stated = self.collectives.gather(mine.statement())
+        move = ShardMove.of(mine, stated, parts=parts, iteration=engine.iteration, num_layers=num_layers)
         self.evacuated = move.evacuate(leaving, engine.groups)
 
     def carry(self, target: Target) -> Carried | None:
@@ -440,10 +497,11 @@ class ElasticTrainer(Trainer):
         # Without a placement, the layout stays the same, and so do the shards.
         if placement is not None and self.config.parallel.use_distributed_optimizer:
             assert copies is not None, "this rank keeps no copies of shards"
-            shards = Shards.split_off(state, copies).and_also(evacuated_shards)
+            shards = Shards.split_off(state, copies, self.topology.model_parts).and_also(evacuated_shards)
         stops = finished is not None and finished.decision.action == "stop"
         return Carried(
             holdings=holdings,
+            part=self._part,
             state=state,
             shards=shards,
             host=replace(
@@ -464,6 +522,7 @@ class ElasticTrainer(Trainer):
         engine = self.engine
         return Carried(
             holdings=(self._holding(None),),
+            part=self._part,
             state=take_state(engine.model_chunks, engine.optimizer),
             host=replace(engine.train_state(), newest_vote=engine.newest_vote, rounded_off=self.rounded_off),
             finished=None,
@@ -475,68 +534,28 @@ class ElasticTrainer(Trainer):
         context = self.context
         # Without a placement, a rank has the same state in every membership, so the generation does not matter.
         generation = 0 if placement is None else context.generation
-        return Holding(generation=generation, rank=context.rank, nodes=tuple(self.nodes), placement=placement, **more)
+        return Holding(
+            generation=generation,
+            rank=context.rank,
+            part=self._part,
+            nodes=self.members,
+            placement=placement,
+            **more,
+        )
+
+    @property
+    def _part(self) -> int:
+        """Model part of this rank."""
+        return self.topology.model_parts[self.context.rank]
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Nodes of this membership, including nodes without a rank."""
+        return self.context.members or tuple(dict.fromkeys(self.nodes))
 
     def _windows(self) -> dict[str, Any]:
         snapshots = self.snapshots
         return {} if snapshots is None else {"kept": snapshots.kept, "plan": snapshots.plan}
-
-
-def _is_whole(
-    carried: Carried | None, groups: Groups, moved: Sequence[_Experts | None], key: Key, previous: Previous
-) -> bool:
-    # Returns whether the ranks with a holding have every expert. The first of these ranks has the placement, and
-    # decides.
-    first, missing = _first(previous), None
-    if groups.vote.rank() == first:
-        placement = _held(carried, key).placement
-        if placement is not None:
-            plan = placement.plans[0]
-            missing = bool(lost_experts(plan, previous, _owned(plan, previous, moved)))
-    return not Collectives(groups.vote).from_rank(first, missing)
-
-
-def _owned(plan: PlacementPlan, previous: Previous, moved: Sequence[_Experts | None]) -> Holdings | None:
-    # Returns the experts that each rank has, ``[layer][rank]``; None if these are the experts of ``plan``.
-    if not any(moved):
-        return None
-    return tuple(
-        tuple(
-            of_plan if former is None or experts is None else frozenset(e for layer, e in experts if layer == number)
-            for of_plan, former, experts in zip(of_layer, previous, moved, strict=True)
-        )
-        for number, of_layer in zip(plan.layer_numbers, experts_of(plan, previous), strict=True)
-    )
-
-
-def _held(carried: Carried | None, key: Key) -> Holding:
-    assert carried is not None, "this rank has no state, and so no holding"
-    return next(held for held in carried.holdings if held.key == key)
-
-
-def _joining(nodes: Sequence[int], previous: Previous) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(node for node, rank in zip(nodes, previous, strict=True) if rank is None))
-
-
-def _in_common(
-    carried: Carried | None, key: Key, previous: Previous, groups: Groups
-) -> tuple[TrainState, Holding, list[tuple[str, str, str, list[int]]] | None]:
-    # Returns the common state, the holding and, if ranks join, the shapes of the tensors, which are then broadcast.
-    # ``previous`` is the same on every rank, so all ranks skip the broadcast, or none does.
-    if None not in previous:
-        assert carried is not None, "all ranks must have state, but this rank has none"
-        return carried.host, _held(carried, key), None
-    record = None
-    if carried is not None:
-        about = {"host": carried.host.to_json(own=False), "held": _held(carried, key).to_json()}
-        record = {**about, "shapes": shapes_of(carried.state)}
-    shared = Collectives(groups.vote).from_rank(_first(previous), record)
-    host = TrainState.from_json(shared["host"]) if carried is None else carried.host
-    return host, Holding.from_json(shared["held"]), shared["shapes"]
-
-
-def _first(previous: Previous) -> int:
-    return next(rank for rank, former in enumerate(previous) if former is not None)
 
 
 def _context(context: RankContext, following: NextMembership, config: JobConfig) -> RankContext:
@@ -549,6 +568,7 @@ def _context(context: RankContext, following: NextMembership, config: JobConfig)
         rank=rank,
         world_size=following.world_size,
         num_nodes=config.launch.num_nodes,
+        members=following.members,
         generation=following.generation,
         master_addr=following.master_addr,
         master_port=following.master_port,

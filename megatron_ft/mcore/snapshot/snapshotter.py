@@ -376,8 +376,8 @@ class Snapshotter:
         return self._lay_out(iteration, plan, view, self._memory, needed)
 
     def _checked_host_bytes(self, plan: WindowPlan, view: OperatorView) -> int:
-        per_node, shards = self._config.launch.ranks_per_node, view.shards_by_rank
-        nodes = host_bytes(plan, shards, per_node, self._assignment, plans_again=self._plans_again)
+        places, shards = self._config.rank_places, view.shards_by_rank
+        nodes = host_bytes(plan, shards, places, self._assignment, plans_again=self._plans_again)
         needed = max(node.total_bytes for node in nodes)
         check_limit(needed, self._config.snapshot.host_memory_limit_bytes)
         return needed

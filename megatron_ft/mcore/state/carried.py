@@ -2,12 +2,13 @@
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron_ft.mcore.groups import Groups, exchange_tensors
 from megatron_ft.mcore.state.optimizer_shards import Shards
@@ -31,18 +32,22 @@ class Carried:
     """A rank's state between two memberships. It does not reference process groups."""
 
     holdings: tuple[Holding, ...]
-    """Records of the placements whose tensors are in ``state``, oldest first."""
+    """Records of the placements whose tensors are in ``state`` and ``former``, oldest first."""
+    part: int = 0
+    """Model part of ``state`` and ``host``, see ``Topology.model_parts``."""
     state: NamedState
     host: TrainState
     """State of the rank besides the tensors in ``state`` and ``shards``."""
+    former: Mapping[int, tuple[NamedState, TrainState]] = field(default_factory=dict)
+    """Tensors and other state of model parts that this rank had in earlier memberships, after the same iteration."""
     finished: IterationResult | None
     """Result of the iteration that was finished after the membership had ended, and that is not reported yet. None if
     there is no such iteration."""
     batch: BatchPlan
     """Batch plan with which the iteration in ``finished`` ran."""
     shards: Shards | None = None
-    """Non-expert optimizer state if the optimizer is sharded and ranks can change; ``state`` then contains no
-    non-expert parameters. It does not depend on the placement, so it belongs to all of ``holdings``."""
+    """Non-expert optimizer state of all model parts if the optimizer is sharded and ranks can change; ``state`` then
+    contains no non-expert parameters. It does not depend on the placement, so it belongs to all of ``holdings``."""
     kept: WindowKey | None = None
     """The newest window that was committed, as far as this rank knows; None before the first commit."""
     plan: WindowPlan | None = None
@@ -59,15 +64,22 @@ class Carried:
         ``finished`` is that of ``before``, because it must still be reported."""
         if before is None:
             return self
+        earlier = {**before.former, before.part: (before.state, before.host)}
+        state, _ = earlier.pop(self.part, ({}, None))
         return replace(
             self,
             holdings=(*before.holdings, *self.holdings),
-            state={**before.state, **self.state},
+            state={**state, **self.state},
+            former=earlier,
             shards=None if self.shards is None else self.shards.and_also(before.shards),
             host=replace(self.host, stopped=before.host.stopped),
             finished=before.finished,
             batch=before.batch,
         )
+
+    def of_part(self, part: int) -> tuple[NamedState, TrainState]:
+        """Return the tensors and the other state of a model part."""
+        return (self.state, self.host) if part == self.part else self.former[part]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,36 +101,51 @@ class MembershipStart:
         return self.is_formed or self.carried is not None
 
 
-def hand_over(state: NamedState, shapes: Sequence[Shape], previous: Sequence[int | None], groups: Groups) -> NamedState:
-    """Send all non-expert state to joining ranks. Each rank with state sends a part. All ranks must call this.
+def hand_over(
+    state: NamedState,
+    shapes: Mapping[int, Sequence[Shape]],
+    former: Sequence[int | None],
+    parts: Sequence[int],
+    group: dist.ProcessGroup,
+) -> NamedState:
+    """Send the non-expert state of each model part to the ranks that lack it. Each rank that has had the part sends a
+    share. All ranks of ``group`` must call this.
 
     Args:
-        state: this rank's tensors. On a joining rank, the received tensors are added.
-        shapes: name, dtype, device type and shape of all tensors of one rank with state.
-        previous: for each rank, its rank in the chosen holding; None if it has no state.
+        state: this rank's tensors of its former part; not used on a rank without state.
+        shapes: name, dtype, device type and shape of all tensors of one rank, by model part.
+        former: for each rank, the model part whose state it has; None if it has no state.
+        parts: model part of each rank in the new membership.
 
     Returns:
-        Uninitialized tensors with the names and shapes of one expert's tensors.
+        The tensors that this rank has received.
     """
-    # With replicas, the expert group contains all ranks of the stage, and only jobs with one stage call this function.
-    group = groups.pg_collection.ep
-    rows = {name: row for name, *row in shapes}
-    dense = {name: _num_bytes(row) for name, row in rows.items() if expert_of(name) is None}
-    with_state = [rank for rank, former in enumerate(previous) if former is not None]
-    # Senders and receivers compute the same shares from the same rows, so names need not be sent.
-    shares = share_out(dense, with_state)
-    outgoing: list[list[torch.Tensor]] = [[] for _ in previous]
-    incoming: list[list[torch.Tensor]] = [[] for _ in previous]
+    outgoing: list[list[torch.Tensor]] = [[] for _ in parts]
+    incoming: list[list[torch.Tensor]] = [[] for _ in parts]
+    received: NamedState = {}
     me = group.rank()
-    if previous[me] is None:
-        state.update({name: _empty(rows[name]) for name in dense})
-        incoming = [[state[name] for name in shares.get(rank, ())] for rank in range(len(previous))]
-    else:
-        mine = [state[name] for name in shares[me]]
-        outgoing = [mine if former is None else [] for former in previous]
+    for part, of_part in sorted(shapes.items()):
+        lacking = [rank for rank, wanted in enumerate(parts) if wanted == part != former[rank]]
+        rows = {name: row for name, *row in of_part if expert_of(name) is None}
+        # Senders and receivers compute the same shares from the same rows, so names need not be sent.
+        having = [rank for rank, found in enumerate(former) if found == part]
+        shares = share_out({name: _num_bytes(row) for name, row in rows.items()}, having)
+        if me in lacking:
+            received = {name: _empty(row) for name, row in rows.items()}
+            for rank, names in shares.items():
+                incoming[rank] = [received[name] for name in names]
+        if me in shares:
+            for rank in lacking:
+                outgoing[rank] = [state[name] for name in shares[me]]
     exchange_tensors(outgoing, incoming, group)
-    first = next(iter(by_expert(rows).values()))
-    return {name: _empty(rows[name]) for name in first}
+    return received
+
+
+def expert_like(shapes: Sequence[Shape]) -> NamedState:
+    """Return uninitialized tensors with the names and shapes of one expert's tensors. ``shapes`` are those of all
+    tensors of a rank."""
+    rows = {name: row for name, *row in shapes}
+    return {name: _empty(rows[name]) for name in next(iter(by_expert(rows).values()))}
 
 
 def shapes_of(state: NamedState) -> list[Shape]:

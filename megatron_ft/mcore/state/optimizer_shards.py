@@ -28,14 +28,16 @@ from megatron_ft.planning.state.transfers import STAGING_BYTES, TransferPlan
 _MASTER = "master"
 _KINDS = (_MASTER, *MOMENTS)
 
-_Row = tuple[str, int, int]
-"""Name of a parameter, and the first element and the end (exclusive) of a range of its elements."""
+_Row = tuple[int, str, int, int]
+"""Model part and name of a parameter, and the first element and the end (exclusive) of a range of its elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Piece:
     """Optimizer state of consecutive elements of one flattened parameter."""
 
+    part: int
+    """Model part of the parameter, see ``Topology.model_parts``."""
     parameter: str
     start: int
     tensors: Mapping[str, torch.Tensor]
@@ -55,16 +57,18 @@ class _Piece:
 class Shards:
     """The non-expert optimizer state that one rank has after an iteration: its own shard, and copies of others."""
 
-    sizes: Mapping[str, int]
-    """Number of elements of each non-expert parameter of the model."""
+    sizes: Mapping[int, Mapping[str, int]]
+    """Number of elements of each non-expert parameter, by model part."""
     step: int | None
     """Number of updates; None on a rank without a shard."""
     pieces: tuple[_Piece, ...]
 
     @classmethod
-    def split_off(cls, state: NamedState, copies: StateCopies) -> "Shards":
+    def split_off(cls, state: NamedState, copies: StateCopies, parts: Sequence[int]) -> "Shards":
         """Remove the non-expert parameters from ``state``, all tensors of a rank, and return their optimizer state. The
-        weights are dropped, because they follow from the master weights. ``copies`` are the copies on this rank."""
+        weights are dropped, because they follow from the master weights. ``copies`` are the copies on this rank, and
+        ``parts`` are the model parts of all ranks."""
+        part = parts[copies.rank]
         taken = {name: state.pop(name) for name in list(state) if is_non_expert(name)}
         steps = {int(tensor) for name, tensor in taken.items() if name.endswith("/step")}
         pieces = []
@@ -75,26 +79,29 @@ class Shards:
             master = taken.get(f"{name}/{_MASTER}")
             master = taken[name].view(-1)[start:stop].clone() if master is None else master.view(-1)
             moments = {kind: taken[f"{name}/{kind}"].view(-1) for kind in MOMENTS}
-            pieces.append(_Piece(parameter=name, start=start, tensors={_MASTER: master, **moments}))
+            pieces.append(_Piece(part=part, parameter=name, start=start, tensors={_MASTER: master, **moments}))
         for kept in copies.kept:
             tensors = kept.tensors()
             for name, start in zip(kept.names, kept.starts, strict=True):
                 if is_non_expert(name):
                     copied = {kind: tensors[f"{name}/{kind}"].view(-1) for kind in _KINDS}
-                    pieces.append(_Piece(parameter=name, start=start, tensors=copied, is_copy=True))
+                    owner = parts[kept.owner]
+                    pieces.append(_Piece(part=owner, parameter=name, start=start, tensors=copied, is_copy=True))
                     steps.add(int(tensors[f"{name}/step"]))
         assert len(steps) <= 1, f"shards have different numbers of updates: {sorted(steps)}"
         sizes = {name: tensor.numel() for name, tensor in taken.items() if "/" not in name}
-        return cls(sizes=sizes, step=next(iter(steps), None), pieces=tuple(pieces))
+        return cls(sizes={part: sizes}, step=next(iter(steps), None), pieces=tuple(pieces))
 
     def and_also(self, other: "Shards | None") -> "Shards":
         """Return this state and ``other``, which must be the state after the same iteration."""
-        return self if other is None else replace(self, pieces=(*self.pieces, *other.pieces))
+        if other is None:
+            return self
+        return replace(self, sizes={**other.sizes, **self.sizes}, pieces=(*self.pieces, *other.pieces))
 
     def statement(self) -> dict[str, Any]:
         """Return a description of this object as JSON values, for ``ShardMove.of``."""
-        rows = [[piece.parameter, piece.start, piece.stop, piece.is_copy] for piece in self.pieces]
-        return {"sizes": self.sizes, "step": self.step, "rows": rows}
+        rows = [[piece.part, piece.parameter, piece.start, piece.stop, piece.is_copy] for piece in self.pieces]
+        return {"sizes": list(self.sizes.items()), "step": self.step, "rows": rows}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,13 +113,21 @@ class ShardMove:
     step: int
     iteration: int
     held: Holdings
+    parts: tuple[int, ...]
+    """Model part of each rank of the membership."""
 
     @classmethod
     def of(
-        cls, mine: Shards | None, statements: Sequence[Mapping[str, Any] | None], *, iteration: int, num_layers: int
+        cls,
+        mine: Shards | None,
+        statements: Sequence[Mapping[str, Any] | None],
+        *,
+        parts: Sequence[int],
+        iteration: int,
+        num_layers: int,
     ) -> "ShardMove":
-        """Combine the ``statements`` of all ranks of the membership, in rank order; None for joining ranks. The state
-        is that after ``iteration``."""
+        """Combine the ``statements`` of all ranks of the membership, in rank order; None for joining ranks. ``parts``
+        are the model parts of these ranks. The state is that after ``iteration``."""
         known = {rank: statement for rank, statement in enumerate(statements) if statement is not None}
         assert known, "no rank has state"
         steps = {statement["step"] for statement in known.values()} - {None}
@@ -121,36 +136,40 @@ class ShardMove:
             StateTensor(
                 operator=operator_of(name, num_layers),
                 parameter=name,
-                tensor_part=0,
+                # All parameters are divided by model part, because the copies of tied and of replicated parameters
+                # belong to different shards.
+                tensor_part=part,
                 kind="master and moments",
                 num_elements=size,
                 item_bytes=len(_KINDS) * torch.float32.itemsize,
             )
-            for name, size in next(iter(known.values()))["sizes"].items()
+            for statement in known.values()
+            for part, sizes in statement["sizes"]
+            for name, size in sizes.items()
         )
-        tensor_of = {tensor.parameter: tensor for tensor in index.tensors}
+        tensor_of = {(tensor.tensor_part, tensor.parameter): tensor for tensor in index.tensors}
         held = Holdings.of(
             index,
             (
                 Holding(
                     rank=rank,
                     domain="",
-                    tensor=tensor_of[name],
+                    tensor=tensor_of[part, name],
                     start=start,
                     stop=stop,
                     iteration=iteration,
                     medium=Medium.STATE_COPY if is_copy else Medium.LIVE,
                 )
                 for rank, statement in known.items()
-                for name, start, stop, is_copy in statement["rows"]
+                for part, name, start, stop, is_copy in statement["rows"]
             ),
         )
-        return cls(mine=mine, step=steps.pop(), iteration=iteration, held=held)
+        return cls(mine=mine, step=steps.pop(), iteration=iteration, held=held, parts=tuple(parts))
 
     def missing(self, without: Sequence[int] = ()) -> Declined | None:
         """Return which state no rank has, or None if the ranks together have all state. Ranks in ``without`` do not
         count."""
-        everything = [[(t.parameter, 0, t.num_elements) for t in self.held.index.tensors]]
+        everything = [[(t.tensor_part, t.parameter, 0, t.num_elements) for t in self.held.index.tensors]]
         found = TransferPlan.of(self.held.without(ranks=without), self._needs(everything))
         return found if isinstance(found, Declined) else None
 
@@ -165,8 +184,10 @@ class ShardMove:
         """Fill the shard of this rank in a newly built optimizer, and all non-expert weights of the model. All ranks
         must call this, and no state may be missing. A rank sends and receives at most ``limit_bytes`` at a time."""
         mine = [master for master in masters(model_chunks, optimizer) if is_non_expert(master.name)]
+        part = self.parts[groups.vote.rank()]
         targets = [
             _Piece(
+                part=part,
                 parameter=master.name,
                 start=master.start,
                 tensors={
@@ -177,7 +198,7 @@ class ShardMove:
             for master in mine
         ]
         # Only each rank itself knows its ranges, because Megatron divides flat buffers at any element.
-        rows = Collectives(groups.vote).gather([(piece.parameter, piece.start, piece.stop) for piece in targets])
+        rows = Collectives(groups.vote).gather([(part, piece.parameter, piece.start, piece.stop) for piece in targets])
         self._carry_out(rows, targets, groups, limit_bytes)
         for master in mine:
             master.state["step"].fill_(self.step)
@@ -190,18 +211,24 @@ class ShardMove:
         if missing is None:
             return None
         assert self.mine is not None, "all ranks have state before some leave"
-        staying = [rank for rank in range(groups.vote.size()) if rank not in leaving]
-        rows: list[list[_Row]] = [[] for _ in range(groups.vote.size())]
+        staying: dict[int, list[int]] = {}
+        for rank, part in enumerate(self.parts):
+            if rank not in leaving:
+                staying.setdefault(part, []).append(rank)
+        rows: list[list[_Row]] = [[] for _ in self.parts]
         for number, item in enumerate(missing.missing):
-            rows[staying[number % len(staying)]].append((item.tensor.parameter, item.start, item.stop))
+            part = item.tensor.tensor_part
+            rank = staying[part][number % len(staying[part])]
+            rows[rank].append((part, item.tensor.parameter, item.start, item.stop))
         targets = [
             _Piece(
+                part=part,
                 parameter=name,
                 start=start,
                 tensors={kind: torch.empty(stop - start, device=torch.cuda.current_device()) for kind in _KINDS},
                 is_copy=True,
             )
-            for name, start, stop in rows[groups.vote.rank()]
+            for part, name, start, stop in rows[groups.vote.rank()]
         ]
         self._carry_out(rows, targets, groups, STAGING_BYTES)
         return replace(self.mine, pieces=tuple(targets))
@@ -210,29 +237,30 @@ class ShardMove:
 
     def _needs(self, rows_by_rank: Sequence[Sequence[_Row]]) -> Needs:
         index = self.held.index
-        tensor_of = {tensor.parameter: tensor for tensor in index.tensors}
+        tensor_of = {(tensor.tensor_part, tensor.parameter): tensor for tensor in index.tensors}
         return Needs.of(
             index,
             (
-                Need(rank=rank, tensor=tensor_of[name], start=start, stop=stop, iteration=self.iteration)
+                Need(rank=rank, tensor=tensor_of[part, name], start=start, stop=stop, iteration=self.iteration)
                 for rank, rows in enumerate(rows_by_rank)
-                for name, start, stop in rows
+                for part, name, start, stop in rows
             ),
         )
 
     def _carry_out(
         self, rows: Sequence[Sequence[_Row]], targets: Sequence[_Piece], groups: Groups, limit_bytes: int
     ) -> None:
-        # With replicas, the expert group contains all ranks of the stage, and only jobs with one stage move shards.
-        group = groups.pg_collection.ep
+        group = groups.world
         plan = TransferPlan.of(self.held, self._needs(rows), limit_bytes=limit_bytes)
         assert isinstance(plan, TransferPlan), f"state is missing: {plan.summary()}"
         me = group.rank()
         own, wanted = _by_parameter(() if self.mine is None else self.mine.pieces), _by_parameter(targets)
         with torch.no_grad():
             for kept in plan.kept_by(me):
-                for start, stop, piece in _parts(own[kept.tensor.parameter], kept.start, kept.stop):
-                    (target,) = wanted[kept.tensor.parameter]
+                for start, stop, piece in _parts(
+                    own[kept.tensor.tensor_part, kept.tensor.parameter], kept.start, kept.stop
+                ):
+                    (target,) = wanted[kept.tensor.tensor_part, kept.tensor.parameter]
                     for to, source in zip(target.of(start, stop), piece.of(start, stop), strict=True):
                         to.copy_(source)
         transfers = list(plan.transfers(me))
@@ -241,7 +269,7 @@ class ShardMove:
             incoming: list[list[torch.Tensor]] = [[] for _ in range(group.size())]
             for transfer in (found for found in transfers if found.round == turn):
                 is_sent = transfer.source == me
-                pieces = (own if is_sent else wanted)[transfer.tensor.parameter]
+                pieces = (own if is_sent else wanted)[transfer.tensor.tensor_part, transfer.tensor.parameter]
                 found = [piece.of(start, stop) for start, stop, piece in _parts(pieces, transfer.start, transfer.stop)]
                 # Sorted by kind: the bytes do not depend on the number of parts, which the receiver does not know.
                 tensors = [tensor for of_kind in zip(*found, strict=True) for tensor in of_kind]
@@ -250,10 +278,10 @@ class ShardMove:
                 exchange_tensors(outgoing, incoming, group)
 
 
-def _by_parameter(pieces: Sequence[_Piece]) -> dict[str, list[_Piece]]:
-    found: dict[str, list[_Piece]] = {}
+def _by_parameter(pieces: Sequence[_Piece]) -> dict[tuple[int, str], list[_Piece]]:
+    found: dict[tuple[int, str], list[_Piece]] = {}
     for piece in pieces:
-        found.setdefault(piece.parameter, []).append(piece)
+        found.setdefault((piece.part, piece.parameter), []).append(piece)
     return found
 
 

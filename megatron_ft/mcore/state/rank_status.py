@@ -89,8 +89,10 @@ class Holding:
     """Whether the placement is the result of an evacuation: a migration of all experts to the ranks that stay."""
     rank: int
     """Rank in this membership."""
+    part: int = 0
+    """Model part of this rank in this membership, see ``Topology.model_parts``."""
     nodes: tuple[int, ...]
-    """Node number of each rank of this membership."""
+    """Nodes of this membership."""
     placement: PlacementState | None
     """Placement of the experts; None if Megatron assigns experts to ranks."""
     changes: tuple[str, ...] = ()
@@ -106,6 +108,7 @@ class Holding:
             "generation": self.generation,
             "is_evacuation": self.is_evacuation,
             "rank": self.rank,
+            "part": self.part,
             "nodes": list(self.nodes),
             "placement": None if self.placement is None else self.placement.to_json(),
             "changes": list(self.changes),
@@ -126,26 +129,34 @@ Previous = tuple[int | None, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """Summary of the holdings of a rank with state, which the ranks exchange."""
+    """Summary of the holdings of a rank, which the ranks exchange."""
 
-    holdings: tuple[tuple[Key, int, str], ...]
-    """Key, ``Holding.rank`` and digest of the placement, for each holding."""
+    holdings: tuple[tuple[Key, int, int, str], ...] = ()
+    """Key, ``Holding.rank``, ``Holding.part`` and digest of the placement, for each holding; empty without state."""
+    spared: tuple[int, ...] = ()
+    """Generations in which this process was a hot spare, so that it has no holding of them."""
 
     @classmethod
-    def of(cls, holdings: Sequence[Holding]) -> "RankStatus":
+    def of(cls, holdings: Sequence[Holding], spared: Sequence[int] = ()) -> "RankStatus":
         """Create the summary of ``holdings``."""
-        return cls(holdings=tuple((held.key, held.rank, _digest_of(held.placement)) for held in holdings))
+        rows = tuple((held.key, held.rank, held.part, _digest_of(held.placement)) for held in holdings)
+        return cls(holdings=rows, spared=tuple(spared))
 
     def rank_in(self, key: Key) -> int | None:
         """Return ``Holding.rank`` of the holding with ``key``, or None if this rank does not have it."""
-        return next((rank for found, rank, _ in self.holdings if found == key), None)
+        return next((rank for found, rank, _, _ in self.holdings if found == key), None)
 
-    def to_json(self) -> list[Any]:
-        return [[list(key), rank, digest] for key, rank, digest in self.holdings]
+    def part_in(self, key: Key) -> int | None:
+        """Return ``Holding.part`` of the holding with ``key``, or None if this rank does not have it."""
+        return next((part for found, _, part, _ in self.holdings if found == key), None)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"holdings": [[list(row[0]), *row[1:]] for row in self.holdings], "spared": list(self.spared)}
 
     @classmethod
-    def from_json(cls, content: list[Any]) -> "RankStatus":
-        return cls(holdings=tuple(((key[0], key[1]), rank, digest) for key, rank, digest in content))
+    def from_json(cls, content: dict[str, Any]) -> "RankStatus":
+        rows = tuple(((key[0], key[1]), rank, part, digest) for key, rank, part, digest in content["holdings"])
+        return cls(holdings=rows, spared=tuple(content["spared"]))
 
 
 def _digest_of(placement: PlacementState | None) -> str:
@@ -155,7 +166,7 @@ def _digest_of(placement: PlacementState | None) -> str:
 
 
 def choose_holding(
-    present: Sequence[RankStatus | None],
+    present: Sequence[RankStatus],
     nodes: Sequence[int],
     generation: int,
     *,
@@ -168,10 +179,11 @@ def choose_holding(
     experts is used only if no holding has all experts.
 
     Args:
-        present: status of each rank of membership ``generation``; None for joining ranks.
-        nodes: node number of each rank. If one rank of a node lacks a holding, no rank of the node uses it.
-        is_whole: returns whether the ranks with a holding have every expert. It is called only if there are several
-            holdings, in the same order on every rank.
+        present: status of each rank of membership ``generation``.
+        nodes: node number of each rank. If one rank of a node lacks a holding of a membership in which it had a rank,
+            no rank of the node uses it.
+        is_whole: returns whether the ranks with a holding have every expert and every model part. It is called only if
+            there are several holdings, in the same order on every rank.
 
     Returns:
         The key of the holding, and for each rank of the membership its rank in the holding, or None.
@@ -179,10 +191,10 @@ def choose_holding(
     Raises:
         RecoveryError: no rank has state, or ranks have different placements for the same holding.
     """
-    known = [presence for presence in present if presence is not None]
+    known = [presence for presence in present if presence.holdings]
     if not known:
         raise RecoveryError(f"generation {generation}: all ranks that had state are lost")
-    keys = sorted({key for presence in known for key, _, _ in presence.holdings})
+    keys = sorted({key for presence in known for key, *_ in presence.holdings})
     # Every rank with state has received all state of such a membership, so nothing is missing.
     shared = [key for key in keys if all(presence.rank_in(key) is not None for presence in known)]
     order = [*reversed(shared), *(key for key in keys if key not in shared)]
@@ -197,19 +209,22 @@ def choose_holding(
     return order[0], found[order[0]]
 
 
-def _previous(present: Sequence[RankStatus | None], nodes: Sequence[int], key: Key) -> Previous:
-    ranks = [None if presence is None else presence.rank_in(key) for presence in present]
+def _previous(present: Sequence[RankStatus], nodes: Sequence[int], key: Key) -> Previous:
+    ranks = [presence.rank_in(key) for presence in present]
     # All ranks of a node join together, because ``testing.membership_schedule`` names nodes, not ranks.
-    lacking = {node for node, rank in zip(nodes, ranks, strict=True) if rank is None}
+    lacking = {
+        node
+        for node, rank, presence in zip(nodes, ranks, present, strict=True)
+        if rank is None and key[0] not in presence.spared
+    }
     return tuple(None if node in lacking else rank for node, rank in zip(nodes, ranks, strict=True))
 
 
-def _check_alike(present: Sequence[RankStatus | None], key: Key, generation: int) -> None:
+def _check_alike(present: Sequence[RankStatus], key: Key, generation: int) -> None:
     chosen = {
         rank: digest
         for rank, presence in enumerate(present)
-        if presence is not None
-        for found, _, digest in presence.holdings
+        for found, _, _, digest in presence.holdings
         if found == key
     }
     if len(set(chosen.values())) > 1:

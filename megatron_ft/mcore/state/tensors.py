@@ -10,7 +10,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron_ft.mcore.groups import exchange_one, exchange_tensors, wait_for_all
 from megatron_ft.mcore.model.parameters import named_parameters, unwrap
 from megatron_ft.mcore.optimizer.adamw import allocate_state, masters_of, sub_optimizers
-from megatron_ft.planning.placement.migration import MigrationPlan, Replacement, Step
+from megatron_ft.planning.placement.migration import Replacement, Step, Transfer
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -125,32 +125,40 @@ _ExpertId = tuple[int, int]
 
 
 def move_experts(
-    state: NamedState, migration: MigrationPlan, group: dist.ProcessGroup, *, like: NamedState | None = None
+    state: NamedState,
+    transfers: Iterable[Transfer],
+    group: dist.ProcessGroup,
+    ranks: Sequence[int],
+    *,
+    into: NamedState | None = None,
+    like: NamedState | None = None,
 ) -> int:
-    """Send and receive the experts of ``migration``, and add the received ones to ``state``.
-
-    All ranks of ``group``, which are the ranks of ``migration``, must call this.
+    """Send and receive the experts of ``transfers``. All ranks of ``group`` must call this.
 
     Args:
+        state: tensors of this rank, with the experts that it sends.
+        ranks: for each rank of ``group``, in order, the number that it has in ``transfers``.
+        into: receives the tensors of received experts; ``state`` by default.
         like: tensors of any expert, which give shapes, dtypes and devices; None uses an expert in ``state``.
 
     Returns:
         Number of bytes that this rank sent.
     """
-    position = {rank: place for place, rank in enumerate(migration.placement.ranks)}
-    me = migration.placement.ranks[group.rank()]
+    position = {rank: place for place, rank in enumerate(ranks)}
+    me = ranks[group.rank()]
     names = by_expert(state)
     like = {name: state[name] for name in next(iter(names.values()))} if like is None else like
+    target = state if into is None else into
     outgoing: list[list[torch.Tensor]] = [[] for _ in position]
     incoming: list[list[torch.Tensor]] = [[] for _ in position]
     # Sender and receiver use the order of the plan and sort the names, so names need not be sent.
-    for transfer in migration.transfers:
+    for transfer in transfers:
         expert = (transfer.layer_number, transfer.expert)
         if transfer.source_rank == me:
             outgoing[position[transfer.target_rank]] += [state[name] for name in names[expert]]
         if transfer.target_rank == me:
             for name, tensor in _space_for(expert, like).items():
-                state[name] = tensor
+                target[name] = tensor
                 incoming[position[transfer.source_rank]].append(tensor)
     return exchange_tensors(outgoing, incoming, group)
 

@@ -98,15 +98,18 @@ class TrainState:
         if self.rng is not None:
             restore_rng(self.rng)
         scalers, groups = grad_scalers(optimizer), list(_groups(optimizer))
-        if (len(scalers), len(groups)) != (len(self.grad_scalers), len(self.group_steps)):
+        # The number of groups may change if they have no steps: a stage of one rank has no group of experts.
+        steps = () if set(self.group_steps) == {None} else self.group_steps
+        groups = groups if steps else []
+        if (len(scalers), len(groups)) != (len(self.grad_scalers), len(steps)):
             parts = f"{len(groups)} and {len(scalers)}"
             raise RecoveryError(
-                f"the captured state has {len(self.group_steps)} parameter groups and {len(self.grad_scalers)} loss "
+                f"the captured state has {len(steps)} parameter groups and {len(self.grad_scalers)} loss "
                 f"scalers, but the optimizer has {parts}"
             )
         for scaler, state in zip(scalers, self.grad_scalers, strict=True):
             scaler.load_state_dict(dict(state))
-        for group, step in zip(groups, self.group_steps, strict=True):
+        for group, step in zip(groups, steps, strict=True):
             if step is not None:
                 group["step"] = _copied(step)
 

@@ -220,7 +220,7 @@ class TrainingEngine:
         # A copy of the dict, because ``move_experts`` adds tensors to ``state``.
         if keep is not None:
             keep(dict(state))
-        move_experts(state, migration, self.pg.ep)
+        move_experts(state, migration.transfers, self.pg.ep, migration.placement.ranks)
         # Until ``put_state`` returns, the engine has no usable state. After a failure, the caller needs what ``keep``
         # got.
         self.rebuild(replicas)

@@ -69,10 +69,10 @@ class Trainer:
         self.job = config
         """The configuration with which the job was started, for all of its nodes."""
         self.context = context
-        self.nodes = context.nodes or tuple(rank // config.launch.ranks_per_node for rank in range(context.world_size))
+        self.nodes = context.nodes or config.rank_places
         """Node number of each rank. The number of a node never changes."""
         is_told = bool(context.nodes) and not context.is_joining
-        is_other = is_told and tuple(dict.fromkeys(self.nodes)) != tuple(range(config.launch.num_nodes))
+        is_other = is_told and self.nodes != config.rank_places
         self.config = config = config_of(config, self.nodes) if is_other else config
         """The configuration for the nodes that train now."""
         self.device = device
@@ -160,7 +160,7 @@ class Trainer:
 
     def use(self, groups: Groups) -> None:
         """Use ``groups`` for joint decisions and checkpoints."""
-        self.topology_record = asdict(Topology.of(self.config.parallel, self.context.world_size))
+        self.topology_record = asdict(self.topology)
         self.collectives = Collectives(groups.vote)
         self.checkpoints = self.open_checkpoints(groups)
         failpoints.watch(self._tell_phase)
@@ -367,8 +367,12 @@ class Trainer:
     def _placement_manager(self) -> PlacementManager | None:
         if self.config.placement.algorithm is None:
             return None
-        stage = Topology.of(self.config.parallel, self.context.world_size).coordinates(self.context.rank).pp
-        return PlacementManager(self.config, world_size=self.context.world_size, stage=stage)
+        return PlacementManager(self.config, stage=self.topology.coordinates(self.context.rank).pp)
+
+    @property
+    def topology(self) -> Topology:
+        """Positions of the ranks of this membership."""
+        return Topology.of(self.config.parallel, self.context.world_size)
 
     def _evaluate(self, iteration: int) -> None:
         if "valid" not in self.samples or not _due(iteration, self.config.training.eval_interval_iterations):
@@ -456,7 +460,9 @@ class Trainer:
         config, context = self.config, self.context
         if config.snapshot.policy is None:
             return None
-        service, present = context.sidecars[SNAPSHOT_SERVICE], list(dict.fromkeys(self.nodes))
+        service = context.sidecars[SNAPSHOT_SERVICE]
+        # In the order of ``config_of``.
+        present = list(dict.fromkeys(self.nodes)) if config.recovery.keep_layout else sorted(set(self.nodes))
         peers = self._peer_assignment().peers[present.index(context.node)]
         hello = {
             "token": service["token"],

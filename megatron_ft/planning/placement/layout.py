@@ -1,6 +1,6 @@
 """``Layout``: the slots of ranks and failure domains. It assigns the replicas of a domain to the ranks in it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -16,6 +16,8 @@ Counts = npt.NDArray[np.int64]
 """Number of replicas of each expert in each failure domain, ``[E, D]``."""
 Holdings = tuple[tuple[frozenset[int], ...], ...]
 """Experts whose state each rank holds, ``[layer][rank]``, in a plan's order of ranks; joining ranks hold none."""
+OtherHoldings = Mapping[int, Sequence[frozenset[int]]]
+"""Experts whose state ranks of other stages hold, by rank and layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,7 @@ class Layout:
         """
         if num_slots_per_rank < 1:
             raise ConfigError.of("num_slots_per_rank", num_slots_per_rank, "must be at least 1")
-        alive = [rank for node in sorted(cluster.alive) for rank in cluster.ranks_of(node)]
+        alive = [rank for rank, node in enumerate(cluster.nodes) if node in cluster.alive]
         chosen = tuple(alive if ranks is None else ranks)
         if not chosen:
             raise ConfigError.of("ranks", "[]", "must contain at least one rank on a node that is alive")

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.placement.layout import Holdings
+from megatron_ft.planning.placement.layout import Holdings, OtherHoldings
 from megatron_ft.planning.placement.plan import PlacementPlan, Slots
 
 Costs = npt.NDArray[np.int64]
@@ -67,7 +67,13 @@ class MigrationPlan:
         return f"expert transfers: {len(self.transfers)}, {self.num_bytes:,} bytes, at most {largest:,} from one rank"
 
     @classmethod
-    def between(cls, plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int]) -> "MigrationPlan":
+    def between(
+        cls,
+        plan: PlacementPlan,
+        held: Holdings,
+        expert_bytes: int | Sequence[int],
+        others: OtherHoldings | None = None,
+    ) -> "MigrationPlan":
         """Plan the transfers that send every expert to the ranks that lack it, spread evenly over its holders.
 
         The sender is the holder that has sent this expert least often; ties are resolved by the fewest bytes sent so
@@ -77,18 +83,23 @@ class MigrationPlan:
             plan: new placement, already permuted by ``remap``.
             held: experts that each of ``plan.ranks`` holds, in the order of ranks.
             expert_bytes: bytes of the state of one expert, equal in all layers or one value for each layer.
+            others: ranks that have left the stage and still hold experts of it.
 
         Raises:
             ConfigError: no rank holds an expert that another rank needs.
         """
         sizes = _sizes(plan, expert_bytes)
-        sent = dict.fromkeys(plan.ranks, 0)
+        elsewhere = sorted((others or {}).items())
+        sent = dict.fromkeys((*plan.ranks, *(rank for rank, _ in elsewhere)), 0)
         transfers = []
         for layer, (by_rank, owned, size) in enumerate(zip(plan.slots, held, sizes, strict=True)):
             # Only ranks that held the expert before the migration send it: a receiving rank has nothing to send yet.
             owners: list[list[int]] = [[] for _ in range(plan.num_experts)]
             for rank, has in zip(plan.ranks, owned, strict=True):
                 for expert in has:
+                    owners[expert].append(rank)
+            for rank, by_layer in elsewhere:
+                for expert in by_layer[layer]:
                     owners[expert].append(rank)
             served = [dict.fromkeys(ranks, 0) for ranks in owners]
             for rank, experts, has in zip(plan.ranks, by_rank, owned, strict=True):

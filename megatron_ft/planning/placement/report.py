@@ -100,7 +100,7 @@ class PlacementReport:
         Raises:
             ConfigError, DataError: loads or placements do not fit the job.
         """
-        requests = StageRequest.of_job(config, config.launch.num_nodes * config.launch.ranks_per_node)
+        requests = StageRequest.of_job(config)
         # All scheduled placements are checked now: a file that does not fit must not end a run after days.
         for scheduled in inputs.schedule.values():
             scripted_plans(requests, scheduled)

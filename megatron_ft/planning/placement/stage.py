@@ -65,11 +65,11 @@ class StageRequest:
         return plan, allocations
 
     @classmethod
-    def of_job(cls, config: JobConfig, world_size: int) -> "list[StageRequest]":
+    def of_job(cls, config: JobConfig) -> "list[StageRequest]":
         """Return a placement request for each stage: ranks, MoE layers and slots."""
-        topology = Topology.of(config.parallel, world_size)
-        launch, model = config.launch, config.model
-        cluster = Cluster.of(launch.num_nodes, launch.ranks_per_node, config.member_domains)
+        topology, model = Topology.of(config.parallel, config.world_size), config.model
+        domains = tuple(config.member_domains)
+        cluster = Cluster(nodes=config.rank_places, failure_domains=domains, alive=frozenset(range(len(domains))))
         return [
             cls(
                 cluster=cluster,

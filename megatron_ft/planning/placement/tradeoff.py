@@ -49,7 +49,7 @@ def tradeoff(
     Raises:
         ConfigError: there are fewer slots than experts.
     """
-    num_ranks = cluster.num_nodes * cluster.ranks_per_node
+    num_ranks = len(cluster.nodes)
     for num_slots in slots:
         counts = [allocate(load, num_ranks * num_slots, min_replicas).replica_counts for load in loads]
         before = None

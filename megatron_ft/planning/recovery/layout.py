@@ -7,8 +7,12 @@ have in it, and processes that have joined since have other numbers.
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd
 
+from megatron_ft.config.checks.placement import derive_placement
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.membership import config_of
 from megatron_ft.planning.state.declined import Declined
 from megatron_ft.planning.state.parallel_layout import Group, ParallelLayout
 
@@ -56,6 +60,124 @@ class LaneLimits:
                 optimizer_bytes=optimizer_bytes,
             )
         return cls(most=most, fewest=max(1, -(-num_experts // (num_slots_per_rank * size))))
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipLayout:
+    """Processes that have a rank in a membership, in the order of ranks, and those that wait as hot spares.
+
+    A process has the number ``node * ranks_per_node + local_rank`` during its whole life.
+    """
+
+    nodes: tuple[int, ...]
+    """All nodes of the membership."""
+    processes: tuple[int, ...]
+    """Process of each rank."""
+    spares: tuple[int, ...]
+    """Processes of ``nodes`` without a rank."""
+    ranks_per_node: int
+
+    @property
+    def rank_nodes(self) -> tuple[int, ...]:
+        """Node of each rank."""
+        return tuple(process // self.ranks_per_node for process in self.processes)
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """Place of each rank's process among those of its node."""
+        return tuple(process % self.ranks_per_node for process in self.processes)
+
+    def rank_of(self, process: int) -> int | None:
+        """Return the rank of a process; None if it has none."""
+        return _numbers(self.processes).get(process)
+
+
+@lru_cache(maxsize=32)
+def _numbers(processes: tuple[int, ...]) -> dict[int, int]:
+    return {process: rank for rank, process in enumerate(processes)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobLayouts:
+    """Determines the layout of every membership of a job from its nodes.
+
+    The layout does not depend on earlier memberships. So the control plane, the ranks and the dry run compute it by
+    themselves, and a job that reaches a set of nodes by losses has the same layout as one that reaches it by a
+    schedule.
+    """
+
+    num_nodes: int
+    """Number of nodes with which the job starts."""
+    ranks_per_node: int
+    tensor_size: int = 1
+    context_size: int = 1
+    num_stages: int = 1
+    keeps_layout: bool = False
+    """Whether every membership has the initial layout, with the nodes at its places in the given order."""
+    limits: LaneLimits = LaneLimits(most=1)
+
+    @classmethod
+    def of(cls, config: JobConfig) -> "JobLayouts":
+        """Return the layouts of a job with ``config``, the configuration of its start."""
+        launch, parallel = config.launch, config.parallel
+        tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        stages = parallel.pipeline_model_parallel_size
+        most = config.most_members * launch.ranks_per_node // (tensor * context * stages)
+        return cls(
+            num_nodes=launch.num_nodes,
+            ranks_per_node=launch.ranks_per_node,
+            tensor_size=tensor,
+            context_size=context,
+            num_stages=stages,
+            keeps_layout=config.recovery.keep_layout,
+            limits=LaneLimits.of(
+                ParallelLayout(tensor_size=tensor, context_size=context, stages=()),
+                max(1, most),
+                num_experts=config.model.num_moe_experts or 0,
+                num_slots_per_rank=derive_placement(config).placement.num_slots_per_rank
+                or config.model.num_moe_experts,
+            ),
+        )
+
+    def on(self, nodes: Iterable[int]) -> MembershipLayout | Declined:
+        """Return the layout of a membership of ``nodes``; ``Declined`` if they are too few."""
+        return _layout_on(self, tuple(nodes if self.keeps_layout else sorted(nodes)))
+
+    def initial(self, processes: Sequence[int]) -> ParallelLayout:
+        """Return the regular layout of ``processes`` in Megatron's order of ranks."""
+        regular = ParallelLayout.regular(
+            len(processes), tensor_size=self.tensor_size, num_stages=self.num_stages, context_size=self.context_size
+        )
+        stages = tuple(tuple(tuple(processes[rank] for rank in group) for group in stage) for stage in regular.stages)
+        return replace(regular, stages=stages)
+
+
+# Computed once for each set of nodes: the control plane needs the layout for each report of a rank.
+@lru_cache(maxsize=64)
+def _layout_on(job: JobLayouts, nodes: tuple[int, ...]) -> MembershipLayout | Declined:
+    size = job.ranks_per_node
+
+    def processes_of(chosen: Iterable[int]) -> list[int]:
+        return [process for node in chosen for process in range(node * size, (node + 1) * size)]
+
+    living, start = processes_of(nodes), range(job.num_nodes)
+    is_initial = job.keeps_layout or nodes == tuple(start)
+    if is_initial or job.tensor_size * job.context_size * job.num_stages == 1:
+        layout = job.initial(living)
+    else:
+        former = job.initial(processes_of(start))
+        node_of = {process: process // size for process in {*former.ranks, *living}}
+        found = choose_layout(former, living, node_of, job.limits)
+        if isinstance(found, Declined):
+            return found
+        layout = found
+    return MembershipLayout(nodes=nodes, processes=layout.ranks, spares=layout.spares, ranks_per_node=size)
+
+
+def config_on(job: JobConfig, nodes: Iterable[int]) -> JobConfig | Declined:
+    """Return ``job`` adapted to a membership of ``nodes``; ``Declined`` if they are too few."""
+    layout = JobLayouts.of(job).on(nodes)
+    return layout if isinstance(layout, Declined) else config_of(job, layout.rank_nodes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ def placer(config: JobConfig, inputs: JobInputs, loads: Sequence[Sequence[float]
 
     def place(nodes: tuple[int, ...], held: Holdings) -> PlacementPlan:
         remaining = config_of(config, nodes)
-        (request,) = StageRequest.of_job(remaining, len(nodes) * config.launch.ranks_per_node)
+        (request,) = StageRequest.of_job(remaining)
         wanted = request.first_loads(remaining, inputs) if loads is None else loads
         return request.place(algorithm_of(remaining), wanted, held)[0]
 

@@ -3,9 +3,9 @@
 The job continues after the newest iteration of which at least one survivor has the complete vote.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from megatron_ft.errors import RecoveryError
@@ -122,24 +122,39 @@ def _check_alike(name: str, values: Sequence[object]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextMembership:
-    """Membership number ``generation``. Its ranks are numbered without gaps, in the order of their nodes.
+    """Membership number ``generation``. Its ranks are numbered without gaps, in Megatron's order (``layout.py``).
 
     With ``recovery.keep_layout``, surviving ranks keep their numbers, and joining ranks get the numbers of the ranks
-    that they replace.
+    that they replace. Processes of ``members`` without a rank are *hot spares*: they wait for the next membership.
     """
 
     generation: int
     previous_ranks: tuple[int | None, ...]
     """Number that each new rank had in the previous membership; None for a *joining* rank, which has no state."""
     nodes: tuple[int, ...]
-    """Node of each new rank. Nodes are ascending, or in the order of the kept layout. Ranks of a node are adjacent, in
-    the order of local ranks. Node numbers never change."""
+    """Node of each new rank. Node numbers never change."""
+    local_ranks: tuple[int, ...] = ()
+    """Number of each new rank's process on its node, from 0. If empty, the ranks of a node are its first processes, in
+    order."""
+    members: tuple[int, ...] = ()
+    """All nodes of the membership; the nodes of ranks if empty."""
     target: Target
     master_addr: str
     master_port: int
     """Port of this generation's TCP store, which runs on its rank 0."""
     reason: str
     """Reason for the end of the previous membership."""
+
+    def __post_init__(self) -> None:
+        if not self.local_ranks:
+            counts: Counter[int] = Counter()
+            local_ranks = []
+            for node in self.nodes:
+                local_ranks.append(counts[node])
+                counts[node] += 1
+            object.__setattr__(self, "local_ranks", tuple(local_ranks))
+        if not self.members:
+            object.__setattr__(self, "members", tuple(dict.fromkeys(self.nodes)))
 
     @property
     def world_size(self) -> int:
@@ -152,19 +167,14 @@ class NextMembership:
         return tuple(rank for rank, previous in enumerate(self.previous_ranks) if previous is None)
 
     def validate(self) -> None:
-        """Assert that ranks and nodes are in order and that at least one rank has state."""
+        """Assert that every rank has a process of its own on a member, and that at least one rank has state."""
         staying = [previous for previous in self.previous_ranks if previous is not None]
         assert staying, "no rank has state"
-        # Sums are computed in rank order. Only if nodes determine this order, a scheduled history of memberships gives
-        # the same results as a history of failures.
-        assert staying == sorted(set(staying)), "ranks changed their order"
-        assert len(self.nodes) == self.world_size, "not every rank has a node"
-        together = [node for node, _ in groupby(self.nodes)]
-        assert len(together) == len(set(together)), "ranks of a node are not adjacent"
-        keeps_ranks = all(previous in (None, rank) for rank, previous in enumerate(self.previous_ranks))
-        assert keeps_ranks or together == sorted(together), (
-            "nodes are not ascending, although ranks change their numbers"
-        )
+        assert len(staying) == len(set(staying)), "two ranks had the same number"
+        assert len(self.nodes) == len(self.local_ranks) == self.world_size, "not every rank has a node"
+        assert len(set(zip(self.nodes, self.local_ranks, strict=True))) == self.world_size, "ranks share a process"
+        assert len(self.members) == len(set(self.members)), "a node is listed twice"
+        assert set(self.nodes) <= set(self.members), "a rank is on a node that is not a member"
         self.target.validate()
 
     def new_rank(self, previous: int) -> int | None:
@@ -172,13 +182,12 @@ class NextMembership:
         return self.previous_ranks.index(previous) if previous in self.previous_ranks else None
 
     def rank_on(self, node: int, local_rank: int) -> int | None:
-        """Return the rank of the process ``local_rank`` (from 0) on ``node``; None if the process is not a member."""
-        # Ranks of a node are adjacent, which ``validate`` asserts.
-        rank = self.nodes.index(node) + local_rank if node in self.nodes else self.world_size
-        return rank if rank < self.world_size and self.nodes[rank] == node else None
+        """Return the rank of the process ``local_rank`` (from 0) on ``node``; None if the process has no rank."""
+        processes = zip(self.nodes, self.local_ranks, strict=True)
+        return next((rank for rank, process in enumerate(processes) if process == (node, local_rank)), None)
 
     def summary(self) -> str:
-        nodes = list(dict.fromkeys(self.nodes))
+        nodes = list(self.members)
         joining = f", {len(self.newcomers)} of them new" if self.newcomers else ""
         size = f"{self.world_size} ranks{joining} on nodes {nodes}"
         return f"generation {self.generation}: {size}; {self.target.summary()}"
@@ -188,6 +197,8 @@ class NextMembership:
             "generation": self.generation,
             "previous_ranks": list(self.previous_ranks),
             "nodes": list(self.nodes),
+            "local_ranks": list(self.local_ranks),
+            "members": list(self.members),
             "target": self.target.to_json(),
             "master_addr": self.master_addr,
             "master_port": self.master_port,
@@ -196,7 +207,9 @@ class NextMembership:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "NextMembership":
-        lists: dict[str, Sequence[int | None]] = {name: tuple(content[name]) for name in ("previous_ranks", "nodes")}
+        names = ("previous_ranks", "nodes", "local_ranks", "members")
+        # Decisions that an older version recorded lack the last two.
+        lists: dict[str, Sequence[int | None]] = {name: tuple(content.get(name, ())) for name in names}
         found = cls(**{**content, **lists, "target": Target.from_json(content["target"])})
         found.validate()
         return found

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ft.operators import OperatorId
-from megatron_ft.planning.placement.layout import Holdings
+from megatron_ft.planning.placement.layout import Holdings, OtherHoldings
 from megatron_ft.planning.placement.migration import MigrationPlan, holdings, remap
 from megatron_ft.planning.placement.plan import PlacementPlan, Slots
 
@@ -27,14 +27,22 @@ class Declined:
 
 
 def lost_experts(
-    plan: PlacementPlan, previous_ranks: Sequence[int | None], owned: Holdings | None = None
+    plan: PlacementPlan,
+    previous_ranks: Sequence[int | None],
+    owned: Holdings | None = None,
+    others: OtherHoldings | None = None,
 ) -> tuple[OperatorId, ...]:
-    """Return the experts of ``plan`` that none of the surviving ranks ``previous_ranks`` has. Each rank has the experts
-    of ``plan``, or those in ``owned``, ``[layer][rank]``."""
+    """Return the experts of ``plan`` that none of the surviving ranks ``previous_ranks`` has, nor any of the ranks
+    ``others``. Each surviving rank has the experts of ``plan``, or those in ``owned``, ``[layer][rank]``."""
     return tuple(
-        OperatorId(layer=layer, kind="expert", expert=expert)
-        for layer, of_layer in zip(plan.layer_numbers, owned or holdings(plan, previous_ranks), strict=True)
-        for expert in sorted(set(range(plan.num_experts)) - frozenset().union(*of_layer))
+        OperatorId(layer=number, kind="expert", expert=expert)
+        for layer, (number, of_layer) in enumerate(
+            zip(plan.layer_numbers, owned or holdings(plan, previous_ranks), strict=True)
+        )
+        for expert in sorted(
+            set(range(plan.num_experts))
+            - frozenset().union(*of_layer, *(by_layer[layer] for by_layer in (others or {}).values()))
+        )
     )
 
 
@@ -46,21 +54,23 @@ def plan_replicas(
     num_slots_per_rank: int,
     expert_bytes: int | Sequence[int],
     owned: Holdings | None = None,
+    others: OtherHoldings | None = None,
 ) -> MigrationPlan | Declined:
-    """Plan the migration of experts to a placement on the next membership; ``Declined`` if this is impossible.
-
-    Only experts move, because every rank holds all other state.
+    """Plan the migration of a stage's experts to a placement on the next membership; ``Declined`` if this is
+    impossible.
 
     Args:
         plan: present placement.
-        previous_ranks: rank in ``plan`` of each rank of the next membership, in order; None for ranks without state.
+        previous_ranks: rank in ``plan`` of each rank of the stage in the next membership, in order; None for ranks
+            without state of the stage.
         place: function that plans the next placement from what ranks hold; it is called only if the job can continue.
         num_slots_per_rank: number of expert slots of a rank in the next membership.
         expert_bytes: bytes of the state of one expert, equal in all layers or one value for each layer.
         owned: experts whose state each rank of the next membership has, ``[layer][rank]``; None if these are the
             experts of ``plan``. The two differ after an interrupted migration.
+        others: ranks that leave the stage and hold experts of it.
     """
-    if missing := lost_experts(plan, previous_ranks, owned):
+    if missing := lost_experts(plan, previous_ranks, owned, others):
         return Declined(rung="replicas", reason=NO_HOLDER, missing=missing)
     # Declined here, because ``place`` would raise an error, and the next strategy would not be tried.
     num_slots = num_slots_per_rank * len(previous_ranks)
@@ -73,7 +83,7 @@ def plan_replicas(
     held = holdings(plan, previous_ranks)
     # Planned from ``plan`` also if a migration was interrupted: then the next placement does not depend on how far the
     # migration had come.
-    return MigrationPlan.between(remap(place(held), held, expert_bytes), owned or held, expert_bytes)
+    return MigrationPlan.between(remap(place(held), held, expert_bytes), owned or held, expert_bytes, others)
 
 
 def plan_drain(

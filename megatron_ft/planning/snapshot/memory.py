@@ -305,16 +305,17 @@ class NodeMemory:
 def host_bytes(
     plan: WindowPlan,
     shards_by_rank: Sequence[Sequence[StateShard]],
-    ranks_per_node: int,
+    rank_places: Sequence[int],
     assignment: PeerAssignment,
     *,
     plans_again: bool = False,
 ) -> tuple[NodeMemory, ...]:
-    """Compute the memory for windows on every node."""
+    """Compute the memory for windows on every node. ``rank_places`` is the node of each rank, an index of the nodes of
+    ``assignment``."""
     num_nodes = len(assignment.peers)
-    assert len(shards_by_rank) == num_nodes * ranks_per_node, f"{len(shards_by_rank)} ranks, but {num_nodes} nodes"
-    window = [buffer_bytes(plan, shards, plans_again=plans_again) for shards in shards_by_rank]
-    by_node = [window[node * ranks_per_node : (node + 1) * ranks_per_node] for node in range(num_nodes)]
+    by_node: list[list[int]] = [[] for _ in range(num_nodes)]
+    for place, shards in zip(rank_places, shards_by_rank, strict=True):
+        by_node[place].append(buffer_bytes(plan, shards, plans_again=plans_again))
     return tuple(
         NodeMemory(
             own_bytes=sum(NUM_OWN_BUFFERS * num_bytes + STATUS_BYTES for num_bytes in by_node[node]),

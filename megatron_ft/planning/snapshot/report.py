@@ -217,10 +217,10 @@ class SnapshotReport:
         Raises:
             ConfigError: the policy cannot be built, cannot plan with this configuration, or exceeds the memory limit.
         """
-        snapshot, launch = config.snapshot, config.launch
+        snapshot = config.snapshot
         if snapshot.policy is None:
             return None
-        topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
+        topology = Topology.of(config.parallel, config.world_size)
         # Only the demand is an estimate, from parameter counts. The policy plans in the same way as on the ranks.
         demand = estimate_demand(config, topology, tokenizer_vocab_size)
         policy: SnapshotPolicy = build_policy("snapshot.policy", snapshot.policy)
@@ -242,7 +242,7 @@ class SnapshotReport:
             dense_bytes=max(window_bytes(dense, shards) for shards in demand.shards_by_rank),
             num_peer_copies=snapshot.num_peer_copies,
             peers=assignment.peers,
-            nodes=host_bytes(plan, demand.shards_by_rank, launch.ranks_per_node, assignment, plans_again=plans_again),
+            nodes=host_bytes(plan, demand.shards_by_rank, config.rank_places, assignment, plans_again=plans_again),
             host_memory_limit_bytes=snapshot.host_memory_limit_bytes,
             reason=plan.reason if is_known else "unknown until bandwidth and iteration time are measured",
         )

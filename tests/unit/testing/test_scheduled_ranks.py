@@ -7,6 +7,7 @@ import pytest
 
 from megatron_ft.config.membership import MembershipChange
 from megatron_ft.errors import ConfigError
+from megatron_ft.planning.recovery.layout import JobLayouts
 from megatron_ft.testing import scheduled_ranks
 from megatron_ft.testing.scheduled_ranks import scheduled_memberships
 
@@ -17,7 +18,9 @@ def test_memberships_follow_from_the_schedule_alone() -> None:
         "change(lose=[2],join=[0],before_iteration=4)",
         "join(nodes=[2],before_iteration=4)",
     )
-    first, second, third = scheduled_memberships([MembershipChange.parse(text) for text in texts], 3, 2)
+    first, second, third = scheduled_memberships(
+        [MembershipChange.parse(text) for text in texts], JobLayouts(num_nodes=3, ranks_per_node=2)
+    )
     assert [m.generation for m in (first, second, third)] == [1, 2, 3]
     assert [m.target.iteration for m in (first, second, third)] == [0, 3, 3]
     assert (first.nodes, first.previous_ranks) == ((1, 1, 2, 2), (2, 3, 4, 5))
@@ -28,7 +31,9 @@ def test_memberships_follow_from_the_schedule_alone() -> None:
 
 def test_a_node_that_leaves_and_joins_at_once_has_nothing() -> None:
     texts = ("change(lose=[1],join=[1],before_iteration=3)", "change(lose=[],join=[],before_iteration=3)")
-    again, anew = scheduled_memberships([MembershipChange.parse(text) for text in texts], 3, 1)
+    again, anew = scheduled_memberships(
+        [MembershipChange.parse(text) for text in texts], JobLayouts(num_nodes=3, ranks_per_node=1)
+    )
     assert (again.nodes, again.previous_ranks) == ((0, 1, 2), (0, None, 2))
     assert (anew.nodes, anew.previous_ranks) == ((0, 1, 2), (0, 1, 2))
 

@@ -77,7 +77,7 @@ class MadeUpRun:
         remaining = config_of(self.config, nodes)
         from megatron_ft.config.inputs import JobInputs
 
-        plans = first_plans(remaining, StageRequest.of_job(remaining, len(nodes)), JobInputs())
+        plans = first_plans(remaining, StageRequest.of_job(remaining), JobInputs())
         folder = self.path / "placements"
         folder.mkdir(exist_ok=True)
         content = {"stages": [plan.to_json() for plan in plans], "loads": None}

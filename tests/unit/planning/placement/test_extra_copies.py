@@ -35,7 +35,7 @@ def plan_of(
     num_slots: int = NUM_SLOTS,
 ) -> PlacementPlan:
     cluster = cluster or Cluster.of(NUM_RANKS, 1)
-    total = cluster.num_nodes * cluster.ranks_per_node * num_slots
+    total = len(cluster.nodes) * num_slots
     return OverlapSearch(survival_share=share, num_kicks=0).place(
         [allocate(layer, total, FLOOR).replica_counts for layer in loads],
         cluster,

@@ -35,7 +35,7 @@ def loads(tokens: list[list[float]]) -> ExpertLoads:
 
 
 def test_requests_have_the_ranks_and_mixture_layers_of_each_stage() -> None:
-    first, second = StageRequest.of_job(job(num_slots_per_rank=3), 4)
+    first, second = StageRequest.of_job(job(num_slots_per_rank=3))
     assert (first.ranks, first.layer_numbers) == ((0, 1), (2,))
     assert (second.ranks, second.layer_numbers) == ((2, 3), (4,))
     assert {first.num_slots_per_rank, second.num_slots_per_rank, first.num_domains + 1} == {3}
@@ -43,7 +43,7 @@ def test_requests_have_the_ranks_and_mixture_layers_of_each_stage() -> None:
 
 def test_recorded_loads_reach_their_layers() -> None:
     config = job(num_slots_per_rank=4, min_replicas=1)
-    requests = StageRequest.of_job(config, 4)
+    requests = StageRequest.of_job(config)
     even = first_plans(config, requests, JobInputs())
     assert [plan.replica_counts(0) for plan in even] == [(2, 2, 2, 2)] * 2
     skewed = first_plans(config, requests, JobInputs(loads=loads([[5, 1, 1, 1], [1, 1, 1, 5]])))
@@ -54,12 +54,12 @@ def test_recorded_loads_reach_their_layers() -> None:
 def test_loads_for_another_model_are_refused(tokens: list[list[float]]) -> None:
     config = job(loads_file="x.json")
     with pytest.raises(ConfigError, match=r"placement\.loads_file=x\.json: must contain 2 MoE layers with 4 experts"):
-        first_plans(config, StageRequest.of_job(config, 4), JobInputs(loads=loads(tokens)))
+        first_plans(config, StageRequest.of_job(config), JobInputs(loads=loads(tokens)))
 
 
 def test_a_script_for_iteration_1_is_the_first_placement() -> None:
     config = job(num_slots_per_rank=4, min_replicas=1)
-    requests = StageRequest.of_job(config, 4)
+    requests = StageRequest.of_job(config)
     skewed = first_plans(config, requests, JobInputs(loads=loads([[5, 1, 1, 1], [1, 1, 1, 5]])))
     script = ScheduledPlacement(path="p.json", stages=tuple(plan.to_json() for plan in skewed))
     assert first_plans(config, requests, JobInputs(schedule={1: script})) == skewed
@@ -79,7 +79,7 @@ def test_a_script_for_iteration_1_is_the_first_placement() -> None:
 )
 def test_scripts_that_do_not_fit_are_refused_by_file(stage: int, changes: dict[str, Any], says: str) -> None:
     config = job(num_slots_per_rank=4)
-    requests = StageRequest.of_job(config, 4)
+    requests = StageRequest.of_job(config)
     stages = [plan.to_json() for plan in first_plans(config, requests, JobInputs())]
     stages[stage] |= changes
     with pytest.raises(DataError, match=rf"placement\.schedule=p\.json: {says}"):
@@ -88,4 +88,4 @@ def test_scripts_that_do_not_fit_are_refused_by_file(stage: int, changes: dict[s
 
 def test_scripts_name_every_stage() -> None:
     with pytest.raises(DataError, match="number of stages=0: must be 2, the number of pipeline stages"):
-        scripted_plans(StageRequest.of_job(job(), 4), ScheduledPlacement(path="p.json", stages=()))
+        scripted_plans(StageRequest.of_job(job()), ScheduledPlacement(path="p.json", stages=()))

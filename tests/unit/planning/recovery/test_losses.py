@@ -55,8 +55,7 @@ def elastic(num_nodes: int = 4, min_nodes: int | None = 2, **groups: Any) -> Job
 def plans_of(config: JobConfig) -> list[PlacementPlan]:
     if config.placement.algorithm is None:
         return []
-    world_size = config.launch.num_nodes * config.launch.ranks_per_node
-    return first_plans(config, StageRequest.of_job(config, world_size), JobInputs())
+    return first_plans(config, StageRequest.of_job(config), JobInputs())
 
 
 def means(config: JobConfig, nodes: tuple[int, ...] | None = None) -> RecoveryMeans:
