@@ -243,7 +243,6 @@ def ask_config(overrides: Sequence[str], lost: Sequence[int], *, is_gone: bool) 
     validate(given)
     device, others = _device_of(given)
     config, _ = with_slots(on_device(given, device), device, lambda: check_data(given))
-    world_size = config.launch.num_nodes * config.launch.ranks_per_node
     plans = []
     if config.placement.algorithm is not None:
         plans = first_plans(config, StageRequest.of_job(config), JobInputs.read(config))
