@@ -125,7 +125,7 @@ def _rebalance(config: JobConfig, rank: Rank) -> dict[str, Any]:
     for iteration in range(FIRST_ITERATIONS + 1, config.training.train_iterations + 1):
         keeper.loads = [[(draw.pareto(1.0, 8) + 0.05).tolist() for _ in plan.layer_numbers] for plan in keeper.plans]
         change = keeper.propose()
-        rebalances.append(_measure(trainer, keeper.part_of(change), iteration))
+        rebalances.append(_measure(trainer, change, iteration))
         keeper.adopt(change)
         iterations.append(_seconds(lambda: trainer.iterate(iteration)))  # noqa: B023
     return {
@@ -146,7 +146,7 @@ def _link_bytes_per_second(group: dist.ProcessGroup, num_bytes: int) -> float:
     return num_bytes / statistics.median(times)
 
 
-def _measure(trainer: Any, migration: Any, iteration: int) -> dict[str, Any]:
+def _measure(trainer: Any, change: Any, iteration: int) -> dict[str, Any]:
     received = []
     replace_experts = trainer.engine.replace_experts
 
@@ -160,12 +160,12 @@ def _measure(trainer: Any, migration: Any, iteration: int) -> dict[str, Any]:
     ctypes.CDLL(None).malloc_trim(0)
     trainer.collectives.any(False)  # a barrier, so that waits for slower iterations do not count
     seconds: list[float] = []
-    grown = resident_growth(lambda: seconds.append(_seconds(partial(trainer.move, migration, iteration))))
+    grown = resident_growth(lambda: seconds.append(_seconds(partial(trainer.move, change, iteration))))
     del trainer.engine.replace_experts
     return {
         "seconds": seconds[0],
         "peak_bytes": grown,
-        "moved_bytes": migration.num_bytes,
+        "moved_bytes": change.moved_bytes,
         "is_in_place": bool(received),
         "num_steps": received[0][0] if received else 0,
         "received_bytes": received[0][1] if received else 0,

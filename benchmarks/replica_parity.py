@@ -133,7 +133,7 @@ def _move(config: JobConfig, rank: Rank) -> dict[str, Any]:
     keeper.loads = [[[float(tokens) for tokens in reversed(LOADS)]] * 4]
     change = keeper.propose()
     migration = keeper.part_of(change)
-    trainer.move(migration, 4)
+    trainer.move(change, 4)
     keeper.adopt(change)
     return {"rank": rank.rank, "before": before, "after": _digests(trainer), "moved": len(migration.transfers)}
 

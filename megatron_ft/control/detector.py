@@ -141,7 +141,7 @@ class Detector:
         # Ranks that are killed now need time to end before the next finding.
         self._progress_at = now
         policy = self._membership
-        ranks = policy.ranks_of_all(state.members) - state.gone
+        ranks = policy.ranks_among(state.members) - state.gone
         if not ranks:
             return []
         places = {rank: self._places.get(rank) for rank in ranks}

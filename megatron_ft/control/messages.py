@@ -266,6 +266,10 @@ class Start(Order, LaunchSpec):
     """Maps node numbers (as text) to the numbers of the ranks to start on each node."""
     nodes: list[Count]
     """Node of each rank in the membership, in rank order."""
+    local_ranks: list[Count]
+    """Number of each rank's process on its node, in rank order. Other processes of members are hot spares."""
+    members: list[Count]
+    """Nodes of the membership."""
     is_joining: bool
     sidecars: dict[str, dict[str, str]]
     """Maps the name of each sidecar to its addresses by node number; the number is text."""

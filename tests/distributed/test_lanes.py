@@ -42,6 +42,18 @@ SHARDED = {
 TENSOR = {**NARROW, "launch.ranks_per_node": 2, "parallel.tensor_model_parallel_size": 2}
 TIED = {"model.untie_embeddings_and_output_weights": False}
 PHASES = ("grad_sync", "vote_before", "vote_inside", "vote_after", "update", "gather")
+INTERLEAVED = {
+    "model.num_layers": 4,
+    "parallel.virtual_pipeline_model_parallel_size": 2,
+}
+ONE_COPY = {"placement.min_replicas": 1}
+NO_COPIES = {"placement.state_copies": 1}
+MIXED = (3, 1, 1, 2, 2, 3)
+"""Node of each rank of ``WIDE`` without node 0: a rank of node 3 has changed from stage 1 to stage 0."""
+GROWN = {
+    node: (f"lose(nodes=[{node}],before_iteration=3)", f"join(nodes=[{node}],before_iteration=5)") for node in (1, 2)
+}
+CHANGES = {node: {"2": {"leave": [node]}, "4": {"join": [node]}} for node in (1, 2)}
 FORMING = ("reform_join", "reform_move", "reform_build")
 
 
@@ -52,40 +64,38 @@ def _fresh(folder: Path, name: str, nodes: tuple[int, ...], loaded: int, **overr
     return found
 
 
-ONE_COPY = {"placement.min_replicas": 1}
-
-
 def _jobs(folder: Path) -> dict[str, Any]:
     jobs = {
         "narrow": job({**NARROW, **lose((1, 3)), **SAVING}, until=6),
+        "narrow:3": job({**NARROW, **lose((1, 3))}),
         "narrow:4": job({**NARROW, **lose((1, 4))}),
         "fresh:narrow": _fresh(folder, "narrow", (0, 2), 2, **NARROW, **ONE_COPY),
         "wide": job({**WIDE, **SHARDED, **lose((0, 3)), **SAVING}, until=6),
-        "fresh:wide": _fresh(folder, "wide", (3, 1, 1, 2, 2, 3), 2, **WIDE, **SHARDED),
+        "fresh:wide": _fresh(folder, "wide", MIXED, 2, **WIDE, **SHARDED),
+        "wide:3": job({**WIDE, **SHARDED, **lose((0, 3))}),
+        "wide:4": job({**WIDE, **SHARDED, **lose((0, 4))}),
         "tied": job({**WIDE, **TIED, **lose((0, 3)), **SAVING}, until=6),
-        "fresh:tied": _fresh(folder, "tied", (3, 1, 1, 2, 2, 3), 2, **WIDE, **TIED),
-        "killed:tied": job({**WIDE, **TIED, **faults(kill(0, 3, "backward"))}, until=6),
-        "grown": job({**NARROW, **script("lose(nodes=[1],before_iteration=3)", "join(nodes=[1],before_iteration=5)")}, until=6),
-        "planned": job({**NARROW, **faults()}, until=6, changes={"2": {"leave": [1]}, "4": {"join": [1]}}),
+        "fresh:tied": _fresh(folder, "tied", MIXED, 2, **WIDE, **TIED),
+        "killed:tied": job({**WIDE, **TIED, **faults(kill(0, 3, "backward")), **SAVING}, until=6),
+        "interleaved": job({**WIDE, **INTERLEAVED, **lose((0, 3)), **SAVING}, until=6),
+        "fresh:interleaved": _fresh(folder, "interleaved", MIXED, 2, **WIDE, **INTERLEAVED),
+        "killed:interleaved": job({**WIDE, **INTERLEAVED, **faults(kill(0, 3, "backward")), **SAVING}, until=6),
+        "tensor": job({**TENSOR, **SHARDED, **lose((1, 3)), **SAVING}, until=6),
+        "fresh:tensor": _fresh(folder, "tensor", (0, 0, 2, 2), 2, **{**TENSOR, **SHARDED, **ONE_COPY, **NO_COPIES}),
+        "killed:tensor": job({**TENSOR, **SHARDED, **faults(kill(3, 3, "backward")), **SAVING}, until=6),
+        "narrow grown": job({**NARROW, **script(*GROWN[1])}, until=6),
+        "narrow planned": job({**NARROW, **faults()}, until=6, changes=CHANGES[1]),
+        "wide grown": job({**WIDE, **SHARDED, **script(*GROWN[2])}, until=6),
+        "wide planned": job({**WIDE, **SHARDED, **faults()}, until=6, changes=CHANGES[2]),
         "back at once": job({**WIDE, **SHARDED, **script("change(lose=[0],join=[0],before_iteration=3)")}),
         "killed:back at once": job(
             {**WIDE, **SHARDED, **faults('kill(rank=0, at_iteration=3, phase="backward", generation=0)')},
             returns={"2": [0]},
         ),
-        "wide grown": job(
-            {**WIDE, **SHARDED, **script("lose(nodes=[2],before_iteration=3)", "join(nodes=[2],before_iteration=5)")},
-            until=6,
-        ),
-        "wide planned": job(
-            {**WIDE, **SHARDED, **faults()}, until=6, changes={"2": {"leave": [2]}, "4": {"join": [2]}}
-        ),
-        "tensor": job({**TENSOR, **SHARDED, **lose((1, 3)), **SAVING}, until=6),
-        "killed:tensor": job({**TENSOR, **SHARDED, **faults(kill(3, 3, "backward"))}, until=6),
-        "killed:tensor:2": job({**TENSOR, **faults(kill(6, 3, "vote_inside"))}),
     }
     for phase in PHASES:
         jobs[f"killed:narrow:{phase}"] = job({**NARROW, **faults(kill(1, 3, phase))})
-        jobs[f"killed:wide:{phase}"] = job({**WIDE, **SHARDED, **faults(kill(1, 3, phase))}, until=6)
+        jobs[f"killed:wide:{phase}"] = job({**WIDE, **SHARDED, **faults(kill(1, 3, phase))})
     for phase in FORMING:
         jobs[f"killed:twice:{phase}"] = job({**WIDE, **SHARDED, **faults(kill(0, 3, "backward"), kill(5, 2, phase))})
         jobs[f"twice:{phase}"] = job({**WIDE, **SHARDED, **repeats(f"killed:twice:{phase}")})
@@ -96,3 +106,68 @@ def _jobs(folder: Path) -> dict[str, Any]:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("lanes")
     return run_jobs(_jobs(folder), folder, timeout_seconds=880)
+
+
+def _check_ranks(outcomes: dict[str, Any], name: str, *, dead: int = 0) -> None:
+    assert "error" not in outcomes[name], outcomes[name]["error"]
+    assert [rank["error"] for rank in outcomes[name]["ranks"] if rank["error"]] == []
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("name", "left"), [("narrow", [0, 2, 3]), ("wide", [1, 2, 3])])
+def test_a_killed_rank_leaves_the_bits_of_its_history(
+    outcomes: dict[str, Any], name: str, left: list[int], phase: str
+) -> None:
+    """A rank of stage 0 is killed in iteration 3, before or after the vote is complete."""
+    killed = f"killed:{name}:{phase}"
+    _check_ranks(outcomes, killed)
+    (target,) = outcomes[killed]["targets"]
+    check_same(outcomes, killed, f"{name}:{target['iteration'] + 1}")
+    assert memberships(outcomes, killed) == [(1, left, target["iteration"])]
+
+
+def test_hot_spares_have_no_rank(outcomes: dict[str, Any]) -> None:
+    """Node 3 stays a member, but three nodes of one rank have only one rank for each stage."""
+    assert len(digests(outcomes, "narrow")[2]) == 4 and len(digests(outcomes, "narrow")[3]) == 2
+
+
+@pytest.mark.parametrize("name", ["tied", "interleaved", "tensor"])
+def test_other_layouts_continue_in_the_same_way(outcomes: dict[str, Any], name: str) -> None:
+    _check_ranks(outcomes, f"killed:{name}")
+    check_same(outcomes, f"killed:{name}", name)
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes"),
+    [("narrow", (0, 2)), ("wide", MIXED), ("tied", MIXED), ("interleaved", MIXED), ("tensor", (0, 0, 2, 2))],
+)
+def test_a_membership_trains_like_a_job_of_its_size(
+    outcomes: dict[str, Any], name: str, nodes: tuple[int, ...]
+) -> None:
+    check_like_fresh(outcomes, name, f"fresh:{name}", nodes, 2)
+
+
+@pytest.mark.parametrize("name", ["narrow", "wide"])
+def test_nodes_leave_and_join_when_asked_for(outcomes: dict[str, Any], name: str) -> None:
+    """In the narrow job a hot spare gets a rank again; in the wide job a rank returns to its first stage."""
+    _check_ranks(outcomes, f"{name} planned")
+    assert memberships(outcomes, f"{name} planned") == memberships(outcomes, f"{name} grown")
+    assert digests(outcomes, f"{name} planned") == digests(outcomes, f"{name} grown")
+    assert figures(outcomes, f"{name} planned") == figures(outcomes, f"{name} grown")
+
+
+def test_a_node_is_back_in_the_membership_that_follows_its_loss(outcomes: dict[str, Any]) -> None:
+    _check_ranks(outcomes, "killed:back at once")
+    (changed,) = records(outcomes, "killed:back at once", "membership_changed")
+    assert (changed["nodes"], changed["joining"]) == ([0, 1, 2, 3], [0])
+    check_same(outcomes, "killed:back at once", "back at once")
+
+
+@pytest.mark.parametrize("phase", FORMING)
+def test_a_second_rank_dies_while_ranks_change_their_stages(outcomes: dict[str, Any], phase: str) -> None:
+    """The state that a rank had in its former stage is used after the interruption."""
+    name = f"killed:twice:{phase}"
+    _check_ranks(outcomes, name)
+    assert [target["iteration"] for target in outcomes[name]["targets"]] == [2, 2]
+    assert memberships(outcomes, name)[-1] == (2, [1, 3], 2)
+    check_same(outcomes, name, f"twice:{phase}")

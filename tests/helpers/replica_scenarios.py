@@ -89,7 +89,7 @@ class Job:
         """Carry out ``change``, in place if this is possible and wanted. Return the transfers of this rank's stage."""
         assert self.keeper is not None, "only replicas move"
         migration = self.keeper.part_of(change)
-        steps = self.keeper.steps_to(migration) if in_place else None
+        steps = self.keeper.steps_to(change) if in_place else None
         replicas = self.keeper.replicas(migration.placement)
         if steps is None:
             self.engine.migrate(replicas, migration)
@@ -125,7 +125,7 @@ def job_of(
     keeper = None
     if config.placement.algorithm is not None:
         stage = Topology.of(config.parallel, world_size).coordinates(rank).pp
-        keeper = PlacementManager(config, world_size=world_size, stage=stage)
+        keeper = PlacementManager(config, stage=stage)
     with engines.groups_of(config, store=store, rank=rank, world_size=world_size) as groups:
         manager = CheckpointManager(
             config.checkpoint,
@@ -234,7 +234,7 @@ def checkpoints(
     """Save after two iterations with a move between them and train on, or load this checkpoint and train on."""
     config = config_of(overrides, world_size, replicas=replicas)
     source = None if save else Path(directory, "checkpoints", "iter_0000002")
-    first = PlacementManager(config, world_size=world_size, stage=0).plans if replicas else None
+    first = PlacementManager(config, stage=0).plans if replicas else None
     with job_of(config, rank=rank, world_size=world_size, store=store, directory=directory, source=source) as job:
         if save:
             job.train(1)

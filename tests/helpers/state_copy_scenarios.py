@@ -130,10 +130,10 @@ def restored(
         job.train(2)
         state = take_state(engine.model_chunks, engine.optimizer)
         before = {name: tensor_digest(tensor) for name, tensor in state.items()}
-        mine = None if rank in without else Shards.split_off(state, copies)
+        mine = None if rank in without else Shards.split_off(state, copies, [0] * world_size)
         statements: list[Any] = [None] * world_size
         dist.all_gather_object(statements, None if mine is None else mine.statement(), group=engine.groups.vote)
-        move = ShardMove.of(mine, statements, iteration=2, num_layers=config.model.num_layers)
+        move = ShardMove.of(mine, statements, parts=[0] * world_size, iteration=2, num_layers=config.model.num_layers)
         missing = move.missing()
         if missing is not None:
             return {"missing": missing.summary()}

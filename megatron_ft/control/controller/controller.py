@@ -32,7 +32,8 @@ RecordSink = Callable[[Message, Origin], None]
 StepSink = Callable[[Step], None]
 
 BuildLaunchSpec = Callable[[int, Sequence[int], Mapping[int, StoreEndpoint]], LaunchSpec]
-"""Function that makes a launch spec from a generation, its nodes, and the store endpoint of each node."""
+"""Function that makes a launch spec from a generation, the node of each of its ranks, and the store endpoint of each
+node."""
 
 RecordDecision = Callable[[Message], None]
 """Function that records a decision, and returns when the record is on disk."""
@@ -319,7 +320,8 @@ class Controller:
         # Reported before its first membership was announced to it; a node that is back may have had another place.
         if node not in members or self._policy.keeps_layout:
             members = self._state.members
-        about = self._details.setdefault(rank, {"number": self._policy.number_among(members, rank)})
+        number = self._policy.number_among(members, rank)
+        about = self._details.setdefault(rank, {} if number is None else {"number": number})
         killed_by_us = self._state.phase is Phase.KILLING or node in self._state.nodes.lost
         add_failure_report(about, report, caused_by_us=killed_by_us)
 
@@ -355,11 +357,13 @@ class Controller:
 
     def _reform(self, before: State, step: Step) -> None:
         assert step.reform is not None, "the step has no reform plan"
-        spec = self._launch_spec(step.state.generation, step.state.members, self._stores)
+        spec = self._launch_spec(step.state.generation, step.reform.nodes, self._stores)
         following = NextMembership(
             generation=step.state.generation,
             previous_ranks=step.reform.previous_ranks,
             nodes=step.reform.nodes,
+            local_ranks=step.reform.local_ranks,
+            members=step.reform.members,
             target=step.reform.target,
             master_addr=spec.master_addr,
             master_port=spec.master_port,
@@ -384,13 +388,16 @@ class Controller:
         # Start the ranks of ``nodes``; each receives the addresses of every node's sidecars.
         state, policy = self._state, self._policy
         self._starts |= dict.fromkeys(nodes, self._num_starts)
-        spec = self._launch_spec(state.generation, state.members, self._stores)
+        layout = policy.layout_of(state.members)
+        spec = self._launch_spec(state.generation, layout.rank_nodes, self._stores)
         order = messages.Start(
             **vars(spec),
             start=self._num_starts,
             generation=state.generation,
             ranks={str(node): list(policy.ranks_of(node)) for node in nodes},
-            nodes=[node for node in state.members for _ in range(policy.ranks_per_node)],
+            nodes=list(layout.rank_nodes),
+            local_ranks=list(layout.local_ranks),
+            members=list(state.members),
             is_joining=is_joining,
             sidecars=by_name(self._sidecars),
         )

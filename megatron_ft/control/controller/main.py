@@ -47,18 +47,19 @@ def _launch_spec(
     run_dir: Path,
     entry: str,
     generation: int,
-    members: Sequence[int],
+    nodes: Sequence[int],
     stores: Mapping[int, StoreEndpoint],
     *,
     resume_from: Path | None,
     working_dir: str,
 ) -> LaunchSpec:
-    """Return the specification that is common to all ranks that start in ``generation`` on the nodes ``members``.
+    """Return the specification that is common to all ranks that start in ``generation``.
 
     Args:
+        nodes: node of each rank of the membership.
         stores: endpoints at which nodes can serve the rendezvous store; nodes on this machine need none.
     """
-    store = stores.get(members[0])
+    store = stores.get(nodes[0])
     address = config.control.interface if store is None else store.address
     # Each generation gets another port where none is configured: the store of the last one may still be closing.
     port = config.launch.master_port or (free_port(address) if store is None else store.port_of(generation))
@@ -70,8 +71,8 @@ def _launch_spec(
         run_dir=str(run_dir),
         resume_from=None if source is None else str(source),
         working_dir=working_dir,
-        world_size=len(members) * config.launch.ranks_per_node,
-        num_nodes=len(members),
+        world_size=len(nodes),
+        num_nodes=len(set(nodes)),
         can_survive=config.may_lose_nodes,
         master_addr=address,
         master_port=port,

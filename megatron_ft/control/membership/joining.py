@@ -153,7 +153,8 @@ class NodeRules:
         if num_left < self.policy.fewest_nodes:
             fewest = self.policy.fewest_nodes
             return f"the number of nodes that would remain is {num_left}, below recovery.min_nodes={fewest}"
-        return None
+        present = tuple(sorted(set(state.members) - state.nodes.lost))
+        return self.policy.layouts.why_not_without(present, {node, *state.nodes.draining}) or None
 
     def refuse_add(self, state: State, node: int) -> str | None:
         """Return the reason why a node cannot be added, or None if it can."""

@@ -40,6 +40,7 @@ from megatron_ft.control.membership.state import (
     State,
     Step,
 )
+from megatron_ft.errors import RecoveryError
 
 _REASONS = {Outcome.FINISHED: "all ranks have finished", Outcome.INTERRUPTED: "the job was asked to stop"}
 
@@ -127,7 +128,7 @@ def _observe_rank(
         cause = f": {event.last_line}" if event.last_line and event.returncode > 0 else ""
         reason = f"rank {rank} {describe_returncode(event.returncode)}{cause}"
         return NodeRules(policy).lose_rank(state, rank, reason, now)
-    name = f"rank {policy.number_among(state.members, rank)}"
+    name = policy.name_among(state.members, rank)
     is_lost = node in state.nodes.lost
     match event:
         case RankBroken():
@@ -177,6 +178,10 @@ def _restart(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
     members = _restartable(policy, state)
     if len(members) < policy.fewest_nodes or state.num_restarts_without_progress >= policy.max_restarts:
         return None
+    try:
+        policy.layout_of(members)
+    except RecoveryError:
+        return None  # the nodes are too few for the layout
     # The new state drops every report about the old generation; only the counters that limit restarts survive.
     restarted = State(
         phase=Phase.STARTING,
@@ -234,7 +239,9 @@ def _any_lives(policy: MembershipPolicy, state: State) -> bool:
 def _end(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
     nothing_runs = state.phase is Phase.FORMING and (state.interrupted or state.failures)
     # After a failure, all ranks must have ended, because all of them may be started again.
-    remaining = policy.ranks_of_all(state.nodes.with_ranks if state.failures else state.members)
+    # Hot spares wait for another membership, and end with their agents.
+    with_ranks = state.nodes.with_ranks
+    remaining = policy.ranks_of_all(with_ranks) if state.failures else policy.ranks_among(state.members)
     if not nothing_runs and not remaining <= state.gone:
         return None
     first = state.first_failure
@@ -310,7 +317,8 @@ def _time_out(policy: MembershipPolicy, state: State, event: MachineEvent, now: 
         missing = f"nodes {sorted(set(state.members) - state.nodes.registered)}"
     else:
         ranks = policy.ranks_of_all(state.members) - state.connected
-        missing = f"ranks {sorted(policy.number_among(state.members, rank) for rank in ranks)}"
+        numbers = [policy.number_among(state.members, rank) for rank in ranks]
+        missing = f"ranks {sorted(number for number in numbers if number is not None)}"
     detail = f"launch.start_timeout_seconds={policy.start_timeout_seconds:g}: timed out waiting for {missing}"
     # The failure is final: nodes or ranks that are missing after the whole time would also miss a restart.
     state = replace(state, failures=(Failure(at_seconds=now.seconds, final=True, detail=detail),))

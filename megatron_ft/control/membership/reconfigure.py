@@ -120,7 +120,7 @@ def _lose_unresponsive(policy: MembershipPolicy, state: State, now: Moment) -> S
             rank=rank,
             number=policy.number_among(state.members, rank),
             at_seconds=latest,
-            detail=f"rank {policy.number_among(state.members, rank)} did not report its position {limit}",
+            detail=f"{policy.name_among(state.members, rank)} did not report its position {limit}",
         )
         for rank in unresponsive
     )
@@ -182,7 +182,7 @@ def failure_of(policy: MembershipPolicy, state: State, event: RankBroken) -> Fai
         at_seconds=event.at_seconds,
         iteration=event.iteration,
         final=event.final,
-        detail=f"rank {policy.number_among(state.members, event.rank)} raised",
+        detail=f"{policy.name_among(state.members, event.rank)} raised",
     )
 
 
@@ -196,15 +196,20 @@ def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
     ended = sorted(remaining_ranks(policy, state) & state.gone)
     if ended:
         # It cannot report a position or take part in the next membership, and its state has ended with it.
-        number = policy.number_among(state.members, ended[0])
-        return f"rank {number} has already finished, so it cannot take part in another membership"
+        name = policy.name_among(state.members, ended[0])
+        return f"{name} has already finished, so it cannot take part in another membership"
     if policy.keeps_layout:
         return NodeRules(policy).why_place_stays_empty(state)
-    num_left = len(set(state.members) - state.nodes.lost)
-    num_joining = len(NodeRules(policy).admitted(state, num_left))
+    left = set(state.members) - state.nodes.lost
+    admitted = NodeRules(policy).admitted(state, len(left))
+    num_left, num_joining = len(left), len(admitted)
     if num_left == 0 or num_left + num_joining < policy.fewest_nodes:
         ready = f" plus {num_joining} ready to join" if num_joining else ""
         return f"too few nodes are left: {num_left}{ready}, below recovery.min_nodes={policy.fewest_nodes}"
+    try:
+        policy.layout_of(tuple(sorted({*left, *admitted})))
+    except RecoveryError as error:
+        return str(error)
     return None
 
 
@@ -232,12 +237,12 @@ def _reform(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     """Begin the next membership.
 
     Raises:
-        RecoveryError: there is no iteration after which all ranks can continue.
+        RecoveryError: there is no iteration after which all ranks can continue, or too few nodes are left.
     """
     reform = _next(policy, state)
     first = state.first_failure
     waiting = state.nodes.waiting
-    members = tuple(dict.fromkeys(reform.nodes))
+    members = reform.members
     following = replace(
         state,
         phase=Phase.RUNNING,
@@ -289,7 +294,7 @@ def _next(policy: MembershipPolicy, state: State) -> Reform:
     if policy.keeps_layout:
         members = joining.members_after_filling(state)
     new = set(members) - staying
-    ranks = [rank for node in members for rank in policy.ranks_of(node)]
+    layout = policy.layout_of(members)
     positions = _positions(policy, state)
     return Reform(
         lost=tuple(sorted(state.nodes.lost & set(state.members))),
@@ -298,9 +303,12 @@ def _next(policy: MembershipPolicy, state: State) -> Reform:
         positions=positions,
         target=choose_target(positions),
         previous_ranks=tuple(
-            None if policy.node_of(rank) in new else policy.number_among(state.members, rank) for rank in ranks
+            None if policy.node_of(rank) in new else policy.number_among(state.members, rank)
+            for rank in layout.processes
         ),
-        nodes=tuple(policy.node_of(rank) for rank in ranks),
+        nodes=layout.rank_nodes,
+        local_ranks=layout.local_ranks,
+        members=members,
     )
 
 

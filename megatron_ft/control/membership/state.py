@@ -5,11 +5,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.membership.events import RankBroken
+from megatron_ft.errors import RecoveryError
 from megatron_ft.planning.recovery.membership import Position, Target
+
+if TYPE_CHECKING:
+    from megatron_ft.planning.recovery.layout import JobLayouts, MembershipLayout
 
 
 class NodeState(Enum):
@@ -257,7 +261,8 @@ class Outcome(Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# No slots: ``cached_property`` keeps its values in the dictionary of the instance.
+@dataclass(frozen=True, kw_only=True)
 class MembershipPolicy:
     """Limits and settings of the state machine. A field without a docstring is the key of the same name in ``launch``,
     ``recovery`` or ``nodes``."""
@@ -283,10 +288,15 @@ class MembershipPolicy:
     """Whether every membership has ``num_nodes`` nodes, so that other nodes take the places of lost ones."""
     starts_nodes: bool = True
     """Whether the job starts agents; otherwise nodes start by themselves."""
+    job_layouts: "JobLayouts | None" = None
+    """Parallel layout of each set of nodes; None if each process of a member has a rank, in the order of nodes."""
 
     @staticmethod
     def of(config: JobConfig, *, starts_nodes: bool) -> "MembershipPolicy":
         """Make the policy from a configuration."""
+        # Imported here, because agents import this module, and do not need numpy.
+        from megatron_ft.planning.recovery.layout import JobLayouts
+
         launch, recovery, nodes = config.launch, config.recovery, config.nodes
         return MembershipPolicy(
             num_nodes=launch.num_nodes,
@@ -304,6 +314,7 @@ class MembershipPolicy:
             restart_lost_nodes=nodes.restart_lost_nodes,
             keeps_layout=recovery.keep_layout,
             starts_nodes=starts_nodes,
+            job_layouts=JobLayouts.of(config),
         )
 
     @property
@@ -339,10 +350,41 @@ class MembershipPolicy:
         """Return the global ranks of ``node``."""
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
-    def number_among(self, members: Sequence[int], rank: int) -> int:
-        """Return the number that ``rank`` has in a membership of the nodes ``members``, whose ranks are numbered from 0
-        in the order of these nodes."""
-        return members.index(self.node_of(rank)) * self.ranks_per_node + rank % self.ranks_per_node
+    @cached_property
+    def layouts(self) -> "JobLayouts":
+        """Return ``job_layouts`` or its default."""
+        from megatron_ft.planning.recovery.layout import JobLayouts
+
+        default = JobLayouts(
+            num_nodes=self.num_nodes, ranks_per_node=self.ranks_per_node, keeps_layout=self.keeps_layout
+        )
+        return self.job_layouts or default
+
+    def layout_of(self, members: Sequence[int]) -> "MembershipLayout":
+        """Return the ranks of a membership of the nodes ``members``.
+
+        Raises:
+            RecoveryError: the nodes are too few for the layout.
+        """
+        from megatron_ft.planning.recovery.layout import MembershipLayout
+
+        found = self.layouts.on(members)
+        if not isinstance(found, MembershipLayout):
+            raise RecoveryError(f"the job cannot continue on nodes {list(members)}: {found.reason}")
+        return found
+
+    def number_among(self, members: Sequence[int], rank: int) -> int | None:
+        """Return the number that ``rank`` has in a membership of the nodes ``members``; None for a hot spare."""
+        return self.layout_of(members).rank_of(rank)
+
+    def name_among(self, members: Sequence[int], rank: int) -> str:
+        """Return a name for ``rank`` in a membership of the nodes ``members``, for messages."""
+        number = self.number_among(members, rank)
+        return f"process {rank}, a hot spare," if number is None else f"rank {number}"
+
+    def ranks_among(self, members: Sequence[int]) -> frozenset[int]:
+        """Return the global ranks that have a number in a membership of the nodes ``members``, without hot spares."""
+        return _members_ranks(self, tuple(members), frozenset())
 
     def ranks_of_all(self, nodes: tuple[int, ...] | frozenset[int]) -> frozenset[int]:
         """Return the global ranks of ``nodes``. Cached, because it is called for every event."""
@@ -487,6 +529,10 @@ class Reform:
     """Number that each rank of the next membership had in the previous one; None for a rank of a joining node."""
     nodes: tuple[int, ...]
     """Node of each rank of the next membership."""
+    local_ranks: tuple[int, ...]
+    """Number of each rank's process on its node."""
+    members: tuple[int, ...]
+    """Nodes of the next membership, including those of hot spares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -505,11 +551,17 @@ class Step:
 
 
 def remaining_ranks(policy: MembershipPolicy, state: State) -> frozenset[int]:
-    """Return the ranks of the members that are not lost."""
-    return _ranks_of_all(policy.ranks_per_node, state.members, state.nodes.lost)
+    """Return the ranks of the members that are not lost, without hot spares."""
+    return _members_ranks(policy, state.members, state.nodes.lost)
 
 
 # These sets change with memberships, not with events. Computed for each event, a loss among 8,192 ranks took minutes.
+@functools.lru_cache(maxsize=32)
+def _members_ranks(policy: MembershipPolicy, members: tuple[int, ...], lost: frozenset[int]) -> frozenset[int]:
+    ranks = policy.layout_of(members).processes
+    return frozenset(rank for rank in ranks if policy.node_of(rank) not in lost)
+
+
 @functools.lru_cache(maxsize=32)
 def _ranks_of_all(ranks_per_node: int, nodes: Iterable[int], lost: frozenset[int]) -> frozenset[int]:
     firsts = (node * ranks_per_node for node in nodes if node not in lost)

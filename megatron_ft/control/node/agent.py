@@ -283,12 +283,18 @@ class _Agent:
         numbers = order.ranks.get(str(node))
         if numbers is None:
             return
-        first = numbers[0] if order.is_joining else order.nodes.index(node)
-        kept = [field.name for field in fields(order) if field.name not in ("ranks", "sidecars", "reason")]
+        kept = [
+            field.name for field in fields(order) if field.name not in ("ranks", "local_ranks", "sidecars", "reason")
+        ]
         shared = {name: getattr(order, name) for name in kept}
+        processes = zip(order.nodes, order.local_ranks, strict=True)
+        found = {local_rank: rank for rank, (on_node, local_rank) in enumerate(processes) if on_node == node}
         for local_rank, number in enumerate(numbers):
-            who = {"number": number, "rank": first + local_rank, "local_rank": local_rank, "node": node}
-            self._spawn(number, {**shared, **who, "sidecars": self._sidecars.for_ranks(order.sidecars)})
+            # A hot spare waits for a membership, as a joining rank does.
+            is_joining = order.is_joining or local_rank not in found
+            rank = number if is_joining else found[local_rank]
+            about = {"rank": rank, "is_joining": is_joining, "number": number, "local_rank": local_rank, "node": node}
+            self._spawn(number, {**shared, **about, "sidecars": self._sidecars.for_ranks(order.sidecars)})
 
     def _spawn(self, number: int, spec: Message) -> None:
         log = Path(spec["run_dir"]) / "logs" / f"rank-{number:05d}.log"
@@ -305,7 +311,7 @@ class _Agent:
 
     def _reform(self, order: messages.Reform) -> None:
         following, node = order.next, self._spec.node
-        if node in following.nodes:
+        if node in following.members:
             self._ranks.generation = following.generation
             self._broadcast({"op": "reform", "next": encode(following)})
         elif node in order.lost:

@@ -270,9 +270,11 @@ class PlacementManager:
         """Return the migration of this rank's stage in ``change``."""
         return change.migrations[self._stage]
 
-    def steps_to(self, migration: MigrationPlan) -> list[Step] | None:
-        """Divide a migration of this rank's stage into steps. Return None if it needs a rebuild of the model."""
-        return replacement_steps(self.plans[self._stage], migration)
+    def steps_to(self, change: Change) -> list[Step] | None:
+        """Divide the migration of this rank's stage into steps. Return None if a stage has to rebuild the model: then
+        all stages rebuild it, because the build is collective."""
+        steps = [replacement_steps(plan, new) for plan, new in zip(self.plans, change.migrations, strict=True)]
+        return None if None in steps else steps[self._stage]
 
     def to_json(self) -> dict[str, Any]:
         """Return plans and loads as JSON values, for checkpoints and placement files."""

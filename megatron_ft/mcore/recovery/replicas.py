@@ -431,7 +431,7 @@ class ElasticTrainer(Trainer):
         self.context.worker.progress(engine.iteration + 1, "migrate")
         if self.snapshots is not None:
             self.snapshots.pause()
-        self.move(placement.part_of(change), engine.iteration + 1, is_evacuation=True)
+        self.move(change, engine.iteration + 1, is_evacuation=True)
         placement.adopt(change)
         self.report_placement("evacuation")
 

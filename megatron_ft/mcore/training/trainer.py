@@ -46,7 +46,6 @@ from megatron_ft.mcore.training.reporting import (
     run_started,
 )
 from megatron_ft.planning.iteration import BatchPlan
-from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.memory import PeerAssignment
 from megatron_ft.planning.snapshot.plan import WindowPlan
@@ -308,14 +307,14 @@ class Trainer:
         # The plan of a window names the experts of each rank, which change.
         if self.snapshots is not None:
             self.snapshots.pause()
-        self.move(self.placement.part_of(change), iteration)
+        self.move(change, iteration)
         # Only after ``move``, which records the current plans, to return to them if the migration fails.
         self.placement.adopt(change)
         self.keep_copies()
         self.report_placement(change.reason, change=change, seconds=time.perf_counter() - began)
 
-    def move(self, migration: MigrationPlan, iteration: int, *, is_evacuation: bool = False) -> None:
-        """Move experts between ranks, as ``migration`` plans, before ``iteration``. All ranks must call this. This rank
+    def move(self, change: Change, iteration: int, *, is_evacuation: bool = False) -> None:
+        """Move experts between ranks, as ``change`` plans, before ``iteration``. All ranks must call this. This rank
         can return to the old placement until an iteration with the new one is committed."""
         assert self.placement is not None, "the job has no expert placement"
         failpoints.hit("migrate", iteration)
@@ -327,9 +326,10 @@ class Trainer:
             is_evacuation=is_evacuation,
             copies=self.engine.state_copies,
         )
+        migration = self.placement.part_of(change)
         replicas = self.placement.replicas(migration.placement)
         # An evacuation needs the placements before and after it, because ranks leave afterwards.
-        steps = None if is_evacuation else self.placement.steps_to(migration)
+        steps = None if is_evacuation else self.placement.steps_to(change)
         if steps is not None:
             self.previous_placement = former(state={}, is_in_place=True)
             self.engine.replace_experts(steps, replicas)

@@ -7,7 +7,7 @@ have in it, and processes that have joined since have other numbers.
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import gcd
 
 from megatron_ft.config.checks.placement import derive_placement
@@ -62,7 +62,7 @@ class LaneLimits:
         return cls(most=most, fewest=max(1, -(-num_experts // (num_slots_per_rank * size))))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots, for ``cached_property``
 class MembershipLayout:
     """Processes that have a rank in a membership, in the order of ranks, and those that wait as hot spares.
 
@@ -89,12 +89,11 @@ class MembershipLayout:
 
     def rank_of(self, process: int) -> int | None:
         """Return the rank of a process; None if it has none."""
-        return _numbers(self.processes).get(process)
+        return self._ranks.get(process)
 
-
-@lru_cache(maxsize=32)
-def _numbers(processes: tuple[int, ...]) -> dict[int, int]:
-    return {process: rank for rank, process in enumerate(processes)}
+    @cached_property
+    def _ranks(self) -> dict[int, int]:
+        return {process: rank for rank, process in enumerate(self.processes)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +114,8 @@ class JobLayouts:
     keeps_layout: bool = False
     """Whether every membership has the initial layout, with the nodes at its places in the given order."""
     limits: LaneLimits = LaneLimits(most=1)
+    fewest_expert_ranks: int = 1
+    """Smallest number of ranks with a slot for every expert."""
 
     @classmethod
     def of(cls, config: JobConfig) -> "JobLayouts":
@@ -123,6 +124,8 @@ class JobLayouts:
         tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         stages = parallel.pipeline_model_parallel_size
         most = config.most_members * launch.ranks_per_node // (tensor * context * stages)
+        num_experts = config.model.num_moe_experts or 0
+        num_slots = derive_placement(config).placement.num_slots_per_rank or max(1, num_experts)
         return cls(
             num_nodes=launch.num_nodes,
             ranks_per_node=launch.ranks_per_node,
@@ -133,15 +136,39 @@ class JobLayouts:
             limits=LaneLimits.of(
                 ParallelLayout(tensor_size=tensor, context_size=context, stages=()),
                 max(1, most),
-                num_experts=config.model.num_moe_experts or 0,
-                num_slots_per_rank=derive_placement(config).placement.num_slots_per_rank
-                or config.model.num_moe_experts,
+                num_experts=num_experts,
+                num_slots_per_rank=num_slots,
             ),
+            fewest_expert_ranks=-(-num_experts // num_slots),
         )
 
     def on(self, nodes: Iterable[int]) -> MembershipLayout | Declined:
         """Return the layout of a membership of ``nodes``; ``Declined`` if they are too few."""
         return _layout_on(self, tuple(nodes if self.keeps_layout else sorted(nodes)))
+
+    def why_not_without(self, nodes: Sequence[int], leaving: Collection[int]) -> str:
+        """Return the reason why ``leaving`` cannot leave a membership of ``nodes`` on request; empty if they can.
+
+        The processes that keep a rank must have all state before others leave: the weights of each model part, and
+        slots for all experts of each stage.
+        """
+        now, after = self.on(nodes), self.on(node for node in nodes if node not in leaving)
+        if isinstance(now, Declined) or isinstance(after, Declined):
+            return next(found.reason for found in (after, now) if isinstance(found, Declined))
+        staying = set(after.processes)
+        size = len(now.processes) // self.num_stages
+        for stage in range(self.num_stages):
+            of_stage = now.processes[stage * size : (stage + 1) * size]
+            for part in range(self.tensor_size):
+                if not staying.intersection(of_stage[part :: self.tensor_size]):
+                    return f"no rank with the weights of pipeline stage {stage}, tensor part {part} would remain"
+            left = len(staying.intersection(of_stage))
+            if left < self.fewest_expert_ranks:
+                return (
+                    f"ranks of pipeline stage {stage} that would remain: {left}; the slots for its experts need "
+                    f"{self.fewest_expert_ranks}"
+                )
+        return ""
 
     def initial(self, processes: Sequence[int]) -> ParallelLayout:
         """Return the regular layout of ``processes`` in Megatron's order of ranks."""

@@ -35,7 +35,7 @@ def test_survival_is_that_of_the_job_as_configured(keys: dict[str, Any], expecte
 def _manager(**keys: Any) -> PlacementManager:
     placement = {**ALGORITHM, "min_replicas": 1, "num_slots_per_rank": 8}
     groups = {"placement": placement, **grouped(num_nodes=4, **keys)}
-    return PlacementManager(derive_placement(from_dict(groups)), world_size=4, stage=0)
+    return PlacementManager(derive_placement(from_dict(groups)), stage=0)
 
 
 def test_a_full_disk_leaves_the_file_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +88,6 @@ def test_the_backend_and_its_shares_are_those_of_the_configuration(
 ) -> None:
     placement = {**ALGORITHM, "min_replicas": 1, "num_slots_per_rank": 8, **placement}
     groups = {"placement": placement, "launch": {"num_nodes": 4}, "training": {"device": "cpu"}}
-    manager = PlacementManager(derive_placement(from_dict(groups)), world_size=4, stage=0)
+    manager = PlacementManager(derive_placement(from_dict(groups)), stage=0)
     found = manager.replicas().backend
     assert (type(found).__name__, found.shares) == (backend, shares)

@@ -1,10 +1,12 @@
 """Tests the state that a rank keeps after a failed membership, and the choice that ranks make from it."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_ft.config.job import ParallelConfig
 from megatron_ft.errors import RecoveryError
 from megatron_ft.planning.recovery.membership import Target
 
@@ -47,7 +49,7 @@ def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, g
     vars(trainer).update(
         membership_start=None,
         previous_placement=former,
-        config=SimpleNamespace(parallel=SimpleNamespace(use_distributed_optimizer=False)),
+        config=SimpleNamespace(parallel=ParallelConfig(use_distributed_optimizer=False)),
         placement=SimpleNamespace(plans=[Plan("new" if moved else "old")], loads=None),
         engine=SimpleNamespace(
             iteration=4,
@@ -61,7 +63,7 @@ def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, g
         ),
         snapshots=None,
         nodes=(0, 1, 2),
-        context=SimpleNamespace(rank=rank, generation=generation),
+        context=SimpleNamespace(rank=rank, generation=generation, world_size=3, members=(0, 1, 2)),
         rounded_off=4,
     )
     return trainer
@@ -77,9 +79,9 @@ def test_a_rank_that_still_moves_experts_is_not_evacuated(monkeypatch: pytest.Mo
     names = [[held.placement.plans[0].to_json() for held in carried.holdings] for carried in (through, moving)]
     assert names == [["old", "new"], ["old"]]
     for present in ([through, moving], [None, moving, through]):
-        found = [None if carried is None else RankStatus.of(carried.holdings) for carried in present]
+        found = [RankStatus.of(() if carried is None else carried.holdings) for carried in present]
         assert choose(found)[0] == (1, False)
-    both = [RankStatus.of(through.holdings), None, RankStatus.of(through.holdings)]
+    both = [RankStatus.of(through.holdings), RankStatus(), RankStatus.of(through.holdings)]
     assert choose(both) == ((1, True), (0, None, 0))
     assert (moving.host.rng, through.host.rng) == ({"seen": "before"}, {"seen": "now"})
 
@@ -134,11 +136,13 @@ def test_a_membership_that_formed_counts_beside_what_was_carried_into_it(monkeyp
 # -- what ranks continue from ------------------------------------------------------------------------------------
 
 
-def presence(*holdings: tuple[int, int]) -> Any:
-    """Return the status of a rank with holdings, each given by generation and rank."""
+def presence(*holdings: tuple[int, int], spared: Sequence[int] = ()) -> Any:
+    """Return the status of a rank with holdings, each given by generation and rank. It was a hot spare in the
+    generations ``spared``."""
     from megatron_ft.mcore.state.rank_status import RankStatus
 
-    output = RankStatus(holdings=tuple(((generation, False), rank, f"p{generation}") for generation, rank in holdings))
+    rows = tuple(((generation, False), rank, 0, f"p{generation}") for generation, rank in holdings)
+    output = RankStatus(holdings=rows, spared=tuple(spared))
     assert RankStatus.from_json(output.to_json()) == output
     return output
 
@@ -153,7 +157,7 @@ def choose(present: list[Any], *, nodes: list[int] | None = None, lost: tuple[in
 
 def test_the_newest_membership_that_all_had_formed_is_gone_on_from() -> None:
     stayer, newcomer = presence((3, 1), (4, 0)), presence((4, 2))
-    assert choose([stayer, newcomer, None]) == ((4, False), (0, 2, None))
+    assert choose([stayer, newcomer, presence()]) == ((4, False), (0, 2, None))
 
 
 def test_where_some_had_not_formed_all_go_back_to_what_they_carried() -> None:
@@ -171,21 +175,29 @@ def test_a_placement_by_which_experts_are_lost_is_passed_over() -> None:
 
 def test_a_node_takes_part_with_all_its_ranks_or_none() -> None:
     formed, newcomer = presence((3, 1), (4, 0)), presence((4, 2))
-    assert choose([formed, formed, newcomer, None], nodes=[0, 0, 1, 1]) == ((4, False), (0, 0, None, None))
+    assert choose([formed, formed, newcomer, presence()], nodes=[0, 0, 1, 1]) == ((4, False), (0, 0, None, None))
     with pytest.raises(RecoveryError, match="generation 7 cannot be formed: each node has a rank without state"):
-        choose([newcomer, None], nodes=[1, 1])
+        choose([newcomer, presence()], nodes=[1, 1])
+
+
+def test_a_hot_spare_does_not_hide_the_state_of_its_node() -> None:
+    """A node with a hot spare of generation 4 keeps its state of it; a rank that was not a spare then must have it."""
+    formed = presence((4, 0))
+    assert choose([formed, presence(spared=[4])], nodes=[1, 1]) == ((4, False), (0, None))
+    with pytest.raises(RecoveryError, match="each node has a rank without state"):
+        choose([formed, presence(spared=[3])], nodes=[1, 1])
 
 
 def test_different_placements_are_refused() -> None:
     from megatron_ft.mcore.state.rank_status import RankStatus
 
-    one, other = (RankStatus(holdings=(((3, False), 3, digest),)) for digest in ("a", "b"))
+    one, other = (RankStatus(holdings=(((3, False), 3, 0, digest),)) for digest in ("a", "b"))
     with pytest.raises(
         RecoveryError, match="generation 7: all ranks must have the same placement.*: rank 0 a, rank 2 b"
     ):
-        choose([one, None, other])
+        choose([one, presence(), other])
 
 
 def test_nobody_with_state_is_named() -> None:
     with pytest.raises(RecoveryError, match="generation 7: all ranks that had state are lost"):
-        choose([None, None])
+        choose([presence(), presence()])
