@@ -29,8 +29,9 @@ NEXT = NextMembership(
     master_port=20001,
     reason="rank 1 was killed by SIGKILL",
 )
-JOINED = replace(NEXT, previous_ranks=(0, 1, None), nodes=(0, 1, 2), reason="node 2 joins")
-LATER = replace(NEXT, generation=2, previous_ranks=(1,), nodes=(2,))
+DEFAULTS = {"local_ranks": (), "members": ()}
+JOINED = replace(NEXT, previous_ranks=(0, 1, None), nodes=(0, 1, 2), reason="node 2 joins", **DEFAULTS)
+LATER = replace(NEXT, generation=2, previous_ranks=(1,), nodes=(2,), **DEFAULTS)
 
 
 class Rank:
