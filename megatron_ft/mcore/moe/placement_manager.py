@@ -26,14 +26,15 @@ from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.operators import operators_of
 from megatron_ft.planning.cost.memory import RankParameters, expert_state_bytes
 from megatron_ft.planning.placement.copies import StateCopyPlan
-from megatron_ft.planning.placement.layout import Holdings, OtherHoldings
+from megatron_ft.planning.placement.layout import Holdings
 from megatron_ft.planning.placement.migration import MigrationPlan, Step, holdings, remap, replacement_steps
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.rebalance import RebalancePolicy, imbalance, smooth
 from megatron_ft.planning.placement.report import plan_state_copies
 from megatron_ft.planning.placement.stage import StageRequest, algorithm_of, first_plans, scripted_plans
 from megatron_ft.planning.placement.survival import single_loss_survival
-from megatron_ft.planning.recovery.replicas import Declined, plan_drain, plan_replicas
+from megatron_ft.planning.recovery.living_state import StageHolders, plan_drain, plan_replicas
+from megatron_ft.planning.state.declined import Declined
 from megatron_ft.runtime.dispatch.backend import DispatchBackend, open_backend
 from megatron_ft.topology import Topology
 
@@ -97,19 +98,6 @@ class PlacementState:
         return cls(plans=plans, loads=content["loads"])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageHolders:
-    """Ranks of a membership that hold experts of one stage from the previous membership."""
-
-    previous_ranks: tuple[int | None, ...]
-    """For each rank of the stage, in order, its rank in the previous membership; None if it has no state of this
-    stage."""
-    owned: Holdings | None = None
-    """Experts that each of these ranks has; None for those of the previous placement."""
-    others: OtherHoldings
-    """Experts of ranks that were in this stage and are in another one now."""
-
-
 def open_dispatch(config: JobConfig) -> DispatchBackend:
     """Open the dispatch backend of a job with expert replicas. Its kernels are built at their first use.
 
@@ -155,7 +143,7 @@ class PlacementManager:
         self._num_dense = RankParameters.of_stage(config.model, operators, topology, stage).num_dense
         self.plans = first_plans(config, self._requests, self._inputs) if before is None else before.plans
 
-    def follow(self, holders: "Sequence[StageHolders]") -> tuple[MigrationPlan, ...] | Declined:
+    def follow(self, holders: Sequence[StageHolders]) -> tuple[MigrationPlan, ...] | Declined:
         """Adopt placements for this membership that follow the placements of the previous membership, in which the
         ranks in ``holders`` (one entry for each stage) have held experts.
 

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_ft.mcore.groups import Collectives, Groups
-from megatron_ft.mcore.moe.placement_manager import StageHolders
 from megatron_ft.mcore.state.carried import Carried, Shape, shapes_of
 from megatron_ft.mcore.state.rank_status import Holding, Key, Previous
 from megatron_ft.mcore.state.train_state import TrainState
-from megatron_ft.planning.placement.migration import holdings as experts_of
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.planning.recovery.replicas import lost_experts
+from megatron_ft.planning.recovery.living_state import StageHolders, lost_experts, stage_holders
 from megatron_ft.topology import Topology
 
 Moved = tuple[int, frozenset[tuple[int, int]]]
@@ -72,34 +70,10 @@ class MembershipMove:
 
     def holders(self, plans: Sequence[PlacementPlan]) -> list[StageHolders]:
         """Return the ranks that hold experts of each stage; ``plans`` are the placements of the holding."""
-        stage_of = [self._stage(part) for part in self.former]
-        found = []
-        for stage, plan in enumerate(plans):
-            ranks = self.topology.stage_ranks(stage)
-            of_stage = [rank for rank in ranks if stage_of[rank] == stage]
-            others = [rank for rank, old in enumerate(stage_of) if old == stage and rank not in ranks]
-            # Only after an interrupted migration, ranks have other experts than those of the placement.
-            is_changed = any(self._has_moved(rank) for rank in of_stage)
-            held = [self._experts(plan, rank) if rank in of_stage else _none_of(plan) for rank in ranks]
-            found.append(
-                StageHolders(
-                    previous_ranks=tuple(self.previous[rank] if rank in of_stage else None for rank in ranks),
-                    owned=tuple(zip(*held, strict=True)) if is_changed else None,
-                    others={rank: self._experts(plan, rank) for rank in others},
-                )
-            )
-        return found
-
-    def _has_moved(self, rank: int) -> bool:
-        found = self.moved[rank]
-        return found is not None and found[0] == self.former[rank]
-
-    def _experts(self, plan: PlacementPlan, rank: int) -> tuple[frozenset[int], ...]:
-        """Return the experts of each layer of ``plan`` whose state a rank has."""
-        found = self.moved[rank]
-        if found is not None and self._has_moved(rank):
-            return tuple(frozenset(e for layer, e in found[1] if layer == number) for number in plan.layer_numbers)
-        return tuple(of_layer[0] for of_layer in experts_of(plan, (self.previous[rank],)))
+        found = enumerate(zip(self.moved, self.former, strict=True))
+        # ``moved`` is about the newest model part of a rank, which the holding may not be about.
+        changed = {rank: moved[1] for rank, (moved, part) in found if moved is not None and moved[0] == part}
+        return stage_holders(plans, self.previous, self.topology, changed)
 
     def is_whole(self, carried: Carried | None, groups: Groups) -> bool:
         """Return whether the ranks with the holding have every expert and every model part. All ranks must call
@@ -147,7 +121,3 @@ def first_of(previous: Previous) -> int:
 def _held(carried: Carried | None, key: Key) -> Holding:
     assert carried is not None, "this rank has no state, and so no holding"
     return next(held for held in carried.holdings if held.key == key)
-
-
-def _none_of(plan: PlacementPlan) -> tuple[frozenset[int], ...]:
-    return tuple(frozenset() for _ in plan.layer_numbers)

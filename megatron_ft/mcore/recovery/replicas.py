@@ -40,7 +40,7 @@ from megatron_ft.mcore.training.trainer import SNAPSHOT_SERVICE, Trainer
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.recovery.layout import JobLayouts, MembershipLayout
 from megatron_ft.planning.recovery.membership import NextMembership, Target
-from megatron_ft.planning.recovery.replicas import Declined
+from megatron_ft.planning.state.declined import Declined
 from megatron_ft.runtime.transport.abort import Opening
 from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.storage.checkpoints import iteration_of
@@ -259,7 +259,7 @@ class ElasticTrainer(Trainer):
         manager = self._placement(held)
         migrations = self._follow(manager, move)
         generation = self.context.generation
-        self.report(RecoveryStarted(generation=generation, strategy="replicas", iteration=host.iteration))
+        self.report(RecoveryStarted(generation=generation, strategy="living_state", iteration=host.iteration))
         me = self.context.rank
         former = move.former[me]
         old: NamedState = {} if carried is None or former is None else carried.of_part(former)[0]
@@ -341,7 +341,9 @@ class ElasticTrainer(Trainer):
             pp=groups.pg_collection.pp,
         )
         plan = replay.plan
-        self.report(RecoveryStarted(generation=self.context.generation, strategy="localized", iteration=plan.target))
+        self.report(
+            RecoveryStarted(generation=self.context.generation, strategy="localized_replay", iteration=plan.target)
+        )
         state, votes, window_plan = replay.share()
         failpoints.hit("reform_build", target)
         engine = self.engine

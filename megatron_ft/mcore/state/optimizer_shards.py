@@ -216,7 +216,7 @@ class ShardMove:
             if rank not in leaving:
                 staying.setdefault(part, []).append(rank)
         rows: list[list[_Row]] = [[] for _ in self.parts]
-        for number, item in enumerate(missing.missing):
+        for number, item in enumerate(missing.elements):
             part = item.tensor.tensor_part
             rank = staying[part][number % len(staying[part])]
             rows[rank].append((part, item.tensor.parameter, item.start, item.stop))
