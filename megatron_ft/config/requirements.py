@@ -70,7 +70,11 @@ def _shards_optimizer(config: JobConfig) -> bool:
 REPLICAS: tuple[Requirement, ...] = (
     Requirement(key="launch.mode", value="local"),
     Requirement(key="launch.master_port", value=0),
-    Requirement(key="parallel.context_parallel_size", value=1),
+    Requirement(
+        key="parallel.context_parallel_size",
+        value=1,
+        reason="context parallelism needs Transformer Engine, and so a GPU",
+    ),
     Requirement(
         key="parallel.use_distributed_optimizer",
         value=True,

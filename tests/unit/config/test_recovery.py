@@ -31,8 +31,6 @@ def job(changes: dict[str, Any]) -> JobConfig:
 UNCOVERED: list[tuple[dict[str, Any], str]] = [
     ({"launch.mode": "torchrun"}, "launch.mode"),
     ({"launch.master_port": 20001}, "launch.master_port"),
-    ({"parallel.pipeline_model_parallel_size": 2}, "parallel.pipeline_model_parallel_size"),
-    ({"parallel.tensor_model_parallel_size": 2}, "parallel.tensor_model_parallel_size"),
     ({"parallel.use_distributed_optimizer": True}, "parallel.use_distributed_optimizer"),
     ({"placement.algorithm": None, "placement.num_slots_per_rank": None}, "placement.algorithm"),
     ({"placement.schedule": ["3:plan.json"]}, "placement.schedule"),
@@ -50,6 +48,30 @@ def test_what_is_not_covered_is_refused_by_key(asked: dict[str, Any], changes: d
     validate(job(changes | {"model.num_layers": 6}))
     with pytest.raises(ConfigError, match=rf"^{key}.*must be.*(\.min_nodes=1|\.max_nodes=4|\.membership_schedule)"):
         validate(job(changes | asked | {"model.num_layers": 6}))
+
+
+PIPELINE = {"model.num_layers": 6, "parallel.pipeline_model_parallel_size": 2, "placement.num_slots_per_rank": 8}
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_pipelines_and_tensor_parallelism_are_covered(asked: dict[str, Any]) -> None:
+    validate(job(PIPELINE | asked))
+    tensor = {"parallel.tensor_model_parallel_size": 2, "launch.num_nodes": 4, "launch.ranks_per_node": 2}
+    more = {"nodes.max_nodes": 5} if "nodes.max_nodes" in asked else asked
+    wide = {"recovery.min_nodes": 2} if "recovery.min_nodes" in asked else more
+    validate(job(PIPELINE | tensor | wide))
+
+
+def test_the_fewest_nodes_must_have_a_model_replica_with_slots_for_all_experts() -> None:
+    narrow = PIPELINE | {"launch.ranks_per_node": 1, "launch.num_nodes": 4}
+    validate(job(narrow | {"recovery.min_nodes": 2}))
+    with pytest.raises(ConfigError, match=r"^recovery\.min_nodes=1: must leave at least TP \* CP \* PP = 2 ranks"):
+        validate(job(narrow | {"recovery.min_nodes": 1}))
+    with pytest.raises(
+        ConfigError,
+        match=r"^placement\.num_slots_per_rank=4: must be large enough that 1 ranks .* of a pipeline stage$",
+    ):
+        validate(job(narrow | {"recovery.min_nodes": 2, "placement.num_slots_per_rank": 4}))
 
 
 WHY: list[tuple[dict[str, Any], str]] = [

@@ -16,8 +16,6 @@ SEARCH = {"_target_": "megatron_ft.planning.placement.overlap_search.OverlapSear
 VIOLATIONS: dict[str, Any] = {
     "launch.mode": "torchrun",
     "launch.master_port": 20001,
-    "parallel.pipeline_model_parallel_size": 2,
-    "parallel.tensor_model_parallel_size": 2,
     "parallel.context_parallel_size": 2,
     "parallel.use_distributed_optimizer": True,
     "placement.schedule": ["3:plan.json"],
@@ -70,11 +68,11 @@ def test_every_requirement_is_of_a_key_that_exists_and_says_what_it_must_be() ->
 
 
 def test_all_that_is_missing_is_named_in_one_message() -> None:
-    changes = {"parallel.pipeline_model_parallel_size": 2, "parallel.use_distributed_optimizer": True}
+    changes = {"launch.master_port": 20001, "parallel.use_distributed_optimizer": True}
     with pytest.raises(ConfigError) as caught:
         validate(job({**changes, "training.device": "cuda"}))
     assert str(caught.value) == (
-        "parallel.pipeline_model_parallel_size=2: must be 1 with recovery.min_nodes=1; "
+        "launch.master_port=20001: must be 0 with recovery.min_nodes=1; "
         "recovery.min_nodes=1 also requires: "
         "parallel.use_distributed_optimizer=true must be false (or placement.state_copies at least 2), "
         "training.device=cuda must be cpu"
@@ -82,9 +80,9 @@ def test_all_that_is_missing_is_named_in_one_message() -> None:
 
 
 def test_spares_without_replicas_name_the_other_way_to_use_them() -> None:
-    changes = {"recovery.min_nodes": None, "nodes.num_spare_nodes": 1, "parallel.pipeline_model_parallel_size": 2}
+    changes = {"recovery.min_nodes": None, "nodes.num_spare_nodes": 1, "launch.master_port": 20001}
     with pytest.raises(
-        ConfigError, match=r"must be 1 with nodes\.num_spare_nodes=1; .* set recovery\.keep_layout=true$"
+        ConfigError, match=r"must be 0 with nodes\.num_spare_nodes=1; .* set recovery\.keep_layout=true$"
     ):
         validate(job(changes))
 

@@ -128,7 +128,8 @@ def test_too_few_nodes_left_decline() -> None:
 def test_a_second_loss_is_judged_by_the_nodes_there_are() -> None:
     held = facts_of(elastic(5), (0, 1, 3, 4))
     assert held.nodes == (0, 1, 3, 4)
-    assert held.placement is not None and held.placement.domains == ("node0", "node1", "node3", "node4")
+    (plan,) = held.placements
+    assert plan.domains == ("node0", "node1", "node3", "node4")
     assert cost_of_loss(held, [3]).strategy == "living_state"
     with pytest.raises(ConfigError, match="lost node=2: must be one of the present nodes"):
         cost_of_loss(held, [2])
