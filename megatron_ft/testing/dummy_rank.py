@@ -64,7 +64,10 @@ def run_surviving(config: JobConfig, context: RankContext) -> None:
     record = failpoints.append_to(context.run_dir / "failpoints.jsonl")
     if context.is_joining:
         context.worker.report({"kind": "waiting", "number": context.rank, "node": context.node})
-        context = _begin(context, context.worker.await_membership())
+        begun = _begin(context, context.worker.await_membership())
+        if begun is None:
+            return
+        context = begun
     else:
         _wait_for_all(context)
     iteration = 1
@@ -94,7 +97,10 @@ def run_surviving(config: JobConfig, context: RankContext) -> None:
         except (RuntimeError, TrainingStopped) as error:
             failpoints.hit("replay", iteration)
             following = context.worker.survive(_position(context), error)
-        context = _begin(context, following)
+        begun = _begin(context, following)
+        if begun is None:
+            return
+        context = begun
 
 
 def run_in_domains(config: JobConfig, context: RankContext) -> None:
@@ -113,10 +119,17 @@ def _position(context: RankContext) -> Position:
     )
 
 
-def _begin(context: RankContext, following: NextMembership) -> RankContext:
-    """Report the start of the next membership, and return the context of this process's rank in it."""
+def _begin(context: RankContext, following: NextMembership) -> RankContext | None:
+    """Report the start of the next membership, and return the context of this process's rank in it. Wait for another
+    membership if this process is a hot spare; return None if its node leaves meanwhile."""
     rank = following.rank_on(context.node, context.local_rank)
-    assert rank is not None
+    while rank is None:
+        context.worker.report({"kind": "spared", "node": context.node, "generation": following.generation})
+        awaited = context.worker.stand_by()
+        if awaited is None:
+            return None
+        following = awaited
+        rank = following.rank_on(context.node, context.local_rank)
     context.worker.report({"kind": "reformed", "rank": rank, "node": context.node, "next": following.to_json()})
     about = {"rank": rank, "world_size": following.world_size, "generation": following.generation}
     return dataclasses.replace(context, **about, master_port=following.master_port)
