@@ -126,12 +126,14 @@ class _Machine:
     """Time at which the present attempt to connect began."""
     next_attempt_at: float = 0.0
     has_answered: bool = False
+    open_since: float = 0.0
+    """Time at which the present connection was opened; it is closed as soon as the machine is in doubt."""
     is_reported: bool = False
     """Whether a message was printed that this machine has never answered."""
 
-    def answers(self, now: float) -> bool:
-        """Whether the machine has answered every question, except those of the last ``DOUBT_SECONDS``."""
-        return self.has_answered and (self.asked_at is None or now - self.asked_at < DOUBT_SECONDS)
+    def has_answered_since(self, past: float) -> bool:
+        """Whether the machine has answered every question since ``past``."""
+        return self.is_open and self.open_since <= past
 
 
 OnVanished = Callable[[int, int, str], None]
@@ -212,7 +214,7 @@ class PresenceWatch:
                 self._ask(machine, now)
         for machine in list(self._machines.values()):
             if not machine.is_open and now >= machine.next_attempt_at:
-                if self._has_vanished(machine, now):
+                if self._has_vanished(machine):
                     self._close(self._machines.pop(machine.node))
                     limit = f"detector.vanished_seconds={self._vanished_seconds:g}"
                     self._on_vanished(
@@ -222,7 +224,7 @@ class PresenceWatch:
                     self._report(machine, now)
                     self._connect(machine, now)
 
-    def _has_vanished(self, machine: _Machine, now: float) -> bool:
+    def _has_vanished(self, machine: _Machine) -> bool:
         # A packet that was sent ``vanished_seconds`` after the first one without an answer has no answer, either: a
         # shorter interruption of the network is no loss.
         if machine.sock is None or machine.asked_at is None or not machine.has_answered:
@@ -230,8 +232,9 @@ class PresenceWatch:
         if machine.attempt_at - machine.asked_at < self._vanished_seconds:
             return False
         others = [other for other in self._machines.values() if other.endpoint.address != machine.endpoint.address]
-        # If none of several machines answers, the network of this machine is the likely cause. Heartbeats then decide.
-        return not others or any(other.answers(now) for other in others)
+        # If no other machine has answered all the time, the network of this machine is the likely cause. It does not
+        # reach all machines again at the same moment, so heartbeats decide about those that answer later or never.
+        return not others or any(other.has_answered_since(machine.asked_at) for other in others)
 
     def _report(self, machine: _Machine, now: float) -> None:
         if machine.has_answered or machine.is_reported or machine.asked_at is None:
@@ -287,7 +290,7 @@ class PresenceWatch:
                 self._end(machine, code, now)
                 return
             machine.is_open = machine.has_answered = True
-            machine.asked_at = None
+            machine.asked_at, machine.open_since = None, now
             self._selector.modify(machine.sock, selectors.EVENT_READ, machine)
             return
         try:
