@@ -24,6 +24,7 @@ from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.planning.iteration import BALLOT_FIELDS, Ballot
 from megatron_ft.runtime.transport import abort
 from megatron_ft.runtime.transport.abort import Opening, Transports, drop_broken_graph, open_sockets, release
+from megatron_ft.runtime.transport.handles import HANDLE, Handle, connect, disconnect, handles, register
 
 # Collectives support few dtypes: gloo, for example, does not support float8. Every dtype can be sent as ``uint8``.
 
@@ -188,6 +189,8 @@ class Groups:
     vote: dist.ProcessGroup
     transports: Transports
     """The connections that these groups use."""
+    store: dist.Store
+    """Store of the generation, through which ranks exchange their addresses."""
 
     def add(self, ranks: Sequence[int], *, timeout_seconds: float) -> dist.ProcessGroup | None:
         """Create a gloo group of ``ranks``. Return None on all other ranks. Every rank of the job must call this.
@@ -198,11 +201,10 @@ class Groups:
         if dist.get_backend() == "nccl":
             # NCCL opens sockets at its first use. This must end before the new sockets of gloo are searched.
             torch.cuda.synchronize()
-        # Each process counts its groups, and torch makes the group's name from this count. So all ranks must create it.
-        before, timeout = open_sockets(), datetime.timedelta(seconds=timeout_seconds)
-        group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
+        before = open_sockets()
+        group = _new_handle(self.store, ranks, timeout_seconds)
         self.transports.include(open_sockets() - before)
-        return group if dist.get_rank() in ranks else None
+        return group
 
     @classmethod
     def form(
@@ -217,16 +219,19 @@ class Groups:
         timeout_seconds: float,
     ) -> "Groups":
         """Form the process groups of ``generation`` with all ranks that use ``store``."""
-        timeout, backend = datetime.timedelta(seconds=timeout_seconds), parallel.backend_on(device)
+        register()
+        backend = parallel.backend_on(device)
         before = open_sockets()
+        # Each generation has its own keys, so a late rank of another generation cannot connect to ranks of this one.
+        store_of_generation = dist.PrefixStore(f"generation-{generation}", store)
+        # Handles are formed without communication, and connected below. NCCL groups are torch's own: a communicator
+        # can be replaced only after it was aborted, which could not be tested without GPUs.
         dist.init_process_group(
-            backend=backend,
-            # Each generation has its own keys, so a late rank of another generation cannot connect to ranks of this
-            # one.
-            store=dist.PrefixStore(f"generation-{generation}", store),
+            backend=backend if backend == "nccl" else HANDLE,
+            store=store_of_generation if backend == "nccl" else dist.HashStore(),
             rank=rank,
             world_size=world_size,
-            timeout=timeout,
+            timeout=datetime.timedelta(seconds=timeout_seconds),
         )
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -244,7 +249,13 @@ class Groups:
             # NCCL's sockets are left out: NCCL would report their shutdown as an error of a peer. It is aborted
             # instead.
             before = open_sockets()
-        vote = dist.new_group(backend="gloo", timeout=timeout)
+        formed = handles()
+        # The group of all ranks shares no connections: with two stages, Megatron sends in both directions between the
+        # same ranks, and separates the directions by this group.
+        connect(formed[:1], store_of_generation)
+        connect(formed[1:], store_of_generation)
+        vote = _new_handle(store_of_generation, range(world_size), timeout_seconds)
+        assert vote is not None, "this rank is not in the group of all ranks"
         store_port = store.port if isinstance(store, dist.TCPStore) else None
         transports = Transports.among(open_sockets() - before, store_port=store_port)
         # Waits that begin after this line use the limit of these connections, no longer the limit of ``Opening``.
@@ -254,6 +265,7 @@ class Groups:
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
             vote=vote,
             transports=transports,
+            store=store_of_generation,
         )
 
     @classmethod
@@ -340,28 +352,44 @@ def _store(context: RankContext, timeout_seconds: float) -> dist.TCPStore:
     )
 
 
+def _new_handle(store: dist.Store, ranks: Sequence[int], timeout_seconds: float) -> Handle | None:
+    # Each process counts its groups, and torch makes the group's name from this count. So all ranks must create it.
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    group: Any = dist.new_group(list(ranks), backend=HANDLE, timeout=timeout)
+    if dist.get_rank() not in ranks:
+        return None
+    connect([group], store)
+    return group
+
+
 def dissolve_groups() -> None:
     """Destroy all process groups of Megatron and torch. The caller must have released all objects that use them.
     If connections were shut down, operations may stay blocked in some groups until their timeout. This function does
     not wait for these operations; their groups are destroyed later."""
-    groups = []
-    if abort.WaitLimit.in_use().is_ended:
-        # ``release`` gets these groups, because the destructor of a gloo group waits for its blocked operations.
-        groups = list(dist.distributed_c10d._world.pg_map)
+    # The connections of gloo close here, whatever still references the handles.
+    groups = disconnect(handles())
+    is_broken = abort.WaitLimit.in_use().is_ended
+    is_native = dist.is_initialized() and dist.get_backend() == "nccl"
+    if is_broken:
         drop_broken_graph()
+    if is_broken and is_native:
+        groups += [group for group in dist.distributed_c10d._world.pg_map if not isinstance(group, Handle)]
         # NCCL is aborted before any group is destroyed: destroying an NCCL group waits for peers that may be lost.
-        if dist.is_initialized() and dist.get_backend() == "nccl":
-            dist.distributed_c10d._abort_process_group()
+        dist.distributed_c10d._abort_process_group()
     parallel_state.destroy_model_parallel()
     # ``destroy_model_parallel`` does not drop this group.
     parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
-    # Reference cycles are collected: a group with references keeps its connections open, which blocks its peers.
+    # Reference cycles are collected: an NCCL group with references keeps its connections open, which blocks its peers.
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
     else:
         # torch has counted the groups that could not be formed. The next groups would get other names on other ranks.
         dist.distributed_c10d._world.group_count = 0
-    release(groups)
+    if is_broken:
+        # The destructor of a gloo group waits for its blocked operations, so ``release`` calls it in another thread.
+        release(groups)
+    else:
+        groups.clear()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
