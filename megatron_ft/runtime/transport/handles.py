@@ -6,6 +6,7 @@ gives them inner groups, and ``disconnect`` takes these away. So after the loss 
 only the inner groups are replaced.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -113,7 +114,9 @@ def register() -> None:
     """Register the backend ``HANDLE`` with torch. A second call does nothing."""
     if HANDLE.upper() in Backend._plugins:
         return
-    Backend.register_backend(HANDLE, lambda _, rank, size, timeout: Handle(rank, size, timeout), devices=["cpu", "cuda"])
+    Backend.register_backend(
+        HANDLE, lambda _, rank, size, timeout: Handle(rank, size, timeout), devices=["cpu", "cuda"]
+    )
 
 
 def handles() -> list[Handle]:
@@ -121,22 +124,27 @@ def handles() -> list[Handle]:
     return [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, Handle)]
 
 
-def connect(targets: Sequence[Handle], store: dist.Store) -> None:
+def connect(targets: Sequence[Handle], store: dist.Store, *, is_shared: bool = True) -> None:
     """Give each handle of ``targets`` an inner gloo group, which exchanges addresses through ``store``.
 
-    Handles of the same ranks share one inner group, which saves connections and threads. So all ranks must use the
-    handles in ``targets`` that have the same ranks in one common order. All ranks of these handles must call this, with
-    their handles in the order in which they were created, which is the same on all ranks.
+    Handles of the same ranks share one inner group if ``is_shared``, and always if they have only one rank. This saves
+    connections and threads. All ranks must then use these handles in one common order.
+
+    All ranks of the handles must call this, with their handles in the order in which they were created, which is the
+    same on all ranks. Each call needs another store or prefix.
 
     Raises:
         RuntimeError: a rank did not connect within the timeout, or the connections were shut down.
     """
-    inner_of: dict[tuple[int, ...], ProcessGroup] = {}
+    made: dict[tuple[int, ...], list[ProcessGroup]] = {}
     for handle in targets:
         ranks = tuple(dist.get_process_group_ranks(handle))
-        if ranks not in inner_of:
-            inner_of[ranks] = _gloo_group(handle, PrefixStore(f"{handle.group_name}/", store))
-        handle.inner = inner_of[ranks]
+        found = made.setdefault(ranks, [])
+        if not found or not (is_shared or len(ranks) == 1):
+            # Names of groups are no keys: they depend on the groups that a process has created before.
+            key = hashlib.sha256(repr(ranks).encode()).hexdigest()
+            found.append(_gloo_group(handle, PrefixStore(f"{key}-{len(found)}", store)))
+        handle.inner = found[-1]
 
 
 def _gloo_group(handle: Handle, store: dist.Store) -> ProcessGroup:
