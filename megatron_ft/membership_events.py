@@ -84,6 +84,8 @@ class StageRecovery(Record):
     """Number of forward passes of this rank: microbatches times the rank's model chunks, in all replayed iterations."""
     bytes_moved: int
     """Bytes of the upstream log that this rank sent or received."""
+    is_kept: bool = False
+    """Whether the rank kept its model, gradient buffers and optimizer; false if it had to build them."""
     began_unix_seconds: float
     """Time at which the recovery began on this rank, in seconds since 1970 by the clock of its node."""
     seconds: float

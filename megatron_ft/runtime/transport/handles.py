@@ -1,9 +1,9 @@
 """Process groups that stay the same objects while the connections behind them are replaced.
 
-Model, gradient buffers and optimizer of Megatron reference their process groups in many places. ``Handle`` is a process
-group that forwards every operation to an inner gloo group. Handles are created without communication; ``connect`` then
-gives them inner groups, and ``disconnect`` takes these away. So after the loss of a rank, all references stay valid, and
-only the inner groups are replaced.
+Model, gradient buffers and optimizer of Megatron reference their process groups in many places. ``Handle`` is a
+process group that forwards every operation to an inner gloo group. Handles are created without communication.
+``connect`` gives them inner groups, and ``disconnect`` takes these away. So after the loss of a rank, all references
+stay valid, and only the inner groups are replaced.
 """
 
 import hashlib
