@@ -86,6 +86,10 @@ class StageRecovery(Record):
     """Bytes of the upstream log that this rank sent or received."""
     is_kept: bool = False
     """Whether the rank kept its model, gradient buffers and optimizer; false if it had to build them."""
+    state_bytes: int = 0
+    """Bytes of weights, gradients, master weights and moments on the rank."""
+    staged_bytes: int = 0
+    """Largest number of bytes that the rank copied at one time while it restored a window, besides ``state_bytes``."""
     began_unix_seconds: float
     """Time at which the recovery began on this rank, in seconds since 1970 by the clock of its node."""
     seconds: float

@@ -179,4 +179,6 @@ def test_ranks_of_healthy_stages_send_their_log_and_receive_nothing(outcomes: di
         assert moved.get("send", 0) == shares[place]["bytes_moved"]
         received = {method for method in INCOMING if moved.get(method, 0)}
         # If an iteration was finished after the failure, the weights of a sharded optimizer are still to be gathered.
-        assert received <= ({"all_gather_single_coalesced", "allgather_into_tensor_coalesced"} if "gather" in name else set())
+        assert received <= (
+            {"all_gather_single_coalesced", "allgather_into_tensor_coalesced"} if "gather" in name else set()
+        )

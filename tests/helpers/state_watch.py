@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 
-INCOMING = ("recv", "alltoall_base", "all_to_all_single", "all_gather_single", "all_gather_single_coalesced", "broadcast")
+INCOMING = (
+    "recv",
+    "alltoall_base",
+    "all_to_all_single",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "broadcast",
+)
 """Methods of process groups that deliver tensors of other ranks. Records are exchanged with ``allgather``."""
 
 

@@ -27,7 +27,7 @@ from megatron_ft.mcore.recovery.upstream_log import keep_room
 from megatron_ft.mcore.snapshot.local_window import LocalWindow, Replayer, carry_out
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.mcore.state.carried import Carried
-from megatron_ft.mcore.state.tensors import tensor_digests
+from megatron_ft.mcore.state.tensors import state_bytes, tensor_digests
 from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.iteration import Vote
@@ -48,6 +48,8 @@ class _Replayed:
     """The window that was replayed."""
     num_bytes: int
     """Number of bytes received from the logs of stages outside the region."""
+    staged_bytes: int
+    """Largest number of bytes that loading the window has copied at one time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +157,7 @@ class _Region:
         replayer = Replayer.open(engine, window, self._collectives)
         with self._alone() as communicator:
             carry_out(replay, replayer)
-        return _Replayed(kept=window.stored, num_bytes=communicator.num_bytes)
+        return _Replayed(kept=window.stored, num_bytes=communicator.num_bytes, staged_bytes=replayer.staged_bytes)
 
     def _find(self) -> LocalWindow:
         kept = self._plan.window
@@ -309,7 +311,7 @@ class LocalizedReplay:
         engine, context, plan, pp = self._engine, self._context, self.plan, self._engine.pg.pp
         began, started, forwards = time.time(), time.monotonic(), engine.num_forward_passes
         requests: list[Any] = []
-        num_bytes, kept, error = 0, None, None
+        num_bytes, staged_bytes, kept, error = 0, 0, None, None
         try:
             region = plan.region_of(pp.rank())
             stages = [standing.stage for standing in self._standings]
@@ -323,7 +325,7 @@ class LocalizedReplay:
                 self._note_digests()
                 replay = _Region(engine, plan, region, groups, open_restorer=open_restorer, report=report)
                 replayed = replay.replay(votes, window_plan)
-                num_bytes, kept = replayed.num_bytes, replayed.kept
+                num_bytes, staged_bytes, kept = replayed.num_bytes, replayed.staged_bytes, replayed.kept
                 self._compare()
         except RecoveryError as failure:
             error = str(failure)
@@ -349,6 +351,8 @@ class LocalizedReplay:
                 num_forward_passes=engine.num_forward_passes - forwards,
                 bytes_moved=num_bytes,
                 is_kept=is_kept,
+                state_bytes=state_bytes(engine.model_chunks, engine.optimizer),
+                staged_bytes=staged_bytes,
                 began_unix_seconds=began,
                 seconds=time.monotonic() - started,
             ).to_record()

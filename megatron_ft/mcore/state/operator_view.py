@@ -116,7 +116,7 @@ Payload = bytes | bytearray | memoryview
 WEIGHT, MASTER = "weight", "master"
 
 
-_NUM_BATCHES, _LEAST_BATCH_BYTES = 64, 1 << 20
+_NUM_BATCHES, _LEAST_BATCH_BYTES = 64, 1 << 18
 
 
 def _restore_slice(view: "OperatorView", plan: WindowPlan, index: int, payload: Payload) -> int:
@@ -132,12 +132,13 @@ def _restore_slice(view: "OperatorView", plan: WindowPlan, index: int, payload: 
     for rank, pieces in enumerate(pieces_by_rank):
         for piece in pieces:
             batches.setdefault(piece.offset // batch_bytes, [[] for _ in sizes])[rank].append(piece)
-    return sum(
-        exchange_tensors(
-            _outgoing(view, by_rank[view.rank], content, holders), _incoming(view, by_rank, holders), view.group
-        )
-        for _, by_rank in sorted(batches.items())
-    )
+    most = 0
+    for _, by_rank in sorted(batches.items()):
+        outgoing = _outgoing(view, by_rank[view.rank], content, holders)
+        incoming = _incoming(view, by_rank, holders)
+        exchange_tensors(outgoing, incoming, view.group)
+        most = max(most, sum(tensor.nbytes for of_rank in (*outgoing, *incoming) for tensor in of_rank))
+    return most
 
 
 def _outgoing(
@@ -279,7 +280,7 @@ class OperatorView:
         captured, the weights are rounded from them, as the optimizer does.
 
         Returns:
-            Number of bytes that this rank sent.
+            Largest number of bytes that were copied at one time: those sent and received in a batch.
 
         Raises:
             RecoveryError: ``payload`` is too small.
