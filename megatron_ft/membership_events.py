@@ -84,6 +84,12 @@ class StageRecovery(Record):
     """Number of forward passes of this rank: microbatches times the rank's model chunks, in all replayed iterations."""
     bytes_moved: int
     """Bytes of the upstream log that this rank sent or received."""
+    is_kept: bool = False
+    """Whether the rank kept its model, gradient buffers and optimizer; false if it had to build them."""
+    state_bytes: int = 0
+    """Bytes of weights, gradients, master weights and moments on the rank."""
+    staged_bytes: int = 0
+    """Largest number of bytes that the rank copied at one time while it restored a window, besides ``state_bytes``."""
     began_unix_seconds: float
     """Time at which the recovery began on this rank, in seconds since 1970 by the clock of its node."""
     seconds: float

@@ -6,11 +6,12 @@ collectives support few dtypes: gloo, for example, does not support float8.
 
 import datetime
 import gc
+import itertools
 import json
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.planning.iteration import BALLOT_FIELDS, Ballot
 from megatron_ft.runtime.transport import abort
 from megatron_ft.runtime.transport.abort import Opening, Transports, drop_broken_graph, open_sockets, release
+from megatron_ft.runtime.transport.handles import HANDLE, Handle, connect, disconnect, handles, register
 
 # Collectives support few dtypes: gloo, for example, does not support float8. Every dtype can be sent as ``uint8``.
 
@@ -188,6 +190,15 @@ class Groups:
     vote: dist.ProcessGroup
     transports: Transports
     """The connections that these groups use."""
+    store: dist.Store
+    """Store of the generation, through which ranks exchange their addresses."""
+    handles: tuple[Handle, ...]
+    """Groups that ``reconnect`` connects again, ``vote`` last. With NCCL, only ``vote``."""
+    is_shared: bool
+    """Whether groups of the same ranks share connections. If gradients are reduced during the backward pass, they do
+    not, because reductions would delay other collectives."""
+    num_added: Iterator[int] = field(default_factory=itertools.count)
+    """Counts the groups of ``add`` in this generation."""
 
     @property
     def world(self) -> dist.ProcessGroup:
@@ -205,11 +216,13 @@ class Groups:
         if dist.get_backend() == "nccl":
             # NCCL opens sockets at its first use. This must end before the new sockets of gloo are searched.
             torch.cuda.synchronize()
-        # Each process counts its groups, and torch makes the group's name from this count. So all ranks must create it.
-        before, timeout = open_sockets(), datetime.timedelta(seconds=timeout_seconds)
-        group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
+        before, store = open_sockets(), dist.PrefixStore(f"added-{next(self.num_added)}", self.store)
+        group = _new_handle(ranks, timeout_seconds)
+        if dist.get_rank() not in ranks:
+            return None
+        connect([group], store)
         self.transports.include(open_sockets() - before)
-        return group if dist.get_rank() in ranks else None
+        return group
 
     @classmethod
     def form(
@@ -224,16 +237,16 @@ class Groups:
         timeout_seconds: float,
     ) -> "Groups":
         """Form the process groups of ``generation`` with all ranks that use ``store``."""
-        timeout, backend = datetime.timedelta(seconds=timeout_seconds), parallel.backend_on(device)
-        before = open_sockets()
+        register()
+        backend = parallel.backend_on(device)
+        # Handles are formed without communication, and connected below. NCCL groups are torch's own: a communicator
+        # can be replaced only after it was aborted, which could not be tested without GPUs.
         dist.init_process_group(
-            backend=backend,
-            # Each generation has its own keys, so a late rank of another generation cannot connect to ranks of this
-            # one.
-            store=dist.PrefixStore(f"generation-{generation}", store),
+            backend=backend if backend == "nccl" else HANDLE,
+            store=_keys(store, generation) if backend == "nccl" else dist.HashStore(),
             rank=rank,
             world_size=world_size,
-            timeout=timeout,
+            timeout=datetime.timedelta(seconds=timeout_seconds),
         )
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -247,21 +260,39 @@ class Groups:
             # writes its own part instead.
             create_gloo_process_groups=False,
         )
-        if backend == "nccl":
-            # NCCL's sockets are left out: NCCL would report their shutdown as an error of a peer. It is aborted
-            # instead.
-            before = open_sockets()
-        vote = dist.new_group(backend="gloo", timeout=timeout)
-        store_port = store.port if isinstance(store, dist.TCPStore) else None
-        transports = Transports.among(open_sockets() - before, store_port=store_port)
-        # Waits that begin after this line use the limit of these connections, no longer the limit of ``Opening``.
-        transports.limit.use()
+        vote = _new_handle(range(world_size), timeout_seconds)
+        formed, is_shared, of_generation = tuple(handles()), not parallel.overlap_grad_reduce, _keys(store, generation)
         return cls(
             generation=generation,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
             vote=vote,
-            transports=transports,
+            transports=_connect_all(formed, of_generation, store, is_shared),
+            store=of_generation,
+            handles=formed,
+            is_shared=is_shared,
         )
+
+    def reconnect(self, *, store: dist.Store, generation: int) -> "Groups":
+        """Connect the same groups for ``generation`` with all ranks that use ``store``, some of which may call ``form``
+        instead. ``disconnect`` must have been called.
+
+        Raises:
+            RuntimeError: other ranks did not connect in time, or the connections were shut down.
+        """
+        of_generation = _keys(store, generation)
+        transports = _connect_all(self.handles, of_generation, store, self.is_shared)
+        num_added = itertools.count()
+        return replace(self, generation=generation, transports=transports, store=of_generation, num_added=num_added)
+
+    def disconnect(self) -> None:
+        """Close all connections, and destroy the groups of ``add``. The other groups can be connected again."""
+        inner = disconnect(handles())
+        for group in handles():
+            if group not in self.handles:
+                dist.destroy_process_group(group)
+        # A collective that failed while it was combined with others has left its list, which torch would refuse.
+        dist.distributed_c10d._world.pg_coalesce_state.clear()
+        _destroy(inner)
 
     @classmethod
     def join(
@@ -273,6 +304,7 @@ class Groups:
         timeout_seconds: float,
         store: dist.Store | None = None,
         opening: Opening | None = None,
+        former: "Groups | None" = None,
     ) -> "Groups":
         """Form the process groups of the membership of ``context``. All ranks of the membership must call this.
 
@@ -280,6 +312,7 @@ class Groups:
             timeout_seconds: longest wait for the store of the membership.
             store: store of the membership, if this process has opened it already.
             opening: lets another thread break the new connections after a failure.
+            former: groups of this rank that are connected again; None to create groups.
 
         Raises:
             RuntimeError: other ranks did not connect in time, or ``opening`` broke the connections.
@@ -288,6 +321,8 @@ class Groups:
             opening.limit.use()
         if store is None:
             store = open_store(context, timeout_seconds=timeout_seconds, opening=opening)
+        if former is not None:
+            return former.reconnect(store=store, generation=context.generation)
         return Groups.form(
             config.parallel,
             store=store,
@@ -347,28 +382,64 @@ def _store(context: RankContext, timeout_seconds: float) -> dist.TCPStore:
     )
 
 
+def _keys(store: dist.Store, generation: int) -> dist.Store:
+    # Each generation has its own keys, so a late rank of another generation cannot connect to ranks of this one.
+    return dist.PrefixStore(f"generation-{generation}", store)
+
+
+def _connect_all(formed: Sequence[Handle], keys: dist.Store, store: dist.Store, is_shared: bool) -> Transports:
+    # Earlier sockets are left out. NCCL's sockets are among them: NCCL would report their shutdown as an error of a
+    # peer, so it is aborted instead.
+    before = open_sockets()
+    world = [handle for handle in formed if handle is dist.group.WORLD]
+    # The group of all ranks shares no connections: with two stages, Megatron sends in both directions between the same
+    # ranks, and separates the directions by this group.
+    connect(world, dist.PrefixStore("world", keys))
+    connect(formed[len(world) : -1], dist.PrefixStore("model", keys), is_shared=is_shared)
+    connect(formed[-1:], dist.PrefixStore("vote", keys))
+    store_port = store.port if isinstance(store, dist.TCPStore) else None
+    transports = Transports.among(open_sockets() - before, store_port=store_port)
+    # Waits that begin after this line use the limit of these connections, no longer the limit of ``Opening``.
+    transports.limit.use()
+    return transports
+
+
+def _new_handle(ranks: Sequence[int], timeout_seconds: float) -> Any:
+    # Each process counts its groups, and torch makes the group's name from this count. So all ranks must create it.
+    return dist.new_group(list(ranks), backend=HANDLE, timeout=datetime.timedelta(seconds=timeout_seconds))
+
+
+def _destroy(groups: list[dist.ProcessGroup]) -> None:
+    # Empties ``groups``. After a failure, the destructor of a gloo group waits for its blocked operations, so
+    # ``release`` calls it in another thread.
+    if abort.WaitLimit.in_use().is_ended:
+        drop_broken_graph()
+        release(groups)
+    groups.clear()
+
+
 def dissolve_groups() -> None:
     """Destroy all process groups of Megatron and torch. The caller must have released all objects that use them.
     If connections were shut down, operations may stay blocked in some groups until their timeout. This function does
     not wait for these operations; their groups are destroyed later."""
-    groups = []
-    if abort.WaitLimit.in_use().is_ended:
-        # ``release`` gets these groups, because the destructor of a gloo group waits for its blocked operations.
-        groups = list(dist.distributed_c10d._world.pg_map)
+    groups = disconnect(handles())
+    is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    if is_nccl and abort.WaitLimit.in_use().is_ended:
+        groups += [group for group in dist.distributed_c10d._world.pg_map if not isinstance(group, Handle)]
         drop_broken_graph()
         # NCCL is aborted before any group is destroyed: destroying an NCCL group waits for peers that may be lost.
-        if dist.is_initialized() and dist.get_backend() == "nccl":
-            dist.distributed_c10d._abort_process_group()
+        dist.distributed_c10d._abort_process_group()
     parallel_state.destroy_model_parallel()
     # ``destroy_model_parallel`` does not drop this group.
     parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
-    # Reference cycles are collected: a group with references keeps its connections open, which blocks its peers.
-    gc.collect()
+    if is_nccl:
+        # Reference cycles are collected: an NCCL group with references keeps its connections open, which blocks peers.
+        gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
     else:
         # torch has counted the groups that could not be formed. The next groups would get other names on other ranks.
         dist.distributed_c10d._world.group_count = 0
-    release(groups)
+    _destroy(groups)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

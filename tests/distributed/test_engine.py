@@ -61,6 +61,7 @@ def _scenarios() -> dict[str, Any]:
     for name, (world, overrides) in WEIGHTS.items():
         jobs[f"weights:{name}"] = (f"{SCENARIOS}:weights", world, {"overrides": {**FOUR_LAYERS, **overrides}})
     jobs["again"] = (f"{SCENARIOS}:build_again", 2, {"overrides": {**base, **EP2, "model.hidden_dropout": 0.1}})
+    jobs["form_again"] = (f"{SCENARIOS}:form_again", 2, {"generations": 12})
     jobs["overflow"] = (f"{SCENARIOS}:overflow_of_experts", 2, {})
     jobs["disagree"] = (f"{SCENARIOS}:disagree", 2, {})
     jobs["stop"] = (f"{SCENARIOS}:stop_after_resuming", 2, {})
@@ -202,3 +203,8 @@ def test_a_stop_writes_a_window_on_all_ranks_or_on_none(outcomes: dict[str, list
     )
     (folder,) = {name.partition("/")[0] for name in first["new"]}
     assert first["new"] == second["new"] == [f"{folder}/rank-00000.window", f"{folder}/rank-00001.window"]
+
+
+def test_no_generation_leaves_threads_or_open_files_behind(outcomes: dict[str, list[Any]]) -> None:
+    for rank in of_ranks(outcomes, "form_again"):
+        assert rank["last"] == rank["first"]

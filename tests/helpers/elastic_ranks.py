@@ -33,6 +33,7 @@ from megatron_ft.planning.recovery.membership import NextMembership, Position, T
 from megatron_ft.planning.state.declined import Declined
 from megatron_ft.testing.engines import REPOSITORY, be_ready_to_fork, micro_config
 from megatron_ft.testing.snapshot_servers import TOKEN, Cluster, cluster
+from tests.helpers.state_watch import watch
 
 NUM_TOKENS = 20_000
 LIMIT_SECONDS = 60.0
@@ -175,6 +176,7 @@ class Job:
         present: nodes on which the job continues from the checkpoints of the job ``resumes``; None for all nodes.
         dies_committing: iteration whose checkpoint is written when the rank of a node dies, by node. The other ranks
             do not know yet that the checkpoint is written.
+        is_watched: whether ranks also report what ``state_watch.watch`` records.
     """
 
     def __init__(
@@ -192,6 +194,7 @@ class Job:
         keepers_live: bool = False,
         returns: Mapping[str, Sequence[int]] | None = None,
         dies_committing: Mapping[str, int] | None = None,
+        is_watched: bool = False,
     ) -> None:
         wanted = {**BASE, "launch.num_nodes": nodes, "data.train": [str(folder.parent / "tokens")], **overrides}
         self.config = derive_placement(micro_config(wanted))
@@ -211,6 +214,7 @@ class Job:
         """Number of each process in ``JobLayouts``."""
         self.ranks_per_node = self.config.launch.ranks_per_node
         self.dies_committing = {int(node): iteration for node, iteration in (dies_committing or {}).items()}
+        self.is_watched = is_watched
         self.keepers = keepers
         self.spares = list(spares)
         self.keepers_live = keepers_live
@@ -281,7 +285,7 @@ class Job:
             context["sidecars"] = {"keeper": service}
         orders = {iteration: change.get("leave", ()) for iteration, change in self.changes.items()}
         dies = self.dies_committing.get(node)
-        process = fork.Process(target=_be, args=(self.config, context, theirs, reported, orders, dies))
+        process = fork.Process(target=_be, args=(self.config, context, theirs, reported, orders, dies, self.is_watched))
         process.start()
         theirs.close()
         reported.close()
@@ -443,6 +447,7 @@ def _be(
     breaks: Connection,
     orders: Mapping[int, Sequence[int]],
     dies_committing: int | None,
+    is_watched: bool,
 ) -> None:
     from megatron_ft.mcore import rank_main
     from megatron_ft.testing import scheduled_ranks
@@ -453,6 +458,8 @@ def _be(
     try:
         client = PipeClient(calls, breaks, orders)
         client.is_first = context["rank"] == 0
+        if is_watched:
+            watch(client.report)
         main = scheduled_ranks if config.testing.membership_schedule else rank_main
         main.run_rank(config, RankContext(worker=client, **context))
     except BaseException:  # noqa: BLE001 - handed to the test, whatever it is

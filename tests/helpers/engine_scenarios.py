@@ -19,6 +19,8 @@ from megatron_ft.mcore.optimizer.adamw import grad_scalers
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.mcore.training.reporting import metrics_record
 from megatron_ft.planning.snapshot.memory import PeerAssignment
+from megatron_ft.runtime.transport import abort
+from megatron_ft.runtime.transport.handles import handles
 from megatron_ft.testing import engines
 from megatron_ft.testing.snapshot_servers import wait_until
 from tests.helpers.volatile import volatile_state
@@ -261,3 +263,49 @@ def stop_after_resuming(*, rank: int, world_size: int, store: dist.Store) -> dic
         served.close()
         problems = [record.to_record() for record in output if record.kind == "snapshot_problem"]
         return {"resumed": of_the_resumed, "new": of_a_new_one, "problems": problems}
+
+
+def form_again(*, rank: int, world_size: int, store: dist.Store, generations: int) -> dict[str, Any]:
+    """Form and dissolve the groups of several generations, of which every second one is broken. Return the number of
+    open files after the first and after the last broken generation, and the number of connected groups. Fail if threads
+    are left."""
+    abort.install()
+    parallel = engines.micro_config({"parallel.pipeline_model_parallel_size": 2}, world_size=world_size).parallel
+
+    most_threads = 1_000
+
+    def form(generation: int, *, is_broken: bool) -> tuple[int, int]:
+        groups = Groups.form(
+            parallel,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            generation=generation,
+            device="cpu",
+            timeout_seconds=60,
+        )
+        added = groups.add(range(world_size), timeout_seconds=60)
+        sums = []
+        for group in (groups.pg_collection.pp, groups.pg_collection.dp, groups.vote, added):
+            value = torch.full((1000,), float(rank + 1))
+            dist.all_reduce(value, group=group)
+            sums.append(float(value[0]))
+        num_connected = len({id(handle.inner) for handle in handles()})
+        if is_broken:
+            groups.transports.hang_up("the test has broken the generation")
+        assert sums[-2:] == [3.0, 3.0], sums
+        kept = groups.pg_collection.pp
+        del groups, group, added
+        dissolve_groups()
+        # ``kept`` is still referenced: the connections must close all the same.
+        assert kept.inner is None, "the handle is still connected"
+        wait_until(lambda: abort.num_held() == 0, "all groups are destroyed")
+        # The kernel may list a thread for a moment after it has ended.
+        wait_until(lambda: len(os.listdir("/proc/self/task")) <= most_threads, "all threads have ended")
+        return len(os.listdir("/proc/self/fd")), num_connected
+
+    form(0, is_broken=False)
+    form(1, is_broken=True)
+    most_threads = len(os.listdir("/proc/self/task"))
+    counts = [form(generation, is_broken=generation % 2 == 1) for generation in range(2, generations)]
+    return {"first": counts[1], "last": counts[-1]}

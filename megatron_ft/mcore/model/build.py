@@ -41,6 +41,21 @@ class _ReleasableDataParallel(DistributedDataParallel):
         return hook
 
 
+def forget_iteration(model_chunks: list[torch.nn.Module]) -> None:
+    """Reset what a failed iteration or evaluation has left in ``model_chunks``, except gradients and buffers."""
+    for chunk in model_chunks:
+        chunk.train()
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):  # type: ignore[misc]
+            group.grad_reduce_handle = group.param_gather_handle = None
+            group.param_gather_dispatched = False
+            group.is_last_microbatch = True
+            # As after a build: in the first iteration, Megatron reduces the buckets in a fixed order, and learns the
+            # order for reductions during the backward pass. Ranks that have just built their model do so, too.
+            group.is_first_batch = True
+            group.per_param_grad_ready_counts = {}
+            group.golden_per_param_grad_ready_counts = {}
+
+
 def release_caches() -> None:
     """Empty the cache of Megatron's ``RotaryEmbedding``. Its entries reference modules with process groups."""
     RotaryEmbedding.forward.cache_clear()

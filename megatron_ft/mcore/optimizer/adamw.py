@@ -4,12 +4,13 @@
 clips the gradients, and updates master weights and moments of this rank. ``gather`` all-gathers the parameters.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -221,11 +222,54 @@ def _own_steps(member: MegatronOptimizer, step: int) -> None:
             group.pop("step", None)
 
 
+GroupKeys = list[list[Any]]
+"""Keys of the parameter groups of all ranks, in the order in which Megatron asks for them: lists of (override of the
+configuration or None, whether the parameters are expert parameters)."""
+
+
+@contextmanager
+def _agreeing(known: GroupKeys | None) -> Iterator[GroupKeys]:
+    """Yield the keys of the parameter groups that an optimizer gets in the block. All ranks must have the same groups,
+    so Megatron gathers the keys of all ranks. With ``known``, this rank uses these keys and does not communicate."""
+    gathered: GroupKeys = []
+    native = dist.all_gather_object
+
+    def gather(found: list[Any], mine: list[Any], *others: Any, **more: Any) -> None:
+        if known is None:
+            native(found, mine, *others, **more)
+            gathered.append(list(dict.fromkeys(key for keys in found for key in keys)))
+        else:
+            gathered.append(known[len(gathered)])
+            found[:] = [gathered[-1]] * len(found)
+
+    dist.all_gather_object = gather
+    try:
+        yield gathered
+    finally:
+        dist.all_gather_object = native
+
+
+def group_keys_from_json(content: Sequence[Any]) -> GroupKeys:
+    """Return the keys of which ``content`` is the JSON form, in which tuples are lists."""
+    return [
+        [(None if options is None else tuple(map(tuple, options)), is_expert) for options, is_expert in keys]
+        for keys in content
+    ]
+
+
 def build_optimizer(
-    config: JobConfig, model_chunks: list[torch.nn.Module], pg_collection: ProcessGroupCollection
-) -> MegatronOptimizer:
-    """Build AdamW for the parameters of the chunks. Master weights and moments are sharded if
-    ``parallel.use_distributed_optimizer`` is true."""
+    config: JobConfig,
+    model_chunks: list[torch.nn.Module],
+    pg_collection: ProcessGroupCollection,
+    group_keys: GroupKeys | None = None,
+) -> tuple[MegatronOptimizer, GroupKeys]:
+    """Build AdamW for the parameters of the chunks, and return it with the keys of its parameter groups. Master weights
+    and moments are sharded if ``parallel.use_distributed_optimizer`` is true.
+
+    Args:
+        group_keys: keys of the parameter groups of another rank of the job, if the other ranks do not build an
+            optimizer at the same time; None if all ranks build one, and agree on the keys.
+    """
     dtype, options, precision = DTYPES[config.precision.params_dtype], config.optimizer, config.precision
     megatron_config = OptimizerConfig(
         optimizer="adam",
@@ -246,9 +290,11 @@ def build_optimizer(
         hysteresis=precision.hysteresis,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
     )
-    return get_megatron_optimizer(
-        megatron_config, model_chunks, use_gloo_process_groups=False, pg_collection=pg_collection
-    )
+    with _agreeing(group_keys) as gathered:
+        optimizer = get_megatron_optimizer(
+            megatron_config, model_chunks, use_gloo_process_groups=False, pg_collection=pg_collection
+        )
+    return optimizer, gathered
 
 
 def build_scheduler(config: JobConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

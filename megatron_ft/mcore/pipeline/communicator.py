@@ -168,7 +168,11 @@ def _current_device() -> torch.device:
 
 def _sends_host_memory_only(group: dist.ProcessGroup) -> bool:
     """Return whether ``group`` cannot send tensors of this process's device."""
-    return str(dist.get_backend(group)) == "gloo" and _current_device().type == "cuda"
+    return not _is_nccl(group) and _current_device().type == "cuda"
+
+
+def _is_nccl(group: dist.ProcessGroup) -> bool:
+    return str(dist.get_backend(group)) == "nccl"
 
 
 @dataclass
@@ -198,7 +202,7 @@ def _route(group: dist.ProcessGroup, direction: Direction) -> tuple[dist.Process
     """Return process group and tag for messages with logged tensors in ``direction``. NCCL does not support tags, and
     matches the sends and receives between two ranks of a group in their order. With two pipeline stages and several
     chunks, messages of both directions come from the same rank. So with NCCL each direction uses another group."""
-    if dist.get_backend(group) == "gloo":
+    if not _is_nccl(group):
         return group, TAGS[direction]
     return (group if direction == "forward" else _world_group()), 0
 
@@ -307,7 +311,7 @@ def serve(
     """
     requests, num_bytes = [], 0
     route_group, tag = _route(group, direction)
-    is_on_host = dist.get_backend(group) == "gloo"
+    is_on_host = not _is_nccl(group)
     # This function waits for no request, because this rank must meanwhile take part in other collectives.
     for iteration in iterations:
         for _, tensor in log.entries(iteration, direction):

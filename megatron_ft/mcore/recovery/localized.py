@@ -1,9 +1,10 @@
 """Recovers with the same layout: pipeline stages that lost a rank's state replay, and all other stages wait.
 
-``planning/recovery/localized.py`` makes the plan. A stage that did not lose state restores its own state and computes
-nothing. Adjacent stages that replay are a region. They load the newest committed window and run the later iterations
-again. Ranks inside a region communicate as usual. From stages outside, they receive logged messages. Ranks of a region
-that still have their state compare it with the result of the replay, to detect a wrong recovery.
+``planning/recovery/localized.py`` makes the plan. Ranks that survive keep model, gradient buffers and optimizer; only
+their connections are replaced. A stage that did not lose state computes nothing. Adjacent stages that replay are a
+region. They load the newest committed window and run the later iterations again. Ranks inside a region communicate as
+usual. From stages outside, they receive logged messages. Ranks of a region that had state before the replay compare its
+digests with those of the result, to detect a wrong recovery.
 """
 
 import copy
@@ -26,7 +27,7 @@ from megatron_ft.mcore.recovery.upstream_log import keep_room
 from megatron_ft.mcore.snapshot.local_window import LocalWindow, Replayer, carry_out
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.mcore.state.carried import Carried
-from megatron_ft.mcore.state.tensors import put_state, take_state
+from megatron_ft.mcore.state.tensors import state_bytes, tensor_digests
 from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.iteration import Vote
@@ -47,6 +48,8 @@ class _Replayed:
     """The window that was replayed."""
     num_bytes: int
     """Number of bytes received from the logs of stages outside the region."""
+    staged_bytes: int
+    """Largest number of bytes that loading the window has copied at one time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +157,7 @@ class _Region:
         replayer = Replayer.open(engine, window, self._collectives)
         with self._alone() as communicator:
             carry_out(replay, replayer)
-        return _Replayed(kept=window.stored, num_bytes=communicator.num_bytes)
+        return _Replayed(kept=window.stored, num_bytes=communicator.num_bytes, staged_bytes=replayer.staged_bytes)
 
     def _find(self) -> LocalWindow:
         kept = self._plan.window
@@ -240,6 +243,8 @@ class LocalizedReplay:
         mine = Standing(
             stage=pp.rank(),
             iteration=None if carried is None else carried.host.iteration,
+            is_overwritten=carried is not None and carried.digests is not None,
+            has_whole_weights=carried is None or carried.has_whole_weights,
             window=None if carried is None else carried.kept,
             logged=() if log is None else log.iterations,
             voted=() if log is None else tuple(sorted(log.votes)),
@@ -253,10 +258,11 @@ class LocalizedReplay:
             )
         self.plan = plan
 
-    def share(self) -> tuple[TrainState, dict[int, Vote], WindowPlan | None]:
-        """Broadcast and return three values of the rank ``LocalizedPlan.voter``: its ``TrainState``, its logged votes,
-        and its plan of windows, which is None if no windows are planned yet. The ``TrainState`` has no random number
-        generators, which each rank restores from its own state or computes in the replay."""
+    def share(self) -> tuple[TrainState, dict[int, Vote], WindowPlan | None, adamw.GroupKeys]:
+        """Broadcast and return four values of the rank ``LocalizedPlan.voter``: its ``TrainState``, its logged votes,
+        its plan of windows, which is None if no windows are planned yet, and the keys of its parameter groups. The
+        ``TrainState`` has no random number generators, which each rank restores from its own state or computes in the
+        replay."""
         # ``_standings`` is the same on all ranks, so they choose the same sender.
         first = self.plan.voter(self._standings)
         log, carried, mine = self._engine.boundaries.log, self._carried, None
@@ -265,11 +271,13 @@ class LocalizedReplay:
                 "state": carried.host.to_json(own=False),
                 "votes": [] if log is None else [vote.to_record() for vote in log.votes.values()],
                 "plan": None if carried.plan is None else carried.plan.to_json(),
+                "group_keys": self._engine.group_keys,
             }
         shared = self._collectives.from_rank(first, mine)
         votes = [Vote.from_record(record) for record in shared["votes"]]
         window_plan = None if shared["plan"] is None else WindowPlan.from_json(shared["plan"])
-        return TrainState.from_json(shared["state"]), {vote.iteration: vote for vote in votes}, window_plan
+        group_keys = adamw.group_keys_from_json(shared["group_keys"])
+        return TrainState.from_json(shared["state"]), {vote.iteration: vote for vote in votes}, window_plan, group_keys
 
     def recover(
         self,
@@ -280,6 +288,7 @@ class LocalizedReplay:
         open_restorer: Callable[[Collectives], SnapshotRestorer],
         break_with: Callable[[Abort], None],
         report: Callable[[Record], None],
+        is_kept: bool,
     ) -> StoredWindow | None:
         """Give this rank the state after the target iteration, and report its part of the recovery.
 
@@ -290,6 +299,7 @@ class LocalizedReplay:
             open_restorer: creates a ``SnapshotRestorer`` for the ranks of the given collectives.
             break_with: registers the function that breaks the connections of this rank.
             report: reports an event once for the job.
+            is_kept: whether this rank has kept its engine, and not built a new one.
 
         Returns:
             The committed window, to be kept until the next window is committed.
@@ -301,7 +311,7 @@ class LocalizedReplay:
         engine, context, plan, pp = self._engine, self._context, self.plan, self._engine.pg.pp
         began, started, forwards = time.time(), time.monotonic(), engine.num_forward_passes
         requests: list[Any] = []
-        num_bytes, kept, error = 0, None, None
+        num_bytes, staged_bytes, kept, error = 0, 0, None, None
         try:
             region = plan.region_of(pp.rank())
             stages = [standing.stage for standing in self._standings]
@@ -310,11 +320,12 @@ class LocalizedReplay:
                 assert self._carried is not None, "a rank outside the replaying regions has no state"
                 # Sending begins before this rank restores its own state, because the region waits for the messages.
                 requests, num_bytes = self._serve()
-                kept = self._put_back(self._carried, client)
+                kept = self._stay(self._carried, client)
             else:
+                self._note_digests()
                 replay = _Region(engine, plan, region, groups, open_restorer=open_restorer, report=report)
                 replayed = replay.replay(votes, window_plan)
-                num_bytes, kept = replayed.num_bytes, replayed.kept
+                num_bytes, staged_bytes, kept = replayed.num_bytes, replayed.staged_bytes, replayed.kept
                 self._compare()
         except RecoveryError as failure:
             error = str(failure)
@@ -322,6 +333,8 @@ class LocalizedReplay:
         error = self._collectives.errors(error)
         if error is not None:
             raise RecoveryError(f"generation {context.generation}: the localized replay failed: {error}")
+        if self._carried is not None:
+            self._carried.digests, self._carried.has_whole_weights = None, True
         # The sends read the memory of the log, which training must not overwrite before they have ended.
         for request in requests:
             request.wait()
@@ -337,6 +350,9 @@ class LocalizedReplay:
                 num_iterations=0 if is_healthy else len(plan.iterations),
                 num_forward_passes=engine.num_forward_passes - forwards,
                 bytes_moved=num_bytes,
+                is_kept=is_kept,
+                state_bytes=state_bytes(engine.model_chunks, engine.optimizer),
+                staged_bytes=staged_bytes,
                 began_unix_seconds=began,
                 seconds=time.monotonic() - started,
             ).to_record()
@@ -355,12 +371,14 @@ class LocalizedReplay:
             num_bytes += size
         return requests, num_bytes
 
-    def _put_back(self, carried: Carried, client: KeeperClient) -> StoredWindow | None:
-        engine, key = self._engine, self.plan.window
-        put_state(engine.model_chunks, engine.optimizer, carried.state)
+    def _stay(self, carried: Carried, client: KeeperClient) -> StoredWindow | None:
+        """Keep the state of this rank, whose stage does not replay. Return the committed window."""
+        engine, key, stage = self._engine, self.plan.window, self._engine.pg.pp.rank()
         engine.restore(carried.host)
-        # If an iteration was finished after the failure, only this rank's shard of the parameters is updated.
-        adamw.gather(engine.optimizer, engine.model_chunks)
+        # If an iteration was finished after the failure, only this rank's shard of the parameters is updated. All ranks
+        # of the stage must gather if one has to.
+        if not all(standing.has_whole_weights for standing in self._standings if standing.stage == stage):
+            adamw.gather(engine.optimizer, engine.model_chunks)
         if key is None:
             return None
         for found in client.inventory(self._context.rank):
@@ -371,17 +389,23 @@ class LocalizedReplay:
             start_iteration=key.start_iteration, generation=key.generation, num_slices=0, num_held=0, where="copy"
         )
 
+    def _note_digests(self) -> None:
+        # Called before the tensors are overwritten. Digests from before an earlier replay, which failed, are kept.
+        engine, carried = self._engine, self._carried
+        if carried is not None and carried.digests is None:
+            carried.digests = tensor_digests(engine.model_chunks, engine.optimizer)
+
     def _compare(self) -> None:
         """Raise RecoveryError if the state after the replay differs from the state that this rank had before the
         failure."""
         engine, carried = self._engine, self._carried
-        if carried is None:
+        if carried is None or carried.digests is None:
             return
-        now = take_state(engine.model_chunks, engine.optimizer)
+        now = tensor_digests(engine.model_chunks, engine.optimizer)
         # Weights outside this rank's shard are not compared if they are not updated; see
         # ``Carried.has_whole_weights``.
         names = [name for name in now if "/" in name or carried.has_whole_weights]
-        other = [name for name in names if not _same_bits(now[name], carried.state[name])]
+        other = [name for name in names if now[name] != carried.digests.get(name)]
         other += engine.train_state().differences(carried.host)
         if other:
             rank, shown = self._context.rank, ", ".join(other[:3])
@@ -389,8 +413,3 @@ class LocalizedReplay:
                 f"rank {rank}: the replay computed another state than before the failure; number of values that "
                 f"differ: {len(other)}, for example {shown}"
             )
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    first, second = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
-    return torch.equal(first, second)

@@ -90,12 +90,12 @@ class ElasticTrainer(Trainer):
         carried = self.carry(following.target)
         # Set first, so that this rank still has its state if a later step fails.
         self.membership_start = MembershipStart(iteration=following.target.iteration, carried=carried)
-        self._release_groups()
+        former = self._release_groups()
         self.config = config = config_of(self.job, following.nodes)
         self.engine.use(config)
         self.context, self.nodes = _context(self.context, following, config), following.nodes
         failpoints.enter(following.generation, rank=self.context.rank)
-        groups = self._join(store)
+        groups = self._join(store, former)
         present, fingerprints, moved, stated = self._present(carried, groups)
         in_place = self.job.recovery.keep_layout
         key, previous = choose_holding(
@@ -149,14 +149,20 @@ class ElasticTrainer(Trainer):
         self.teardown()
         dissolve_groups()
 
-    def _release_groups(self) -> None:
-        # Releases the current groups, if there are any, and all objects that use them.
+    def _release_groups(self) -> Groups | None:
+        # Releases the current groups, if there are any, and all objects that use them. If the layout is kept, the
+        # engine and its groups stay, without connections. Then these groups are returned.
         self.placement = None
+        keeps_engine = self.job.recovery.keep_layout and self.engine.is_built
         if dist.is_initialized():
-            self.teardown()
+            self.teardown(keeps_engine=keeps_engine)
+        if keeps_engine:
+            self.engine.groups.disconnect()
+            return self.engine.groups
         dissolve_groups()
+        return None
 
-    def _join(self, store: dist.Store | None) -> Groups:
+    def _join(self, store: dist.Store | None, former: Groups | None) -> Groups:
         # Forms the groups of the new membership. The loss of a rank must end this, as it ends collectives.
         failpoints.hit("reform_join", self.engine.iteration)
         opening = Opening()
@@ -169,6 +175,7 @@ class ElasticTrainer(Trainer):
                 timeout_seconds=self.config.recovery.reconfigure_timeout_seconds,
                 store=store,
                 opening=opening,
+                former=former,
             )
         finally:
             opening.close()
@@ -344,11 +351,16 @@ class ElasticTrainer(Trainer):
         self.report(
             RecoveryStarted(generation=self.context.generation, strategy="localized_replay", iteration=plan.target)
         )
-        state, votes, window_plan = replay.share()
+        state, votes, window_plan, group_keys = replay.share()
         failpoints.hit("reform_build", target)
         engine = self.engine
         engine.continue_after(plan.target, state.newest_vote)
-        engine.build(groups)
+        # Only ranks that have no model yet build one. Those with a model do not take part.
+        is_kept = engine.is_built
+        if is_kept:
+            engine.reconnect(groups)
+        else:
+            engine.build(groups, group_keys=group_keys)
         client = self._reopen_snapshot_client()
         assert client is not None, "recovery.keep_layout needs a snapshot.policy"
         failpoints.hit("reform_move", target)
@@ -359,6 +371,7 @@ class ElasticTrainer(Trainer):
             open_restorer=lambda region: self.open_restorer(client, region=region),
             break_with=self.break_with,
             report=self.report,
+            is_kept=is_kept,
         )
         assert engine.iteration == plan.target, f"the recovery ended at iteration {engine.iteration}, not {plan.target}"
         engine.continue_after(plan.target, state.newest_vote)
@@ -466,6 +479,8 @@ class ElasticTrainer(Trainer):
         if beginning.is_formed:
             return self._take(target, beginning.changes).after(beginning.carried)
         self.previous_placement = None
+        if self.job.recovery.keep_layout:
+            engine.abort()  # the engine has the only copy of the state
         return beginning.carried
 
     def _take(self, target: Target, changes: tuple[str, ...]) -> Carried:
@@ -477,7 +492,7 @@ class ElasticTrainer(Trainer):
             self.observe(finished)
         former, self.previous_placement = self.previous_placement, None
         if former is None or former.host is None:
-            state, host = take_state(engine.model_chunks, engine.optimizer), engine.train_state()
+            state, host = self._tensors(), engine.train_state()
         else:  # a migration failed, so the model or the optimizer may be missing
             state, host = {}, former.host
         in_force = None
@@ -525,12 +540,17 @@ class ElasticTrainer(Trainer):
         return Carried(
             holdings=(self._holding(None),),
             part=self._part,
-            state=take_state(engine.model_chunks, engine.optimizer),
+            state=self._tensors(),
             host=replace(engine.train_state(), newest_vote=engine.newest_vote, rounded_off=self.rounded_off),
             finished=None,
             batch=engine.batch,
             **self._windows(),
         )
+
+    def _tensors(self) -> NamedState:
+        # If the layout is kept, the tensors stay where they are.
+        keeps = self.job.recovery.keep_layout
+        return {} if keeps else take_state(self.engine.model_chunks, self.engine.optimizer)
 
     def _holding(self, placement: PlacementState | None, **more: Any) -> Holding:
         context = self.context

@@ -263,6 +263,8 @@ class Replayer:
         self._skip_frozen = skip_frozen
         self._collectives = Collectives(engine.groups.vote) if collectives is None else collectives
         self._is_whole = self._collectives.num_ranks == engine.groups.vote.size()
+        self.staged_bytes = 0
+        """Largest number of bytes that a load has copied at one time."""
 
     def load(self, index: int) -> None:
         """Restore slice ``index`` on every rank that has any of its elements. Slice 0 also restores the ``TrainState``.
@@ -271,7 +273,7 @@ class Replayer:
             RecoveryError: the captured bytes or the ``TrainState`` are those of another parallel layout.
         """
         captured = self._slices[index]
-        self._view.restore(self._window, index, captured.payload)
+        self.staged_bytes = max(self.staged_bytes, self._view.restore(self._window, index, captured.payload))
         # Later slices contain only tensors, because the replay has computed the rest of the state by then.
         if index == 0:
             error = self._collectives.errors(self._restore(captured.train_state))

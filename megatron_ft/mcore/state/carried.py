@@ -36,6 +36,7 @@ class Carried:
     part: int = 0
     """Model part of ``state`` and ``host``, see ``Topology.model_parts``."""
     state: NamedState
+    """Copies of this rank's tensors; empty in a job that keeps its layout, because its tensors stay in the engine."""
     host: TrainState
     """State of the rank besides the tensors in ``state`` and ``shards``."""
     former: Mapping[int, tuple[NamedState, TrainState]] = field(default_factory=dict)
@@ -58,6 +59,8 @@ class Carried:
     has_whole_weights: bool = True
     """Whether all weights on this rank are up to date. If not, the optimizer is sharded and the newest iteration was
     finished after the membership had ended, so that only this rank's shard of the weights was updated."""
+    digests: dict[str, str] | None = None
+    """Digest of each tensor, if a replay may have overwritten the tensors in the engine; None if they are intact."""
 
     def after(self, before: "Carried | None") -> "Carried":
         """Add ``before``, the state with which the rank began the membership, at the same iteration. None adds nothing.

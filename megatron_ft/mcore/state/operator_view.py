@@ -116,12 +116,35 @@ Payload = bytes | bytearray | memoryview
 WEIGHT, MASTER = "weight", "master"
 
 
+_NUM_BATCHES, _LEAST_BATCH_BYTES = 64, 1 << 18
+
+
 def _restore_slice(view: "OperatorView", plan: WindowPlan, index: int, payload: Payload) -> int:
     """Exchange slice ``index`` between all ranks, and fill the tensors of ``view``; see ``OperatorView.restore``."""
     holders = _holders(view.holdings_by_rank)
+    pieces_by_rank = [Piece.of_slice(plan, index, shards) for shards in view.shards_by_rank]
+    sizes = [slice_bytes(pieces) for pieces in pieces_by_rank]
+    content = _content(payload, sizes[view.rank], index)
+    # In batches, because the bytes of a batch are copied before and after they are sent. All ranks compute the batches
+    # of all ranks.
+    batch_bytes = max(_LEAST_BATCH_BYTES, max(sizes) // _NUM_BATCHES)
+    batches: dict[int, list[list[Piece]]] = {}
+    for rank, pieces in enumerate(pieces_by_rank):
+        for piece in pieces:
+            batches.setdefault(piece.offset // batch_bytes, [[] for _ in sizes])[rank].append(piece)
+    most = 0
+    for _, by_rank in sorted(batches.items()):
+        outgoing = _outgoing(view, by_rank[view.rank], content, holders)
+        incoming = _incoming(view, by_rank, holders)
+        exchange_tensors(outgoing, incoming, view.group)
+        most = max(most, sum(tensor.nbytes for of_rank in (*outgoing, *incoming) for tensor in of_rank))
+    return most
+
+
+def _outgoing(
+    view: "OperatorView", pieces: Iterable[Piece], content: torch.Tensor, holders: dict[Part, dict[int, _PartHolding]]
+) -> list[list[torch.Tensor]]:
     outgoing: list[list[torch.Tensor]] = [[] for _ in view.shards_by_rank]
-    pieces = Piece.of_slice(plan, index, view.shards)
-    content = _content(payload, slice_bytes(pieces), index)
     for piece in pieces:
         part = (piece.parameter, piece.tensor_part)
         captured = content[piece.offset : piece.offset + piece.num_bytes]
@@ -132,24 +155,22 @@ def _restore_slice(view: "OperatorView", plan: WindowPlan, index: int, payload: 
                 tensor = _rounded(captured, piece.dtype, holders[part][view.rank])
             for target in targets:
                 outgoing[target].append(tensor)
-    return exchange_tensors(outgoing, _incoming(view, plan, index, holders), view.group)
+    return outgoing
 
 
 def _incoming(
-    view: "OperatorView", plan: WindowPlan, index: int, holders: dict[Part, dict[int, _PartHolding]]
-) -> list[Sequence[torch.Tensor]]:
-    incoming: list[Sequence[torch.Tensor]] = []
-    for shards in view.shards_by_rank:
-        shared = [s for s in shards if view.rank in holders[s.parameter, s.tensor_part]]
-        incoming.append(
-            [
-                view.live((piece.parameter, piece.tensor_part), component, piece.start, piece.stop)
-                for piece in Piece.of_slice(plan, index, shared)
-                for component, targets in _deliveries(piece, holders[piece.parameter, piece.tensor_part])
-                if view.rank in targets
-            ]
-        )
-    return incoming
+    view: "OperatorView", pieces_by_rank: Iterable[Iterable[Piece]], holders: dict[Part, dict[int, _PartHolding]]
+) -> list[list[torch.Tensor]]:
+    return [
+        [
+            view.live((piece.parameter, piece.tensor_part), component, piece.start, piece.stop)
+            for piece in pieces
+            if view.rank in holders[piece.parameter, piece.tensor_part]
+            for component, targets in _deliveries(piece, holders[piece.parameter, piece.tensor_part])
+            if view.rank in targets
+        ]
+        for pieces in pieces_by_rank
+    ]
 
 
 def _holders(holdings_by_rank: Sequence[Sequence[_PartHolding]]) -> dict[Part, dict[int, _PartHolding]]:
@@ -259,7 +280,7 @@ class OperatorView:
         captured, the weights are rounded from them, as the optimizer does.
 
         Returns:
-            Number of bytes that this rank sent.
+            Largest number of bytes that were copied at one time: those sent and received in a batch.
 
         Raises:
             RecoveryError: ``payload`` is too small.

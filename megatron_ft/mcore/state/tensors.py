@@ -61,6 +61,17 @@ def tensor_digests(model_chunks: list[torch.nn.Module], optimizer: MegatronOptim
     return {name: tensor_digest(tensor) for name, tensor in named_state(model_chunks, optimizer)}
 
 
+def state_bytes(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> int:
+    """Return the bytes of memory of all weights, gradients, master weights and moments of this rank."""
+    tensors = [tensor for _, tensor in named_state(model_chunks, optimizer)]
+    for chunk in model_chunks:
+        buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)  # type: ignore[misc]
+        tensors += [buffer.grad_data for buffer in buffers]
+    # Parameters and their shards are views of Megatron's flat buffers.
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storages.values())
+
+
 NamedState = dict[str, torch.Tensor]
 """Tensors by the names that ``named_state`` gives them."""
 

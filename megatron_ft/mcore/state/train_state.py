@@ -93,8 +93,11 @@ class TrainState:
                 f"{sorted(set(buffers) ^ set(self.buffers))[:5]}"
             )
         for name, value in self.buffers.items():
-            # The dtype of the capture is used, because Megatron converts the router bias to FP32 at the first forward.
-            buffers[name].data = value.to(buffers[name].device, copy=True)
+            if buffers[name].dtype == value.dtype:
+                buffers[name].copy_(value)
+            else:
+                # The captured dtype is used, because Megatron converts the router bias to FP32 at the first forward.
+                buffers[name].data = value.to(buffers[name].device, copy=True)
         if self.rng is not None:
             restore_rng(self.rng)
         scalers, groups = grad_scalers(optimizer), list(_groups(optimizer))

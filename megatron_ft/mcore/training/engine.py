@@ -19,7 +19,7 @@ from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.data.batches import BatchReader, Microbatch, Samples, plan_batches
 from megatron_ft.mcore.groups import Groups, exchange
-from megatron_ft.mcore.model.build import build_model, release_caches
+from megatron_ft.mcore.model.build import build_model, forget_iteration, release_caches
 from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.mcore.model.transformer_config import build_transformer_config, moe_layer_pattern
 from megatron_ft.mcore.moe.replica_layer import MixtureLayer, ReplicaGradients, ReplicaMixtureLayer, Replicas
@@ -186,14 +186,27 @@ class TrainingEngine:
         """Use ``config``, the configuration for another set of nodes, from the next ``build`` on."""
         self.config = config
 
-    def build(self, groups: Groups, replicas: Replicas | None = None) -> None:
-        """Build model and optimizer on the process groups ``groups``, with initial weights. ``replicas`` assigns
-        experts to the ranks of this stage; None assigns them as Megatron does."""
+    def build(
+        self, groups: Groups, replicas: Replicas | None = None, *, group_keys: adamw.GroupKeys | None = None
+    ) -> None:
+        """Build model and optimizer on the process groups ``groups``, with initial weights.
+
+        Args:
+            replicas: experts of the ranks of this stage; None assigns experts as Megatron does.
+            group_keys: ``group_keys`` of another rank's engine, if not all ranks build; None if all ranks do.
+        """
         failpoints.hit("build", self.iteration)
         self.groups = groups
         self.pg = groups.pg_collection
         seed_rng(self.config.training.seed, self.pg)
-        self._assemble(replicas)
+        self._assemble(replicas, group_keys)
+
+    def reconnect(self, groups: Groups) -> None:
+        """Use ``groups``, which are those of ``build`` with new connections. Model, gradient buffers and optimizer
+        stay. The iteration in progress must have been finished or rolled back."""
+        self.groups, self.pg = groups, groups.pg_collection
+        forget_iteration(self.model_chunks)
+        _forget_auxiliary_losses()
 
     @property
     def is_built(self) -> bool:
@@ -270,7 +283,7 @@ class TrainingEngine:
         self.restore(state)
         set_position(self.scheduler, self.iteration * self.config.training.global_batch_size)
 
-    def _assemble(self, replicas: Replicas | None) -> None:
+    def _assemble(self, replicas: Replicas | None, group_keys: adamw.GroupKeys | None = None) -> None:
         pg = self.pg
         self.transformer_config = build_transformer_config(self.config, self.transformer_impl)
         self.model_chunks = build_model(
@@ -283,7 +296,7 @@ class TrainingEngine:
             router=self._router,
         )
         self.replica_gradients = None if replicas is None else ReplicaGradients(self.model_chunks, replicas, pg.ep)
-        self.optimizer = build_optimizer(self.config, self.model_chunks, pg)
+        self.optimizer, self.group_keys = build_optimizer(self.config, self.model_chunks, pg, group_keys)
         self.scheduler = build_scheduler(self.config, self.optimizer)
         self._connect_schedule()
         self.batch = plan_batches(self.config.training, pg.dp.size(), pg.pp.size() if len(self.model_chunks) > 1 else 1)

@@ -205,13 +205,17 @@ class Trainer:
         # A request in a vote of an earlier membership has led to this membership.
         return vote is not None and vote.change_requested and vote.generation == self.context.generation
 
-    def teardown(self) -> None:
-        """Release all objects that use the process groups. Works even if other ranks are lost."""
+    def teardown(self, *, keeps_engine: bool = False) -> None:
+        """Release all objects that use the process groups, except the engine if ``keeps_engine``. Works even if other
+        ranks are lost."""
         # Closed first, because a slice in progress still reads tensors that the engine is about to free.
         if self.snapshots is not None:
             self.snapshots.close()
             self.snapshots = None
-        self.engine.teardown()
+        if keeps_engine:
+            failpoints.hit("teardown", self.engine.iteration)
+        else:
+            self.engine.teardown()
         failpoints.watch(None)
         checkpoints: CheckpointManager | None = self.__dict__.pop("checkpoints", None)
         abandoned = None if checkpoints is None else checkpoints.abandon()

@@ -76,6 +76,10 @@ class Standing:
     stage: int
     iteration: int | None
     """Iteration after which the rank has the state, the same on all ranks with state; None without state."""
+    is_overwritten: bool = False
+    """Whether a replay that failed has overwritten the rank's tensors. The rank still has the rest of its state."""
+    has_whole_weights: bool = True
+    """Whether all weights on this rank are up to date; see ``Carried.has_whole_weights``."""
     window: WindowKey | None = None
     """Newest window that the rank knows to be committed; another rank may know a newer window from the last vote."""
     logged: tuple[int, ...] = ()
@@ -85,8 +89,8 @@ class Standing:
 
     @property
     def has_state(self) -> bool:
-        """Whether the rank has the state after ``iteration``."""
-        return self.iteration is not None
+        """Whether the rank has the complete state after ``iteration``."""
+        return self.iteration is not None and not self.is_overwritten
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -137,10 +141,10 @@ class LocalizedPlan:
         return tuple((direction, to) for direction, to in self.neighbours(stage).items() if self.replays(to))
 
     def voter(self, standings: Sequence[Standing]) -> int:
-        """Return the rank that sends votes and non-tensor state to all ranks: of the ranks with state, the first one
-        that has the most votes of the iterations to replay."""
+        """Return the rank that sends votes and non-tensor state to all ranks: of the ranks with this state, the first
+        one that has the most votes of the iterations to replay."""
         # One rank is enough, because votes are the same on every rank.
-        able = [rank for rank, standing in enumerate(standings) if standing.has_state]
+        able = [rank for rank, standing in enumerate(standings) if standing.iteration is not None]
         return max(able, key=lambda rank: (len(set(self.iterations) & set(standings[rank].voted)), -rank))
 
     def validate(self) -> None:

@@ -49,6 +49,7 @@ def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, g
     vars(trainer).update(
         membership_start=None,
         previous_placement=former,
+        job=SimpleNamespace(recovery=SimpleNamespace(keep_layout=False)),
         config=SimpleNamespace(parallel=ParallelConfig(use_distributed_optimizer=False)),
         placement=SimpleNamespace(plans=[Plan("new" if moved else "old")], loads=None),
         engine=SimpleNamespace(

@@ -1,0 +1,168 @@
+"""Process groups that stay the same objects while the connections behind them are replaced.
+
+Model, gradient buffers and optimizer of Megatron reference their process groups in many places. ``Handle`` is a
+process group that forwards every operation to an inner gloo group. Handles are created without communication.
+``connect`` gives them inner groups, and ``disconnect`` takes these away. So after the loss of a rank, all references
+stay valid, and only the inner groups are replaced.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Backend, PrefixStore, ProcessGroup, ProcessGroupGloo
+
+HANDLE = "handle"
+"""Name of the backend whose groups are handles."""
+
+FORWARDED = (
+    "_allgather_base",
+    "_end_coalescing",
+    "_get_backend",
+    "_get_backend_name",
+    "_get_sequence_number_for_group",
+    "_reduce_scatter_base",
+    "_start_coalescing",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+)
+"""Methods of ``ProcessGroup`` that communicate, or that ask for properties of the connection. Older versions of torch
+lack some of them."""
+
+
+class Handle(ProcessGroup):
+    """A process group that forwards its operations to an inner group.
+
+    ``torch.distributed.batch_isend_irecv`` calls a subclass of ``ProcessGroup`` once for each message, as it does for
+    every gloo group. So on gloo, point-to-point messages are not changed by handles.
+
+    Args:
+        rank: rank of this process in the group.
+        size: number of ranks of the group.
+        timeout: timeout of the inner groups.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self.timeout = timeout
+        self.inner: ProcessGroup | None = None
+        """The group that communicates; None while the handle is not connected."""
+        self._name, self._description = "", ""
+
+    # torch stores name and description in the backend of a group. A handle has no backend of its own.
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
+    @property
+    def group_desc(self) -> str:  # type: ignore[override]
+        return self._description
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    def shutdown(self) -> None:
+        """Drop the inner group. torch calls this before it forgets the group."""
+        self.inner = None
+
+
+def _forwarding(name: str) -> Callable[..., Any]:
+    def forward(handle: Handle, *args: Any, **kwargs: Any) -> Any:
+        inner = handle.inner
+        if inner is None:
+            raise RuntimeError(f"process group {handle.group_name} is not connected, so it cannot carry out {name}")
+        return getattr(inner, name)(*args, **kwargs)
+
+    forward.__name__ = name
+    return forward
+
+
+for _name in FORWARDED:
+    if hasattr(ProcessGroup, _name):
+        setattr(Handle, _name, _forwarding(_name))
+
+
+def register() -> None:
+    """Register the backend ``HANDLE`` with torch. A second call does nothing."""
+    if HANDLE.upper() in Backend._plugins:
+        return
+    Backend.register_backend(
+        HANDLE, lambda _, rank, size, timeout: Handle(rank, size, timeout), devices=["cpu", "cuda"]
+    )
+
+
+def handles() -> list[Handle]:
+    """Return all handles of this process that torch knows, in the order in which they were created."""
+    return [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, Handle)]
+
+
+def connect(targets: Sequence[Handle], store: dist.Store, *, is_shared: bool = True) -> None:
+    """Give each handle of ``targets`` an inner gloo group, which exchanges addresses through ``store``.
+
+    Handles of the same ranks share one inner group if ``is_shared``, and always if they have only one rank. This saves
+    connections and threads. All ranks must then use these handles in one common order.
+
+    All ranks of the handles must call this, with their handles in the order in which they were created, which is the
+    same on all ranks. Each call needs another store or prefix.
+
+    Raises:
+        RuntimeError: a rank did not connect within the timeout, or the connections were shut down.
+    """
+    made: dict[tuple[int, ...], list[ProcessGroup]] = {}
+    for handle in targets:
+        ranks = tuple(dist.get_process_group_ranks(handle))
+        found = made.setdefault(ranks, [])
+        if not found or not (is_shared or len(ranks) == 1):
+            # Names of groups are no keys: they depend on the groups that a process has created before.
+            key = hashlib.sha256(repr(ranks).encode()).hexdigest()
+            found.append(_gloo_group(handle, PrefixStore(f"{key}-{len(found)}", store)))
+        handle.inner = found[-1]
+
+
+def _gloo_group(handle: Handle, store: dist.Store) -> ProcessGroup:
+    backend = ProcessGroupGloo(store, handle.rank(), handle.size(), timeout=handle.timeout)
+    group, kind = ProcessGroup(store, handle.rank(), handle.size()), ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), kind, backend)
+    group._set_group_name(handle.group_name)
+    group._set_group_desc(handle.group_desc)
+    return group
+
+
+def disconnect(targets: Sequence[Handle]) -> list[ProcessGroup]:
+    """Take the inner groups from ``targets``. Return each of them once; the caller has the only references to them."""
+    found: dict[ProcessGroup, None] = {}
+    for handle in targets:
+        if handle.inner is not None:
+            found[handle.inner] = None
+            handle.inner = None
+    return list(found)
