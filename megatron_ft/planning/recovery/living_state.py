@@ -101,8 +101,7 @@ class StageHolders:
     """Ranks of a membership that hold experts of one stage from the previous membership."""
 
     previous_ranks: tuple[int | None, ...]
-    """For each rank of the stage, in order, its rank in the previous membership; None if it has no state of this
-    stage."""
+    """Previous rank of each rank of the stage, in order; None if it has no state of this stage."""
     owned: Holdings | None = None
     """Experts that each of these ranks has; None for those of the previous placement."""
     others: OtherHoldings
