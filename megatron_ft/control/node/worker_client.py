@@ -325,8 +325,7 @@ class AgentClient:
         return following
 
     def stand_by(self) -> NextMembership | None:
-        if self._rank is not None:
-            raise ControlError(f"rank {self._rank} of generation {self._generation} is not a hot spare")
+        # The next membership may have begun already, while this process released its state.
         return self._await_next()
 
     def change_requested(self) -> bool:

@@ -24,6 +24,7 @@ from megatron_ft.control.membership.state import Decision, MembershipPolicy, Out
 from megatron_ft.control.report import lost_records
 from megatron_ft.events import RankFailed
 from megatron_ft.planning.iteration import Vote
+from megatron_ft.planning.recovery.layout import JobLayouts, LaneLimits
 from megatron_ft.planning.recovery.membership import Position, Target
 from megatron_ft.testing.votes import vote_of
 
@@ -69,7 +70,7 @@ class Job:
         contributed = completed if vote is None else vote.iteration
         number = self.policy.number_among(self.state.members, rank) if self.is_member(rank) else 0
         return Position(
-            rank=number, generation=self.state.generation, completed=completed, contributed=contributed, vote=vote
+            rank=number or 0, generation=self.state.generation, completed=completed, contributed=contributed, vote=vote
         )
 
     def is_member(self, rank: int) -> bool:
@@ -474,3 +475,57 @@ def test_a_death_before_all_ranks_have_reported_stops_the_start(event: MachineEv
     job = Job()
     job.state = replace(job.state, phase=Phase.STARTING, connected=frozenset({0}))
     assert job.see(event).decision is Decision.STOP
+
+
+# -- hot spares --------------------------------------------------------------------------------------------------
+
+PIPELINE = MembershipPolicy(
+    num_nodes=4,
+    ranks_per_node=1,
+    start_timeout_seconds=100.0,
+    stop_timeout_seconds=20.0,
+    min_nodes=1,
+    job_layouts=JobLayouts(num_nodes=4, ranks_per_node=1, num_stages=2, limits=LaneLimits(most=2)),
+)
+"""Nodes 0 and 1 have stage 0, and nodes 2 and 3 have stage 1."""
+
+
+def spared() -> Job:
+    """Return a job that has lost node 1, so that node 3 is a hot spare."""
+    job = Job(PIPELINE)
+    job.die(1)
+    step = job.say(0, 2, 3)
+    assert step.reform is not None
+    assert (step.reform.previous_ranks, step.reform.nodes, step.reform.members) == ((0, 2), (0, 2), (0, 2, 3))
+    assert step.state.members == (0, 2, 3)
+    return job
+
+
+def test_a_job_ends_when_the_ranks_end_and_hot_spares_do_not_count() -> None:
+    job = spared()
+    assert job.see(RankExited(0, 0, job.now, done=True)).decision is Decision.WAIT
+    assert job.see(RankExited(2, 0, job.now, done=True)).decision is Decision.END
+
+
+def test_hot_spares_have_no_position_to_report() -> None:
+    job = spared()
+    assert job.die(3).reason == "process 3, a hot spare, was killed by SIGKILL"
+    job.say(0)
+    step = job.say(2)
+    assert step.reform is not None and (step.reform.previous_ranks, step.reform.members) == ((0, 1), (0, 2))
+
+
+def test_a_hot_spare_has_a_rank_again_without_a_previous_number() -> None:
+    job = spared()
+    job.die(0)
+    step = job.say(2)
+    assert (step.decision, step.reform and step.reform.nodes) == (Decision.REFORM, (3, 2))
+    assert step.reform is not None and step.reform.previous_ranks == (None, 1)
+
+
+def test_nodes_that_are_too_few_for_the_layout_are_named() -> None:
+    job = spared()
+    job.die(0)
+    step = job.die(3)
+    assert step.decision is Decision.STOP
+    assert step.reason.startswith("the job cannot continue on nodes [2]: complete groups of TP * CP = 1 ranks")
