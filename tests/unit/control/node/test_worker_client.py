@@ -269,14 +269,16 @@ def test_a_hot_spare_waits_for_a_membership_with_a_rank_or_leaves(start: Callabl
     rank.say_break(1, "it has no connections to break")
     rank.say(op="reform", next=replace(spares, generation=2).to_json())
     assert future.result(SECONDS).generation == 2
-    again = replace(JOINED, generation=3, previous_ranks=(0, None, None))
+    again = replace(JOINED, generation=4, previous_ranks=(0, None, None))
+    rank.say(op="reform", next=replace(spares, generation=3).to_json())
     rank.say(op="reform", next=again.to_json())
+    assert rank.client.stand_by().generation == 3, "it sees all memberships, in order"
     assert rank.pool.submit(rank.client.stand_by).result(SECONDS) == again
-    future = rank.survive(replace(POSITION, rank=2, generation=3))
-    rank.say(op="reform", next=replace(spares, generation=4).to_json())
-    assert future.result(SECONDS).generation == 4
+    future = rank.survive(replace(POSITION, rank=2, generation=4))
+    rank.say(op="reform", next=replace(spares, generation=5).to_json())
+    assert future.result(SECONDS).generation == 5
     future = rank.pool.submit(rank.client.stand_by)
-    rank.say(op="leave", generation=4, reason="its node leaves")
+    rank.say(op="leave", generation=5, reason="its node leaves")
     assert future.result(SECONDS) is None
 
 
