@@ -62,8 +62,8 @@ EAGER = {
 }
 SPREAD = {"placement.algorithm": {"_target_": "megatron_ft.planning.placement.spread.Spread"}}
 MIGRATIONS = {"migrate_build": (SPREAD, 1, 5), "migrate_step": ({"placement.num_slots_per_rank": 2}, 5, 3)}
-"""Keys of jobs whose experts move, by building the model again or in place, the rank that dies, and the iteration before
-which this happens. In place, only experts of stage 1 move."""
+"""Keys of jobs whose experts move, by building the model again or in place; the rank that dies; and the iteration
+before which this happens. In place, only experts of stage 1 move."""
 FORMING = ("reform_join", "reform_move", "reform_build")
 
 
