@@ -366,12 +366,7 @@ class MembershipPolicy:
         Raises:
             RecoveryError: the nodes are too few for the layout.
         """
-        from megatron_ft.planning.recovery.layout import MembershipLayout
-
-        found = self.layouts.on(members)
-        if not isinstance(found, MembershipLayout):
-            raise RecoveryError(f"the job cannot continue on nodes {list(members)}: {found.reason}")
-        return found
+        return _layout_of(self, tuple(members))
 
     def number_among(self, members: Sequence[int], rank: int) -> int | None:
         """Return the number that ``rank`` has in a membership of the nodes ``members``; None for a hot spare."""
@@ -556,6 +551,16 @@ def remaining_ranks(policy: MembershipPolicy, state: State) -> frozenset[int]:
 
 
 # These sets change with memberships, not with events. Computed for each event, a loss among 8,192 ranks took minutes.
+@functools.lru_cache(maxsize=32)
+def _layout_of(policy: MembershipPolicy, members: tuple[int, ...]) -> "MembershipLayout":
+    from megatron_ft.planning.recovery.layout import MembershipLayout
+
+    found = policy.layouts.on(members)
+    if not isinstance(found, MembershipLayout):
+        raise RecoveryError(f"the job cannot continue on nodes {list(members)}: {found.reason}")
+    return found
+
+
 @functools.lru_cache(maxsize=32)
 def _members_ranks(policy: MembershipPolicy, members: tuple[int, ...], lost: frozenset[int]) -> frozenset[int]:
     ranks = policy.layout_of(members).processes
