@@ -144,6 +144,8 @@ class RankContext:
     nodes: tuple[int, ...] = ()
     """Node number of each rank. Nodes that were lost before this start are missing. Empty if the nodes are unknown, as
     under torchrun."""
+    local_ranks: tuple[int, ...] = ()
+    """Number of each rank's process on its node; unknown if ``nodes`` is."""
     members: tuple[int, ...] = ()
     """Nodes of the membership, including nodes without a rank; empty means the nodes of ranks."""
     is_joining: bool = False

@@ -22,6 +22,7 @@ from megatron_ft.planning.placement.stage import StageRequest, first_plans
 from megatron_ft.planning.placement.survival import survival
 from megatron_ft.planning.recovery.costs import cost_of_loss, costs_of_nodes, idle_copies, placer, windows_serve
 from megatron_ft.planning.recovery.facts import RecoveryFacts
+from megatron_ft.planning.recovery.layout import JobLayouts, MembershipLayout
 from megatron_ft.planning.recovery.living_state import why_no_replicas
 from megatron_ft.planning.recovery.strategy import Stored
 from megatron_ft.planning.snapshot.report import SnapshotReport
@@ -56,7 +57,14 @@ def plans_of(config: JobConfig) -> list[PlacementPlan]:
 
 def facts_of(config: JobConfig, nodes: tuple[int, ...] | None = None) -> RecoveryFacts:
     plans = plans_of(config if nodes is None else config_of(config, nodes))
-    return RecoveryFacts.of(config, plans, SnapshotReport.of(config, 257), nodes)
+    layout = None if nodes is None else layout_on(config, nodes)
+    return RecoveryFacts.of(config, plans, SnapshotReport.of(config, 257), layout)
+
+
+def layout_on(config: JobConfig, nodes: tuple[int, ...]) -> MembershipLayout:
+    layout = JobLayouts.of(config).on(nodes)
+    assert isinstance(layout, MembershipLayout)
+    return layout
 
 
 def changed(facts: RecoveryFacts, **groups: dict[str, Any]) -> RecoveryFacts:
@@ -488,12 +496,10 @@ def test_ranks_that_change_their_stage_receive_its_experts() -> None:
 def test_a_hot_spare_has_no_state() -> None:
     config = staged()
     remaining = config_of(config, (0, 2))
-    present = RecoveryFacts.of(config, plans_of(remaining), None, (0, 2, 3))
+    present = RecoveryFacts.of(config, plans_of(remaining), None, layout_on(config, (0, 2, 3)))
     assert (present.layout.processes, present.layout.spares) == ((0, 2), (3,))
     costs = {node: cost_of_loss(present, [node]) for node in (0, 2, 3)}
     assert [cost.strategy == "living_state" for cost in costs.values()] == [False, False, True]
-    with pytest.raises(ConfigError, match=r"present nodes=\[3\]: must suffice for the layout: complete groups"):
-        RecoveryFacts.of(config, plans_of(remaining), None, (3,))
 
 
 def test_shards_and_weights_of_a_stage_must_both_live() -> None:

@@ -1,5 +1,7 @@
 """Tests layouts after losses: rules by example, and bytes that stay compared with every possible arrangement."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -194,7 +196,7 @@ def memberships(**sizes: int) -> JobLayouts:
     return JobLayouts(**given, limits=LaneLimits(most=4), fewest_expert_ranks=2)
 
 
-def test_a_membership_has_the_same_layout_however_it_was_reached() -> None:
+def test_the_first_change_of_a_job_has_a_layout_that_follows_from_the_nodes() -> None:
     layouts = memberships()
     found = layouts.on([3, 1, 2])
     assert isinstance(found, MembershipLayout) and found == layouts.on((1, 2, 3))
@@ -224,6 +226,31 @@ def test_a_spare_node_takes_the_place_of_a_lost_one() -> None:
     assert isinstance(found, MembershipLayout) and found.processes == (0, 1, 8, 9, 4, 5, 6, 7)
 
 
+def present(layouts: JobLayouts, nodes: Sequence[int], base: MembershipLayout | None = None) -> MembershipLayout:
+    found = layouts.on(nodes, base)
+    assert isinstance(found, MembershipLayout)
+    return found
+
+
+def test_ranks_keep_their_stages_in_the_next_membership() -> None:
+    """Nodes 6 and 7, and then node 0, are lost of eight nodes; node 0 returns. Only the stage without a loss gives a
+    process away."""
+    layouts = JobLayouts(num_nodes=8, ranks_per_node=1, num_stages=2, limits=LaneLimits(most=4))
+    fewer = present(layouts, range(6))
+    assert fewer.processes == (0, 1, 3, 4, 5, 2)
+    second = present(layouts, range(1, 6), fewer)
+    assert (second.processes, second.spares) == ((1, 3, 4, 2), (5,))
+    again = present(layouts, range(6), second)
+    assert again.processes == (1, 0, 3, 4, 5, 2)
+
+
+def test_memberships_that_commit_nothing_do_not_affect_the_layout() -> None:
+    layouts = JobLayouts(num_nodes=8, ranks_per_node=1, num_stages=2, limits=LaneLimits(most=4))
+    direct = layouts.history([(4, range(6)), (9, range(1, 6))])
+    through = layouts.history([(4, range(7)), (4, range(6)), (9, range(2, 6)), (9, range(1, 6))])
+    assert (through[2], through[4]) == (direct[1], direct[2])
+
+
 @pytest.mark.parametrize(
     ("leaving", "reason"),
     [
@@ -234,11 +261,14 @@ def test_a_spare_node_takes_the_place_of_a_lost_one() -> None:
     ],
 )
 def test_nodes_leave_only_if_all_weights_remain(leaving: list[int], reason: str) -> None:
-    assert memberships().why_not_without((0, 1, 2, 3), leaving).startswith(reason)
-    assert bool(memberships().why_not_without((0, 1, 2, 3), leaving)) == bool(reason)
+    layouts = memberships()
+    found = layouts.why_not_without(present(layouts, range(4)), leaving)
+    assert found.startswith(reason) and bool(found) == bool(reason)
 
 
 def test_nodes_leave_only_if_the_ranks_of_a_stage_have_slots_for_its_experts() -> None:
-    """Without nodes 0 and 2, stage 0 has processes 2 and 3; process 2 has come from stage 1."""
+    """Without nodes 0 and 2, stage 0 has a process of node 1 and one that was in stage 1."""
+    layouts = memberships()
+    now = present(layouts, (0, 1, 3))
     reason = "ranks of pipeline stage 0 that would remain: 1; the slots for its experts need 2"
-    assert memberships().why_not_without((0, 1, 3), [0]) == reason
+    assert layouts.why_not_without(now, [0]) == reason
