@@ -309,7 +309,7 @@ class Job(Ranks):
             assert former in reform.lost or former == node, "ranks changed places"
             expected = (None,) * size if node in reform.joining else numbers
             assert reform.previous_ranks[numbers[0] : numbers[-1] + 1] == expected, "ranks changed numbers"
-            assert reform.nodes[numbers[0] : numbers[-1] + 1] == (node,) * size, "ranks changed nodes"
+            assert reform.layout.rank_nodes[numbers[0] : numbers[-1] + 1] == (node,) * size, "ranks changed nodes"
             for number in self.policy.ranks_of(node) if node in reform.joining else ():
                 has_waited = self.ranks[number].generation == WAITING and number in step.state.connected
                 assert has_waited and number not in step.state.gone, "a rank joins that did not wait"
@@ -328,7 +328,7 @@ class Job(Ranks):
         for rank in self.members(step.state):
             if rank.node in step.reform.joining:
                 continue
-            assert self.policy.number_among(before.members, rank.start_rank) in heard, "a rank has not reported"
+            assert self.policy.layout_on(before.members).rank_of(rank.start_rank) in heard, "a rank has not reported"
             assert rank.waits or not rank.is_alive, "a rank continues to train while the others report"
             assert rank.completed <= target, "a completed iteration would be rolled back"
             settled = 0 if rank.settled is None else rank.settled.iteration

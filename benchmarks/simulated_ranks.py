@@ -180,7 +180,7 @@ class Ranks(Nodes):
     def speak(self, rank: Rank, *, planned: bool) -> None:
         """Report the progress of a rank, under its number in the membership."""
         position = Position(
-            rank=self.policy.number_among(self.nodes_of[rank.generation], rank.start_rank),
+            rank=self.policy.layout_on(self.nodes_of[rank.generation]).rank_of(rank.start_rank),
             generation=rank.generation,
             completed=rank.completed,
             contributed=rank.contributed,

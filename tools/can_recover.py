@@ -39,7 +39,7 @@ from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.stage import StageRequest, first_plans
 from megatron_ft.planning.recovery.costs import cost_of_loss, placer
 from megatron_ft.planning.recovery.facts import RecoveryFacts
-from megatron_ft.planning.recovery.layout import JobLayouts
+from megatron_ft.planning.recovery.layout import JobLayouts, MembershipLayout
 from megatron_ft.planning.recovery.living_state import LivingState
 from megatron_ft.planning.recovery.strategy import Cost, Stored
 from megatron_ft.planning.snapshot.report import SnapshotReport
@@ -85,7 +85,8 @@ class Run:
     path: Path
     config: JobConfig
     events: Sequence[Record]
-    nodes: tuple[int, ...]
+    layout: MembershipLayout
+    """Layout of the present membership."""
     is_running: bool
 
     @classmethod
@@ -101,15 +102,15 @@ class Run:
             events = read_events(path)
         except (OSError, ValueError) as error:
             raise DataError(f"run_dir={path}: must have events.jsonl: {error}") from None
-        nodes = members(config, events)
-        is_running = as_if_running
+        members, is_running = None, as_if_running
         try:
             with AdminClient(path) as operator:
-                nodes, is_running = tuple(sorted(operator.status()["members"])), True
+                members, is_running = operator.status()["members"], True
         except JobNotRunning:
             pass  # the result shows this, because strategies that need live ranks decline
         config = _on_its_device(config, events)
-        return cls(path=path, config=config, events=events, nodes=nodes, is_running=is_running)
+        layout = layout_of(config, events, members)
+        return cls(path=path, config=config, events=events, layout=layout, is_running=is_running)
 
     def placement(self) -> tuple[list[PlacementPlan], list[Any] | None]:
         """Return the current placement of each stage, and the loads that each placement was planned for.
@@ -132,11 +133,10 @@ class Run:
             plans, loads = [PlacementPlan.from_json(plan) for plan in content["stages"]], content["loads"]
         except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
             raise DataError(f"{path}: must contain the current placement: {error}") from None
-        layout = JobLayouts.of(self.config).on(self.nodes)
-        num_ranks = 0 if isinstance(layout, Declined) else len(layout.processes)
+        num_ranks = len(self.layout.processes)
         if (found := sum(len(plan.ranks) for plan in plans)) != num_ranks:
             raise DataError(
-                f"{path}: contains a placement of {found} ranks, but the current nodes {list(self.nodes)} "
+                f"{path}: contains a placement of {found} ranks, but the current nodes {sorted(self.layout.nodes)} "
                 f"have {num_ranks} ranks; if nodes are joining or leaving now, try again later"
             )
         return plans, loads
@@ -215,10 +215,17 @@ def since_start(events: Sequence[Record]) -> Sequence[Record]:
     return events[starts[-1] :] if starts else []
 
 
-def members(config: JobConfig, events: Sequence[Record]) -> tuple[int, ...]:
-    """Return the nodes of the newest membership in the run's records; the configured nodes if there was no change."""
+def layout_of(config: JobConfig, events: Sequence[Record], members: Sequence[int] | None = None) -> MembershipLayout:
+    """Return the layout of the newest membership in the run's records; that of the start if there was no change. If the
+    job runs, ``members`` are its nodes, which may have changed since the last record."""
+    layouts = JobLayouts.of(config)
     changes = [event for event in since_start(events) if isinstance(event, MembershipChanged)]
-    return tuple(sorted(changes[-1].nodes)) if changes else tuple(range(config.launch.num_nodes))
+    layout = layouts.history((event.iteration, event.nodes) for event in changes)[-1]
+    if members is not None and isinstance(layout, MembershipLayout) and set(members) != set(layout.nodes):
+        layout = layouts.on(members, layout)
+    if isinstance(layout, Declined):
+        raise DataError(f"run: its nodes must suffice for its layout: {layout.reason}")
+    return layout
 
 
 def ask_run(path: Path, lost: Sequence[int], *, is_gone: bool, as_if_running: bool) -> Answer:
@@ -227,7 +234,7 @@ def ask_run(path: Path, lost: Sequence[int], *, is_gone: bool, as_if_running: bo
     run = Run.of(path, as_if_running=as_if_running)
     snapshot = SnapshotReport.of(run.config, _VOCABULARY)
     plans, loads = run.placement()
-    facts = RecoveryFacts.of(run.config, plans, snapshot, run.nodes)
+    facts = RecoveryFacts.of(run.config, plans, snapshot, run.layout)
     facts = dataclasses.replace(facts, is_running=run.is_running)
     stored, notes = run.stored()
     place = placer(run.config, JobInputs.read(run.config), loads or None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from megatron_ft.control.membership.events import JobHung, NodeLost, RankHung
-from megatron_ft.control.membership.state import TRAINING, MembershipPolicy, State
+from megatron_ft.control.membership.state import TRAINING, MembershipPolicy, State, layout_of
 from megatron_ft.failpoints import ITERATION_PHASES
 
 Key = TypeVar("Key", bound=Hashable)
@@ -142,7 +142,7 @@ class Detector:
         # Ranks that are killed now need time to end before the next finding.
         self._progress_at = now
         policy = self._membership
-        ranks = policy.ranks_among(state.members) - state.gone
+        ranks = layout_of(policy, state).processes_without(frozenset()) - state.gone
         if not ranks:
             return []
         places = {rank: self._places.get(rank) for rank in ranks}

@@ -318,14 +318,21 @@ def _copies_after_a_loss(config: JobConfig) -> tuple[str, ...]:
     # Only jobs that continue from replicas on fewer nodes lose slots with a node.
     if placement.algorithm is None or config.recovery.keep_layout or not config.fewest_nodes <= num_left:
         return ()
-    num_copies, num_ranks = min(placement.min_replicas, num_left), num_left * launch.ranks_per_node
+    remaining = config_on(config, range(num_left))
+    if isinstance(remaining, Declined):
+        return ()
+    num_ranks = Topology.of(remaining.parallel, remaining.world_size).stage_size
+    num_copies = min(placement.min_replicas, num_left)
     num_slots = (placement.num_slots_per_rank or 0) * num_ranks
     if num_slots >= num_copies * num_experts:
         return ()
-    enough = -(-num_copies * num_experts // num_ranks)
+    enough = min(num_experts, -(-num_copies * num_experts // num_ranks))
+    if enough <= (placement.num_slots_per_rank or 0):
+        return ()  # each rank has all experts
+    of_stage = "" if config.parallel.pipeline_model_parallel_size == 1 else " in each pipeline stage"
     return (
         f"placement.num_slots_per_rank={placement.num_slots_per_rank}: after the loss of a node the job has "
-        f"{num_slots} slots, too few for {num_copies} replicas of {num_experts} experts "
+        f"{num_slots} slots{of_stage}, too few for {num_copies} replicas of {num_experts} experts "
         f"(placement.min_replicas={placement.min_replicas}). Until a node joins, the next loss can end the job; "
         f"placement.num_slots_per_rank={enough} avoids this",
     )

@@ -64,18 +64,18 @@ def scheduled_memberships(changes: Sequence[MembershipChange], layouts: JobLayou
     Raises:
         ConfigError: a change leaves too few nodes for the layout.
     """
+    nodes = list(nodes_over_time(layouts.num_nodes, changes))
     found = []
-    for nodes, change in zip(nodes_over_time(layouts.num_nodes, changes), (None, *changes), strict=True):
-        layout = layouts.on(nodes)
+    history = layouts.history((change.before_iteration - 1, of) for change, of in zip(changes, nodes[1:], strict=True))
+    for members, layout in zip(nodes, history, strict=True):
         if isinstance(layout, Declined):
             raise ConfigError.of(
-                "testing.membership_schedule", f"nodes {list(nodes)}", f"must suffice: {layout.reason}"
+                "testing.membership_schedule", f"nodes {list(members)}", f"must suffice: {layout.reason}"
             )
-        found.append((layout, change))
+        found.append(layout)
     return tuple(
-        _following(generation, change, found[generation - 1][0], layout)
-        for generation, (layout, change) in enumerate(found)
-        if change is not None
+        _following(generation, change, found[generation - 1], found[generation])
+        for generation, change in enumerate(changes, 1)
     )
 
 

@@ -20,6 +20,7 @@ from tests.helpers.elastic_jobs import (
     records,
     repeats,
     script,
+    write_skewed,
 )
 from tests.helpers.elastic_ranks import run_jobs
 
@@ -54,6 +55,15 @@ GROWN = {
     node: (f"lose(nodes=[{node}],before_iteration=3)", f"join(nodes=[{node}],before_iteration=5)") for node in (1, 2)
 }
 CHANGES = {node: {"2": {"leave": [node]}, "4": {"join": [node]}} for node in (1, 2)}
+EAGER = {
+    "placement.rebalance_interval_iterations": 2,
+    "placement.rebalance_min_gain": 0.0,
+    "placement.rebalance_bytes_per_token": 1e12,
+}
+SPREAD = {"placement.algorithm": {"_target_": "megatron_ft.planning.placement.spread.Spread"}}
+MIGRATIONS = {"migrate_build": (SPREAD, 1, 5), "migrate_step": ({"placement.num_slots_per_rank": 2}, 5, 3)}
+"""Keys of jobs whose experts move, by building the model again or in place; the rank that dies; and the iteration
+before which this happens. In place, only experts of stage 1 move."""
 FORMING = ("reform_join", "reform_move", "reform_build")
 
 
@@ -93,6 +103,11 @@ def _jobs(folder: Path) -> dict[str, Any]:
             returns={"2": [0]},
         ),
     }
+    skewed = write_skewed(folder)
+    for phase, (more, rank, before) in MIGRATIONS.items():
+        moving = {**WIDE, **SHARDED, **skewed, **EAGER, **more}
+        jobs[f"moved:{phase}"] = job({**moving, **lose((rank // 2, before))}, until=6)
+        jobs[f"killed:{phase}"] = job({**moving, **faults(kill(rank, before, phase))}, until=6)
     for phase in PHASES:
         jobs[f"killed:narrow:{phase}"] = job({**NARROW, **faults(kill(1, 3, phase))})
         jobs[f"killed:wide:{phase}"] = job({**WIDE, **SHARDED, **faults(kill(1, 3, phase))})
@@ -108,7 +123,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_jobs(_jobs(folder), folder, timeout_seconds=880)
 
 
-def _check_ranks(outcomes: dict[str, Any], name: str, *, dead: int = 0) -> None:
+def _check_ranks(outcomes: dict[str, Any], name: str) -> None:
     assert "error" not in outcomes[name], outcomes[name]["error"]
     assert [rank["error"] for rank in outcomes[name]["ranks"] if rank["error"]] == []
 
@@ -161,6 +176,14 @@ def test_a_node_is_back_in_the_membership_that_follows_its_loss(outcomes: dict[s
     (changed,) = records(outcomes, "killed:back at once", "membership_changed")
     assert (changed["nodes"], changed["joining"]) == ([0, 1, 2, 3], [0])
     check_same(outcomes, "killed:back at once", "back at once")
+
+
+@pytest.mark.parametrize("phase", MIGRATIONS)
+def test_a_rank_dies_while_experts_move(outcomes: dict[str, Any], phase: str) -> None:
+    name = f"killed:{phase}"
+    _check_ranks(outcomes, name)
+    assert outcomes[name]["ranks"][MIGRATIONS[phase][1]]["records"][-1]["phase"] == phase
+    check_same(outcomes, name, f"moved:{phase}")
 
 
 @pytest.mark.parametrize("phase", FORMING)

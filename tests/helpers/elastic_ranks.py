@@ -223,10 +223,14 @@ class Job:
         self.layouts = JobLayouts.of(self.config)
         layout = self.layouts.on(range(nodes) if present is None else present)
         assert isinstance(layout, MembershipLayout), layout
+        self.layout = layout
+        self.base: MembershipLayout | None = None
+        self.begun = 0
         about = {
             "world_size": len(layout.processes),
             "num_nodes": len(layout.nodes),
             "nodes": layout.rank_nodes,
+            "local_ranks": layout.local_ranks,
             "members": layout.nodes,
             "generation": self.generation,
             "resume_from": None if resumes is None else folder.parent / resumes / "checkpoints",
@@ -383,9 +387,12 @@ class Job:
                 *(process for node in coming for process in self.joining_ranks[node]),
             ]
             staying = {self.numbers[process]: process for process in living if self.nodes[process] not in leaving}
-            layout = self.layouts.on({self.nodes[process] for process in staying.values()})
+            if target.iteration > self.begun:
+                self.base, self.begun = self.layout, target.iteration
+            layout = self.layouts.on({self.nodes[process] for process in staying.values()}, self.base)
             if isinstance(layout, Declined):
                 raise RuntimeError(layout.reason)
+            self.layout = layout
             members = [staying[number] for number in layout.processes]
             spares = [staying[number] for number in layout.spares]
             following = self._following(

@@ -17,7 +17,7 @@ from megatron_ft.control.controller.server import ControllerServer, Item, Origin
 from megatron_ft.control.detector import Detector, DetectorPolicy, Place
 from megatron_ft.control.membership import machine
 from megatron_ft.control.membership.events import MachineEvent, NodeJoined, NodeLost, RankHung, Tick
-from megatron_ft.control.membership.state import Decision, MembershipPolicy, Phase, State, Step
+from megatron_ft.control.membership.state import Decision, MembershipPolicy, Phase, State, Step, layout_of
 from megatron_ft.control.messages import EndReport, LaunchSpec, Order, Progress, RecordWritten, Report, to_message
 from megatron_ft.control.node.sidecars import by_name
 from megatron_ft.control.ports import StoreEndpoint
@@ -86,7 +86,7 @@ class Controller:
         begin_seconds = clock() if journal is None else journal.first("begin_seconds", clock())
         self._state = machine.initial(policy, begin_seconds)
         # All generations are kept: late reports are checked against the membership of their own generation.
-        self._members = {0: self._state.members}
+        self._layouts = {0: layout_of(policy, self._state)}
         self._num_starts = 0
         self._starts: dict[int, int] = {}
         """Maps each node to the number of its newest ``Start`` order. Reports of ranks of older orders are dropped."""
@@ -107,7 +107,7 @@ class Controller:
         )
         self._server = ControllerServer(
             policy,
-            self._members,
+            self._layouts,
             sign_of_life=lambda node: self._detector.hear(node, self._clock()),
             clock=clock,
             sign_seconds=detection.heartbeat_interval_seconds,
@@ -250,7 +250,7 @@ class Controller:
         event = self._event_of(entry, report)
         step = machine.advance(self._policy, before, event, entry["now"], entry.get("arrived"))
         self._state = step.state
-        self._members[step.state.generation] = step.state.members
+        self._layouts[step.state.generation] = layout_of(self._policy, step.state)
         if step.decision is not Decision.WAIT or step.state.failed_starts:
             # ``on_step`` comes first: it needs the details of the generation that ends, which ``_execute`` clears.
             on_step(step)
@@ -329,13 +329,13 @@ class Controller:
         self._server.post(NodeLost(node, time.time(), reason, process_id))
 
     def _note(self, rank: int, generation: int, report: Message) -> None:
-        node, members = self._policy.node_of(rank), self._members[generation]
+        node, layout = self._policy.node_of(rank), self._layouts[generation]
         if node not in self._state.members or node in self._state.nodes.waiting:
             return
         # Reported before its first membership was announced to it; a node that is back may have had another place.
-        if node not in members or self._policy.keeps_layout:
-            members = self._state.members
-        number = self._policy.number_among(members, rank)
+        if node not in layout.nodes or self._policy.keeps_layout:
+            layout = layout_of(self._policy, self._state)
+        number = layout.rank_of(rank)
         about = self._details.setdefault(rank, {} if number is None else {"number": number})
         killed_by_us = self._state.phase is Phase.KILLING or node in self._state.nodes.lost
         add_failure_report(about, report, caused_by_us=killed_by_us)
@@ -372,13 +372,13 @@ class Controller:
 
     def _reform(self, before: State, step: Step) -> None:
         assert step.reform is not None, "the step has no reform plan"
-        spec = self._launch_spec(step.state.generation, step.reform.nodes, self._stores)
+        spec = self._launch_spec(step.state.generation, step.reform.layout.rank_nodes, self._stores)
         following = NextMembership(
             generation=step.state.generation,
             previous_ranks=step.reform.previous_ranks,
-            nodes=step.reform.nodes,
-            local_ranks=step.reform.local_ranks,
-            members=step.reform.members,
+            nodes=step.reform.layout.rank_nodes,
+            local_ranks=step.reform.layout.local_ranks,
+            members=step.reform.layout.nodes,
             target=step.reform.target,
             master_addr=spec.master_addr,
             master_port=spec.master_port,
@@ -403,7 +403,7 @@ class Controller:
         # Start the ranks of ``nodes``; each receives the addresses of every node's sidecars.
         state, policy = self._state, self._policy
         self._starts |= dict.fromkeys(nodes, self._num_starts)
-        layout = policy.layout_of(state.members)
+        layout = layout_of(policy, state)
         spec = self._launch_spec(state.generation, layout.rank_nodes, self._stores)
         order = messages.Start(
             **vars(spec),

@@ -16,6 +16,7 @@ from megatron_ft.control.messages import MAX_JOIN_BYTES, Deliver, Join, Poll, Re
 from megatron_ft.control.rpc import ACCEPT_SECONDS, Method, RpcServer
 from megatron_ft.errors import ControlError, RecoveryError
 from megatron_ft.framing import Message
+from megatron_ft.planning.recovery.layout import MembershipLayout
 from megatron_ft.serde import encode
 
 
@@ -243,7 +244,7 @@ class _AgentSessions:
 _MAX_POLL_SECONDS = 30.0
 _LAST_ORDER_SECONDS = 5.0
 
-Members = Mapping[int, tuple[int, ...]]
+Layouts = Mapping[int, MembershipLayout]
 """Maps each generation to the nodes of its membership."""
 
 
@@ -254,7 +255,7 @@ class ControllerServer:
     def __init__(
         self,
         policy: MembershipPolicy,
-        members: Members,
+        layouts: Layouts,
         *,
         sign_of_life: Callable[[int], None],
         clock: Callable[[], float],
@@ -269,7 +270,7 @@ class ControllerServer:
         """Bind the service; ``open`` begins to serve.
 
         Args:
-            members: nodes of each generation; the controller adds new generations.
+            layouts: layout of each generation; the controller adds new generations.
             sign_of_life: called with the node of each call, and again while the call waits. May be called in any
                 thread.
             clock: the controller's clock, for arrival times.
@@ -277,7 +278,7 @@ class ControllerServer:
             others: further methods, by name.
             epoch: number of the controller, which every answer contains.
         """
-        self._policy, self._members, self._epoch = policy, members, epoch
+        self._policy, self._layouts, self._epoch = policy, layouts, epoch
         self._sessions = _AgentSessions()
         self._sign_of_life, self._sign_seconds = sign_of_life, sign_seconds
         self._inbox = _Inbox(clock)
@@ -442,7 +443,7 @@ class ControllerServer:
                 if number >= expected:
                     # The report is checked before it is in the journal: an entry that ends this controller would end
                     # every later one, too.
-                    report = _check_report(self._policy, self._members, node, content)
+                    report = _check_report(self._policy, self._layouts, node, content)
                     items.append(Item(Origin(node, session.number, number), content, report))
             if items:
                 session.newest_item, session.next_arrival = items[-1], first + len(call.items)
@@ -467,7 +468,7 @@ class ControllerServer:
         return node
 
 
-def _check_report(policy: MembershipPolicy, members: Members, node: int, content: object) -> Report:
+def _check_report(policy: MembershipPolicy, layouts: Layouts, node: int, content: object) -> Report:
     """Parse a report of a node's agent.
 
     Raises:
@@ -478,11 +479,11 @@ def _check_report(policy: MembershipPolicy, members: Members, node: int, content
     if rank not in policy.ranks_of(node):
         raise ControlError(f"rank {rank} does not belong to node {node}")
     # Before a rank's first membership is announced to it, it reports the generation in which it was started.
-    is_member = node in members.get(generation, ())
-    if not is_member and (isinstance(report, messages.Broken) or generation not in members):
+    is_member = generation in layouts and node in layouts[generation].nodes
+    if not is_member and (isinstance(report, messages.Broken) or generation not in layouts):
         raise ControlError(f"rank {rank}: node {node} is not a member of generation {generation}")
     if isinstance(report, messages.Broken):
-        number, position = policy.number_among(members[generation], rank), report.position
+        number, position = layouts[generation].rank_of(rank), report.position
         try:
             position.validate()
         except RecoveryError as error:

@@ -30,6 +30,7 @@ from megatron_ft.control.membership.state import (
     Phase,
     State,
     Step,
+    layout_of,
 )
 
 FIRST_PAUSE_SECONDS = 0.5
@@ -153,8 +154,8 @@ class NodeRules:
         if num_left < self.policy.fewest_nodes:
             fewest = self.policy.fewest_nodes
             return f"the number of nodes that would remain is {num_left}, below recovery.min_nodes={fewest}"
-        present = tuple(sorted(set(state.members) - state.nodes.lost))
-        return self.policy.layouts.why_not_without(present, {node, *state.nodes.draining}) or None
+        gone = {node, *state.nodes.draining, *state.nodes.lost}
+        return self.policy.layouts.why_not_without(layout_of(self.policy, state), gone) or None
 
     def refuse_add(self, state: State, node: int) -> str | None:
         """Return the reason why a node cannot be added, or None if it can."""

@@ -39,6 +39,8 @@ from megatron_ft.control.membership.state import (
     Phase,
     State,
     Step,
+    layout_of,
+    name_of,
 )
 from megatron_ft.errors import RecoveryError
 
@@ -128,7 +130,7 @@ def _observe_rank(
         cause = f": {event.last_line}" if event.last_line and event.returncode > 0 else ""
         reason = f"rank {rank} {describe_returncode(event.returncode)}{cause}"
         return NodeRules(policy).lose_rank(state, rank, reason, now)
-    name = policy.name_among(state.members, rank)
+    name = name_of(policy, state, rank)
     is_lost = node in state.nodes.lost
     match event:
         case RankBroken():
@@ -179,7 +181,7 @@ def _restart(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
     if len(members) < policy.fewest_nodes or state.num_restarts_without_progress >= policy.max_restarts:
         return None
     try:
-        policy.layout_of(members)
+        policy.layout_on(members)
     except RecoveryError:
         return None  # the nodes are too few for the layout
     # The new state drops every report about the old generation; only the counters that limit restarts survive.
@@ -241,7 +243,9 @@ def _end(policy: MembershipPolicy, state: State, event: MachineEvent, now: Momen
     # After a failure, all ranks must have ended, because all of them may be started again.
     # Hot spares wait for another membership, and end with their agents.
     with_ranks = state.nodes.with_ranks
-    remaining = policy.ranks_of_all(with_ranks) if state.failures else policy.ranks_among(state.members)
+    remaining = (
+        policy.ranks_of_all(with_ranks) if state.failures else layout_of(policy, state).processes_without(frozenset())
+    )
     if not nothing_runs and not remaining <= state.gone:
         return None
     first = state.first_failure
@@ -317,7 +321,7 @@ def _time_out(policy: MembershipPolicy, state: State, event: MachineEvent, now: 
         missing = f"nodes {sorted(set(state.members) - state.nodes.registered)}"
     else:
         ranks = policy.ranks_of_all(state.members) - state.connected
-        numbers = [policy.number_among(state.members, rank) for rank in ranks]
+        numbers = [layout_of(policy, state).rank_of(rank) for rank in ranks]
         missing = f"ranks {sorted(number for number in numbers if number is not None)}"
     detail = f"launch.start_timeout_seconds={policy.start_timeout_seconds:g}: timed out waiting for {missing}"
     # The failure is final: nodes or ranks that are missing after the whole time would also miss a restart.

@@ -27,6 +27,8 @@ from megatron_ft.control.membership.state import (
     Reform,
     State,
     Step,
+    layout_of,
+    name_of,
     remaining_ranks,
 )
 from megatron_ft.errors import RecoveryError
@@ -118,9 +120,9 @@ def _lose_unresponsive(policy: MembershipPolicy, state: State, now: Moment) -> S
     failures = tuple(
         Failure(
             rank=rank,
-            number=policy.number_among(state.members, rank),
+            number=layout_of(policy, state).rank_of(rank),
             at_seconds=latest,
-            detail=f"{policy.name_among(state.members, rank)} did not report its position {limit}",
+            detail=f"{name_of(policy, state, rank)} did not report its position {limit}",
         )
         for rank in unresponsive
     )
@@ -137,7 +139,7 @@ def stop_after_failure(policy: MembershipPolicy, state: State, now: Moment, reas
 
 def _describe_unresponsive(policy: MembershipPolicy, state: State) -> str:
     unresponsive = sorted(remaining_ranks(policy, state) - state.has_reported)
-    names = [policy.number_among(state.members, rank) for rank in unresponsive]
+    names = [layout_of(policy, state).rank_of(rank) for rank in unresponsive]
     limit = f"recovery.reconfigure_timeout_seconds={policy.reconfigure_timeout_seconds:g}"
     return f"{limit}: timed out waiting for ranks {names}"
 
@@ -182,7 +184,7 @@ def failure_of(policy: MembershipPolicy, state: State, event: RankBroken) -> Fai
         at_seconds=event.at_seconds,
         iteration=event.iteration,
         final=event.final,
-        detail=f"{policy.name_among(state.members, event.rank)} raised",
+        detail=f"{name_of(policy, state, event.rank)} raised",
     )
 
 
@@ -196,7 +198,7 @@ def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
     ended = sorted(remaining_ranks(policy, state) & state.gone)
     if ended:
         # It cannot report a position or take part in the next membership, and its state has ended with it.
-        name = policy.name_among(state.members, ended[0])
+        name = name_of(policy, state, ended[0])
         return f"{name} has already finished, so it cannot take part in another membership"
     if policy.keeps_layout:
         return NodeRules(policy).why_place_stays_empty(state)
@@ -207,7 +209,7 @@ def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
         ready = f" plus {num_joining} ready to join" if num_joining else ""
         return f"too few nodes are left: {num_left}{ready}, below recovery.min_nodes={policy.fewest_nodes}"
     try:
-        policy.layout_of(tuple(sorted({*left, *admitted})))
+        policy.layout_on(sorted({*left, *admitted}), layout_of(policy, state))
     except RecoveryError as error:
         return str(error)
     return None
@@ -242,11 +244,14 @@ def _reform(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     reform = _next(policy, state)
     first = state.first_failure
     waiting = state.nodes.waiting
-    members = reform.members
+    members = reform.layout.nodes
     following = replace(
         state,
         phase=Phase.RUNNING,
         generation=state.generation + 1,
+        layout=reform.layout,
+        base=reform.base,
+        begun_iteration=reform.target.iteration,
         nodes=_next_nodes(policy, state.nodes, reform, members),
         # A stop that was asked for meanwhile is ordered by the tick that follows at once.
         deadline_seconds=now.arrived_seconds if state.interrupted else None,
@@ -294,21 +299,22 @@ def _next(policy: MembershipPolicy, state: State) -> Reform:
     if policy.keeps_layout:
         members = joining.members_after_filling(state)
     new = set(members) - staying
-    layout = policy.layout_of(members)
     positions = _positions(policy, state)
+    target, former = choose_target(positions), layout_of(policy, state)
+    # A membership that has committed nothing is not in a schedule of the job, so it must not affect the layout.
+    base = former if target.iteration > state.begun_iteration else state.base
+    layout = policy.layout_on(members, base)
     return Reform(
         lost=tuple(sorted(state.nodes.lost & set(state.members))),
         leaving=tuple(sorted(leaving)),
         joining=tuple(sorted(new)),
         positions=positions,
-        target=choose_target(positions),
+        target=target,
         previous_ranks=tuple(
-            None if policy.node_of(rank) in new else policy.number_among(state.members, rank)
-            for rank in layout.processes
+            None if policy.node_of(rank) in new else former.rank_of(rank) for rank in layout.processes
         ),
-        nodes=layout.rank_nodes,
-        local_ranks=layout.local_ranks,
-        members=members,
+        layout=layout,
+        base=base,
     )
 
 

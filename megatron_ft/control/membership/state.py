@@ -360,31 +360,18 @@ class MembershipPolicy:
         )
         return self.job_layouts or default
 
-    def layout_of(self, members: Sequence[int]) -> "MembershipLayout":
-        """Return the ranks of a membership of the nodes ``members``.
+    def layout_on(self, nodes: Sequence[int], base: "MembershipLayout | None" = None) -> "MembershipLayout":
+        """Return the layout of a membership of ``nodes``, see ``JobLayouts.on``.
 
         Raises:
             RecoveryError: the nodes are too few for the layout.
         """
-        from megatron_ft.planning.recovery.layout import MembershipLayout
+        from megatron_ft.planning.state.declined import Declined
 
-        found = self.layouts.on(members)
-        if not isinstance(found, MembershipLayout):
-            raise RecoveryError(f"the job cannot continue on nodes {list(members)}: {found.reason}")
+        found = self.layouts.on(nodes, base)
+        if isinstance(found, Declined):
+            raise RecoveryError(f"the job cannot continue on nodes {list(nodes)}: {found.reason}")
         return found
-
-    def number_among(self, members: Sequence[int], rank: int) -> int | None:
-        """Return the number that ``rank`` has in a membership of the nodes ``members``; None for a hot spare."""
-        return self.layout_of(members).rank_of(rank)
-
-    def name_among(self, members: Sequence[int], rank: int) -> str:
-        """Return a name for ``rank`` in a membership of the nodes ``members``, for messages."""
-        number = self.number_among(members, rank)
-        return f"process {rank}, a hot spare," if number is None else f"rank {number}"
-
-    def ranks_among(self, members: Sequence[int]) -> frozenset[int]:
-        """Return the global ranks that have a number in a membership of the nodes ``members``, without hot spares."""
-        return _members_ranks(self, tuple(members), frozenset())
 
     def ranks_of_all(self, nodes: tuple[int, ...] | frozenset[int]) -> frozenset[int]:
         """Return the global ranks of ``nodes``. Cached, because it is called for every event."""
@@ -442,6 +429,12 @@ class State:
     phase: Phase = Phase.FORMING
     generation: int = 0
     nodes: Nodes = field(default_factory=Nodes)
+    layout: "MembershipLayout | None" = None
+    """Layout of this generation; None for the layout at a start of ranks."""
+    base: "MembershipLayout | None" = None
+    """Layout with which the newest iteration was committed before this generation; None for that of the start."""
+    begun_iteration: int = 0
+    """Iteration after which this generation began."""
     deadline_seconds: float | None = None
     """Time at which the present phase exceeds its limit; None if it has no limit."""
     reform_by_seconds: float | None = None
@@ -527,12 +520,10 @@ class Reform:
     target: Target
     previous_ranks: tuple[int | None, ...]
     """Number that each rank of the next membership had in the previous one; None for a rank of a joining node."""
-    nodes: tuple[int, ...]
-    """Node of each rank of the next membership."""
-    local_ranks: tuple[int, ...]
-    """Number of each rank's process on its node."""
-    members: tuple[int, ...]
-    """Nodes of the next membership, including those of hot spares."""
+    layout: "MembershipLayout"
+    """Ranks and hot spares of the next membership."""
+    base: "MembershipLayout | None"
+    """``State.base`` in the next membership."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -552,16 +543,21 @@ class Step:
 
 def remaining_ranks(policy: MembershipPolicy, state: State) -> frozenset[int]:
     """Return the ranks of the members that are not lost, without hot spares."""
-    return _members_ranks(policy, state.members, state.nodes.lost)
+    return layout_of(policy, state).processes_without(state.nodes.lost)
+
+
+def layout_of(policy: MembershipPolicy, state: State) -> "MembershipLayout":
+    """Return the layout of the present membership."""
+    return policy.layout_on(state.members) if state.layout is None else state.layout
+
+
+def name_of(policy: MembershipPolicy, state: State, rank: int) -> str:
+    """Return a name of the process ``rank`` of a member, for messages."""
+    number = layout_of(policy, state).rank_of(rank)
+    return f"process {rank}, a hot spare," if number is None else f"rank {number}"
 
 
 # These sets change with memberships, not with events. Computed for each event, a loss among 8,192 ranks took minutes.
-@functools.lru_cache(maxsize=32)
-def _members_ranks(policy: MembershipPolicy, members: tuple[int, ...], lost: frozenset[int]) -> frozenset[int]:
-    ranks = policy.layout_of(members).processes
-    return frozenset(rank for rank in ranks if policy.node_of(rank) not in lost)
-
-
 @functools.lru_cache(maxsize=32)
 def _ranks_of_all(ranks_per_node: int, nodes: Iterable[int], lost: frozenset[int]) -> frozenset[int]:
     firsts = (node * ranks_per_node for node in nodes if node not in lost)

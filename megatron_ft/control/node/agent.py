@@ -292,9 +292,7 @@ class _Agent:
         numbers = order.ranks.get(str(node))
         if numbers is None:
             return
-        kept = [
-            field.name for field in fields(order) if field.name not in ("ranks", "local_ranks", "sidecars", "reason")
-        ]
+        kept = [field.name for field in fields(order) if field.name not in ("ranks", "sidecars", "reason")]
         shared = {name: getattr(order, name) for name in kept}
         processes = zip(order.nodes, order.local_ranks, strict=True)
         found = {local_rank: rank for rank, (on_node, local_rank) in enumerate(processes) if on_node == node}

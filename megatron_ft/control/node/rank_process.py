@@ -57,6 +57,7 @@ def _context(spec: Message, worker: AgentClient) -> RankContext:
         worker=worker,
         sidecars=spec["sidecars"],
         nodes=tuple(spec["nodes"]),
+        local_ranks=tuple(spec["local_ranks"]),
         members=tuple(spec["members"]),
         is_joining=spec["is_joining"],
     )

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,6 +144,8 @@ class RankContext:
     nodes: tuple[int, ...] = ()
     """Node number of each rank. Nodes that were lost before this start are missing. Empty if the nodes are unknown, as
     under torchrun."""
+    local_ranks: tuple[int, ...] = ()
+    """Number of each rank's process on its node; unknown if ``nodes`` is."""
     members: tuple[int, ...] = ()
     """Nodes of the membership, including nodes without a rank; empty means the nodes of ranks."""
     is_joining: bool = False
@@ -262,7 +265,8 @@ class AgentClient:
         self._abort: Abort | None = None
         self._broken: str | None = None
         self._order: MembershipOrder | None = None
-        self._next: NextMembership | None = None
+        self._next: deque[NextMembership] = deque()
+        """Memberships that have begun and that the rank has not seen. There can be several only for a hot spare."""
         self._leaves = False
         self._ended: str | None = None
         self._listener = threading.Thread(target=self._listen, name="agent", daemon=True)
@@ -325,8 +329,7 @@ class AgentClient:
         return following
 
     def stand_by(self) -> NextMembership | None:
-        if self._rank is not None:
-            raise ControlError(f"rank {self._rank} of generation {self._generation} is not a hot spare")
+        # The next membership may have begun already, while this process released its state.
         return self._await_next()
 
     def change_requested(self) -> bool:
@@ -368,8 +371,8 @@ class AgentClient:
     def _await_next(self) -> NextMembership | None:
         # Wait for the next membership; None if this rank's node leaves.
         with self._changed:
-            self._changed.wait_for(lambda: self._next is not None or self._leaves or self._ended is not None)
-            following, self._next = self._next, None
+            self._changed.wait_for(lambda: bool(self._next) or self._leaves or self._ended is not None)
+            following = self._next.popleft() if self._next else None
         if following is None and not self._leaves:
             raise ControlError(f"training does not continue in this process: {self._ended}")
         return following
@@ -429,7 +432,8 @@ class AgentClient:
             who = f"rank {self._rank} of generation {self._generation}, process {self._identity.number},"
             raise ControlError(f"{who} does not belong to the membership {following.summary()}")
         self._rank, self._generation, self._is_spare = rank, following.generation, rank is None
-        self._next, self._broken, self._order = following, None, None
+        self._next.append(following)
+        self._broken = self._order = None
 
     def _send(self, message: Record) -> None:
         try:

@@ -26,7 +26,7 @@ class MembershipMove:
     """Model part of each rank in the holding; None without state."""
     topology: Topology
     moved: tuple[Moved | None, ...]
-    """For each rank, the experts that it has; None if these are the experts of the holding."""
+    """Experts of each rank in its newest model part; None for the experts of the holding."""
     joining: tuple[int, ...]
     """Nodes whose ranks have no state, except hot spares of the former membership."""
 

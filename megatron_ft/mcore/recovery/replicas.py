@@ -452,11 +452,14 @@ class ElasticTrainer(Trainer):
 
     def _ranks_without(self, leaving: Sequence[int]) -> frozenset[int]:
         """Return the ranks whose processes have a rank in the membership without the nodes ``leaving``."""
-        layouts = JobLayouts.of(self.job)
-        now, after = layouts.on(self.members), layouts.on(node for node in self.members if node not in leaving)
+        size = self.job.launch.ranks_per_node
+        processes = [node * size + local for node, local in zip(self.nodes, self.context.local_ranks, strict=True)]
+        now = MembershipLayout.of(self.members, processes, size)
+        # Nodes leave after an iteration of this membership, so its layout is the base of the next one.
+        after = JobLayouts.of(self.job).on([node for node in self.members if node not in leaving], now)
         # The control plane refuses to let nodes leave if the other nodes are too few.
-        assert isinstance(now, MembershipLayout) and isinstance(after, MembershipLayout), "too few nodes would remain"
-        return frozenset(rank for rank, process in enumerate(now.processes) if process in set(after.processes))
+        assert isinstance(after, MembershipLayout), "too few nodes would remain"
+        return frozenset(rank for rank, process in enumerate(processes) if after.rank_of(process) is not None)
 
     def _evacuate_shards(self, leaving: Sequence[int]) -> None:
         engine = self.engine
@@ -590,6 +593,7 @@ def _context(context: RankContext, following: NextMembership, config: JobConfig)
         rank=rank,
         world_size=following.world_size,
         num_nodes=config.launch.num_nodes,
+        local_ranks=following.local_ranks,
         members=following.members,
         generation=following.generation,
         master_addr=following.master_addr,

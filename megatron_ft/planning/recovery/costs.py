@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.membership import config_of
 from megatron_ft.planning.placement.layout import Holdings
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.stage import StageRequest, algorithm_of
 from megatron_ft.planning.recovery.checkpoint import Checkpoint, StartOver
 from megatron_ft.planning.recovery.facts import RecoveryFacts
-from megatron_ft.planning.recovery.layout import config_on
 from megatron_ft.planning.recovery.living_state import LivingState, why_no_replicas
 from megatron_ft.planning.recovery.localized_replay import LocalizedReplay
 from megatron_ft.planning.recovery.rollback import Rollback
@@ -67,8 +67,7 @@ def placer(config: JobConfig, inputs: JobInputs, loads: Sequence[Sequence[Sequen
     loads."""
 
     def place(nodes: tuple[int, ...], stage: int, held: Holdings) -> PlacementPlan:
-        remaining = config_on(config, nodes)
-        assert not isinstance(remaining, Declined), "the nodes are too few for the layout"
+        remaining = config_of(config, nodes)
         request = StageRequest.of_job(remaining)[stage]
         wanted = request.first_loads(remaining, inputs) if loads is None else loads[stage]
         return request.place(algorithm_of(remaining), wanted, held)[0]

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import config_of
 from megatron_ft.config.requirements import KEPT_LAYOUT, Requirement
-from megatron_ft.errors import ConfigError
 from megatron_ft.operators import OperatorId, operators_of
 from megatron_ft.planning.placement.copies import NON_EXPERT
 from megatron_ft.planning.placement.plan import PlacementPlan
@@ -60,7 +59,7 @@ class RecoveryFacts:
         config: JobConfig,
         plans: Sequence[PlacementPlan],
         snapshot: SnapshotReport | None,
-        nodes: Sequence[int] | None = None,
+        layout: MembershipLayout | None = None,
     ) -> "RecoveryFacts":
         """Determine the facts of a job with ``config``.
 
@@ -68,17 +67,14 @@ class RecoveryFacts:
             config: configuration of the whole job with derived values; ``training.device=auto`` counts as ``cpu``.
             plans: present placement of each pipeline stage; empty without expert replicas.
             snapshot: estimate of the job's snapshots; None without snapshots.
-            nodes: present nodes, ascending; all nodes if None.
-
-        Raises:
-            ConfigError: ``nodes`` are too few for the layout.
+            layout: present layout; that at the start if None.
         """
-        launch = config.launch
-        present = tuple(range(launch.num_nodes) if nodes is None else nodes)
-        layouts = JobLayouts.of(config)
-        layout = layouts.on(present)
-        if isinstance(layout, Declined):
-            raise ConfigError.of("present nodes", list(present), f"must suffice for the layout: {layout.reason}")
+        launch, layouts = config.launch, JobLayouts.of(config)
+        if layout is None:
+            initial = layouts.on(range(launch.num_nodes))
+            assert isinstance(initial, MembershipLayout), "the configured nodes are too few"
+            layout = initial
+        present = tuple(sorted(layout.nodes))
         # A job that has lost nodes already holds its state on fewer ranks than it was configured for.
         of_present = config if len(present) == launch.num_nodes else config_of(config, layout.rank_nodes)
         topology = Topology.of(of_present.parallel, len(layout.processes))
@@ -130,7 +126,7 @@ class RecoveryFacts:
         living = _ranks_on(self.layout, remaining)
         if self.min_nodes is None or self.config.recovery.keep_layout:
             return living
-        after = self.layouts.on(remaining)
+        after = self.layouts.on(remaining, self.layout)
         if isinstance(after, Declined):
             return living
         # Processes without a rank in the next membership are hot spares, whose state is not used.

@@ -77,6 +77,13 @@ class MembershipLayout:
     """Processes of ``nodes`` without a rank."""
     ranks_per_node: int
 
+    @classmethod
+    def of(cls, nodes: Sequence[int], processes: Sequence[int], ranks_per_node: int) -> "MembershipLayout":
+        """Return the layout of ``nodes`` in which ``processes`` have a rank, in this order."""
+        every = {process for node in nodes for process in range(node * ranks_per_node, (node + 1) * ranks_per_node)}
+        spares = tuple(sorted(every - set(processes)))
+        return cls(nodes=tuple(nodes), processes=tuple(processes), spares=spares, ranks_per_node=ranks_per_node)
+
     @property
     def rank_nodes(self) -> tuple[int, ...]:
         """Node of each rank."""
@@ -91,6 +98,18 @@ class MembershipLayout:
         """Return the rank of a process; None if it has none."""
         return self._ranks.get(process)
 
+    def processes_without(self, lost: frozenset[int]) -> frozenset[int]:
+        """Return the processes with a rank on other nodes than ``lost``. Cached, because it is called for every report
+        of a rank."""
+        if lost not in self._living:
+            living = (process for process in self.processes if process // self.ranks_per_node not in lost)
+            self._living[lost] = frozenset(living)
+        return self._living[lost]
+
+    @cached_property
+    def _living(self) -> dict[frozenset[int], frozenset[int]]:
+        return {}
+
     @cached_property
     def _ranks(self) -> dict[int, int]:
         return {process: rank for rank, process in enumerate(self.processes)}
@@ -98,11 +117,12 @@ class MembershipLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobLayouts:
-    """Determines the layout of every membership of a job from its nodes.
+    """Determines the layout of every membership of a job.
 
-    The layout does not depend on earlier memberships. So the control plane, the ranks and the dry run compute it by
-    themselves, and a job that reaches a set of nodes by losses has the same layout as one that reaches it by a
-    schedule.
+    A layout follows from the nodes and from the *base*, the layout that has committed the newest iteration. It does not
+    depend on memberships that have committed nothing. So a job that reaches its nodes by losses has the same layout as
+    one in which the same nodes leave by a schedule. Only stages with more groups than lanes give groups away, so the
+    loss of one node takes state from one stage only.
     """
 
     num_nodes: int
@@ -142,19 +162,33 @@ class JobLayouts:
             fewest_expert_ranks=-(-num_experts // num_slots),
         )
 
-    def on(self, nodes: Iterable[int]) -> MembershipLayout | Declined:
-        """Return the layout of a membership of ``nodes``; ``Declined`` if they are too few."""
-        return _layout_on(self, tuple(nodes if self.keeps_layout else sorted(nodes)))
+    def on(self, nodes: Iterable[int], base: MembershipLayout | None = None) -> MembershipLayout | Declined:
+        """Return the layout of a membership of ``nodes``; ``Declined`` if they are too few. ``base`` is the layout that
+        has committed the newest iteration; None at the start of a job."""
+        return _layout_on(self, tuple(nodes if self.keeps_layout else sorted(nodes)), base)
 
-    def why_not_without(self, nodes: Sequence[int], leaving: Collection[int]) -> str:
-        """Return the reason why ``leaving`` cannot leave a membership of ``nodes`` on request; empty if they can.
+    def history(self, changes: Iterable[tuple[int, Iterable[int]]]) -> list[MembershipLayout | Declined]:
+        """Return the layouts of the first membership, of all nodes, and of the memberships after each of ``changes``:
+        the iteration after which it begins, and its nodes."""
+        base, present = None, self.on(range(self.num_nodes))
+        found, begun = [present], 0
+        for iteration, nodes in changes:
+            # Memberships that begin after the same iteration have the same base: only the last one commits.
+            if iteration > begun and isinstance(present, MembershipLayout):
+                base, begun = present, iteration
+            present = self.on(nodes, base)
+            found.append(present)
+        return found
+
+    def why_not_without(self, now: MembershipLayout, leaving: Collection[int]) -> str:
+        """Return the reason why ``leaving`` cannot leave the membership ``now`` on request; empty if they can.
 
         The processes that keep a rank must have all state before others leave: the weights of each model part, and
         slots for all experts of each stage.
         """
-        now, after = self.on(nodes), self.on(node for node in nodes if node not in leaving)
-        if isinstance(now, Declined) or isinstance(after, Declined):
-            return next(found.reason for found in (after, now) if isinstance(found, Declined))
+        after = self.on([node for node in now.nodes if node not in leaving], now)
+        if isinstance(after, Declined):
+            return after.reason
         staying = set(after.processes)
         size = len(now.processes) // self.num_stages
         for stage in range(self.num_stages):
@@ -179,20 +213,19 @@ class JobLayouts:
         return replace(regular, stages=stages)
 
 
-# Computed once for each set of nodes: the control plane needs the layout for each report of a rank.
 @lru_cache(maxsize=64)
-def _layout_on(job: JobLayouts, nodes: tuple[int, ...]) -> MembershipLayout | Declined:
+def _layout_on(job: JobLayouts, nodes: tuple[int, ...], base: MembershipLayout | None) -> MembershipLayout | Declined:
     size = job.ranks_per_node
 
     def processes_of(chosen: Iterable[int]) -> list[int]:
         return [process for node in chosen for process in range(node * size, (node + 1) * size)]
 
     living, start = processes_of(nodes), range(job.num_nodes)
-    is_initial = job.keeps_layout or nodes == tuple(start)
-    if is_initial or job.tensor_size * job.context_size * job.num_stages == 1:
+    is_initial = base is None and nodes == tuple(start)
+    if is_initial or job.keeps_layout or job.tensor_size * job.context_size * job.num_stages == 1:
         layout = job.initial(living)
     else:
-        former = job.initial(processes_of(start))
+        former = job.initial(processes_of(start) if base is None else base.processes)
         node_of = {process: process // size for process in {*former.ranks, *living}}
         found = choose_layout(former, living, node_of, job.limits)
         if isinstance(found, Declined):

@@ -52,7 +52,7 @@ class LivingState:
 
 def _moved_bytes(loss: Loss, facts: RecoveryFacts, place: Place) -> int | Declined:
     """Return the bytes of expert state that the remaining ranks send, in all stages together."""
-    after = facts.layouts.on(loss.remaining)
+    after = facts.layouts.on(loss.remaining, facts.layout)
     assert facts.placements and isinstance(after, MembershipLayout), "this was checked before"
     topology = Topology.of(config_of(facts.config, after.rank_nodes).parallel, len(after.processes))
     previous = [facts.layout.rank_of(process) for process in after.processes]
@@ -61,7 +61,7 @@ def _moved_bytes(loss: Loss, facts: RecoveryFacts, place: Place) -> int | Declin
         migration = plan_replicas(
             facts.placements[stage],
             held.previous_ranks,
-            partial(place, loss.remaining, stage),
+            partial(place, after.rank_nodes, stage),
             num_slots_per_rank=facts.config.placement.num_slots_per_rank or 0,
             expert_bytes=expert_state_bytes(facts.config),
             others=held.others,
@@ -92,7 +92,7 @@ def _why_not(loss: Loss, facts: RecoveryFacts) -> str:
     assert facts.min_nodes is not None, "min_nodes is null, although it was checked"
     if len(loss.remaining) < facts.min_nodes:
         return f"recovery.min_nodes={facts.min_nodes} is more than the number of remaining nodes, {len(loss.remaining)}"
-    after = facts.layouts.on(loss.remaining)
+    after = facts.layouts.on(loss.remaining, facts.layout)
     return after.reason if isinstance(after, Declined) else ""
 
 
@@ -101,8 +101,7 @@ class StageHolders:
     """Ranks of a membership that hold experts of one stage from the previous membership."""
 
     previous_ranks: tuple[int | None, ...]
-    """For each rank of the stage, in order, its rank in the previous membership; None if it has no state of this
-    stage."""
+    """Previous rank of each rank of the stage, in order; None if it has no state of this stage."""
     owned: Holdings | None = None
     """Experts that each of these ranks has; None for those of the previous placement."""
     others: OtherHoldings

@@ -177,10 +177,6 @@ class NextMembership:
         assert set(self.nodes) <= set(self.members), "a rank is on a node that is not a member"
         self.target.validate()
 
-    def new_rank(self, previous: int) -> int | None:
-        """Return the new number of the rank that had the number ``previous``; None if it is not a member any more."""
-        return self.previous_ranks.index(previous) if previous in self.previous_ranks else None
-
     def rank_on(self, node: int, local_rank: int) -> int | None:
         """Return the rank of the process ``local_rank`` (from 0) on ``node``; None if the process has no rank."""
         processes = zip(self.nodes, self.local_ranks, strict=True)

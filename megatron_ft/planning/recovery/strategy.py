@@ -19,8 +19,8 @@ from megatron_ft.planning.state.declined import Declined
 NOT_RUNNING = "the job is not running"
 
 Place = Callable[[tuple[int, ...], int, Holdings], PlacementPlan]
-"""Function that plans the placement of expert replicas on the ranks of the given nodes, in the given pipeline stage,
-from the experts that these ranks hold."""
+"""Function that plans the placement of expert replicas in the given pipeline stage of a membership, from the experts
+that its ranks hold. The first argument is the node of each rank of the membership."""
 
 Medium = Literal["memory", "persisted"]
 """Location of a window: the memory of nodes, or storage."""

@@ -55,7 +55,7 @@ def stand(job: Job, *ranks: int, completed: int = 4) -> Step:
 
 def shape(step: Step) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
     assert step.reform is not None
-    return step.reform.previous_ranks, step.reform.nodes
+    return step.reform.previous_ranks, step.reform.layout.rank_nodes
 
 
 def test_a_node_that_registers_later_is_started_and_joins_at_a_boundary() -> None:

@@ -20,10 +20,11 @@ from megatron_ft.control.membership.events import (
     Tick,
 )
 from megatron_ft.control.membership.machine import advance, initial
-from megatron_ft.control.membership.state import Decision, MembershipPolicy, Outcome, Phase, Step
+from megatron_ft.control.membership.state import Decision, MembershipPolicy, Outcome, Phase, Step, layout_of
 from megatron_ft.control.report import lost_records
 from megatron_ft.events import RankFailed
 from megatron_ft.planning.iteration import Vote
+from megatron_ft.planning.recovery.layout import JobLayouts, LaneLimits
 from megatron_ft.planning.recovery.membership import Position, Target
 from megatron_ft.testing.votes import vote_of
 
@@ -67,9 +68,9 @@ class Job:
 
     def position(self, rank: int, completed: int = 4, vote: Vote | None = None) -> Position:
         contributed = completed if vote is None else vote.iteration
-        number = self.policy.number_among(self.state.members, rank) if self.is_member(rank) else 0
+        number = layout_of(self.policy, self.state).rank_of(rank) if self.is_member(rank) else 0
         return Position(
-            rank=number, generation=self.state.generation, completed=completed, contributed=contributed, vote=vote
+            rank=number or 0, generation=self.state.generation, completed=completed, contributed=contributed, vote=vote
         )
 
     def is_member(self, rank: int) -> bool:
@@ -87,7 +88,11 @@ def test_a_death_breaks_the_membership_and_the_others_go_on_when_all_have_spoken
     assert job.say(0, 1, 4).decision is Decision.WAIT
     step = job.say(5)
     assert step.decision is Decision.REFORM and step.reform is not None
-    assert (step.reform.lost, step.reform.previous_ranks, step.reform.nodes) == ((1,), (0, 1, 4, 5), (0, 0, 2, 2))
+    assert (step.reform.lost, step.reform.previous_ranks, step.reform.layout.rank_nodes) == (
+        (1,),
+        (0, 1, 4, 5),
+        (0, 0, 2, 2),
+    )
     assert step.reform.target == Target(iteration=4, vote=None)
     assert [position.rank for position in step.reform.positions] == [0, 1, 4, 5]
     assert (step.state.phase, step.state.generation, step.state.members) == (Phase.RUNNING, 1, (0, 2))
@@ -138,7 +143,7 @@ def test_a_death_while_ranks_say_how_far_they_are_loses_its_node_too() -> None:
     job.say(0, 1, 4)
     step = job.die(5)
     assert step.decision is Decision.REFORM, "ranks 0 and 1 have spoken"
-    assert step.reform is not None and (step.reform.lost, step.reform.nodes) == ((1, 2), (0, 0))
+    assert step.reform is not None and (step.reform.lost, step.reform.layout.rank_nodes) == ((1, 2), (0, 0))
     job = Job()
     job.die(3)
     job.say(0)
@@ -242,7 +247,7 @@ def test_a_rank_that_stays_silent_while_others_have_spoken_loses_its_node() -> N
     )
     step = job.tick(0.0)
     assert step.decision is Decision.REFORM and step.reform is not None
-    assert (step.reform.lost, step.reform.nodes) == ((0, 2), (1, 1))
+    assert (step.reform.lost, step.reform.layout.rank_nodes) == ((0, 2), (1, 1))
     first, silent = lost_records(step, {}, job.policy)
     assert isinstance(first, RankFailed) and isinstance(silent, RankFailed)
     assert (first.rank, first.first) == (0, True)
@@ -446,7 +451,7 @@ class Chance:
         assert members <= current, "everybody has spoken"
         assert not self.gone_agents & set(step.state.members)
         assert [position.generation for position in reform.positions] == [before.generation] * len(members)
-        assert reform.nodes == tuple(self.job.policy.node_of(rank) for rank in sorted(members))
+        assert reform.layout.rank_nodes == tuple(self.job.policy.node_of(rank) for rank in sorted(members))
         self.waiting = set()
 
 
@@ -474,3 +479,61 @@ def test_a_death_before_all_ranks_have_reported_stops_the_start(event: MachineEv
     job = Job()
     job.state = replace(job.state, phase=Phase.STARTING, connected=frozenset({0}))
     assert job.see(event).decision is Decision.STOP
+
+
+# -- hot spares --------------------------------------------------------------------------------------------------
+
+PIPELINE = MembershipPolicy(
+    num_nodes=4,
+    ranks_per_node=1,
+    start_timeout_seconds=100.0,
+    stop_timeout_seconds=20.0,
+    min_nodes=1,
+    job_layouts=JobLayouts(num_nodes=4, ranks_per_node=1, num_stages=2, limits=LaneLimits(most=2)),
+)
+"""Nodes 0 and 1 have stage 0, and nodes 2 and 3 have stage 1."""
+
+
+def spared() -> Job:
+    """Return a job that has lost node 1, so that node 3 is a hot spare."""
+    job = Job(PIPELINE)
+    job.die(1)
+    step = job.say(0, 2, 3)
+    assert step.reform is not None
+    assert (step.reform.previous_ranks, step.reform.layout.rank_nodes, step.reform.layout.nodes) == (
+        (0, 2),
+        (0, 2),
+        (0, 2, 3),
+    )
+    assert step.state.members == (0, 2, 3)
+    return job
+
+
+def test_a_job_ends_when_the_ranks_end_and_hot_spares_do_not_count() -> None:
+    job = spared()
+    assert job.see(RankExited(0, 0, job.now, done=True)).decision is Decision.WAIT
+    assert job.see(RankExited(2, 0, job.now, done=True)).decision is Decision.END
+
+
+def test_hot_spares_have_no_position_to_report() -> None:
+    job = spared()
+    assert job.die(3).reason == "process 3, a hot spare, was killed by SIGKILL"
+    job.say(0)
+    step = job.say(2)
+    assert step.reform is not None and (step.reform.previous_ranks, step.reform.layout.nodes) == ((0, 1), (0, 2))
+
+
+def test_a_hot_spare_has_a_rank_again_without_a_previous_number() -> None:
+    job = spared()
+    job.die(0)
+    step = job.say(2)
+    assert (step.decision, step.reform and step.reform.layout.rank_nodes) == (Decision.REFORM, (3, 2))
+    assert step.reform is not None and step.reform.previous_ranks == (None, 1)
+
+
+def test_nodes_that_are_too_few_for_the_layout_are_named() -> None:
+    job = spared()
+    job.die(0)
+    step = job.die(3)
+    assert step.decision is Decision.STOP
+    assert step.reason.startswith("the job cannot continue on nodes [2]: complete groups of TP * CP = 1 ranks")

@@ -456,7 +456,7 @@ def check(policy: MembershipPolicy, before: State, step: Step) -> None:
 def check_reform(policy: MembershipPolicy, before: State, step: Step) -> None:
     reform, members, size = step.reform, step.state.members, policy.ranks_per_node
     assert reform is not None
-    assert members == reform.nodes[::size] and len(reform.nodes) == policy.world_size
+    assert members == reform.layout.rank_nodes[::size] and len(reform.layout.processes) == policy.world_size
     assert set(before.members) & before.nodes.lost <= set(reform.lost), "a lost node kept its place"
     for place, (former, node) in enumerate(zip(before.members, members, strict=True)):
         numbers = tuple(range(place * size, (place + 1) * size))

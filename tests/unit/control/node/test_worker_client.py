@@ -259,6 +259,29 @@ def test_a_rank_whose_node_leaves_is_informed(start: Callable[..., Rank]) -> Non
         rank.client.survive(POSITION, "peer")
 
 
+def test_a_hot_spare_waits_for_a_membership_with_a_rank_or_leaves(start: Callable[..., Rank]) -> None:
+    rank = start()
+    future = rank.survive()
+    spares = replace(NEXT, previous_ranks=(0,), nodes=(0,), local_ranks=(0,), members=(0, 2))
+    rank.say(op="reform", next=spares.to_json())
+    assert future.result(SECONDS) == spares and spares.rank_on(2, 0) is None
+    future = rank.pool.submit(rank.client.stand_by)
+    rank.say_break(1, "it has no connections to break")
+    rank.say(op="reform", next=replace(spares, generation=2).to_json())
+    assert future.result(SECONDS).generation == 2
+    again = replace(JOINED, generation=4, previous_ranks=(0, None, None))
+    rank.say(op="reform", next=replace(spares, generation=3).to_json())
+    rank.say(op="reform", next=again.to_json())
+    assert rank.client.stand_by().generation == 3, "it sees all memberships, in order"
+    assert rank.pool.submit(rank.client.stand_by).result(SECONDS) == again
+    future = rank.survive(replace(POSITION, rank=2, generation=4))
+    rank.say(op="reform", next=replace(spares, generation=5).to_json())
+    assert future.result(SECONDS).generation == 5
+    future = rank.pool.submit(rank.client.stand_by)
+    rank.say(op="leave", generation=5, reason="its node leaves")
+    assert future.result(SECONDS) is None
+
+
 def test_the_end_of_the_job_ends_the_wait_at_the_boundary(start: Callable[..., Rank]) -> None:
     rank = start()
     order = rank.pool.submit(rank.client.awaited_change)

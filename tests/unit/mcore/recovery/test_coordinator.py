@@ -46,18 +46,37 @@ def _failing(error: BaseException) -> Any:
 
     def survive(position: Any, failure: str) -> Any:
         output.append((position.generation, position.has_state, failure.strip().splitlines()[-1]))
-        return SimpleNamespace(generation=3, target=SimpleNamespace(iteration=4))
+        return _membership(3)
 
     worker = SimpleNamespace(can_survive=True, survive=survive)
     trainer = SimpleNamespace(
-        context=SimpleNamespace(worker=worker, generation=1, rank=0),
+        context=SimpleNamespace(worker=worker, generation=1, rank=0, node=0, local_rank=0),
         hang_up=lambda _: None,
         reconfigure=reconfigure,
         membership_start=SimpleNamespace(has_state=False),
     )
-    following = SimpleNamespace(generation=2, target=SimpleNamespace(iteration=4))
-    _coordinator(trainer)._form(following)  # type: ignore[arg-type]
+    assert _coordinator(trainer)._form(_membership(2))
     return output
+
+
+def _membership(generation: int, rank: int | None = 0) -> Any:
+    """Return a membership in which the process of the test has ``rank``; None for a hot spare."""
+    target = SimpleNamespace(iteration=4)
+    return SimpleNamespace(generation=generation, target=target, rank_on=lambda node, local_rank: rank)
+
+
+@pytest.mark.parametrize("last", [_membership(4), None], ids=["rank", "leaves"])
+def test_a_hot_spare_waits_for_a_membership_in_which_it_has_a_rank(last: Any) -> None:
+    calls: list[tuple[str, int]] = []
+    awaited = [last, _membership(3, None)]
+    worker = SimpleNamespace(can_survive=True, stand_by=lambda: awaited.pop())
+    trainer = SimpleNamespace(
+        context=SimpleNamespace(worker=worker, node=1, local_rank=0),
+        reconfigure=lambda following: calls.append(("rank", following.generation)),
+        stand_by=lambda following: calls.append(("spare", following.generation)),
+    )
+    assert _coordinator(trainer)._form(_membership(2, None)) == (last is not None)
+    assert calls == [("spare", 2), ("spare", 3), *([] if last is None else [("rank", 4)])]
 
 
 def test_a_broken_collective_leads_to_the_next_membership() -> None:

@@ -22,6 +22,7 @@ from megatron_ft.planning.placement.stage import StageRequest, first_plans
 from megatron_ft.planning.placement.survival import survival
 from megatron_ft.planning.recovery.costs import cost_of_loss, costs_of_nodes, idle_copies, placer, windows_serve
 from megatron_ft.planning.recovery.facts import RecoveryFacts
+from megatron_ft.planning.recovery.layout import JobLayouts, MembershipLayout
 from megatron_ft.planning.recovery.living_state import why_no_replicas
 from megatron_ft.planning.recovery.strategy import Stored
 from megatron_ft.planning.snapshot.report import SnapshotReport
@@ -56,7 +57,14 @@ def plans_of(config: JobConfig) -> list[PlacementPlan]:
 
 def facts_of(config: JobConfig, nodes: tuple[int, ...] | None = None) -> RecoveryFacts:
     plans = plans_of(config if nodes is None else config_of(config, nodes))
-    return RecoveryFacts.of(config, plans, SnapshotReport.of(config, 257), nodes)
+    layout = None if nodes is None else layout_on(config, nodes)
+    return RecoveryFacts.of(config, plans, SnapshotReport.of(config, 257), layout)
+
+
+def layout_on(config: JobConfig, nodes: tuple[int, ...]) -> MembershipLayout:
+    layout = JobLayouts.of(config).on(nodes)
+    assert isinstance(layout, MembershipLayout)
+    return layout
 
 
 def changed(facts: RecoveryFacts, **groups: dict[str, Any]) -> RecoveryFacts:
@@ -456,3 +464,45 @@ def test_windows_that_are_seldom_written_lose_as_many() -> None:
     held = facts_of(restarting(bandwidth_bytes_per_second=None, persist_interval_windows=100))
     assert cost_of_loss(held, [0]).iterations == "<= 101 windows"
     assert cost_of_loss(held, [0], is_gone=False).iterations == "<= 2 windows"
+
+
+# --- pipeline stages ---------------------------------------------------------------------------------------------
+
+
+def staged(**groups: Any) -> JobConfig:
+    """Return four nodes, of which nodes 0 and 1 have stage 0."""
+    placement = {"num_slots_per_rank": 8, **groups.pop("placement", {})}
+    return elastic(parallel={"pipeline_model_parallel_size": 2, **groups.pop("parallel", {})}, placement=placement)
+
+
+@pytest.mark.parametrize("lost", [lost for size in (1, 2) for lost in combinations(range(4), size)], ids=str)
+def test_a_job_survives_if_each_stage_keeps_a_node(lost: tuple[int, ...]) -> None:
+    config = staged()
+    cost = cost_of_loss(facts_of(config), lost, place=placer(config, JobInputs()))
+    assert (cost.strategy == "living_state") == (lost not in ((0, 1), (2, 3)))
+    assert {operator.layer for operator in cost.lost_operators} == {(0, 1): {0, 1, 2}, (2, 3): {3, 4, 5}}.get(
+        lost, set()
+    )
+
+
+def test_ranks_that_change_their_stage_receive_its_experts() -> None:
+    """With two ranks on each node, three nodes have three lanes, so a rank of stage 1 changes to stage 0."""
+    config = elastic(launch={"ranks_per_node": 2}, parallel={"pipeline_model_parallel_size": 2})
+    cost = cost_of_loss(facts_of(config), [0], place=placer(config, JobInputs()))
+    assert cost.strategy == "living_state" and cost.moved_bytes is not None
+    assert cost.moved_bytes >= 4 * expert_state_bytes(config), "it has the slots of four experts"
+
+
+def test_a_hot_spare_has_no_state() -> None:
+    config = staged()
+    remaining = config_of(config, (0, 2))
+    present = RecoveryFacts.of(config, plans_of(remaining), None, layout_on(config, (0, 2, 3)))
+    assert (present.layout.processes, present.layout.spares) == ((0, 2), (3,))
+    costs = {node: cost_of_loss(present, [node]) for node in (0, 2, 3)}
+    assert [cost.strategy == "living_state" for cost in costs.values()] == [False, False, True]
+
+
+def test_shards_and_weights_of_a_stage_must_both_live() -> None:
+    config = staged(parallel={"use_distributed_optimizer": True}, placement={"state_copies": 2})
+    assert cost_of_loss(facts_of(config), [3]).strategy == "living_state"
+    assert cost_of_loss(facts_of(config), [2, 3]).strategy != "living_state"

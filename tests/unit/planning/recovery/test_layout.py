@@ -1,12 +1,14 @@
 """Tests layouts after losses: rules by example, and bytes that stay compared with every possible arrangement."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
-from megatron_ft.planning.recovery.layout import LaneLimits, choose_layout
+from megatron_ft.planning.recovery.layout import JobLayouts, LaneLimits, MembershipLayout, choose_layout
 from megatron_ft.planning.state.declined import Declined
 from megatron_ft.planning.state.holdings import Holdings
 from megatron_ft.planning.state.model_state import ModelState, Sharding
@@ -183,3 +185,90 @@ def test_most_bytes_stay_of_all_arrangements(data: st.DataObject) -> None:
             values[number, place] = sum(kept[rank] for rank in groups[number])
     best = values[linear_sum_assignment(values, maximize=True)].sum()
     assert sum(kept_bytes(of, held, chosen, sharding).values()) >= 0.8 * best
+
+
+# -- memberships of a job ----------------------------------------------------------------------------------------
+
+
+def memberships(**sizes: int) -> JobLayouts:
+    """Return the layouts of four nodes, with slots for all experts on two ranks of a stage."""
+    given = {"num_nodes": 4, "ranks_per_node": 2, "num_stages": 2, **sizes}
+    return JobLayouts(**given, limits=LaneLimits(most=4), fewest_expert_ranks=2)
+
+
+def test_the_first_change_of_a_job_has_a_layout_that_follows_from_the_nodes() -> None:
+    layouts = memberships()
+    found = layouts.on([3, 1, 2])
+    assert isinstance(found, MembershipLayout) and found == layouts.on((1, 2, 3))
+    assert (found.processes, found.spares) == ((6, 2, 3, 4, 5, 7), ())
+    assert (found.rank_nodes, found.local_ranks) == ((3, 1, 1, 2, 2, 3), (0, 0, 1, 0, 1, 1))
+    assert [found.rank_of(process) for process in (6, 7, 0)] == [0, 5, None]
+
+
+def test_processes_without_a_group_are_hot_spares() -> None:
+    narrow = memberships(ranks_per_node=1).on([0, 2, 3])
+    assert isinstance(narrow, MembershipLayout)
+    assert (narrow.nodes, narrow.processes, narrow.spares) == ((0, 2, 3), (0, 2), (3,))
+    tensor = memberships(tensor_size=2).on([0, 2, 3])
+    assert isinstance(tensor, MembershipLayout) and (tensor.processes, tensor.spares) == ((0, 1, 4, 5), (6, 7))
+    assert isinstance(memberships(ranks_per_node=1).on([3]), Declined)
+
+
+def test_without_pipeline_and_tensor_parallelism_ranks_are_in_the_order_of_nodes() -> None:
+    found = memberships(num_stages=1).on([5, 0, 2])
+    assert isinstance(found, MembershipLayout) and found.processes == (0, 1, 4, 5, 10, 11)
+    kept = JobLayouts(num_nodes=3, ranks_per_node=1, keeps_layout=True).on([5, 0, 2])
+    assert isinstance(kept, MembershipLayout) and kept.rank_nodes == (5, 0, 2)
+
+
+def test_a_spare_node_takes_the_place_of_a_lost_one() -> None:
+    found = memberships().on([0, 2, 3, 4])
+    assert isinstance(found, MembershipLayout) and found.processes == (0, 1, 8, 9, 4, 5, 6, 7)
+
+
+def present(layouts: JobLayouts, nodes: Sequence[int], base: MembershipLayout | None = None) -> MembershipLayout:
+    found = layouts.on(nodes, base)
+    assert isinstance(found, MembershipLayout)
+    return found
+
+
+def test_ranks_keep_their_stages_in_the_next_membership() -> None:
+    """Nodes 6 and 7, and then node 0, are lost of eight nodes; node 0 returns. Only the stage without a loss gives a
+    process away."""
+    layouts = JobLayouts(num_nodes=8, ranks_per_node=1, num_stages=2, limits=LaneLimits(most=4))
+    fewer = present(layouts, range(6))
+    assert fewer.processes == (0, 1, 3, 4, 5, 2)
+    second = present(layouts, range(1, 6), fewer)
+    assert (second.processes, second.spares) == ((1, 3, 4, 2), (5,))
+    again = present(layouts, range(6), second)
+    assert again.processes == (1, 0, 3, 4, 5, 2)
+
+
+def test_memberships_that_commit_nothing_do_not_affect_the_layout() -> None:
+    layouts = JobLayouts(num_nodes=8, ranks_per_node=1, num_stages=2, limits=LaneLimits(most=4))
+    direct = layouts.history([(4, range(6)), (9, range(1, 6))])
+    through = layouts.history([(4, range(7)), (4, range(6)), (9, range(2, 6)), (9, range(1, 6))])
+    assert (through[2], through[4]) == (direct[1], direct[2])
+
+
+@pytest.mark.parametrize(
+    ("leaving", "reason"),
+    [
+        ([0], ""),
+        ([0, 2], ""),
+        ([2, 3], "no rank with the weights of pipeline stage 1, tensor part 0 would remain"),
+        ([0, 1, 2, 3], "complete groups of TP"),
+    ],
+)
+def test_nodes_leave_only_if_all_weights_remain(leaving: list[int], reason: str) -> None:
+    layouts = memberships()
+    found = layouts.why_not_without(present(layouts, range(4)), leaving)
+    assert found.startswith(reason) and bool(found) == bool(reason)
+
+
+def test_nodes_leave_only_if_the_ranks_of_a_stage_have_slots_for_its_experts() -> None:
+    """Without nodes 0 and 2, stage 0 has a process of node 1 and one that was in stage 1."""
+    layouts = memberships()
+    now = present(layouts, (0, 1, 3))
+    reason = "ranks of pipeline stage 0 that would remain: 1; the slots for its experts need 2"
+    assert layouts.why_not_without(now, [0]) == reason
