@@ -8,6 +8,8 @@ window. The resident memory of the ranks that survive the first loss is measured
 A fault counts only if the victim recorded it before it happened. Bits are compared by ``localized-bitwise``.
 """
 
+import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,16 +19,18 @@ from typing import Any
 
 from benchmarks.elastic_jobs import Bench
 from benchmarks.report import finish, parse_arguments
-from megatron_ft.testing.jobs import forkserver
+from megatron_ft.testing.jobs import REPOSITORY, forkserver
 
 ID = "reform-in-place"
 WARM = "megatron_ft.mcore.rank_main:warm"
 JOB_TIMEOUT_SECONDS = 900.0
 MOST_MEMORY = 1.05
+MOST_ERROR = 0.1
 MIN_STATE_BYTES = 500_000_000
 THRESHOLD = (
-    f"same layout, state >= {MIN_STATE_BYTES // 10**6} MB a rank: counted peak <= {MOST_MEMORY} of the steady state; "
-    "all survivors keep model and optimizer; healthy stages move nothing but their log"
+    f"same layout, state >= {MIN_STATE_BYTES // 10**6} MB a rank: counted peak <= {MOST_MEMORY} of the steady state, "
+    f"predicted by dry_run within {MOST_ERROR:.0%}; all survivors keep model and optimizer; healthy stages move "
+    "nothing but their log"
 )
 FIRST_ITERATION, APART = 14, 10
 VICTIMS = ((1, "forward"), (2, "backward"), (0, "grad_sync"), (3, "dispatch"))
@@ -122,6 +126,19 @@ def judge(shares: Sequence[Mapping[str, Any]], *, least_state_bytes: int) -> tup
     return most, problems
 
 
+def _predicted_bytes(overrides: Sequence[str], folder: Path) -> int:
+    """Return the prediction of ``dry_run`` for the largest rank: its state, and what it copies to restore a window."""
+    words = [*BASE, *overrides, "dry_run=true", "dry_run_format=json", f"data.cache_dir={folder / 'cache'}"]
+    command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=JOB_TIMEOUT_SECONDS, check=False)
+    assert done.returncode == 0, f"dry_run failed: {done.stderr}"
+    plan = json.loads(done.stdout)
+    state = max(
+        sum(size for name, size in stage["memory"].items() if name != "activations_bytes") for stage in plan["stages"]
+    )
+    return int(state + plan["snapshot"]["restore_bytes"])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job, and judge memory and what the ranks kept."""
     arguments = parse_arguments(__doc__, argv)
@@ -129,6 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     last = f"training.train_iterations={FIRST_ITERATION + APART * num_faults + 200}"
     watch = _Watch(num_faults)
     with tempfile.TemporaryDirectory(prefix=f"{ID}-") as folder, forkserver(WARM) as socket:
+        predicted = _predicted_bytes(size, Path(folder))
         bench = Bench(Path(folder), socket, BASE, JOB_TIMEOUT_SECONDS)
         with bench.running([*size, last, _faults(num_faults)], until=watch) as run:
             events, hits = run.records(), run.records("failpoints.jsonl")
@@ -140,6 +158,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rss = [watch.recovering[rank] / watch.steady[rank] for rank in watch.recovering if watch.steady.get(rank)]
     if len(rss) != 3:
         problems.append(f"the resident memory of {len(rss)} survivors was measured, not of 3")
+    peak = max((share["state_bytes"] + share["staged_bytes"] for share in shares), default=0)
+    if abs(predicted - peak) > MOST_ERROR * predicted:
+        problems.append(f"dry_run predicted {predicted} bytes, but the largest rank had {peak}")
     state = min((share["state_bytes"] for share in shares), default=0)
     for problem in problems:
         print(problem)
@@ -148,8 +169,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ID,
         passed=not problems and most <= MOST_MEMORY,
         figure=(
-            f"{most:.3f}x of {state / 1e6:.0f} MB counted on {len(shares)} ranks in {num_faults} recoveries; resident "
-            f"memory of survivors at most {max(rss, default=0.0):.2f}x of the largest in the iterations before"
+            f"{most:.3f}x of {state / 1e6:.0f} MB counted on {len(shares)} ranks in {num_faults} recoveries, "
+            f"{abs(predicted / peak - 1) if peak else 1.0:.1%} from the prediction; resident memory of survivors at "
+            f"most {max(rss, default=0.0):.2f}x of the largest before"
         ),
         threshold=THRESHOLD,
         counts={"recoveries": num_faults, "ranks": len(shares)},

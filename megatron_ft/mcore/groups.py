@@ -25,7 +25,7 @@ from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.planning.iteration import BALLOT_FIELDS, Ballot
 from megatron_ft.runtime.transport import abort
 from megatron_ft.runtime.transport.abort import Opening, Transports, drop_broken_graph, open_sockets, release
-from megatron_ft.runtime.transport.handles import HANDLE, Handle, connect, disconnect, handles, register
+from megatron_ft.runtime.transport.handles import HANDLE, Handle, connect, disconnect, handles, register, use_store
 
 # Collectives support few dtypes: gloo, for example, does not support float8. Every dtype can be sent as ``uint8``.
 
@@ -243,7 +243,7 @@ class Groups:
         # can be replaced only after it was aborted, which could not be tested without GPUs.
         dist.init_process_group(
             backend=backend if backend == "nccl" else HANDLE,
-            store=_keys(store, generation) if backend == "nccl" else dist.HashStore(),
+            store=_keys(store, generation),
             rank=rank,
             world_size=world_size,
             timeout=datetime.timedelta(seconds=timeout_seconds),
@@ -280,6 +280,7 @@ class Groups:
             RuntimeError: other ranks did not connect in time, or the connections were shut down.
         """
         of_generation = _keys(store, generation)
+        use_store(self.handles, of_generation)
         transports = _connect_all(self.handles, of_generation, store, self.is_shared)
         num_added = itertools.count()
         return replace(self, generation=generation, transports=transports, store=of_generation, num_added=num_added)
@@ -290,6 +291,7 @@ class Groups:
         for group in handles():
             if group not in self.handles:
                 dist.destroy_process_group(group)
+        use_store(self.handles, dist.HashStore())
         # A collective that failed while it was combined with others has left its list, which torch would refuse.
         dist.distributed_c10d._world.pg_coalesce_state.clear()
         _destroy(inner)

@@ -106,7 +106,7 @@ def _snapshot(report: SnapshotReport, serve: str) -> str:
                 f"{_readable_bytes(heaviest.total_bytes)} on the largest node: own windows "
                 f"{_readable_bytes(heaviest.own_bytes)}, copies {_readable_bytes(heaviest.copies_bytes)}",
             ),
-            ("device memory", "none"),
+            ("device memory", f"none; {_readable_bytes(report.restore_bytes)} on a rank that restores a window"),
             ("reason", report.reason),
         ],
     )

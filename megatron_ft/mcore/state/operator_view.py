@@ -19,7 +19,7 @@ from megatron_ft.mcore.groups import Collectives, Groups, exchange_tensors
 from megatron_ft.mcore.model.parameters import named_parameters, tensor_part
 from megatron_ft.mcore.optimizer.adamw import MOMENTS, allocate_state, masters_of, range_of, sub_optimizers
 from megatron_ft.operator_state import Component, StateShard, check_shards, operator_of
-from megatron_ft.planning.snapshot.plan import Piece, WindowPlan, slice_bytes
+from megatron_ft.planning.snapshot.plan import Piece, WindowPlan, batch_bytes, slice_bytes
 
 Part = tuple[str, int]
 """A parameter's global name, and the index of its tensor-parallel part."""
@@ -116,9 +116,6 @@ Payload = bytes | bytearray | memoryview
 WEIGHT, MASTER = "weight", "master"
 
 
-_NUM_BATCHES, _LEAST_BATCH_BYTES = 64, 1 << 18
-
-
 def _restore_slice(view: "OperatorView", plan: WindowPlan, index: int, payload: Payload) -> int:
     """Exchange slice ``index`` between all ranks, and fill the tensors of ``view``; see ``OperatorView.restore``."""
     holders = _holders(view.holdings_by_rank)
@@ -127,11 +124,12 @@ def _restore_slice(view: "OperatorView", plan: WindowPlan, index: int, payload: 
     content = _content(payload, sizes[view.rank], index)
     # In batches, because the bytes of a batch are copied before and after they are sent. All ranks compute the batches
     # of all ranks.
-    batch_bytes = max(_LEAST_BATCH_BYTES, max(sizes) // _NUM_BATCHES)
+    at_a_time = batch_bytes(max(sizes))
     batches: dict[int, list[list[Piece]]] = {}
     for rank, pieces in enumerate(pieces_by_rank):
         for piece in pieces:
-            batches.setdefault(piece.offset // batch_bytes, [[] for _ in sizes])[rank].append(piece)
+            for batch, part in piece.in_batches(at_a_time):
+                batches.setdefault(batch, [[] for _ in sizes])[rank].append(part)
     most = 0
     for _, by_rank in sorted(batches.items()):
         outgoing = _outgoing(view, by_rank[view.rank], content, holders)

@@ -206,6 +206,7 @@ class TrainingEngine:
         stay. The iteration in progress must have been finished or rolled back."""
         self.groups, self.pg = groups, groups.pg_collection
         forget_iteration(self.model_chunks)
+        self._straggler_timer.forget()
         _forget_auxiliary_losses()
 
     @property

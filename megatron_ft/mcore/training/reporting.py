@@ -198,10 +198,14 @@ class StragglerTimer:
     def watch(self, model_chunks: Sequence[torch.nn.Module]) -> None:
         """Measure the first layer of these model chunks from now on. Earlier measurements still count. With context
         parallelism nothing is measured, because attention then waits for other ranks."""
-        self._began, self._passes = None, []
+        self.forget()
         layers = [layer for chunk in model_chunks for layer in unwrap(chunk).decoder.layers]  # type: ignore[union-attr, operator]
         if layers and layers[0].config.context_parallel_size == 1:
             self.time(layers[0].self_attention.core_attention)
+
+    def forget(self) -> None:
+        """Drop the measurements of an iteration that failed."""
+        self._began, self._passes = None, []
 
     def time(self, module: torch.nn.Module) -> None:
         """Measure the forward passes of ``module`` in training mode."""

@@ -196,6 +196,17 @@ class Piece(NamedTuple):
         """Offset of the byte after the piece, from the start of the slice."""
         return self.offset + self.num_bytes
 
+    def in_batches(self, at_a_time: int) -> "Iterator[tuple[int, Piece]]":
+        """Cut the piece where its offset in the slice is a multiple of ``at_a_time`` bytes, which is a multiple of the
+        alignment of pieces. Yield each part with the number of its batch."""
+        # Pieces begin at aligned offsets, so no element is cut, and no piece with one value for all of its elements.
+        item_bytes = max(1, self.num_bytes // (self.stop - self.start))
+        for batch in range(self.offset // at_a_time, -(-self.end // at_a_time)):
+            offset, end = max(self.offset, batch * at_a_time), min(self.end, (batch + 1) * at_a_time)
+            start = self.start + (offset - self.offset) // item_bytes
+            stop = self.stop if end == self.end else self.start + (end - self.offset) // item_bytes
+            yield batch, self._replace(start=start, stop=stop, offset=offset, num_bytes=end - offset)
+
     @classmethod
     def of_slice(cls, plan: WindowPlan, index: int, shards: Sequence[StateShard]) -> "tuple[Piece, ...]":
         """Return the pieces that the rank with ``shards`` captures in slice ``index``, in order of their offsets."""
@@ -218,6 +229,16 @@ class Piece(NamedTuple):
 def slice_bytes(pieces: Sequence[Piece]) -> int:
     """Return the bytes that a slice with ``pieces`` occupies in the buffer of its window."""
     return align(pieces[-1].end) if pieces else 0
+
+
+_NUM_BATCHES, _LEAST_BATCH_BYTES = 128, 1 << 18
+
+
+def batch_bytes(largest_slice_bytes: int) -> int:
+    """Return how many bytes of its part of a slice each rank sends at a time when a window is restored.
+    ``largest_slice_bytes`` is the size of the slice on the rank with the largest part."""
+    # All of them are copied before they are sent, so they must be few; but each batch is one collective.
+    return align(max(_LEAST_BATCH_BYTES, largest_slice_bytes // _NUM_BATCHES))
 
 
 def _pieces_of(unit: Unit, shard: StateShard, components: Sequence[Component], offset: int) -> Iterator[Piece]:

@@ -12,7 +12,7 @@ from megatron_ft.operators import Operator, operators_of
 from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.memory import NodeMemory, PeerAssignment, host_bytes
-from megatron_ft.planning.snapshot.plan import Unit, WindowPlan, window_bytes
+from megatron_ft.planning.snapshot.plan import Unit, WindowPlan, batch_bytes, window_bytes
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy
 from megatron_ft.topology import Topology
 
@@ -187,6 +187,8 @@ class SnapshotReport:
     """Largest number of bytes that a window has on any rank."""
     dense_bytes: int
     """Largest number of bytes that a dense snapshot has on any rank."""
+    restore_bytes: int
+    """Most device memory that a rank needs besides its state while it restores a window."""
     num_peer_copies: int
     peers: tuple[tuple[int, ...], ...]
     """Nodes that store copies of each node's windows."""
@@ -240,6 +242,7 @@ class SnapshotReport:
             interval_iterations=plan.interval_iterations if is_known else None,
             window_bytes=max(window_bytes(plan, shards) for shards in demand.shards_by_rank),
             dense_bytes=max(window_bytes(dense, shards) for shards in demand.shards_by_rank),
+            restore_bytes=_restore_bytes(topology, dense, demand.shards_by_rank),
             num_peer_copies=snapshot.num_peer_copies,
             peers=assignment.peers,
             nodes=host_bytes(plan, demand.shards_by_rank, config.rank_places, assignment, plans_again=plans_again),
@@ -248,6 +251,14 @@ class SnapshotReport:
         )
         report.validate()
         return report
+
+
+def _restore_bytes(topology: Topology, dense: WindowPlan, shards_by_rank: Sequence[tuple[StateShard, ...]]) -> int:
+    # After a recovery, a window is captured in one slice. Each rank that has the same tensors sends its part of a batch
+    # to all of them.
+    largest = max(window_bytes(dense, shards) for shards in shards_by_rank)
+    num_equal = topology.data_parallel_size * topology.context_parallel_size
+    return 2 * num_equal * batch_bytes(largest)
 
 
 def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:

@@ -73,7 +73,11 @@ class Handle(ProcessGroup):
         """The group that communicates; None while the handle is not connected."""
         self._name, self._description = "", ""
 
-    # torch stores name and description in the backend of a group. A handle has no backend of its own.
+    # torch finds the following properties in the backends of a group. A handle has no backend of its own.
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [] if self.inner is None else self.inner._device_types
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
@@ -122,6 +126,13 @@ def register() -> None:
 def handles() -> list[Handle]:
     """Return all handles of this process that torch knows, in the order in which they were created."""
     return [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, Handle)]
+
+
+def use_store(targets: Sequence[Handle], store: dist.Store) -> None:
+    """Let ``torch.distributed.new_group`` use ``store`` if it creates other groups among the ranks of ``targets``, and
+    drop the references to the previous store."""
+    for handle in targets:
+        dist.distributed_c10d._world.pg_map[handle] = (HANDLE, store)
 
 
 def connect(targets: Sequence[Handle], store: dist.Store, *, is_shared: bool = True) -> None:
