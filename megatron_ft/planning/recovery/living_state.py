@@ -36,7 +36,7 @@ class LivingState:
         # Joint over all operators: the loss of one expert of one layer is enough to end this strategy.
         if loss.missing:
             return Declined(strategy=self.name, reason=NO_HOLDER, missing=loss.missing)
-        num_bytes, place = None, loss.place
+        num_bytes, sent_bytes, place = None, None, loss.place
         if place is not None:
             assert facts.placement is not None, "experts have no replicas, although the requirements are met"
             found = plan_replicas(
@@ -48,9 +48,19 @@ class LivingState:
             )
             if isinstance(found, Declined):
                 return found
-            num_bytes = found.num_bytes
+            num_bytes, sent_bytes = found.num_bytes, found.most_bytes_of_a_rank
         # Fewer ranks add the same numbers in another order.
-        return Cost.in_processes(self.name, loss, 0, lost_operators=(), moved_bytes=num_bytes, is_bitwise=False)
+        return Cost.in_processes(
+            self.name,
+            loss,
+            facts,
+            0,
+            sent_bytes=sent_bytes,
+            replaces_nodes=False,
+            lost_operators=(),
+            moved_bytes=num_bytes,
+            is_bitwise=False,
+        )
 
 
 def why_no_replicas(config: JobConfig) -> str:

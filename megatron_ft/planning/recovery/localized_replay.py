@@ -38,7 +38,11 @@ class LocalizedReplay:
         return Cost.in_processes(
             self.name,
             loss,
+            facts,
             again,
+            # The ranks of a lost node get its windows from a peer.
+            sent_bytes=facts.snapshot.window_bytes if loss.is_gone and facts.snapshot is not None else 0,
+            replaces_nodes=loss.is_gone,
             lost_operators=loss.missing,
             is_bitwise=True,
             stages=facts.stages_of(loss.nodes),

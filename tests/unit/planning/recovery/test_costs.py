@@ -456,3 +456,43 @@ def test_windows_that_are_seldom_written_lose_as_many() -> None:
     held = facts_of(restarting(bandwidth_bytes_per_second=None, persist_interval_windows=100))
     assert cost_of_loss(held, [0]).iterations == "<= 101 windows"
     assert cost_of_loss(held, [0], is_gone=False).iterations == "<= 2 windows"
+
+
+# --- predicted seconds -------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_needs_the_speed_of_links_only_if_experts_move() -> None:
+    config = elastic()
+    cost = cost_of_loss(facts_of(config), [2], place=placer(config, JobInputs()))
+    assert cost.moved_bytes and (cost.seconds, cost.why_no_seconds) == (None, ("topology.link_bytes_per_second=null",))
+    config = elastic(topology={"link_bytes_per_second": 1e6})
+    cost = cost_of_loss(facts_of(config), [2], place=placer(config, JobInputs()))
+    faster = changed(facts_of(config), topology={"link_bytes_per_second": 1e9})
+    saved = cost_of_loss(faster, [2], place=placer(config, JobInputs())).seconds
+    assert cost.seconds is not None and saved is not None and saved < cost.seconds
+    assert cost.predicted == f"{cost.seconds:.2g} s"
+
+
+def test_a_prediction_is_a_bound_until_the_run_has_saved_state() -> None:
+    held = facts_of(restarting())
+    bound = cost_of_loss(held, [1], is_gone=False)
+    exact = cost_of_loss(held, [1], is_gone=False, stored=Stored(iteration=40, memory_start=39))
+    assert bound.seconds is not None and exact.seconds is not None and bound.max_iterations is not None
+    assert bound.predicted.startswith("<= ")
+    assert bound.seconds - exact.seconds == pytest.approx((bound.max_iterations - 1) * 1.0)
+    slow = dataclasses.replace(held, iteration_seconds=10.0)
+    assert (cost_of_loss(slow, [1], is_gone=False).seconds or 0.0) > 10.0
+
+
+def test_a_start_by_hand_or_an_unmeasured_window_has_no_prediction() -> None:
+    by_hand = cost_of_loss(facts_of(restarting(persist_interval_windows=1)), [1])
+    assert (by_hand.seconds, by_hand.why_no_seconds) == (None, ("the job is started again by hand",))
+    unmeasured = cost_of_loss(facts_of(restarting(bandwidth_bytes_per_second=None)), [0], is_gone=False)
+    assert unmeasured.why_no_seconds == ("snapshot.bandwidth_bytes_per_second=null",)
+
+
+def test_a_localized_replay_receives_windows_only_for_lost_nodes() -> None:
+    assert cost_of_loss(keeping(), [3]).why_no_seconds == ("topology.link_bytes_per_second=null",)
+    held = changed(keeping(), topology={"link_bytes_per_second": 1e3})
+    gone, died = cost_of_loss(held, [3]).seconds, cost_of_loss(held, [3], is_gone=False).seconds
+    assert gone is not None and died is not None and gone > died
