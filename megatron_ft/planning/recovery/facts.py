@@ -90,7 +90,7 @@ class RecoveryFacts:
     @property
     def min_nodes(self) -> int | None:
         """Return the smallest number of nodes with which the job continues; None if it needs all of them."""
-        return self.config.recovery.min_nodes if self.config.may_lose_nodes else None
+        return self.config.recovery.min_nodes if self.config.may_change_nodes else None
 
     @property
     def keeps_layout(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.requirements import REPLICAS, Requirement
+from megatron_ft.config.requirements import REQUIREMENTS, Requirement
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.cost.memory import expert_state_bytes
 from megatron_ft.planning.placement.layout import Holdings
@@ -27,7 +27,7 @@ class LivingState:
     """The remaining ranks continue on fewer nodes with the state that they have (``recovery.min_nodes``)."""
 
     name: ClassVar[str] = "living_state"
-    requirements: ClassVar[tuple[Requirement, ...]] = REPLICAS
+    requirements: ClassVar[tuple[Requirement, ...]] = REQUIREMENTS[name]
 
     def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
         """Compute the cost of the recovery; no iteration runs again."""
@@ -70,7 +70,7 @@ def why_no_replicas(config: JobConfig) -> str:
         config: configuration of the job, in which ``training.device`` is not ``auto``.
     """
     reasons = Requirement.unmet_values(config, LivingState.requirements)
-    if config.recovery.min_nodes is None or not config.may_lose_nodes:
+    if config.recovery.min_nodes is None or not config.may_change_nodes:
         reasons.append("recovery.min_nodes=null: all nodes are needed")
     return "; ".join(reasons)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from megatron_ft.config.requirements import KEPT_LAYOUT, Requirement
+from megatron_ft.config.requirements import REQUIREMENTS, Requirement
 from megatron_ft.planning.pipeline import Direction
 from megatron_ft.planning.recovery.facts import RecoveryFacts
 from megatron_ft.planning.recovery.strategy import NOT_RUNNING, Cost, Loss
@@ -23,7 +23,7 @@ class LocalizedReplay:
     """Other nodes replace the lost nodes in the same layout, and only pipeline stages that lost a rank replay."""
 
     name: ClassVar[str] = "localized_replay"
-    requirements: ClassVar[tuple[Requirement, ...]] = KEPT_LAYOUT
+    requirements: ClassVar[tuple[Requirement, ...]] = REQUIREMENTS[name]
 
     def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
         """Compute the cost of the recovery; iterations since the newest committed window run again."""
