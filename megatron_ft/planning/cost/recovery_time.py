@@ -3,7 +3,7 @@
 A prediction counts the detection, the forming of the next membership or the start of new processes, the bytes that
 ranks send each other, and the iterations that run again. It does not count reading from storage, because no key states
 the speed of storage. The detection is that of a process or node whose connections are closed by its end; a machine
-that vanishes is detected later, after ``detector.heartbeat_timeout_seconds``.
+that vanishes is detected later, after ``detector.vanished_seconds``.
 """
 
 from dataclasses import dataclass
