@@ -113,8 +113,10 @@ def windows_serve(config: JobConfig) -> str:
     served = []
     if recovery.keep_layout:
         served.append("the loss of a rank or a node (recovery.keep_layout=true)")
-    if recovery.max_restarts:
+    if recovery.max_restarts and recovery.may_use("rollback"):
         served.append(f"the death of ranks on running nodes (recovery.max_restarts={recovery.max_restarts})")
     if snapshot.persist_interval_windows:
         served.append("the end of the job: run.resume with the same number of ranks loads persisted windows")
-    return "; ".join(served) or "no failure: recovery.max_restarts=0 and snapshot.persist_interval_windows=0"
+    restarts = f"recovery.max_restarts={recovery.max_restarts}"
+    unused = restarts if recovery.may_use("rollback") else "recovery.strategies does not contain rollback"
+    return "; ".join(served) or f"no failure: {unused} and snapshot.persist_interval_windows=0"

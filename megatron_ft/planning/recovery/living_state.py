@@ -70,6 +70,8 @@ def why_no_replicas(config: JobConfig) -> str:
         config: configuration of the job, in which ``training.device`` is not ``auto``.
     """
     reasons = Requirement.unmet_values(config, LivingState.requirements)
+    if not config.recovery.may_use(LivingState.name):
+        reasons.insert(0, f"recovery.strategies does not contain {LivingState.name}")
     if config.recovery.min_nodes is None or not config.may_change_nodes:
         reasons.append("recovery.min_nodes=null: all nodes are needed")
     return "; ".join(reasons)

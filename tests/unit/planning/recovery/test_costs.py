@@ -435,6 +435,8 @@ def test_replicas_are_used_as_the_job_is_configured() -> None:
     assert why_no_replicas(elastic(min_nodes=None)) == "recovery.min_nodes=null: all nodes are needed"
     assert "placement.algorithm=null" in why_no_replicas(job())
     assert why_no_replicas(elastic(training={"device": "cuda"})) == "training.device=cuda"
+    chosen = elastic(recovery={"strategies": ["checkpoint"]})
+    assert why_no_replicas(chosen) == "recovery.strategies does not contain living_state"
 
 
 def test_windows_serve_what_the_job_is_configured_for() -> None:
@@ -443,6 +445,9 @@ def test_windows_serve_what_the_job_is_configured_for() -> None:
         "the end of the job: run.resume with the same number of ranks loads persisted windows"
     )
     assert windows_serve(job(snapshot={"policy": WINDOWS})).startswith("no failure: recovery.max_restarts=0")
+    assert windows_serve(changed(facts_of(restarting()), recovery={"strategies": ["checkpoint"]}).config) == (
+        "no failure: recovery.strategies does not contain rollback and snapshot.persist_interval_windows=0"
+    )
     kept = grouped(num_nodes=2, keep_layout=True, num_spare_nodes=1)
     assert windows_serve(job(**kept, snapshot={"policy": WINDOWS})).startswith("the loss of a rank or a node")
 
