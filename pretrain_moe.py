@@ -345,6 +345,7 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
             JobInputs.read(decided),
             device=choice.device,
             with_losses=config.dry_run,
+            given=config if config.dry_run else None,
             choice=choice,
             refused=refused,
             slots_reason=reason,

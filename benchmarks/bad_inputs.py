@@ -71,6 +71,10 @@ SYNTAX = [
 ]
 
 LAYOUT = [
+    bad("recovery.strategies=[replicas]", says=["recovery.strategies=replicas", "is now called living_state"]),
+    bad("recovery.strategies=[chekpoint]", says=["recovery.strategies=chekpoint", "must be one of", "checkpoint"]),
+    bad("recovery=rollback", says=["snapshot.policy=null", "must be given", "recovery.strategies=[rollback]"]),
+    bad("recovery=living_state", says=["placement.algorithm=null", "recovery.strategies=[living_state]"]),
     bad("launch.num_nodes=0", says=["launch.num_nodes=0", "at least 1"]),
     bad("launch.ranks_per_node=-2", says=["launch.ranks_per_node=-2", "at least 1"]),
     bad(

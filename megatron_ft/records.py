@@ -19,7 +19,7 @@ from megatron_ft.serde import JsonValue, decode, encode, type_name
 _KINDS: dict[str, type["Record"]] = {}
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,99}")
 
-_STRATEGIES = {
+FORMER_STRATEGIES = {
     "replicas": "living_state",
     "localized": "localized_replay",
     "window": "rollback",
@@ -206,4 +206,4 @@ def _today(record: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
 
 
 def _name_of_strategy(name: JsonValue) -> JsonValue:
-    return _STRATEGIES.get(name, name) if isinstance(name, str) else name
+    return FORMER_STRATEGIES.get(name, name) if isinstance(name, str) else name

@@ -235,7 +235,8 @@ def ask_run(path: Path, lost: Sequence[int], *, is_gone: bool, as_if_running: bo
     snapshot = SnapshotReport.of(run.config, _VOCABULARY)
     plans, loads = run.placement()
     facts = RecoveryFacts.of(run.config, plans, snapshot, run.layout)
-    facts = dataclasses.replace(facts, is_running=run.is_running)
+    pace = iteration_seconds_of(run)
+    facts = dataclasses.replace(facts, is_running=run.is_running, iteration_seconds=pace or facts.iteration_seconds)
     stored, notes = run.stored()
     place = placer(run.config, JobInputs.read(run.config), loads or None)
     found = cost_of_loss(facts, lost, is_gone=is_gone, place=place, stored=stored)
@@ -290,13 +291,19 @@ def _device_of(config: JobConfig) -> tuple[str, tuple[str, ...]]:
     return choice.device, (f"{choice.reason}; {other}",) if other else ()
 
 
+def iteration_seconds_of(run: Run) -> float | None:
+    """Return the median duration of the newest iterations of a run; None without records."""
+    pace = [each.values["iteration_seconds"] for each in read_metrics(run.path) if "iteration_seconds" in each.values]
+    return statistics.median(pace[-NUM_MEASURED:]) if pace else None
+
+
 def seconds_of(run: Run, cost: Cost) -> dict[str, float | None]:
     """Return durations measured from the records of the run. A duration without records is None."""
-    pace = [each.values["iteration_seconds"] for each in read_metrics(run.path) if "iteration_seconds" in each.values]
+    pace = iteration_seconds_of(run)
     changes = [event.seconds for event in run.events if isinstance(event, MembershipChanged)]
     again = None
-    if cost.max_iterations is not None and (pace or cost.max_iterations == 0):
-        again = cost.max_iterations * statistics.median(pace[-NUM_MEASURED:]) if cost.max_iterations else 0.0
+    if cost.max_iterations is not None and (pace is not None or cost.max_iterations == 0):
+        again = cost.max_iterations * pace if pace is not None else 0.0
     to_continue = statistics.median(changes) if changes and cost.strategy == LivingState.name else None
     return {"seconds_again": again, "seconds_to_continue": to_continue}
 
@@ -312,6 +319,8 @@ def render(answer: Answer) -> str:
     ]
     if cost.lost_operators:
         lines.append(f"  lost: {grouped(cost.lost_operators)}")
+    predicted = cost.predicted if cost.seconds is not None else f"unknown: {', '.join(cost.why_no_seconds)}"
+    lines.append(f"predicted time of the recovery: {predicted}")
     lines.append(f"time to repeat iterations: {_seconds(answer.seconds_again)}")
     lines.append(f"time until training continues: {_seconds(answer.seconds_to_continue)}")
     for declined in cost.declined:

@@ -248,6 +248,11 @@ class NodesConfig:
 class RecoveryConfig:
     """Kinds of recovery that the job may use when ranks or nodes fail, and limits for them."""
 
+    strategies: list[str] | None = None
+    """Recovery strategies that the job may use by itself: ``living_state``, ``localized_replay``, ``rollback`` and
+    ``checkpoint``. Their order has no meaning: a strategy that gives up no committed iteration comes first, then the
+    one that is predicted to be faster. null allows all that the other keys make possible. A user who starts the job
+    again (``run.resume``) can use any saved state."""
     max_restarts: int = 0
     """Largest number of times that all ranks are restarted after a rank has failed. Progress resets the count to 0. The
     ranks continue from the newest window or checkpoint. Only in mode ``local``."""
@@ -264,6 +269,10 @@ class RecoveryConfig:
     collectives."""
     reconfigure_timeout_seconds: float = 60.0
     """Longest time to wait for positions of all remaining ranks and for the new process group after a loss."""
+
+    def may_use(self, strategy: str) -> bool:
+        """Return whether the job may use the recovery strategy of this name by itself."""
+        return self.strategies is None or strategy in self.strategies
 
 
 @dataclass
@@ -541,14 +550,25 @@ class JobConfig:
         return tuple(names[place] for place in self.rank_places)
 
     @property
-    def may_lose_nodes(self) -> bool:
-        """Return whether the job continues in running processes when nodes are lost, leave or join."""
+    def may_change_nodes(self) -> bool:
+        """Return whether the job continues when nodes are lost, leave or join, in running or in new processes."""
         return self.recovery.keep_layout or self.fewest_nodes < self.most_nodes
 
     @property
+    def keeps_processes(self) -> bool:
+        """Return whether ranks may continue in their processes after a loss, according to ``recovery.strategies``."""
+        return self.recovery.may_use("localized_replay" if self.recovery.keep_layout else "living_state")
+
+    @property
+    def may_lose_nodes(self) -> bool:
+        """Return whether the job continues in running processes when nodes are lost, leave or join."""
+        return self.may_change_nodes and self.keeps_processes
+
+    @property
     def why_nodes_change(self) -> str | None:
-        """Return the key and value that make ``may_lose_nodes`` true, e.g. ``recovery.min_nodes=1``; otherwise None."""
-        if not self.may_lose_nodes:
+        """Return the key and value that make ``may_change_nodes`` true, e.g. ``recovery.min_nodes=1``; otherwise
+        None."""
+        if not self.may_change_nodes:
             return None
         if self.recovery.keep_layout:
             return "recovery.keep_layout=true"

@@ -1,11 +1,30 @@
 """Values of keys that each kind of recovery requires, used by the checks, ``dry_run`` and ``tools/can_recover``."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from megatron_ft.config.checks.primitives import show
 from megatron_ft.config.job import JobConfig
+
+
+@dataclass(frozen=True, slots=True)
+class KeyChange:
+    """A change of one key, which ``dry_run`` proposes."""
+
+    key: str
+    value: Any
+    option: str = ""
+    """Words that select the value on a command line, e.g. ``placement=overlap_search``; empty for ``key=value``."""
+
+    def __str__(self) -> str:
+        return self.option or f"{self.key}={show(self.value)}"
+
+    def apply(self, config: JobConfig) -> JobConfig:
+        """Return ``config`` with the changed key."""
+        group, _, name = self.key.partition(".")
+        return replace(config, **{group: replace(getattr(config, group), **{name: self.value})})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +42,9 @@ class Requirement:
     """Reason for the requirement, which is added to messages."""
     unless: Callable[[JobConfig], bool] = lambda config: False
     """Returns whether other keys of a configuration make the requirement unnecessary."""
+    remedy: KeyChange | None = None
+    """Change that meets the requirement and leaves model, parallel layout and device as they are; None if there is
+    none."""
 
     def is_met(self, config: JobConfig) -> bool:
         """Return whether ``config`` meets the requirement."""
@@ -59,6 +81,13 @@ _NO_CUDA = Requirement(
 )
 
 
+_WINDOWS = KeyChange(
+    "snapshot.policy",
+    {"_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow"},
+    "snapshot=sparse_window",
+)
+
+
 def _has_copies_of_shards(config: JobConfig) -> bool:
     return (config.placement.state_copies or 0) >= 2
 
@@ -82,18 +111,25 @@ REPLICAS: tuple[Requirement, ...] = (
         instead="false (or placement.state_copies at least 2)",
         reason="only one rank has each shard of the optimizer state, unless other nodes keep copies of it",
         unless=_has_copies_of_shards,
+        remedy=KeyChange("placement.state_copies", 2),
     ),
     Requirement(key="placement.schedule", value=[]),
     Requirement(
         key="placement.state_copies",
         reason="without parallel.use_distributed_optimizer=true, no recovery uses these copies",
         unless=_shards_optimizer,
+        remedy=KeyChange("placement.state_copies", None),
     ),
     Requirement(
         key="placement.algorithm",
         is_excluded=True,
         instead="given",
         reason="experts of a lost node survive only as replicas on other nodes; choose e.g. placement=overlap_search",
+        remedy=KeyChange(
+            "placement.algorithm",
+            {"_target_": "megatron_ft.planning.placement.overlap_search.OverlapSearch"},
+            "placement=overlap_search",
+        ),
     ),
     _NO_CUDA,
 )
@@ -113,11 +149,29 @@ KEPT_LAYOUT: tuple[Requirement, ...] = (
         is_excluded=True,
         instead="given",
         reason="a stage that loses a rank restarts from a window; choose e.g. snapshot=sparse_window",
+        remedy=_WINDOWS,
     ),
     _NO_CUDA,
 )
 """Values that keys must have so that a job can keep its layout: other nodes replace the lost nodes, and the pipeline
 stages of the lost nodes replay."""
+
+
+ROLLBACK: tuple[Requirement, ...] = (
+    Requirement(
+        key="snapshot.policy",
+        is_excluded=True,
+        instead="given",
+        reason="ranks go back to a window; choose e.g. snapshot=sparse_window",
+        remedy=_WINDOWS,
+    ),
+)
+"""Values that keys must have so that all ranks can go back to a window."""
+
+REQUIREMENTS: Mapping[str, tuple[Requirement, ...]] = MappingProxyType(
+    {"living_state": REPLICAS, "localized_replay": KEPT_LAYOUT, "rollback": ROLLBACK, "checkpoint": ()}
+)
+"""Requirements of each recovery strategy that ``recovery.strategies`` can name."""
 
 
 def value_of(config: JobConfig, key: str) -> Any:

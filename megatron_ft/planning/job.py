@@ -10,6 +10,7 @@ from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.checks.primitives import within_limit
 from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig, LimitsConfig
+from megatron_ft.config.validate import on_device
 from megatron_ft.corpus.samples import DataSummary
 from megatron_ft.operators import Operator, num_active_parameters, num_parameters, operators_of
 from megatron_ft.planning.cost.memory import PROCESS_BYTES, RankMemory, RankParameters
@@ -19,6 +20,7 @@ from megatron_ft.planning.iteration import BatchPlan
 from megatron_ft.planning.placement.report import PlacementReport
 from megatron_ft.planning.recovery.costs import costs_of_nodes, idle_copies, windows_serve
 from megatron_ft.planning.recovery.facts import RecoveryFacts
+from megatron_ft.planning.recovery.gaps import Gap, find_gaps
 from megatron_ft.planning.recovery.layout import config_on
 from megatron_ft.planning.recovery.living_state import why_no_replicas
 from megatron_ft.planning.recovery.strategy import Cost
@@ -165,6 +167,8 @@ class JobPlan:
     """Description of the recorded loads that determine routing; None if routing is learned."""
     losses: tuple[Cost, ...] = ()
     """Cost of losing each node alone; empty if not requested."""
+    gaps: tuple[Gap, ...] = ()
+    """Changes of keys that would improve the recovery from lost nodes; empty if they were not requested."""
     notes: tuple[str, ...] = ()
     """Notes for the user about properties of the job that the configuration does not show directly."""
     device_reason: str = ""
@@ -220,6 +224,7 @@ class JobPlan:
         *,
         device: str,
         with_losses: bool = False,
+        given: JobConfig | None = None,
         choice: DeviceChoice | None = None,
         refused: Mapping[str, str] | None = None,
         slots_reason: str = "",
@@ -230,6 +235,8 @@ class JobPlan:
             inputs: contents of the placement and routing files that the configuration names.
             device: ``cpu`` or ``cuda``, already resolved.
             with_losses: whether to compute the cost of losing each node, and warnings about it.
+            given: configuration before values were derived, to find keys that improve the recovery from losses; None
+                finds no keys.
             choice: choice of ``device`` with its reason; None leaves the plan without a reason.
             refused: for each possible device, the reason why it cannot run the configuration; empty if it can.
             slots_reason: reason for ``placement.num_slots_per_rank``, from ``with_slots``.
@@ -248,6 +255,9 @@ class JobPlan:
         snapshot = memory.snapshot
         wrap = None if trace is None else trace.wrap(training.train_iterations)
         losses, warnings = _losses(config, inputs or JobInputs(), placement, snapshot) if with_losses else ((), ())
+        gaps: tuple[Gap, ...] = ()
+        if given is not None:
+            gaps = find_gaps(on_device(given, device), losses, inputs or JobInputs(), data.tokenizer_vocab_size)
         other = "" if choice is None else other_device(choice, refused or {})
         is_refused_there = choice is not None and not choice.is_certain and any((refused or {}).values())
         plan = cls(
@@ -279,6 +289,7 @@ class JobPlan:
             upstream_log=memory.upstream_log,
             routing=None if trace is None else trace.summary(),
             losses=losses,
+            gaps=gaps,
             notes=(
                 *(() if placement is None else placement.notes),
                 *(() if wrap is None else (wrap,)),

@@ -6,6 +6,7 @@ from megatron_ft.planning.job import JobPlan, StagePlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.report import PlacementReport
 from megatron_ft.planning.placement.survival import Survival
+from megatron_ft.planning.recovery.gaps import Gap
 from megatron_ft.planning.recovery.strategy import Cost
 from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.planning.upstream_log import UpstreamLogReport
@@ -24,7 +25,7 @@ def render(plan: JobPlan) -> str:
     if plan.upstream_log is not None:
         blocks.append(_upstream_log(plan.upstream_log))
     if plan.losses:
-        blocks.append(_losses(plan.losses, plan.device))
+        blocks.append(_losses(plan.losses, plan.gaps, plan.device))
     if plan.routing is not None:
         blocks.append(_pairs("routing", [("forced by", plan.routing)]))
     if plan.notes:
@@ -280,19 +281,22 @@ def _slots(plan: PlacementPlan) -> str:
     return "\n".join([f"  experts in the slots of layer {plan.layer_numbers[0]}", *lines, *tail])
 
 
-def _losses(losses: Sequence[Cost], device: str) -> str:
+def _losses(losses: Sequence[Cost], gaps: Sequence[Gap], device: str) -> str:
     # The row for the death of ranks without the loss of a node is always shown: it is the only one of its kind.
     gone = [cost for cost in losses if cost.is_gone]
-    rows: list[Sequence[str]] = [("lost", "recovers by", "iterations again", "bytes moved", "result")]
+    rows: list[Sequence[str]] = [("lost", "recovers by", "iterations again", "bytes moved", "predicted", "result")]
     for cost in [*gone[:SHOWN_RANKS], *(cost for cost in losses if not cost.is_gone)]:
         name = f"node {cost.lost_nodes[0]}" if cost.is_gone else "ranks only"
         moved = "-" if cost.moved_bytes is None else _readable_bytes(cost.moved_bytes)
-        rows.append((name, cost.description, cost.iterations, moved, cost.result))
+        rows.append((name, cost.description, cost.iterations, moved, cost.predicted, cost.result))
     hidden = len(gone) - SHOWN_RANKS
     tail = [f"  and {hidden} more nodes (dry_run_format=json lists all)"] if hidden > 0 else []
     # For most nodes the reasons are the same, so each reason is listed once.
     reasons = dict.fromkeys(declined.summary() for cost in gone for declined in cost.declined)
     shown = [f"  not used: {reason}" for reason in list(reasons)[:SHOWN_RANKS]]
+    unknown = dict.fromkeys(", ".join(cost.why_no_seconds) for cost in losses if cost.why_no_seconds)
+    shown += [f"  no predicted time: {reason}" for reason in unknown]
+    shown += [f"  {gap.summary()}" for gap in gaps]
     return "\n".join(
         [f"cost of a loss on {device}", *(f"  {line}" for line in table(rows).splitlines()), *tail, *shown]
     )

@@ -9,7 +9,7 @@ from megatron_ft.testing.jobs import JobResult, run_job
 
 pytestmark = pytest.mark.slow
 
-NUM_ITERATIONS = 5
+NUM_ITERATIONS = 6
 MODEL = (
     "model=moe_micro",
     "launch.ranks_per_node=2",
@@ -74,3 +74,52 @@ def test_without_a_checkpoint_a_job_starts_over(tmp_path: Path, warm_forkserver:
     restarted = [event for event in job.records() if event["kind"] == "run_started"][1]
     assert "resumed_from_iteration" not in restarted
     assert digests(job) == digests(undisturbed)
+
+
+WINDOWS = (
+    "snapshot=dense",
+    "snapshot.policy.interval_iterations=1",
+    "snapshot.num_peer_copies=0",
+    "snapshot.iteration_seconds=1",
+    "snapshot.bandwidth_bytes_per_second=1e12",
+    "checkpoint.save_interval_iterations=3",
+)
+
+
+@pytest.mark.parametrize(("recovery", "strategy"), [("auto", "rollback"), ("checkpoint", "checkpoint")])
+def test_a_job_uses_only_chosen_strategies(
+    tmp_path: Path, warm_forkserver: str, undisturbed: JobResult, recovery: str, strategy: str
+) -> None:
+    """The newest window is newer than the newest checkpoint. It is only loaded if rollbacks are allowed."""
+    fault = 'kill(at_iteration=6, phase="backward", generation=0)'
+    overrides = [f"recovery={recovery}", "recovery.max_restarts=1", *WINDOWS]
+    job = train(tmp_path, warm_forkserver, [fault], *overrides)
+    assert job.exit_code == 0, job.output
+    (started,) = [event for event in job.records() if event["kind"] == "recovery_started"]
+    assert started["strategy"] == strategy and (started["iteration"] > 3) == (strategy == "rollback")
+    assert any("not chosen" in reason for reason in started["declined"]) == (recovery == "checkpoint")
+    assert digests(job) == digests(undisturbed)
+
+
+def test_ranks_do_not_continue_in_their_processes_if_only_checkpoints_are_chosen(
+    tmp_path: Path, warm_forkserver: str
+) -> None:
+    """The job could continue without a lost node, and would do so by default."""
+    overrides = [
+        "launch.num_nodes=3",
+        "launch.ranks_per_node=1",
+        "parallel.expert_model_parallel_size=1",
+        "parallel.use_distributed_optimizer=false",
+        "placement=overlap_search",
+        "placement.num_slots_per_rank=8",
+        "recovery.min_nodes=2",
+        "training.global_batch_size=6",
+        "recovery=checkpoint",
+    ]
+    fault = 'kill(rank=1, at_iteration=4, phase="backward", generation=0)'
+    job = train(tmp_path, warm_forkserver, [fault], *overrides)
+    assert job.exit_code == 0, job.output
+    kinds = [event["kind"] for event in job.records()]
+    assert kinds.count("ranks_restarted") == 1 and "membership_changed" not in kinds
+    (started,) = [event for event in job.records() if event["kind"] == "recovery_started"]
+    assert (started["strategy"], started["generation"]) == ("checkpoint", 1)

@@ -1,10 +1,11 @@
 """Checks of keys for lost nodes, snapshots, the upstream log and membership schedules."""
 
 from megatron_ft.config.checks.placement import derive_placement
-from megatron_ft.config.checks.primitives import above, at_least, require, show
+from megatron_ft.config.checks.primitives import above, at_least, one_of, require, show
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import MembershipChange, nodes_over_time
-from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, value_of
+from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, REQUIREMENTS, Requirement, value_of
+from megatron_ft.records import FORMER_STRATEGIES
 from megatron_ft.topology import Topology
 
 
@@ -12,6 +13,7 @@ def check(config: JobConfig) -> None:
     """Check ``snapshot``, ``recovery`` and ``upstream_log``."""
     _check_snapshot(config)
     _check_survival(config)
+    _check_strategies(config)
     _check_upstream_log(config)
 
 
@@ -36,7 +38,7 @@ def _check_survival(config: JobConfig) -> None:
     if recovery.keep_layout:
         _check_keeps_layout(config)
         return
-    if not changes and not config.may_lose_nodes:
+    if not changes and not config.may_change_nodes:
         return
     feature = config.why_nodes_change or "a testing.membership_schedule"
     instead = ""
@@ -47,6 +49,60 @@ def _check_survival(config: JobConfig) -> None:
     rates = ((config.placement.algorithm or {}).get("objective") or {}).get("failure_rates")
     constraint = f"must be empty with {feature}: the number of failure domains changes when nodes are lost or join"
     require(not rates, "placement.algorithm.objective.failure_rates", rates, constraint)
+
+
+def _check_strategies(config: JobConfig) -> None:
+    """Check ``recovery.strategies``: only known names, whose requirements are met, and no key that needs others.
+
+    Raises:
+        ConfigError: a rule is violated; the message names key, value and constraint.
+    """
+    key, recovery = "recovery.strategies", config.recovery
+    names = recovery.strategies
+    if names is None:
+        return
+    require(bool(names), key, names, f"must be null or name some of {', '.join(REQUIREMENTS)}")
+    for name in names:
+        require(name not in FORMER_STRATEGIES, key, name, f"is now called {FORMER_STRATEGIES.get(name)}")
+        one_of(REQUIREMENTS, key, name)
+    require(len(set(names)) == len(names), key, names, "must name each strategy once")
+    feature = f"{key}=[{','.join(names)}]"
+    for name in names:
+        _check_requirements(config, REQUIREMENTS[name], feature)
+    layout = recovery.keep_layout
+    is_needed = "localized_replay" in names
+    require(layout == is_needed, "recovery.keep_layout", layout, f"must be {show(is_needed)} with {feature}")
+    changes = config.may_change_nodes and not layout
+    require(
+        changes or "living_state" not in names,
+        "recovery.min_nodes",
+        recovery.min_nodes,
+        f"must be below launch.num_nodes={config.launch.num_nodes} with {feature}",
+    )
+    restarts = recovery.may_use("rollback") or recovery.may_use("checkpoint")
+    require(
+        restarts or not recovery.max_restarts,
+        "recovery.max_restarts",
+        recovery.max_restarts,
+        f"must be 0 with {feature}: only rollback and checkpoint start ranks again",
+    )
+    if not changes or config.keeps_processes:
+        return
+    fixed = f"with {feature}: only living_state and localized_replay use nodes that join"
+    nodes = config.nodes
+    for name, value, expected in (
+        ("nodes.num_spare_nodes", nodes.num_spare_nodes, 0),
+        ("nodes.max_nodes", nodes.max_nodes, None),
+        ("nodes.restart_lost_nodes", nodes.restart_lost_nodes, False),
+    ):
+        require(value == expected, name, value, f"must be {show(expected)} {fixed}")
+    require(
+        recovery.max_restarts > 0 and recovery.may_use("checkpoint"),
+        "recovery.min_nodes",
+        recovery.min_nodes,
+        f"must be null with {feature} and recovery.max_restarts={recovery.max_restarts}: without living_state, ranks "
+        "on fewer nodes can only start again from a checkpoint",
+    )
 
 
 def _check_schedule(config: JobConfig) -> list[MembershipChange]:
@@ -82,7 +138,7 @@ def _check_schedule(config: JobConfig) -> list[MembershipChange]:
         earliest = change.before_iteration
         changes.append(change)
     require(
-        not changes or not config.may_lose_nodes,
+        not changes or not config.may_change_nodes,
         key,
         schedule,
         f"must be empty with {config.why_nodes_change}: nodes change by the schedule or by failures, not by both",

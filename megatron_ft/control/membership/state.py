@@ -286,6 +286,9 @@ class MembershipPolicy:
     restart_lost_nodes: bool = False
     keeps_layout: bool = False
     """Whether every membership has ``num_nodes`` nodes, so that other nodes take the places of lost ones."""
+    keeps_processes: bool = True
+    """Whether ranks on the remaining nodes continue in their processes after a loss. Otherwise all ranks are
+    restarted."""
     starts_nodes: bool = True
     """Whether the job starts agents; otherwise nodes start by themselves."""
     job_layouts: "JobLayouts | None" = None
@@ -313,6 +316,7 @@ class MembershipPolicy:
             max_node_restarts=nodes.max_node_restarts,
             restart_lost_nodes=nodes.restart_lost_nodes,
             keeps_layout=recovery.keep_layout,
+            keeps_processes=config.keeps_processes,
             starts_nodes=starts_nodes,
             job_layouts=JobLayouts.of(config),
         )
@@ -335,7 +339,7 @@ class MembershipPolicy:
     @property
     def may_lose_nodes(self) -> bool:
         """Whether the job continues with the living ranks when nodes are lost, leave or join."""
-        return self.keeps_layout or self.fewest_nodes < self.most_nodes
+        return self.keeps_processes and (self.keeps_layout or self.fewest_nodes < self.most_nodes)
 
     @property
     def world_size(self) -> int:

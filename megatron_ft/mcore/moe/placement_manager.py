@@ -207,7 +207,7 @@ class PlacementManager:
         """Probability that the job can continue from expert replicas after the loss of one failure domain. None if the
         job does not continue with fewer nodes, or if there is only one failure domain."""
         launch, recovery = self._config.launch, self._config.recovery
-        if recovery.min_nodes is None or recovery.keep_layout:
+        if recovery.min_nodes is None or recovery.keep_layout or not recovery.may_use("living_state"):
             return None
         return single_loss_survival(self.plans, min_ranks=recovery.min_nodes * launch.ranks_per_node)
 

@@ -31,11 +31,18 @@ def select_restore_source(
             the run has saved state, but none of it is usable and ``run.start_over`` is false.
     """
     found, run = None, config.run
+    not_chosen: tuple[str, ...] = ()
     has_remote_windows = run.resume != "never" and config.snapshot.persist_url is not None
     if context.resume_from is not None or has_remote_windows:
         folder = context.resume_from or checkpoints.folder
         found = checkpoints.newest(folder)
+        if found is not None and not _may_use("checkpoint", config, context):
+            not_chosen, found = (f"{found}: {_not_chosen(config)}",), None
         window = restorer.find(found)
+        if window is not None and not _may_use("rollback", config, context):
+            not_chosen = (f"window of iteration {window.window.start_iteration}: {_not_chosen(config)}",)
+            restorer.choose_nothing(not_chosen[0])
+            window = None
         if window is None and found is None and checkpoints.foreign and not run.start_over:
             raise CheckpointError(
                 f"{folder} contains no checkpoint of this run: {'; '.join(checkpoints.foreign)}. To start another run "
@@ -47,7 +54,7 @@ def select_restore_source(
         if window is not None:
             restorer.report_start(None, context.generation)
             return None, window
-        unusable = () if found is not None else (*checkpoints.unusable(folder), *restorer.unusable)
+        unusable = () if found is not None else (*checkpoints.unusable(folder), *restorer.unusable, *not_chosen)
         # Only the first start of the job must find a checkpoint. A restart may come before the run's first save.
         if found is None and run.resume == "must" and context.generation == 0:
             raise CheckpointError(
@@ -63,6 +70,15 @@ def select_restore_source(
     source = Path(load) if found is None and load is not None else found
     restorer.report_start(source, context.generation)
     return source, None
+
+
+def _may_use(strategy: str, config: JobConfig, context: RankContext) -> bool:
+    # Generation 0 is the start of a job, at which a user continues a run from any saved state.
+    return context.generation == 0 or config.recovery.may_use(strategy)
+
+
+def _not_chosen(config: JobConfig) -> str:
+    return f"not chosen: recovery.strategies=[{','.join(config.recovery.strategies or ())}]"
 
 
 def _check_start_over(unusable: Sequence[str], *, run_dir: Path, start_over: bool) -> None:

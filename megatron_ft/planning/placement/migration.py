@@ -38,6 +38,14 @@ class MigrationPlan:
         """Total bytes of all transfers."""
         return sum(transfer.num_bytes for transfer in self.transfers)
 
+    @property
+    def most_bytes_of_a_rank(self) -> int:
+        """Most bytes that one rank sends, or that one rank receives."""
+        received: dict[int, int] = {}
+        for transfer in self.transfers:
+            received[transfer.target_rank] = received.get(transfer.target_rank, 0) + transfer.num_bytes
+        return max((*self.sent_bytes().values(), *received.values()), default=0)
+
     def sent_bytes(self) -> dict[int, int]:
         """Return the bytes that each sending rank sends."""
         sums: dict[int, int] = {}

@@ -6,7 +6,7 @@ They are the last strategies: they need no living rank, and any number of ranks 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron_ft.config.requirements import Requirement
+from megatron_ft.config.requirements import REQUIREMENTS, Requirement
 from megatron_ft.planning.recovery.facts import RecoveryFacts
 from megatron_ft.planning.recovery.strategy import Cost, Loss
 from megatron_ft.planning.state.declined import Declined
@@ -17,7 +17,7 @@ class Checkpoint:
     """All ranks restart from the newest dense checkpoint that verifies."""
 
     name: ClassVar[str] = "checkpoint"
-    requirements: ClassVar[tuple[Requirement, ...]] = ()
+    requirements: ClassVar[tuple[Requirement, ...]] = REQUIREMENTS[name]
 
     def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
         """Compute the cost of the recovery; iterations since the checkpoint run again."""
@@ -42,13 +42,14 @@ class StartOver:
     def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
         """Return the cost of the loss of all iterations so far; this strategy never declines."""
         again = facts.config.training.train_iterations if loss.stored is None else loss.stored.iteration
-        is_automatic = loss.restart is not None and not _has_unusable_windows(loss, facts)
+        is_automatic = loss.restart is not None and not _has_unusable_state(loss, facts)
         return Cost.of_restart(self.name, loss, facts, again, is_recoverable=False, is_automatic=is_automatic)
 
 
-def _has_unusable_windows(loss: Loss, facts: RecoveryFacts) -> bool:
-    """Whether the run may have windows with committed iterations. If so, ranks that cannot load any state refuse to
-    start at iteration 0 unless ``run.start_over=true``."""
+def _has_unusable_state(loss: Loss, facts: RecoveryFacts) -> bool:
+    """Whether the run may have saved state that ranks cannot load, or that ``recovery.strategies`` does not allow them
+    to load. If so, they refuse to start at iteration 0 unless ``run.start_over=true``."""
     if loss.stored is None:
-        return facts.snapshot is not None
-    return loss.stored.memory_start is not None or loss.stored.persisted_start is not None
+        return facts.snapshot is not None or facts.config.checkpoint.save_interval_iterations > 0
+    stored = (loss.stored.memory_start, loss.stored.persisted_start, loss.stored.checkpoint)
+    return any(start is not None for start in stored)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import inf
 
 from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
@@ -32,22 +33,39 @@ def cost_of_loss(
     place: Place | None = None,
     stored: Stored | None = None,
 ) -> Cost:
-    """Compute the cost of losing the nodes ``lost`` at the same time: the cost of the first strategy that does not
-    decline. The arguments are described at ``Loss``.
+    """Compute the cost of losing the nodes ``lost`` at the same time: that of the best strategy that does not decline.
+
+    Committed iterations are not given up while a strategy can keep them. Of the strategies that keep them, the one with
+    the shortest predicted time is the best; otherwise the first in the order of ``STRATEGIES``, in which ranks load
+    saved state. The arguments are described at ``Loss``.
 
     Raises:
         ConfigError: ``lost`` contains a node that is not present.
     """
     loss = Loss.of(facts, lost, is_gone=is_gone, place=place, stored=stored)
-    declined: list[Declined] = []
-    for strategy in STRATEGIES:
-        found = strategy.cost(loss, facts)
-        if isinstance(found, Cost):
-            cost = replace(found, declined=(*declined, *found.declined))
-            cost.validate()
-            return cost
-        declined.append(found)
-    raise AssertionError("every strategy declined, although a job can always start over")
+    found = [_cost_by(strategy, loss, facts) for strategy in STRATEGIES]
+    costs = [cost for cost in found if isinstance(cost, Cost)]
+    assert costs, "every strategy declined, although a job can always start over"
+    keeping = [cost for cost in costs if cost.keeps_processes]
+    # ``min`` takes the first of equal costs. A time that is not known counts as the longest.
+    best = min(keeping, key=lambda cost: inf if cost.seconds is None else cost.seconds) if keeping else costs[0]
+    earlier = found[: found.index(best)]
+    declined = tuple(reason for reason in earlier if isinstance(reason, Declined))
+    cost = replace(best, declined=(*declined, *best.declined))
+    cost.validate()
+    return cost
+
+
+def _cost_by(strategy: Strategy, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
+    found, recovery = strategy.cost(loss, facts), facts.config.recovery
+    if isinstance(strategy, StartOver) or recovery.may_use(strategy.name):
+        return found
+    # A person who starts the job again can use any saved state, so only what the job does by itself is excluded.
+    if isinstance(found, Cost) and not found.is_automatic:
+        return found
+    return Declined(
+        strategy=strategy.name, reason=f"not chosen: recovery.strategies=[{','.join(recovery.strategies or ())}]"
+    )
 
 
 def costs_of_nodes(facts: RecoveryFacts, inputs: JobInputs) -> tuple[Cost, ...]:
@@ -96,8 +114,10 @@ def windows_serve(config: JobConfig) -> str:
     served = []
     if recovery.keep_layout:
         served.append("the loss of a rank or a node (recovery.keep_layout=true)")
-    if recovery.max_restarts:
+    if recovery.max_restarts and recovery.may_use("rollback"):
         served.append(f"the death of ranks on running nodes (recovery.max_restarts={recovery.max_restarts})")
     if snapshot.persist_interval_windows:
         served.append("the end of the job: run.resume with the same number of ranks loads persisted windows")
-    return "; ".join(served) or "no failure: recovery.max_restarts=0 and snapshot.persist_interval_windows=0"
+    restarts = f"recovery.max_restarts={recovery.max_restarts}"
+    unused = restarts if recovery.may_use("rollback") else "recovery.strategies does not contain rollback"
+    return "; ".join(served) or f"no failure: {unused} and snapshot.persist_interval_windows=0"

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import config_of
-from megatron_ft.config.requirements import KEPT_LAYOUT, Requirement
+from megatron_ft.config.requirements import KEPT_LAYOUT, Requirement, value_of
 from megatron_ft.operators import OperatorId, operators_of
+from megatron_ft.planning.cost.memory import RankMemory, RankParameters
 from megatron_ft.planning.placement.copies import NON_EXPERT
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.report import plan_state_copies
@@ -50,8 +51,12 @@ class RecoveryFacts:
     """Present placement of the experts of each stage; empty without expert replicas."""
     snapshot: SnapshotReport | None
     """Estimate of the job's snapshots; None without snapshots."""
+    state_bytes: int
+    """Bytes of the state of the largest rank, without activations; a vocabulary of unknown size counts as one entry."""
     is_running: bool = True
     """Whether the job has running ranks, which could continue after a loss."""
+    iteration_seconds: float | None = None
+    """Duration of an iteration: measured, or ``snapshot.iteration_seconds``; None if it is not known."""
 
     @classmethod
     def of(
@@ -88,12 +93,14 @@ class RecoveryFacts:
             layout=layout,
             placements=tuple(plans),
             snapshot=snapshot,
+            state_bytes=_state_bytes(of_present, topology),
+            iteration_seconds=config.snapshot.iteration_seconds,
         )
 
     @property
     def min_nodes(self) -> int | None:
         """Return the smallest number of nodes with which the job continues; None if it needs all of them."""
-        return self.config.recovery.min_nodes if self.config.may_lose_nodes else None
+        return self.config.recovery.min_nodes if self.config.may_change_nodes else None
 
     @property
     def keeps_layout(self) -> bool:
@@ -114,6 +121,12 @@ class RecoveryFacts:
         assert interval is not None, "interval_iterations must be given with window_iterations"
         # In the worst case the failure comes just before the commit of the next window.
         return num_windows * interval + self.snapshot.window_iterations
+
+    @property
+    def unmeasured(self) -> tuple[str, ...]:
+        """Return the keys that are null, so that the size of a window is not known before it is measured."""
+        keys = ("snapshot.bandwidth_bytes_per_second", "snapshot.iteration_seconds")
+        return tuple(f"{key}=null" for key in keys if value_of(self.config, key) is None)
 
     def peers_of(self, node: int) -> tuple[int, ...]:
         """Return the nodes that store copies of the windows of ``node``."""
@@ -164,6 +177,17 @@ def _domains(job: JobConfig, nodes: Iterable[int]) -> tuple[str, ...]:
 
 def _ranks_on(layout: MembershipLayout, nodes: Collection[int]) -> frozenset[int]:
     return frozenset(rank for rank, node in enumerate(layout.rank_nodes) if node in nodes)
+
+
+def _state_bytes(config: JobConfig, topology: Topology) -> int:
+    vocab_size = config.model.vocab_size or 1
+    operators = operators_of(config.model, vocab_size)
+    num_slots = config.placement.num_slots_per_rank if config.placement.algorithm else None
+    sizes = []
+    for stage in range(topology.pipeline_model_parallel_size):
+        parameters = RankParameters.of_stage(config.model, operators, topology, stage, num_slots)
+        sizes.append(RankMemory.of_stage(config, parameters, topology, stage, vocab_size).state_bytes)
+    return max(sizes)
 
 
 def _stages(topology: Topology, ranks: Iterable[int]) -> tuple[int, ...]:

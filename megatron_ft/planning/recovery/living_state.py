@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import config_of
-from megatron_ft.config.requirements import REPLICAS, Requirement
+from megatron_ft.config.requirements import REQUIREMENTS, Requirement
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.cost.memory import expert_state_bytes
 from megatron_ft.planning.placement.layout import Holdings, OtherHoldings
@@ -31,7 +31,7 @@ class LivingState:
     """The remaining ranks continue on fewer nodes with the state that they have (``recovery.min_nodes``)."""
 
     name: ClassVar[str] = "living_state"
-    requirements: ClassVar[tuple[Requirement, ...]] = REPLICAS
+    requirements: ClassVar[tuple[Requirement, ...]] = REQUIREMENTS[name]
 
     def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
         """Compute the cost of the recovery; no iteration runs again."""
@@ -40,23 +40,34 @@ class LivingState:
         # Joint over all operators: the loss of one expert of one layer is enough to end this strategy.
         if loss.missing:
             return Declined(strategy=self.name, reason=NO_HOLDER, missing=loss.missing)
-        num_bytes = None
+        num_bytes, sent_bytes = None, None
         if loss.place is not None:
             found = _moved_bytes(loss, facts, loss.place)
             if isinstance(found, Declined):
                 return found
-            num_bytes = found
+            num_bytes, sent_bytes = found
         # Fewer ranks add the same numbers in another order.
-        return Cost.in_processes(self.name, loss, 0, lost_operators=(), moved_bytes=num_bytes, is_bitwise=False)
+        return Cost.in_processes(
+            self.name,
+            loss,
+            facts,
+            0,
+            sent_bytes=sent_bytes,
+            replaces_nodes=False,
+            lost_operators=(),
+            moved_bytes=num_bytes,
+            is_bitwise=False,
+        )
 
 
-def _moved_bytes(loss: Loss, facts: RecoveryFacts, place: Place) -> int | Declined:
-    """Return the bytes of expert state that the remaining ranks send, in all stages together."""
+def _moved_bytes(loss: Loss, facts: RecoveryFacts, place: Place) -> tuple[int, int] | Declined:
+    """Return the bytes of expert state that the remaining ranks send in all stages together, and the largest number
+    that one rank sends for one stage."""
     after = facts.layouts.on(loss.remaining, facts.layout)
     assert facts.placements and isinstance(after, MembershipLayout), "this was checked before"
     topology = Topology.of(config_of(facts.config, after.rank_nodes).parallel, len(after.processes))
     previous = [facts.layout.rank_of(process) for process in after.processes]
-    num_bytes = 0
+    num_bytes = most_bytes = 0
     for stage, held in enumerate(stage_holders(facts.placements, previous, topology)):
         migration = plan_replicas(
             facts.placements[stage],
@@ -69,7 +80,8 @@ def _moved_bytes(loss: Loss, facts: RecoveryFacts, place: Place) -> int | Declin
         if isinstance(migration, Declined):
             return migration
         num_bytes += migration.num_bytes
-    return num_bytes
+        most_bytes = max(most_bytes, migration.most_bytes_of_a_rank)
+    return num_bytes, most_bytes
 
 
 def why_no_replicas(config: JobConfig) -> str:
@@ -79,7 +91,9 @@ def why_no_replicas(config: JobConfig) -> str:
         config: configuration of the job, in which ``training.device`` is not ``auto``.
     """
     reasons = Requirement.unmet_values(config, LivingState.requirements)
-    if config.recovery.min_nodes is None or not config.may_lose_nodes:
+    if not config.recovery.may_use(LivingState.name):
+        reasons.insert(0, f"recovery.strategies does not contain {LivingState.name}")
+    if config.recovery.min_nodes is None or not config.may_change_nodes:
         reasons.append("recovery.min_nodes=null: all nodes are needed")
     return "; ".join(reasons)
 

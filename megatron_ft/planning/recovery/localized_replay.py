@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from megatron_ft.config.requirements import KEPT_LAYOUT, Requirement
+from megatron_ft.config.requirements import REQUIREMENTS, Requirement
 from megatron_ft.planning.pipeline import Direction
 from megatron_ft.planning.recovery.facts import RecoveryFacts
 from megatron_ft.planning.recovery.strategy import NOT_RUNNING, Cost, Loss
@@ -23,7 +23,7 @@ class LocalizedReplay:
     """Other nodes replace the lost nodes in the same layout, and only pipeline stages that lost a rank replay."""
 
     name: ClassVar[str] = "localized_replay"
-    requirements: ClassVar[tuple[Requirement, ...]] = KEPT_LAYOUT
+    requirements: ClassVar[tuple[Requirement, ...]] = REQUIREMENTS[name]
 
     def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
         """Compute the cost of the recovery; iterations since the newest committed window run again."""
@@ -38,7 +38,11 @@ class LocalizedReplay:
         return Cost.in_processes(
             self.name,
             loss,
+            facts,
             again,
+            # The ranks of a lost node get its windows from a peer.
+            sent_bytes=facts.snapshot.window_bytes if loss.is_gone and facts.snapshot is not None else 0,
+            replaces_nodes=loss.is_gone,
             lost_operators=loss.missing,
             is_bitwise=True,
             stages=facts.stages_of(loss.nodes),

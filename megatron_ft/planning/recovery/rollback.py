@@ -7,7 +7,7 @@ ranks as captured it.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron_ft.config.requirements import Requirement
+from megatron_ft.config.requirements import REQUIREMENTS, Requirement
 from megatron_ft.planning.recovery.facts import RecoveryFacts
 from megatron_ft.planning.recovery.strategy import NOT_RUNNING, Cost, Loss, Medium
 from megatron_ft.planning.state.declined import Declined
@@ -21,10 +21,12 @@ class Rollback:
     """All ranks restart from the newest committed window, in memory or on storage."""
 
     name: ClassVar[str] = "rollback"
-    requirements: ClassVar[tuple[Requirement, ...]] = ()
+    requirements: ClassVar[tuple[Requirement, ...]] = REQUIREMENTS[name]
 
     def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
         """Compute the cost of the recovery from memory; if it is impossible, from storage."""
+        if reason := _why_not_newest(loss, facts):
+            return Declined(strategy=self.name, reason=reason)
         not_memory = _why_not_memory(loss, facts)
         if not not_memory:
             return self._cost_from("memory", loss, facts)
@@ -46,6 +48,18 @@ class Rollback:
         return Cost.of_restart(
             self.name, loss, facts, again, medium=medium, declined=declined, max_windows=num_windows + 1
         )
+
+
+def _why_not_newest(loss: Loss, facts: RecoveryFacts) -> str:
+    # Ranks prefer a checkpoint that is at least as new as the end of a window, because it needs no replay.
+    stored, size = loss.stored, None if facts.snapshot is None else facts.snapshot.window_iterations
+    if stored is None or stored.checkpoint is None or size is None:
+        return ""
+    starts = [start for start in (stored.memory_start, stored.persisted_start) if start is not None]
+    is_newer = bool(starts) and stored.checkpoint >= max(starts) + size - 1
+    return (
+        f"the checkpoint of iteration {stored.checkpoint} is at least as new as the newest window" if is_newer else ""
+    )
 
 
 def _start_of(medium: Medium, loss: Loss) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from megatron_ft.config.requirements import Requirement
 from megatron_ft.errors import ConfigError
 from megatron_ft.operators import OperatorId
+from megatron_ft.planning.cost.recovery_time import Prediction, RecoveryTimes, RecoveryWork
 from megatron_ft.planning.placement.layout import Holdings
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.recovery.facts import RecoveryFacts
@@ -144,13 +145,45 @@ class Cost:
     """Agent that starts the job again after its end: ``hand`` (the user) or ``Slurm``."""
     max_windows: int = 2
     """Largest possible number of windows that run again, used if ``max_iterations`` is None."""
+    seconds: float | None
+    """Predicted seconds from the failure until ranks train again after the newest committed iteration, see
+    ``RecoveryTimes``; an upper bound if ``max_iterations`` is one. None if it is not known."""
+    why_no_seconds: tuple[str, ...]
+    """Missing inputs because of which ``seconds`` is not known, e.g. ``snapshot.iteration_seconds=null``."""
     is_recoverable: bool = True
     """Whether the job can continue from some state; otherwise it starts again at iteration 0."""
 
     @classmethod
-    def in_processes(cls, strategy: str, loss: Loss, max_iterations: int | None, **values: Any) -> "Cost":
-        """Return the cost of a recovery in which the remaining ranks continue in their processes. ``values`` are
-        other fields."""
+    def in_processes(
+        cls,
+        strategy: str,
+        loss: Loss,
+        facts: RecoveryFacts,
+        max_iterations: int | None,
+        *,
+        sent_bytes: int | None,
+        replaces_nodes: bool,
+        **values: Any,
+    ) -> "Cost":
+        """Return the cost of a recovery in which the remaining ranks continue in their processes.
+
+        Args:
+            sent_bytes: most bytes that one rank sends or receives; None if they are not planned.
+            replaces_nodes: whether other nodes take the places of lost ones.
+            values: other fields.
+        """
+        num_nodes = len(facts.nodes if replaces_nodes or not loss.is_gone else loss.remaining)
+        work = RecoveryWork(
+            num_ranks=num_nodes * facts.config.launch.ranks_per_node,
+            state_bytes=facts.state_bytes,
+            restarts_processes=False,
+            replaces_nodes=replaces_nodes,
+            sent_bytes=sent_bytes,
+            again_iterations=max_iterations,
+            again_unknown=facts.unmeasured,
+            is_localized=bool(values.get("stages")),
+        )
+        predicted = _predict(work, facts)
         return cls(
             strategy=strategy,
             lost_nodes=loss.nodes,
@@ -158,6 +191,8 @@ class Cost:
             is_automatic=True,
             max_iterations=max_iterations,
             keeps_processes=True,
+            seconds=predicted.seconds,
+            why_no_seconds=predicted.unknown,
             **values,
         )
 
@@ -167,6 +202,21 @@ class Cost:
     ) -> "Cost":
         """Return the cost of a recovery in which all ranks start again. ``values`` are other fields."""
         given = {"is_automatic": loss.restart is not None, **values}
+        # A Slurm batch job starts or requeues the training command after it has ended.
+        restarted_by = "hand" if facts.config.launch.node_launcher == "local" else "Slurm"
+        num_nodes = len(loss.remaining if loss.restart == "fewer" else facts.nodes)
+        work = RecoveryWork(
+            num_ranks=num_nodes * facts.config.launch.ranks_per_node,
+            state_bytes=facts.state_bytes,
+            restarts_processes=True,
+            replaces_nodes=loss.is_gone and loss.restart == "all",
+            sent_bytes=0,
+            again_iterations=max_iterations,
+            again_unknown=facts.unmeasured,
+        )
+        predicted = _predict(work, facts)
+        if not given["is_automatic"]:
+            predicted = Prediction(seconds=None, unknown=(f"the job is started again by {restarted_by}",))
         return cls(
             strategy=strategy,
             lost_nodes=loss.nodes,
@@ -176,8 +226,9 @@ class Cost:
             # Fewer ranks add the same numbers in another order.
             is_bitwise=loss.restart != "fewer",
             keeps_processes=False,
-            # A Slurm batch job starts or requeues the training command after it has ended.
-            restarted_by="hand" if facts.config.launch.node_launcher == "local" else "Slurm",
+            restarted_by=restarted_by,
+            seconds=predicted.seconds,
+            why_no_seconds=predicted.unknown,
             **given,
         )
 
@@ -208,12 +259,27 @@ class Cost:
         return "0" if self.max_iterations == 0 else f"<= {self.max_iterations}"
 
     @property
+    def predicted(self) -> str:
+        """Return ``seconds`` as text."""
+        if self.seconds is None:
+            return "-"
+        return f"{'<= ' if self.max_iterations else ''}{self.seconds:.2g} s"
+
+    @property
     def result(self) -> str:
         """Return ``is_bitwise`` as text."""
         return "bitwise" if self.is_bitwise else "tolerance"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _predict(work: RecoveryWork, facts: RecoveryFacts) -> Prediction:
+    return RecoveryTimes().predict(
+        work,
+        link_bytes_per_second=facts.config.topology.link_bytes_per_second,
+        iteration_seconds=facts.iteration_seconds,
+    )
 
 
 class Strategy(Protocol):

@@ -38,6 +38,7 @@ MEANT_ELSEWHERE = {
     "master_port": "srun serves the store there",
     "start_timeout_seconds": "the wait for rank 0's word",
     "failure_domains": "placement",
+    "strategies": "ranks obey it when they load saved state; those that need nodes are refused by launch.mode",
     "failpoints": "ranks obey them",
     "link_bytes_per_second": "predictions",
     "gpu_memory_bytes": "limits, and the number of slots",

@@ -257,3 +257,54 @@ def test_a_layout_is_kept_with_every_kind_of_parallelism(changes: dict[str, Any]
 def test_a_layout_that_cannot_be_kept_is_refused_by_key(changes: dict[str, Any], key: str, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{key}.*{why}"):
         validate(job(KEEP | changes))
+
+
+ELASTIC = {"recovery.min_nodes": 2, "model.num_layers": 6}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recovery.strategies": []}, r"recovery\.strategies=\[\]: must be null or name some of living_state,"),
+        ({"recovery.strategies": ["replicas"]}, r"recovery\.strategies=replicas: is now called living_state$"),
+        ({"recovery.strategies": ["window"]}, r"recovery\.strategies=window: is now called rollback$"),
+        ({"recovery.strategies": ["chekpoint"]}, r"must be one of living_state, .*did you mean 'checkpoint'"),
+        ({"recovery.strategies": ["checkpoint", "checkpoint"]}, "must name each strategy once"),
+        ({"recovery.strategies": ["rollback"]}, r"snapshot\.policy=null: must be given with .*\[rollback\]"),
+        (
+            {"recovery.strategies": ["living_state"]},
+            r"recovery\.min_nodes=null: must be below launch\.num_nodes=3 with",
+        ),
+        (
+            {"recovery.strategies": ["living_state"], **ELASTIC, "recovery.max_restarts": 1},
+            r"recovery\.max_restarts=1: must be 0 with recovery\.strategies=\[living_state\]",
+        ),
+        (
+            {"recovery.strategies": ["checkpoint"], **ELASTIC},
+            r"recovery\.min_nodes=2: must be null with .*recovery\.max_restarts=0: without living_state",
+        ),
+        (
+            {
+                "recovery.strategies": ["checkpoint"],
+                **ELASTIC,
+                "recovery.max_restarts": 1,
+                "nodes.num_spare_nodes": 1,
+            },
+            r"nodes\.num_spare_nodes=1: must be 0 with recovery\.strategies=\[checkpoint\]",
+        ),
+    ],
+    ids=str,
+)
+def test_strategies_are_known_and_possible(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(job(changes))
+
+
+def test_only_chosen_strategies_keep_processes() -> None:
+    chosen = {"recovery.strategies": ["checkpoint"], **ELASTIC, "recovery.max_restarts": 1}
+    config = job(chosen)
+    validate(config)
+    assert config.may_change_nodes and not config.keeps_processes and not config.may_lose_nodes
+    every = job({**chosen, "recovery.strategies": ["checkpoint", "living_state"]})
+    validate(every)
+    assert every.may_lose_nodes and job(ELASTIC).may_lose_nodes

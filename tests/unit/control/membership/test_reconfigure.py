@@ -221,6 +221,15 @@ def test_too_few_nodes_stop_and_all_start_again_where_the_agents_live() -> None:
     job.report()
 
 
+def test_ranks_of_which_none_keeps_its_process_start_again_on_the_remaining_nodes() -> None:
+    job = Job(replace(POLICY, min_nodes=2, max_restarts=1, keeps_processes=False))
+    step = job.see(NodeLost(1, 0.0, "cable"))
+    assert (step.decision, step.reason) == (Decision.STOP, "node 1 was lost: cable")
+    for rank in (0, 1, 4, 5):
+        step = job.see(RankExited(rank, 1, job.now + 1, done=False))
+    assert (step.decision, step.state.members, step.state.num_reforms) == (Decision.RESTART, (0, 2), 0)
+
+
 def test_ranks_that_do_not_speak_in_time_are_named() -> None:
     job = Job(replace(POLICY, reconfigure_timeout_seconds=30.0, position_timeout_seconds=30.0))
     job.die(0)

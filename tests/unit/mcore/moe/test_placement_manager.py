@@ -23,6 +23,7 @@ ALGORITHM = {"algorithm": {"_target_": "megatron_ft.planning.placement.spread.Sp
         ({}, None),
         ({"min_nodes": 2}, 1.0),
         ({"min_nodes": 4}, 0.0),
+        ({"min_nodes": 2, "strategies": ["checkpoint"]}, None),
         ({"min_nodes": 3, "failure_domains": ["a", "a", "b", "c"]}, 2 / 3),
         ({"min_nodes": 2, "failure_domains": ["a", "a", "a", "a"]}, None),
     ],

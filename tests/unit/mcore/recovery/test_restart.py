@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.config.identity import JobIdentity
-from megatron_ft.config.job import JobConfig, RunConfig
+from megatron_ft.config.job import JobConfig, RecoveryConfig, RunConfig
 from megatron_ft.control.node.worker_client import InProcessClient, RankContext, StopFlag
 from megatron_ft.errors import CheckpointError
 from megatron_ft.events import Record, RecoveryStarted
@@ -21,7 +21,9 @@ from tests.unit.snapshot.storage.conftest import make_checkpoint
 AUTO = RunConfig(name="run", resume="auto")
 
 
-def start(run_dir: Path, run: RunConfig = AUTO, *, generation: int = 0) -> tuple[str, list[Record]]:
+def start(
+    run_dir: Path, run: RunConfig = AUTO, *, generation: int = 0, strategies: list[str] | None = None
+) -> tuple[str, list[Record]]:
     """Return the strategy by which a rank continues, and the reports."""
     found, records = recovery(run_dir)
     damage: list[Any] = []
@@ -41,7 +43,7 @@ def start(run_dir: Path, run: RunConfig = AUTO, *, generation: int = 0) -> tuple
         resume_from=run_dir / "checkpoints" if has_state else None,
         worker=InProcessClient(lambda record: None, stop=StopFlag()),
     )
-    config = replace(JobConfig(), run=run)
+    config = replace(JobConfig(), run=run, recovery=RecoveryConfig(strategies=strategies))
     source, window = select_restore_source(config, context, finder, found)  # type: ignore[arg-type]
     return ("rollback" if window else "checkpoint" if source else "start_over"), records
 
@@ -110,3 +112,22 @@ def test_a_long_list_is_cut_and_counted(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"piece 7; and 12 more\. Repair"):
         _check_start_over([f"piece {index}" for index in range(20)], run_dir=tmp_path, start_over=False)
     _check_start_over([], run_dir=tmp_path, start_over=False)
+
+
+def test_a_restart_loads_no_state_whose_strategy_is_not_chosen(tmp_path: Path) -> None:
+    save(tmp_path, 20)
+    make_checkpoint(tmp_path / "checkpoints" / "iter_0000003", 3)
+    assert start(tmp_path, generation=1)[0] == "rollback"
+    source, records = start(tmp_path, generation=1, strategies=["checkpoint"])
+    (chosen,) = [record for record in records if isinstance(record, RecoveryStarted)]
+    assert (source, chosen.strategy, chosen.iteration) == ("checkpoint", "checkpoint", 3)
+    assert chosen.declined == ("window of iteration 20: not chosen: recovery.strategies=[checkpoint]",)
+    assert start(tmp_path, strategies=["checkpoint"])[0] == "rollback", "a user continues the run from any state"
+
+
+def test_a_restart_does_not_start_over_because_a_strategy_is_not_chosen(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "checkpoints" / "iter_0000003", 3)
+    with pytest.raises(CheckpointError, match=r"iter_0000003: not chosen: recovery\.strategies=\[rollback\]"):
+        start(tmp_path, generation=1, strategies=["rollback"])
+    save(tmp_path, 20)
+    assert start(tmp_path, generation=1, strategies=["rollback"])[0] == "rollback"

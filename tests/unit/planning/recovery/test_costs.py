@@ -4,7 +4,7 @@ survival."""
 import dataclasses
 import json
 from itertools import combinations
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -12,6 +12,7 @@ from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import config_of
+from megatron_ft.config.requirements import REQUIREMENTS, Requirement
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.cost.memory import expert_state_bytes
@@ -20,11 +21,18 @@ from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.report import plan_state_copies
 from megatron_ft.planning.placement.stage import StageRequest, first_plans
 from megatron_ft.planning.placement.survival import survival
-from megatron_ft.planning.recovery.costs import cost_of_loss, costs_of_nodes, idle_copies, placer, windows_serve
+from megatron_ft.planning.recovery.costs import (
+    STRATEGIES,
+    cost_of_loss,
+    costs_of_nodes,
+    idle_copies,
+    placer,
+    windows_serve,
+)
 from megatron_ft.planning.recovery.facts import RecoveryFacts
 from megatron_ft.planning.recovery.layout import JobLayouts, MembershipLayout
 from megatron_ft.planning.recovery.living_state import why_no_replicas
-from megatron_ft.planning.recovery.strategy import Stored
+from megatron_ft.planning.recovery.strategy import Cost, Loss, Stored
 from megatron_ft.planning.snapshot.report import SnapshotReport
 from tests.helpers.keys import grouped
 
@@ -435,6 +443,8 @@ def test_replicas_are_used_as_the_job_is_configured() -> None:
     assert why_no_replicas(elastic(min_nodes=None)) == "recovery.min_nodes=null: all nodes are needed"
     assert "placement.algorithm=null" in why_no_replicas(job())
     assert why_no_replicas(elastic(training={"device": "cuda"})) == "training.device=cuda"
+    chosen = elastic(recovery={"strategies": ["checkpoint"]})
+    assert why_no_replicas(chosen) == "recovery.strategies does not contain living_state"
 
 
 def test_windows_serve_what_the_job_is_configured_for() -> None:
@@ -443,6 +453,9 @@ def test_windows_serve_what_the_job_is_configured_for() -> None:
         "the end of the job: run.resume with the same number of ranks loads persisted windows"
     )
     assert windows_serve(job(snapshot={"policy": WINDOWS})).startswith("no failure: recovery.max_restarts=0")
+    assert windows_serve(changed(facts_of(restarting()), recovery={"strategies": ["checkpoint"]}).config) == (
+        "no failure: recovery.strategies does not contain rollback and snapshot.persist_interval_windows=0"
+    )
     kept = grouped(num_nodes=2, keep_layout=True, num_spare_nodes=1)
     assert windows_serve(job(**kept, snapshot={"policy": WINDOWS})).startswith("the loss of a rank or a node")
 
@@ -506,3 +519,113 @@ def test_shards_and_weights_of_a_stage_must_both_live() -> None:
     config = staged(parallel={"use_distributed_optimizer": True}, placement={"state_copies": 2})
     assert cost_of_loss(facts_of(config), [3]).strategy == "living_state"
     assert cost_of_loss(facts_of(config), [2, 3]).strategy != "living_state"
+
+
+# --- predicted seconds -------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_needs_the_speed_of_links_only_if_experts_move() -> None:
+    config = elastic()
+    cost = cost_of_loss(facts_of(config), [2], place=placer(config, JobInputs()))
+    assert cost.moved_bytes and (cost.seconds, cost.why_no_seconds) == (None, ("topology.link_bytes_per_second=null",))
+    config = elastic(topology={"link_bytes_per_second": 1e6})
+    cost = cost_of_loss(facts_of(config), [2], place=placer(config, JobInputs()))
+    faster = changed(facts_of(config), topology={"link_bytes_per_second": 1e9})
+    saved = cost_of_loss(faster, [2], place=placer(config, JobInputs())).seconds
+    assert cost.seconds is not None and saved is not None and saved < cost.seconds
+    assert cost.predicted == f"{cost.seconds:.2g} s"
+
+
+def test_a_prediction_is_a_bound_until_the_run_has_saved_state() -> None:
+    held = facts_of(restarting())
+    bound = cost_of_loss(held, [1], is_gone=False)
+    exact = cost_of_loss(held, [1], is_gone=False, stored=Stored(iteration=40, memory_start=39))
+    assert bound.seconds is not None and exact.seconds is not None and bound.max_iterations is not None
+    assert bound.predicted.startswith("<= ")
+    assert bound.seconds - exact.seconds == pytest.approx((bound.max_iterations - 1) * 1.0)
+    slow = dataclasses.replace(held, iteration_seconds=10.0)
+    assert (cost_of_loss(slow, [1], is_gone=False).seconds or 0.0) > 10.0
+
+
+def test_a_start_by_hand_or_an_unmeasured_window_has_no_prediction() -> None:
+    by_hand = cost_of_loss(facts_of(restarting(persist_interval_windows=1)), [1])
+    assert (by_hand.seconds, by_hand.why_no_seconds) == (None, ("the job is started again by hand",))
+    unmeasured = cost_of_loss(facts_of(restarting(bandwidth_bytes_per_second=None)), [0], is_gone=False)
+    assert unmeasured.why_no_seconds == ("snapshot.bandwidth_bytes_per_second=null",)
+
+
+def test_a_localized_replay_receives_windows_only_for_lost_nodes() -> None:
+    assert cost_of_loss(keeping(), [3]).why_no_seconds == ("topology.link_bytes_per_second=null",)
+    held = changed(keeping(), topology={"link_bytes_per_second": 1e3})
+    gone, died = cost_of_loss(held, [3]).seconds, cost_of_loss(held, [3], is_gone=False).seconds
+    assert gone is not None and died is not None and gone > died
+
+
+# --- recovery.strategies -----------------------------------------------------------------------------------------
+
+
+def test_strategies_and_requirements_have_the_same_names() -> None:
+    assert [strategy.name for strategy in STRATEGIES] == [*REQUIREMENTS, "start_over"]
+
+
+def test_a_strategy_that_is_not_chosen_declines_and_the_next_one_serves() -> None:
+    config = elastic(checkpoint={"save_interval_iterations": 9}, recovery={"max_restarts": 1})
+    assert cost_of_loss(facts_of(config), [1]).strategy == "living_state"
+    cost = cost_of_loss(changed(facts_of(config), recovery={"strategies": ["checkpoint"]}), [1])
+    assert (cost.strategy, cost.is_automatic, cost.max_iterations) == ("checkpoint", True, 9)
+    assert {declined.reason for declined in cost.declined} == {"not chosen: recovery.strategies=[checkpoint]"}
+    only = changed(facts_of(config), recovery={"strategies": ["living_state"], "max_restarts": 0})
+    assert cost_of_loss(only, [1]).strategy == "living_state"
+    by_hand = cost_of_loss(only, [0, 1, 2])
+    assert (by_hand.strategy, by_hand.is_automatic) == ("checkpoint", False), "a user can load any saved state"
+
+
+def test_ranks_do_not_start_over_beside_state_whose_strategy_is_not_chosen() -> None:
+    held = changed(facts_of(restarting()), recovery={"strategies": ["checkpoint"]})
+    cost = cost_of_loss(held, [0], is_gone=False, stored=Stored(iteration=9, memory_start=6))
+    assert (cost.strategy, cost.is_automatic) == ("start_over", False)
+
+
+def test_of_strategies_that_keep_all_iterations_the_fastest_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two strategies that serve any loss: the order of the table decides only if no time or the same time is known."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Serving:
+        name: ClassVar[str] = "living_state"
+        requirements: ClassVar[tuple[Requirement, ...]] = ()
+        seconds: float | None
+
+        def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost:
+            cost = Cost.in_processes(
+                f"{self.seconds}",
+                loss,
+                facts,
+                0,
+                sent_bytes=0,
+                replaces_nodes=False,
+                lost_operators=(),
+                is_bitwise=True,
+            )
+            unknown = () if self.seconds is not None else ("x=null",)
+            return dataclasses.replace(cost, seconds=self.seconds, why_no_seconds=unknown)
+
+    def best(*seconds: float | None) -> str:
+        serving = [Serving(seconds=value) for value in seconds]
+        monkeypatch.setattr("megatron_ft.planning.recovery.costs.STRATEGIES", (*serving, *STRATEGIES))
+        return cost_of_loss(held, [1]).strategy
+
+    held = facts_of(job(launch={"num_nodes": 2}))
+    assert best(3.0, 2.0) == "2.0" and best(2.0, 3.0) == "2.0"
+    assert best(None, 3.0) == "3.0" and best(None, None) == "None"
+
+
+def test_a_checkpoint_that_is_as_new_as_a_window_serves_instead_of_it() -> None:
+    """Ranks choose in the same way (``RecoverySource.choose``)."""
+    held = facts_of(restarting())
+    assert held.snapshot is not None and held.snapshot.window_iterations == 1
+    older = Stored(iteration=40, memory_start=36, checkpoint=35)
+    assert cost_of_loss(held, [0], is_gone=False, stored=older).strategy == "rollback"
+    newer = dataclasses.replace(older, checkpoint=36)
+    cost = cost_of_loss(held, [0], is_gone=False, stored=newer)
+    assert (cost.strategy, cost.max_iterations) == ("checkpoint", 4)
+    assert "the checkpoint of iteration 36 is at least as new" in cost.declined[-1].reason

@@ -1,0 +1,109 @@
+"""``RecoveryTimes``: predicts the seconds from a failure until the ranks train again, from measured constants.
+
+A prediction counts the detection, the forming of the next membership or the start of new processes, the bytes that
+ranks send each other, and the iterations that run again. It does not count reading from storage, because no key states
+the speed of storage. The detection is that of a process or node whose connections are closed by its end; a machine
+that vanishes is detected later, after ``detector.vanished_seconds``.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryWork:
+    """Work of a recovery, from which its time follows."""
+
+    num_ranks: int
+    """Number of ranks after the recovery."""
+    state_bytes: int
+    """Bytes of the state of the largest rank, which a rank builds again; without activations."""
+    restarts_processes: bool
+    """Whether all ranks start again in new processes."""
+    replaces_nodes: bool
+    """Whether other nodes take the places of lost ones while the remaining ranks wait."""
+    sent_bytes: int | None
+    """Most bytes that one rank sends or receives; None if they are not planned."""
+    again_iterations: int | None
+    """Number of iterations that run again; None if it is not known."""
+    again_unknown: tuple[str, ...] = ()
+    """Missing inputs because of which ``again_iterations`` is not known."""
+    is_localized: bool = False
+    """Whether only pipeline stages that lost a rank run these iterations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Predicted time of a recovery, or the reasons why it is not known."""
+
+    seconds: float | None
+    """Seconds from the failure until ranks train again after the newest committed iteration."""
+    unknown: tuple[str, ...] = ()
+    """Missing inputs, e.g. ``snapshot.iteration_seconds=null``; empty if ``seconds`` is known."""
+
+    def validate(self) -> None:
+        """Assert that either the seconds or the missing inputs are given."""
+        assert (self.seconds is None) == bool(self.unknown), f"seconds={self.seconds} with unknown={self.unknown}"
+
+    def summary(self) -> str:
+        """Describe the prediction in one line."""
+        return f"{self.seconds:.2g} s" if self.seconds is not None else f"not known: {', '.join(self.unknown)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryTimes:
+    """Constants of predictions, measured on CPUs. The comments name the committed results in ``benchmarks/results``."""
+
+    # kill-to-commit_cpu_2026-11-23: median of the time from the kill to the next commit (0.76 s), less an iteration
+    # (0.33 s) and the forming of the membership.
+    detection_seconds: float = 0.14
+    """Seconds from the end of a process until the remaining ranks report their positions."""
+    # kill-to-commit_cpu_2026-11-23: median of ``reforming_seconds``, 3 of 4 ranks remain.
+    forming_seconds: float = 0.29
+    """Seconds to form process groups of a few ranks and to build a small model."""
+    # control-plane-scale_cpu_2026-11-22: 0.87 s until the last of 1,024 ranks has its order.
+    forming_rank_seconds: float = 0.00085
+    """Additional seconds for each rank of the next membership."""
+    # faults-from-outside_cpu_2026-11-23: ranks with 475 MB of state form a membership in 1.23 s instead of 0.31 s.
+    built_bytes_per_second: float = 5e8
+    """Bytes of state that a rank builds again in a second."""
+    # faults-from-outside_cpu_2026-11-23: whole nodes in jobs that keep their layout take 0.70 s instead of 0.39 s.
+    replacement_seconds: float = 0.31
+    """Seconds until a spare or restarted node has taken a lost place."""
+    # trace-replay_cpu_2026-11-21: 8.3 s from the start of all processes to the end of an iteration of 0.8 s.
+    restart_seconds: float = 7.5
+    """Seconds from the start of new processes for all ranks until they train."""
+    # recovery-speed_cpu_2026-11-21: median of the time of the replay of one stage, divided by that of all stages.
+    localized_share: float = 0.72
+    """Duration of an iteration that only some stages run again, divided by the duration of an iteration of all."""
+
+    def predict(
+        self, work: RecoveryWork, *, link_bytes_per_second: float | None, iteration_seconds: float | None
+    ) -> Prediction:
+        """Predict the time of ``work``; the keys of missing inputs are in the result."""
+        unknown: list[str] = []
+        sent = _quotient(work.sent_bytes, link_bytes_per_second)
+        if sent is None:
+            is_planned = work.sent_bytes is not None
+            unknown.append("topology.link_bytes_per_second=null" if is_planned else "the transfers are not planned")
+        share = self.localized_share if work.is_localized else 1.0
+        again = None if work.again_iterations is None else 0.0 if work.again_iterations == 0 else iteration_seconds
+        if work.again_iterations is None:
+            unknown += work.again_unknown
+        elif again is None:
+            unknown.append("snapshot.iteration_seconds=null")
+        if unknown:
+            return Prediction(seconds=None, unknown=tuple(unknown))
+        assert sent is not None and again is not None and work.again_iterations is not None, "inputs are known"
+        return Prediction(seconds=self._fixed(work) + sent + work.again_iterations * again * share)
+
+    def _fixed(self, work: RecoveryWork) -> float:
+        built = work.state_bytes / self.built_bytes_per_second
+        forming = self.forming_seconds + self.forming_rank_seconds * work.num_ranks
+        start = self.restart_seconds if work.restarts_processes else 0.0
+        return self.detection_seconds + forming + built + start + self.replacement_seconds * work.replaces_nodes
+
+
+def _quotient(num_bytes: int | None, speed: float | None) -> float | None:
+    if num_bytes == 0:
+        return 0.0
+    return None if num_bytes is None or speed is None else num_bytes / speed

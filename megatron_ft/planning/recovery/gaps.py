@@ -1,0 +1,165 @@
+"""``Gap``: losses after which committed iterations are given up or the job ends, and the keys that would change this.
+
+Candidates follow from the tables of requirements. Each is tried: it is applied to the configuration, checked like any
+configuration, and the losses are computed again with the same ``cost_of_loss``.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from megatron_ft.config.checks.placement import derive_placement
+from megatron_ft.config.inputs import JobInputs
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.requirements import REQUIREMENTS, KeyChange, Requirement
+from megatron_ft.config.validate import validate
+from megatron_ft.errors import ConfigError
+from megatron_ft.planning.placement.stage import StageRequest, first_plans
+from megatron_ft.planning.recovery.costs import cost_of_loss
+from megatron_ft.planning.recovery.facts import RecoveryFacts
+from megatron_ft.planning.recovery.strategy import Cost
+from megatron_ft.planning.snapshot.report import SnapshotReport
+
+_SHOWN_NODES = 8
+_SAVE_INTERVAL = 100
+"""Proposed number of iterations between two dense checkpoints."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """Nodes whose loss gives up committed iterations or ends the job, and the smallest change that was found."""
+
+    nodes: tuple[int, ...]
+    """Nodes, each of which is lost alone."""
+    changes: tuple[str, ...]
+    """Words for the command line that close the gap, e.g. ``recovery.min_nodes=3``; empty if none was found."""
+    strategy: str
+    """Description of the recovery with these changes; empty if no changes were found."""
+    obstacles: tuple[str, ...]
+    """Reason for each strategy that no change makes possible; empty if changes were found."""
+
+    def summary(self) -> str:
+        """Describe the gap and the change in one line."""
+        listed = ", ".join(map(str, self.nodes[:_SHOWN_NODES]))
+        more = f" and {len(self.nodes) - _SHOWN_NODES} more" if len(self.nodes) > _SHOWN_NODES else ""
+        nodes = f"node {listed}" if len(self.nodes) == 1 else f"one of nodes {listed}{more}"
+        if not self.changes:
+            return f"no change of keys was found for the loss of {nodes}: {'; '.join(self.obstacles)}"
+        return f"{' '.join(self.changes)} would recover the loss of {nodes} by {self.strategy}"
+
+
+def find_gaps(config: JobConfig, costs: Sequence[Cost], inputs: JobInputs, vocab_size: int | None) -> tuple[Gap, ...]:
+    """Find the fewest changes of keys that improve the recovery from the loss of single nodes. Model, parallel layout
+    and device stay as they are. Memory limits are not checked; the plan of the changed job checks them.
+
+    Args:
+        config: configuration before values are derived, for one device.
+        costs: costs of losing nodes of the job, from ``costs_of_nodes``.
+        vocab_size: number of entries of the tokenizer.
+    """
+    open_costs = [cost for cost in costs if cost.is_gone and not cost.keeps_processes]
+    if not open_costs:
+        return ()
+    nodes = tuple(node for cost in open_costs for node in cost.lost_nodes)
+    now = max(_badness(cost) for cost in open_costs)
+    found: list[tuple[float, int, float, tuple[KeyChange, ...], str]] = []
+    obstacles: list[str] = []
+    for name in REQUIREMENTS:
+        changes = _changes(config, name)
+        if isinstance(changes, str):
+            obstacles.append(f"{name}: {changes}")
+            continue
+        tried = _try(config, changes, nodes, inputs, vocab_size)
+        if isinstance(tried, str):
+            obstacles.append(f"{name}: {tried}")
+            continue
+        worst = max(tried, key=_badness)
+        if _badness(worst) < now:
+            seconds = inf if worst.seconds is None else worst.seconds
+            found.append((_badness(worst), len(changes), seconds, changes, replace(worst, stages=()).description))
+    if not found:
+        return (Gap(nodes=nodes, changes=(), strategy="", obstacles=tuple(obstacles)),)
+    *_, best, strategy = min(found, key=lambda each: each[:3])
+    return (Gap(nodes=nodes, changes=tuple(map(str, best)), strategy=strategy, obstacles=()),)
+
+
+def _badness(cost: Cost) -> float:
+    # 0: all committed iterations are kept; 1 to 3: they are given up, the job ends, or all iterations are lost.
+    if cost.keeps_processes:
+        return 0
+    return 3 if not cost.is_recoverable else 2 if not cost.is_automatic else 1
+
+
+def _changes(config: JobConfig, name: str) -> tuple[KeyChange, ...] | str:
+    """Return the changes with which the strategy ``name`` may serve the loss of a node, or why there are none."""
+    changed, changes = config, list[KeyChange]()
+    if not config.recovery.may_use(name):
+        changes.append(KeyChange("recovery.strategies", None, "recovery=auto"))
+        changed = changes[0].apply(config)
+    # Applied in two passes, because the remedy of one requirement can make another one necessary.
+    for _ in range(2):
+        for requirement in Requirement.unmet(changed, REQUIREMENTS[name]):
+            if requirement.remedy is None:
+                return ", ".join(Requirement.unmet_values(changed, [requirement]))
+            changes.append(requirement.remedy)
+            changed = requirement.remedy.apply(changed)
+    for change in _switches(changed, name):
+        changes.append(change)
+        changed = change.apply(changed)
+    return tuple(changes)
+
+
+def _switches(config: JobConfig, name: str) -> Iterator[KeyChange]:
+    """Yield the changes of keys that allow the strategy ``name``, once its requirements are met."""
+    num_nodes, recovery, placement = config.launch.num_nodes, config.recovery, config.placement
+    num_domains = len(set(config.member_domains))
+    match name:
+        case "living_state":
+            if recovery.keep_layout:
+                yield KeyChange("recovery.keep_layout", False)
+            if recovery.min_nodes is None or recovery.min_nodes > num_nodes - 1:
+                yield KeyChange("recovery.min_nodes", num_nodes - 1)
+            if placement.min_replicas < 2:
+                yield KeyChange("placement.min_replicas", 2)
+        case "localized_replay":
+            if not recovery.keep_layout:
+                yield KeyChange("recovery.keep_layout", True)
+            if recovery.min_nodes is not None and recovery.min_nodes < num_nodes:
+                yield KeyChange("recovery.min_nodes", None)
+            if not config.nodes.num_spare_nodes and not config.nodes.restart_lost_nodes:
+                yield KeyChange("nodes.num_spare_nodes", 1)
+            copies = config.snapshot.num_peer_copies
+            if not copies or copies > num_domains - 1:
+                yield KeyChange("snapshot.num_peer_copies", 1)
+        case "rollback":
+            if not config.snapshot.persist_interval_windows:
+                yield KeyChange("snapshot.persist_interval_windows", 1)
+            if config.snapshot.num_peer_copies > num_domains - 1:
+                yield KeyChange("snapshot.num_peer_copies", num_domains - 1)
+        case "checkpoint":
+            if not config.checkpoint.save_interval_iterations:
+                interval = min(_SAVE_INTERVAL, config.training.train_iterations)
+                yield KeyChange("checkpoint.save_interval_iterations", interval)
+
+
+def _try(
+    config: JobConfig,
+    changes: Sequence[KeyChange],
+    nodes: Sequence[int],
+    inputs: JobInputs,
+    vocab_size: int | None,
+) -> list[Cost] | str:
+    """Return the cost of losing each of ``nodes`` alone after ``changes``, or why the configuration is refused."""
+    changed = config
+    for change in changes:
+        changed = change.apply(changed)
+    try:
+        validate(changed)
+        changed = derive_placement(changed)
+        plans = []
+        if changed.placement.algorithm is not None:
+            plans = first_plans(changed, StageRequest.of_job(changed), inputs)
+        facts = RecoveryFacts.of(changed, plans, SnapshotReport.of(changed, vocab_size))
+    except ConfigError as error:
+        return str(error)
+    return [replace(cost_of_loss(facts, [node]), declined=()) for node in nodes]

@@ -1,0 +1,88 @@
+"""Tests proposals of keys: a job that is started with the proposed words recovers as proposed."""
+
+import json
+
+import pytest
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.requirements import KeyChange
+from megatron_ft.corpus.samples import DataSummary
+from megatron_ft.planning.job import JobPlan, with_slots
+from megatron_ft.planning.recovery.gaps import Gap
+from megatron_ft.planning.render import render
+from pretrain_moe import compose
+from tools.can_recover import ask_config
+
+DATA = DataSummary(sources=(), tokenizer_vocab_size=257, vocab_size=384, eod=256)
+FOUR = ("launch.num_nodes=4", "launch.ranks_per_node=1", "training.device=cpu")
+WHOLE = ("parallel.use_distributed_optimizer=false",)
+ELASTIC = ("placement=overlap_search", "recovery.min_nodes=3")
+
+
+def plan_of(*words: str) -> JobPlan:
+    given, _ = compose(list(words))
+    config, _ = with_slots(given, "cpu", lambda: DATA)
+    return JobPlan.of(config, DATA, device="cpu", with_losses=True, given=given)
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "strategy"),
+    [
+        (WHOLE, ["placement=overlap_search", "recovery.min_nodes=3"], "living_state"),
+        ((), ["placement.state_copies=2", "placement=overlap_search", "recovery.min_nodes=3"], "living_state"),
+        ((*WHOLE, "placement=overlap_search"), ["recovery.min_nodes=3"], "living_state"),
+        ((*WHOLE, *ELASTIC, "placement.min_replicas=1"), ["placement.min_replicas=2"], "living_state"),
+        (
+            ("parallel.pipeline_model_parallel_size=2", "snapshot=sparse_window"),
+            ["recovery.keep_layout=true", "nodes.num_spare_nodes=1"],
+            "localized_replay",
+        ),
+        (
+            ("parallel.tensor_model_parallel_size=2", "snapshot=sparse_window", "snapshot.num_peer_copies=0"),
+            ["recovery.keep_layout=true", "nodes.num_spare_nodes=1", "snapshot.num_peer_copies=1"],
+            "localized_replay",
+        ),
+        (
+            (*WHOLE, *ELASTIC, "recovery=checkpoint", "checkpoint.save_interval_iterations=5"),
+            ["recovery=auto"],
+            "living_state",
+        ),
+    ],
+    ids=str,
+)
+def test_the_proposed_words_close_the_gap(words: tuple[str, ...], changes: list[str], strategy: str) -> None:
+    plan = plan_of(*FOUR, *words)
+    assert any(not cost.keeps_processes for cost in plan.losses)
+    (gap,) = plan.gaps
+    assert (list(gap.changes), gap.strategy, gap.obstacles) == (changes, strategy, ())
+    assert f"{' '.join(changes)} would recover the loss of one of nodes 0, 1, 2, 3 by {strategy}" in render(plan)
+    assert json.loads(json.dumps(plan.to_json()))["gaps"][0]["changes"] == changes
+    without = [word for word in words if word.partition("=")[0] not in {each.partition("=")[0] for each in changes}]
+    for node in range(4):
+        cost = ask_config([*FOUR, *without, *changes], [node], is_gone=True).cost
+        assert (cost.strategy, cost.max_iterations == 0 or strategy == "localized_replay") == (strategy, True)
+
+
+def test_a_job_that_keeps_all_iterations_has_no_gap() -> None:
+    assert plan_of(*FOUR, *WHOLE, *ELASTIC).gaps == ()
+
+
+def test_without_a_change_that_keeps_all_iterations_a_checkpoint_is_proposed() -> None:
+    layout = ("parallel.pipeline_model_parallel_size=2", "model.untie_embeddings_and_output_weights=false")
+    (gap,) = plan_of(*FOUR, *layout).gaps
+    assert (gap.changes, gap.strategy) == (("checkpoint.save_interval_iterations=60",), "checkpoint, by hand")
+    (none,) = plan_of(*FOUR, *layout, "checkpoint.save_interval_iterations=5").gaps
+    assert none.changes == () and len(none.obstacles) >= 2
+    assert "living_state: parallel.pipeline_model_parallel_size=2" in none.summary()
+    assert "localized_replay: model.untie_embeddings_and_output_weights=false: must be true" in none.summary()
+
+
+def test_many_nodes_are_counted() -> None:
+    gap = Gap(nodes=tuple(range(20)), changes=("a=1",), strategy="x", obstacles=())
+    assert gap.summary() == "a=1 would recover the loss of one of nodes 0, 1, 2, 3, 4, 5, 6, 7 and 12 more by x"
+
+
+def test_a_change_of_a_key_is_a_word() -> None:
+    assert str(KeyChange("recovery.keep_layout", True)) == "recovery.keep_layout=true"
+    changed = KeyChange("recovery.min_nodes", 3).apply(JobConfig())
+    assert changed.recovery.min_nodes == 3 and JobConfig().recovery.min_nodes is None
