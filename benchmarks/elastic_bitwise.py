@@ -89,12 +89,20 @@ class Job:
     kills_nodes: bool = True
     """Whether whole nodes are killed from outside after their ranks have stopped themselves. If not, ranks kill
     themselves."""
+    num_nodes: int = NUM_NODES
+    layout: Sequence[str] = ()
+    """Overrides of the nodes and the parallel layout, which the reference needs as well."""
 
     @property
     def overrides_and_faults(self) -> list[str]:
         """Return the overrides of the job, including its failpoints."""
         action = "stop" if self.kills_nodes else "kill"
-        return [*self.overrides, failpoints([{**fault, "action": action} for fault in self.faults])]
+        return [*self.layout, *self.overrides, failpoints([{**fault, "action": action} for fault in self.faults])]
+
+    @property
+    def overrides_of_reference(self) -> list[str]:
+        """Return the overrides of a job without faults that computes the same."""
+        return [*self.layout, *(w for w in self.overrides if not w.startswith((*ABOUT_NODES, "checkpoint.")))]
 
     def killer(self, run_dir: Path) -> Callable[[Sequence[Any]], bool]:
         """Return a function that injects the kills from outside, and returns whether the job may end."""
@@ -180,8 +188,8 @@ class Campaign:
 
     bench: Bench
     jobs: Sequence[Job]
-    undisturbed: dict[int, Recorded]
-    """Undisturbed runs, by variant."""
+    undisturbed: dict[Sequence[str], Recorded]
+    """Undisturbed runs, by their overrides."""
 
     def execute(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
         """Execute trials and yield their outcomes."""
@@ -191,7 +199,7 @@ class Campaign:
         """Run the job with its faults, then its reference. Return an outcome for each fault."""
         is_at_once = job.kind == "at_once"
         killer = job.killer(self.bench.next_run_dir)
-        words = [word for word in job.overrides if not word.startswith((*ABOUT_NODES, "checkpoint."))]
+        words = job.overrides_of_reference
         with self.bench.running(job.overrides_and_faults, until=killer) as run:
             killed = Recorded.of(run, restarts=is_at_once)
             killed.problems.extend(f"not injected: {text}" for text in getattr(killer, "problems", ()))
@@ -199,16 +207,16 @@ class Campaign:
             if is_at_once and served is not None:
                 return [self._against_resumed(job, killed, served, words, run.run_dir)] * len(job.faults)
         end = f"training.exit_at_iteration={killed.last_iteration}"
-        reference = self.bench.run([*words, *scripted(killed.changes, killed.orders, NUM_NODES), end])
+        reference = self.bench.run([*words, *scripted(killed.changes, killed.orders, job.num_nodes), end])
         common = [*killed.problems, *(f"scripted: {text}" for text in reference.problems)]
         if is_at_once:
             last = killed.last_iteration - 1
             problems = [*common, *killed.differences(reference, 1, last)]
             return [_judge_at_once(job, killed, problems, killed.num_compared(reference, 1, last))] * len(job.faults)
-        distance = killed.distance(self._undisturbed(job, words), COMPARED_ITERATIONS)
+        distance = killed.distance(self._undisturbed(words), COMPARED_ITERATIONS)
         if distance > TOLERANCE and "params_dtype" not in " ".join(job.overrides):
             common.append(f"a loss is {distance:.1e} from that of the undisturbed run")
-        return [_outcome(job, fault, killed, reference, common, distance) for fault in job.faults]
+        return [outcome_of(job, fault, killed, reference, common, distance) for fault in job.faults]
 
     def _against_resumed(self, job: Job, killed: Recorded, served: Any, words: Sequence[str], run_dir: Path) -> Outcome:
         """Compare a job that loaded a checkpoint with a run on the remaining nodes that loads the same checkpoint."""
@@ -232,15 +240,15 @@ class Campaign:
             num_compared = killed.num_compared(reference, loaded + 1, last - 1)
         return _judge_at_once(job, killed, problems, num_compared)
 
-    def _undisturbed(self, job: Job, words: Sequence[str]) -> Recorded:
-        variant = job.number % len(VARIANTS)
-        if variant not in self.undisturbed:
+    def _undisturbed(self, words: Sequence[str]) -> Recorded:
+        key = tuple(words)
+        if key not in self.undisturbed:
             end = f"training.exit_at_iteration={COMPARED_ITERATIONS}"
-            self.undisturbed[variant] = self.bench.run([*words, end])
-        return self.undisturbed[variant]
+            self.undisturbed[key] = self.bench.run([*words, end])
+        return self.undisturbed[key]
 
 
-def _outcome(
+def outcome_of(
     job: Job, fault: Row, killed: Recorded, reference: Recorded, common: Sequence[str], distance: float
 ) -> Outcome:
     """Judge the outcome of one fault."""
