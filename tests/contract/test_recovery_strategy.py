@@ -70,7 +70,7 @@ def facts_of(job: str) -> RecoveryFacts:
     config: JobConfig = derive_placement(from_dict({"model": MODEL, "launch": launch, **JOBS[job]}))
     plans = []
     if config.placement.algorithm is not None:
-        plans = first_plans(config, StageRequest.of_job(config, NUM_NODES), JobInputs())
+        plans = first_plans(config, StageRequest.of_job(config), JobInputs())
     return RecoveryFacts.of(config, plans, SnapshotReport.of(config, 257))
 
 

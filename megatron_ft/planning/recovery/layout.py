@@ -223,6 +223,8 @@ def _layout_on(job: JobLayouts, nodes: tuple[int, ...], base: MembershipLayout |
     living, start = processes_of(nodes), range(job.num_nodes)
     is_initial = base is None and nodes == tuple(start)
     if is_initial or job.keeps_layout or job.tensor_size * job.context_size * job.num_stages == 1:
+        if not living:
+            return Declined(reason="no node is left")
         layout = job.initial(living)
     else:
         former = job.initial(processes_of(start) if base is None else base.processes)

@@ -67,16 +67,6 @@ def test_a_job_that_keeps_all_iterations_has_no_gap() -> None:
     assert plan_of(*FOUR, *WHOLE, *ELASTIC).gaps == ()
 
 
-def test_without_a_change_that_keeps_all_iterations_a_checkpoint_is_proposed() -> None:
-    layout = ("parallel.pipeline_model_parallel_size=2", "model.untie_embeddings_and_output_weights=false")
-    (gap,) = plan_of(*FOUR, *layout).gaps
-    assert (gap.changes, gap.strategy) == (("checkpoint.save_interval_iterations=60",), "checkpoint, by hand")
-    (none,) = plan_of(*FOUR, *layout, "checkpoint.save_interval_iterations=5").gaps
-    assert none.changes == () and len(none.obstacles) >= 2
-    assert "living_state: parallel.pipeline_model_parallel_size=2" in none.summary()
-    assert "localized_replay: model.untie_embeddings_and_output_weights=false: must be true" in none.summary()
-
-
 def test_many_nodes_are_counted() -> None:
     gap = Gap(nodes=tuple(range(20)), changes=("a=1",), strategy="x", obstacles=())
     assert gap.summary() == "a=1 would recover the loss of one of nodes 0, 1, 2, 3, 4, 5, 6, 7 and 12 more by x"
