@@ -1,10 +1,9 @@
 """Forms the process groups of the next membership in the same processes, and restores state from expert replicas.
 
-Experts of lost ranks have replicas on other ranks of the stage. All ranks of a model part, which is a pipeline stage
-and a tensor-parallel coordinate, have the same other state. A rank that keeps its model part keeps its state and its
-random number generators. Ranks that join, or that come from another model part, receive the state of their part; the
-latter also send the state of their former part. Jobs with ``recovery.keep_layout`` restore state with ``localized.py``
-instead.
+Experts of lost ranks have replicas on other ranks of the stage. All ranks of a model part (pipeline stage and tensor
+coordinate) have the same other state. A rank that keeps its part keeps its state and random number generators. Ranks
+that join, or come from another part, receive the state of their part. Jobs with ``recovery.keep_layout`` restore state
+with ``localized.py`` instead.
 """
 
 import time
@@ -348,9 +347,8 @@ class ElasticTrainer(Trainer):
             pp=groups.pg_collection.pp,
         )
         plan = replay.plan
-        self.report(
-            RecoveryStarted(generation=self.context.generation, strategy="localized_replay", iteration=plan.target)
-        )
+        generation = self.context.generation
+        self.report(RecoveryStarted(generation=generation, strategy="localized_replay", iteration=plan.target))
         state, votes, window_plan, group_keys = replay.share()
         failpoints.hit("reform_build", target)
         engine = self.engine
@@ -559,14 +557,8 @@ class ElasticTrainer(Trainer):
         context = self.context
         # Without a placement, a rank has the same state in every membership, so the generation does not matter.
         generation = 0 if placement is None else context.generation
-        return Holding(
-            generation=generation,
-            rank=context.rank,
-            part=self._part,
-            nodes=self.members,
-            placement=placement,
-            **more,
-        )
+        here = {"rank": context.rank, "part": self._part, "nodes": self.members}
+        return Holding(generation=generation, placement=placement, **here, **more)
 
     @property
     def _part(self) -> int:
