@@ -44,13 +44,7 @@ class Requirement:
         return [requirement for requirement in requirements if not requirement.is_met(config)]
 
 
-_NO_CUDA = Requirement(
-    key="training.device",
-    value="cuda",
-    is_excluded=True,
-    instead="cpu",
-    reason="this version cannot create NCCL communicators again after a rank was lost",
-)
+_NO_ABORT = "this version cannot abort NCCL communicators, so no process can continue after a rank was lost"
 
 
 def _has_copies_of_shards(config: JobConfig) -> bool:
@@ -87,7 +81,14 @@ REPLICAS: tuple[Requirement, ...] = (
         instead="given",
         reason="experts of a lost node survive only as replicas on other nodes; choose e.g. placement=overlap_search",
     ),
-    _NO_CUDA,
+    Requirement(
+        key="recovery.keep_processes",
+        value=False,
+        is_excluded=True,
+        instead="true or null",
+        reason="replicas are in the memory of running ranks; restarted ranks need recovery.keep_layout=true",
+    ),
+    Requirement(key="training.device", value="cuda", is_excluded=True, instead="cpu", reason=_NO_ABORT),
 )
 """Values that keys must have so that a job can continue on fewer nodes: with them non-expert state is on every rank, or
 each shard of it has copies on several nodes, and experts have replicas."""
@@ -106,10 +107,25 @@ KEPT_LAYOUT: tuple[Requirement, ...] = (
         instead="given",
         reason="a stage that loses a rank restarts from a window; choose e.g. snapshot=sparse_window",
     ),
-    _NO_CUDA,
+    Requirement(
+        key="recovery.keep_processes",
+        value=True,
+        is_excluded=True,
+        instead="false or null",
+        reason=f"{_NO_ABORT}; with training.device=cuda all ranks start again",
+        unless=lambda config: config.training.device != "cuda",
+    ),
+    Requirement(
+        key="recovery.max_restarts",
+        value=0,
+        is_excluded=True,
+        instead="above 0",
+        reason="all ranks start again after a loss (recovery.keep_processes=false, which null means on CUDA)",
+        unless=lambda config: config.keeps_processes,
+    ),
 )
 """Values that keys must have so that a job can keep its layout: other nodes replace the lost nodes, and the pipeline
-stages of the lost nodes replay."""
+stages of the lost nodes replay, or all stages after a restart of all ranks."""
 
 
 def value_of(config: JobConfig, key: str) -> Any:

@@ -35,7 +35,7 @@ def _check_survival(config: JobConfig) -> None:
     if recovery.keep_layout:
         _check_keeps_layout(config)
         return
-    if not changes and not config.may_lose_nodes:
+    if not changes and not config.may_change_nodes:
         return
     feature = config.why_nodes_change or "a testing.membership_schedule"
     instead = ""
@@ -81,7 +81,7 @@ def _check_schedule(config: JobConfig) -> list[MembershipChange]:
         earliest = change.before_iteration
         changes.append(change)
     require(
-        not changes or not config.may_lose_nodes,
+        not changes or not config.may_change_nodes,
         key,
         schedule,
         f"must be empty with {config.why_nodes_change}: nodes change by the schedule or by failures, not by both",
@@ -164,7 +164,7 @@ def _check_replays_exactly(config: JobConfig) -> None:
     )
     stages = config.parallel.pipeline_model_parallel_size
     require(
-        stages == 1 or config.model.untie_embeddings_and_output_weights,
+        stages == 1 or config.model.untie_embeddings_and_output_weights or not config.keeps_processes,
         "model.untie_embeddings_and_output_weights",
         config.model.untie_embeddings_and_output_weights,
         f"must be true with {feature} and parallel.pipeline_model_parallel_size={stages}: the upstream log does "

@@ -214,6 +214,9 @@ class Phase(Enum):
     """All remaining ranks have reported; the job waits for nodes that take the places of lost ones."""
     STOPPING = "stopping"
     KILLING = "killing"
+    REPLACING = "replacing"
+    """All ranks have ended after a failure; the job waits for nodes that take the places of lost ones, and then starts
+    all ranks again."""
     ENDED = "ended"
 
 
@@ -281,6 +284,9 @@ class MembershipPolicy:
     restart_lost_nodes: bool = False
     keeps_layout: bool = False
     """Whether every membership has ``num_nodes`` nodes, so that other nodes take the places of lost ones."""
+    keeps_processes: bool = True
+    """Whether ranks on the remaining nodes continue in their processes after a loss. Otherwise all ranks are restarted,
+    and the ranks of a node are only started when the node is a member."""
     starts_nodes: bool = True
     """Whether the job starts agents; otherwise nodes start by themselves."""
 
@@ -303,6 +309,7 @@ class MembershipPolicy:
             max_node_restarts=nodes.max_node_restarts,
             restart_lost_nodes=nodes.restart_lost_nodes,
             keeps_layout=recovery.keep_layout,
+            keeps_processes=config.keeps_processes,
             starts_nodes=starts_nodes,
         )
 
@@ -322,9 +329,19 @@ class MembershipPolicy:
         return self.most_nodes - self.num_spare_nodes
 
     @property
+    def may_change_nodes(self) -> bool:
+        """Whether the job continues when nodes are lost, leave or join, with the living ranks or after a restart."""
+        return self.keeps_layout or self.fewest_nodes < self.most_nodes
+
+    @property
     def may_lose_nodes(self) -> bool:
         """Whether the job continues with the living ranks when nodes are lost, leave or join."""
-        return self.keeps_layout or self.fewest_nodes < self.most_nodes
+        return self.may_change_nodes and self.keeps_processes
+
+    @property
+    def restarts_agents(self) -> bool:
+        """Whether a lost node gets only an agent again, because its ranks start with those of all other nodes."""
+        return self.restart_lost_nodes and not self.keeps_processes
 
     @property
     def world_size(self) -> int:
@@ -427,6 +444,8 @@ class State:
     num_reforms: int = 0
     """Number of generations after which ranks continued in their processes, without a restart."""
     interrupted: bool = False
+    reached_iteration: int = 0
+    """Latest iteration that an ended rank of this generation had reached."""
     furthest_iteration: int = 0
     """Latest iteration in which an earlier generation failed."""
     num_restarts: int = 0
@@ -452,11 +471,21 @@ class State:
     def num_restarts_without_progress(self) -> int:
         """Number of restarts of all ranks since the job last made progress.
 
-        It is 0 if this generation failed in a later iteration than all earlier generations. The iteration of the first
-        failed rank counts, because a fault that recurs occurs in the same iteration.
+        It is 0 if this generation failed in a later iteration than all earlier generations.
+        """
+        return 0 if self.failed_iteration > self.furthest_iteration else self.num_restarts
+
+    @property
+    def failed_iteration(self) -> int:
+        """Iteration in which this generation failed; 0 if it has not failed, or failed before its first iteration.
+
+        The iteration of the first failed rank counts, because a fault that recurs occurs in the same iteration. A lost
+        node reports no iteration, so the latest iteration of the other ranks counts.
         """
         first = self.first_failure
-        return 0 if first is not None and first.iteration > self.furthest_iteration else self.num_restarts
+        if first is None:
+            return 0
+        return self.reached_iteration if first.rank is None else first.iteration
 
     @property
     def outcome(self) -> Outcome:

@@ -50,7 +50,7 @@ def means_of(
         failure_domains=_domains(config, range(max(launch.num_nodes, *(node + 1 for node in present)))),
         stages=tuple(_stages(topology, range(place * size, (place + 1) * size)) for place in range(len(present))),
         operators=tuple(_held(of_present, topology, plans)),
-        min_nodes=recovery.min_nodes if config.may_lose_nodes else None,
+        min_nodes=recovery.min_nodes if config.may_change_nodes else None,
         uncovered=_uncovered(config),
         # Recovery from replicas is only possible with one pipeline stage.
         placement=plans[0] if len(plans) == 1 else None,
@@ -80,7 +80,7 @@ def why_no_replicas(config: JobConfig) -> str:
     """
     if config.placement.algorithm is None:
         return "placement.algorithm=null"
-    if config.recovery.min_nodes is None or not config.may_lose_nodes:
+    if config.recovery.min_nodes is None or not config.may_change_nodes:
         return "recovery.min_nodes=null: the loss of a node ends the job"
     return "; ".join(_uncovered(config))
 
