@@ -31,7 +31,15 @@ from megatron_ft.control.admin import AdminClient, JobNotRunning
 from megatron_ft.control.rundir import RUN_ID_NAME, RunId
 from megatron_ft.corpus.samples import check_data
 from megatron_ft.errors import EXIT_OK, CheckpointError, ConfigError, DataError, MegatronFtError, RecoveryError
-from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record, RunStarted, WindowCommitted
+from megatron_ft.events import (
+    MembershipChanged,
+    PlacementInForce,
+    RanksReady,
+    RanksRestarted,
+    Record,
+    RunStarted,
+    WindowCommitted,
+)
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.devices import DeviceChoice, other_device
 from megatron_ft.planning.job import with_slots
@@ -213,8 +221,13 @@ def since_start(events: Sequence[Record]) -> Sequence[Record]:
 
 def members(config: JobConfig, events: Sequence[Record]) -> tuple[int, ...]:
     """Return the nodes of the newest membership in the run's records; the configured nodes if there was no change."""
-    changes = [event for event in since_start(events) if isinstance(event, MembershipChanged)]
-    return tuple(sorted(changes[-1].nodes)) if changes else tuple(range(config.launch.num_nodes))
+    nodes, is_restarting = (), False
+    for event in events:
+        if isinstance(event, RunStarted):  # by a new job, unless the same job has restarted its ranks
+            nodes, is_restarting = nodes if is_restarting else (), False
+        elif isinstance(event, (MembershipChanged, RanksRestarted)):
+            nodes, is_restarting = event.nodes, isinstance(event, RanksRestarted)
+    return tuple(sorted(nodes)) or tuple(range(config.launch.num_nodes))
 
 
 def ask_run(path: Path, lost: Sequence[int], *, is_gone: bool, as_if_running: bool) -> Answer:

@@ -392,7 +392,8 @@ class Controller:
             ranks={str(node): list(policy.ranks_of(node)) for node in nodes},
             nodes=[node for node in state.members for _ in range(policy.ranks_per_node)],
             is_joining=is_joining,
-            sidecars=by_name(self._sidecars),
+            # Without lost nodes: ranks would wait for the answers of their snapshot servers.
+            sidecars=by_name({n: found for n, found in self._sidecars.items() if n in state.nodes.registered}),
         )
         self._num_starts += 1
         self._order(order)

@@ -191,14 +191,7 @@ def _restart(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
         furthest_iteration=max(state.furthest_iteration, state.failed_iteration),
         num_restarts=state.num_restarts_without_progress + 1,
     )
-    return Step(restarted, Decision.RESTART, f"{first.detail}{_describe_replaced(policy, state.members, members)}")
-
-
-def _describe_replaced(policy: MembershipPolicy, before: tuple[int, ...], after: tuple[int, ...]) -> str:
-    if not policy.keeps_layout:
-        return ""
-    places = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
-    return "".join(f"; node {new} takes the place of node {old}" for old, new in places)
+    return Step(restarted, Decision.RESTART, first.detail)
 
 
 def _restartable(policy: MembershipPolicy, state: State) -> tuple[int, ...]:

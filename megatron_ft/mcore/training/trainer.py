@@ -32,7 +32,7 @@ from megatron_ft.mcore.groups import Collectives, Groups
 from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager, PreviousPlacement
 from megatron_ft.mcore.recovery.restart import recorded_placement, select_restore_source
 from megatron_ft.mcore.recovery.upstream_log import keep_log, replay_window
-from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, replay_config
+from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, VOTE, LocalWindow, replay_config
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.mcore.state.carried import MembershipStart
@@ -45,7 +45,7 @@ from megatron_ft.mcore.training.reporting import (
     placement_record,
     run_started,
 )
-from megatron_ft.planning.iteration import BatchPlan
+from megatron_ft.planning.iteration import BatchPlan, Vote
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.memory import PeerAssignment
@@ -152,7 +152,7 @@ class Trainer:
             self.report_placement("resumed" if source is not None or window is not None else "first")
         # Only after the replay, because new windows may need the memory of the window that was replayed.
         if client is not None:
-            self.take_snapshots(client, None if window is None else (window.stored, window.plan_in_force))
+            self._continue_snapshots(client, window)
         # The gather is also a barrier: the job is ready when its slowest rank has loaded its state.
         process_ids = tuple(self.collectives.gather(os.getpid()))
         seconds = time.monotonic() - started
@@ -506,6 +506,17 @@ class Trainer:
         # Other records are dropped, because the recovery that replays these stages is reported as a whole.
         if isinstance(record, SnapshotProblem):
             self.report_own(record)
+
+    def _continue_snapshots(self, client: KeeperClient, window: LocalWindow | None) -> None:
+        if window is None:
+            self.take_snapshots(client, None)
+            return
+        snapshots = self.take_snapshots(client, (window.stored, window.plan_in_force))
+        is_older = window.window.start_iteration < self.engine.iteration
+        # A part that was fetched from a peer has no other copy, so until a newer window is committed, the loss of that
+        # peer would end the run.
+        if self.collectives.any(window.stored.where == "copy") and is_older:
+            snapshots.capture_whole(Vote.from_record(window.header(window.window.num_slices - 1, VOTE)))
 
     def take_snapshots(self, client: KeeperClient, resumed: tuple[StoredWindow, WindowPlan] | None) -> Snapshotter:
         """Create the ``Snapshotter`` of this rank, which captures windows from now on.

@@ -1,0 +1,156 @@
+"""Tests jobs that train a real model, lose ranks and whole nodes, and start all ranks again on spare or restarted nodes
+(``recovery.keep_processes=false``)."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ft.control.admin import AdminClient
+from megatron_ft.errors import CheckpointError, RankFailed
+from megatron_ft.failures.injecting import Injector
+from megatron_ft.testing.jobs import JobResult, run_job, start, wait
+from tests.distributed.test_inject_failures import read
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+NUM_ITERATIONS = 26
+PATIENCE_SECONDS = 150.0
+MODEL = (
+    "model=moe_micro",
+    f"training.train_iterations={NUM_ITERATIONS}",
+    "training.micro_batch_size=1",
+    "training.global_batch_size=4",
+    "training.eval_interval_iterations=0",
+    "training.digest_interval_iterations=1",
+    "optimizer.lr_warmup_iterations=1",
+    "checkpoint.save_at_end=false",
+    "telemetry.wandb=disabled",
+    "recovery.keep_layout=true",
+    "recovery.keep_processes=false",
+    "recovery.max_restarts=2",
+    "snapshot=sparse_window",
+    "snapshot.num_peer_copies=1",
+    "snapshot.iteration_seconds=1",
+)
+LAYOUTS = {
+    "pp1": (
+        "launch.num_nodes=2",
+        "parallel.use_distributed_optimizer=false",
+        "snapshot.bandwidth_bytes_per_second=4e5",
+    ),
+    "pp2 sharded": (
+        "launch.num_nodes=4",
+        "parallel.pipeline_model_parallel_size=2",
+        "parallel.expert_model_parallel_size=2",
+        "parallel.use_distributed_optimizer=true",
+        "precision=bf16",
+        "snapshot.bandwidth_bytes_per_second=2e5",
+    ),
+}
+SPARE, AGAIN = "nodes.num_spare_nodes=1", "nodes.restart_lost_nodes=true"
+
+
+def words(layout: str, *overrides: str, faults: Sequence[str] = ()) -> list[str]:
+    quoted = ", ".join(f"'{fault}'" for fault in faults)
+    return [*MODEL, *LAYOUTS[layout], f"testing.failpoints=[{quoted}]", "run.name=job", *overrides]
+
+
+def run_killing_nodes(overrides: Sequence[str], *, forkserver: str, runs: Path) -> JobResult:
+    """Run a job. The node of each rank that a failpoint stops is killed: agent, snapshot server and ranks at once."""
+    command = [sys.executable, "pretrain_moe.py", *overrides, f"run.dir={runs}", f"launch.forkserver_socket={forkserver}"]
+    console, run_dir = start(command), runs / "job"
+    injector = Injector(run_dir=run_dir, ranks_per_node=1, connect=lambda: AdminClient(run_dir))
+    try:
+        deadline, killed = time.monotonic() + PATIENCE_SECONDS, 0
+        while console.poll() is None and time.monotonic() < deadline:
+            path = run_dir / "failpoints.jsonl"
+            stopped = [hit for hit in (read(path) if path.exists() else []) if hit["action"] == "stop"]
+            for hit in stopped[killed:]:
+                injector.kill([hit["node"]])
+            killed = len(stopped)
+            time.sleep(0.05)
+    finally:
+        output = wait(console, 10)
+    return JobResult(console.returncode, run_dir, output)
+
+
+def of_kind(job: JobResult, kind: str) -> list[dict[str, Any]]:
+    return [event for event in job.records() if event["kind"] == kind]
+
+
+def digests(job: JobResult) -> set[tuple[int, tuple[str, ...]]]:
+    """Return the digests of all ranks' states after each iteration, from whichever generation reported them."""
+    return {(event["iteration"], tuple(event["digests"])) for event in of_kind(job, "state_digest")}
+
+
+def losses(job: JobResult) -> set[tuple[int, float]]:
+    return {(record["iteration"], record["loss"]) for record in job.records("metrics.jsonl") if "loss" in record}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, warm_forkserver: str) -> Iterator[dict[str, JobResult]]:
+    jobs = {}
+    for layout in LAYOUTS:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        jobs[layout] = run_job(words(layout, SPARE), forkserver=warm_forkserver, runs=folder)
+        assert jobs[layout].exit_code == 0, jobs[layout].output
+        assert len(digests(jobs[layout])) == NUM_ITERATIONS
+    return jobs
+
+
+def stop(rank: int, iteration: int, phase: str, generation: int = 0) -> str:
+    """Return a failpoint after which the rank's node is killed while the other ranks wait for the rank."""
+    return f'stop(rank={rank},at_iteration={iteration},phase="{phase}",generation={generation})'
+
+
+def kill(rank: int, iteration: int, phase: str, generation: int = 0) -> str:
+    return f'kill(rank={rank},at_iteration={iteration},phase="{phase}",generation={generation})'
+
+
+CASES: dict[str, tuple[str, list[str], list[str], list[tuple[int, ...]]]] = {
+    "a rank": ("pp1", [SPARE], [kill(1, 17, "dispatch")], [(0, 1)]),
+    "a node, a spare": ("pp1", [SPARE], [stop(0, 17, "grad_sync")], [(2, 1)]),
+    "a node that returns": ("pp2 sharded", [AGAIN], [stop(2, 18, "backward")], [(0, 1, 2, 3)]),
+    "a node between vote and update": ("pp2 sharded", [SPARE], [stop(3, 19, "vote_after")], [(0, 1, 2, 4)]),
+    "a spare, then the node that it replaced": (
+        "pp2 sharded",
+        [SPARE, AGAIN],
+        [stop(1, 18, "gather"), stop(0, 22, "forward", 1)],
+        [(0, 4, 2, 3), (1, 4, 2, 3)],
+    ),
+    "a second node while ranks are built": (
+        "pp2 sharded",
+        [SPARE, AGAIN, "recovery.max_restarts=3"],
+        [stop(1, 18, "forward"), 'stop(rank=3,phase="build",generation=1)'],
+        [(0, 4, 2, 3), (0, 4, 2, 1)],
+    ),
+    "a second node while windows are replayed": (
+        "pp1",
+        [SPARE, AGAIN],
+        [stop(1, 18, "capture"), 'stop(rank=1,phase="replay",passes=2,generation=1)'],
+        [(0, 2), (0, 1)],
+    ),
+}
+"""Layout, overrides, faults, and the node at each place after each restart, by name."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_undisturbed_bits(
+    tmp_path: Path, warm_forkserver: str, undisturbed: dict[str, JobResult], name: str
+) -> None:
+    layout, overrides, faults, memberships = CASES[name]
+    job = run_killing_nodes(words(layout, *overrides, faults=faults), forkserver=warm_forkserver, runs=tmp_path)
+    assert job.exit_code == 0, job.output
+    assert len(job.records("failpoints.jsonl")) == len(faults)
+    started = of_kind(job, "recovery_started")
+    assert {(event["strategy"], event["source"]) for event in started} == {("window", "memory")}, job.output
+    assert [tuple(event["nodes"]) for event in of_kind(job, "ranks_restarted")] == memberships
+    assert digests(job) == digests(undisturbed[layout]) and losses(job) == losses(undisturbed[layout])
+    # Committed iterations are not lost beyond two windows.
+    (planned, *_) = of_kind(job, "snapshot_planned")
+    for event, restarted in zip(started, of_kind(job, "ranks_restarted"), strict=True):
+        assert restarted["iteration"] - event["iteration"] <= 2 * planned["window_iterations"] + 1
