@@ -366,14 +366,15 @@ class NodeRules:
         if step is not None:
             # Each ordered start has the whole time, and so has the start that follows a failed one.
             return replace(step, state=replace(step.state, deadline_seconds=now.seconds + timeout_seconds))
-        num_coming = len(nodes.wanted | self._expected(state)) + sum(
-            record.agent is AgentState.STARTING for record in nodes.records
-        )
-        is_late = state.is_late(now) and not nodes.wanted
-        if is_late or num_coming < self.policy.num_nodes - len(members_after_restart(state)):
-            return None
+        starting = {record.node for record in nodes.records if record.agent is AgentState.STARTING}
+        pausing = nodes.wanted - starting
         if state.is_late(now):
+            if not pausing:
+                return None
+            # The pause before the next start must not use up the time of this start.
             state = replace(state, deadline_seconds=now.seconds + timeout_seconds)
+        if len(pausing | starting | self._expected(state)) < self.policy.num_nodes - len(members_after_restart(state)):
+            return None
         return Step(state, Decision.WAIT, "waiting for nodes that take the places of lost ones")
 
     def why_agents_are_missing(self, state: State, now: Moment) -> str:
