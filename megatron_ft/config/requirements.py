@@ -100,6 +100,7 @@ KEPT_LAYOUT: tuple[Requirement, ...] = (
     Requirement(
         key="placement.algorithm",
         reason="with replica slots a job continues on fewer ranks and does not keep its layout",
+        unless=lambda config: not config.keeps_processes,
     ),
     Requirement(
         key="snapshot.policy",

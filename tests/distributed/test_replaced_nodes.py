@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.control.admin import AdminClient
-from megatron_ft.errors import CheckpointError, RankFailed
+from megatron_ft.errors import CheckpointError, ControlError
 from megatron_ft.failures.injecting import Injector
 from megatron_ft.testing.jobs import JobResult, run_job, start, wait
 from tests.distributed.test_inject_failures import read
@@ -51,6 +51,7 @@ LAYOUTS = {
         "snapshot.bandwidth_bytes_per_second=2e5",
     ),
 }
+LAYOUTS["replica slots"] = (*LAYOUTS["pp1"], "placement=spread", "placement.num_slots_per_rank=8")
 SPARE, AGAIN = "nodes.num_spare_nodes=1", "nodes.restart_lost_nodes=true"
 
 
@@ -122,6 +123,7 @@ CASES: dict[str, tuple[str, list[str], list[str], list[tuple[int, ...]]]] = {
         [stop(1, 18, "gather"), stop(0, 22, "forward", 1)],
         [(0, 4, 2, 3), (1, 4, 2, 3)],
     ),
+    "a node of a job with replica slots": ("replica slots", [SPARE], [stop(1, 17, "update")], [(0, 2)]),
     "a second node while ranks are built": (
         "pp2 sharded",
         [SPARE, AGAIN, "recovery.max_restarts=3"],
@@ -154,3 +156,20 @@ def test_undisturbed_bits(
     (planned, *_) = of_kind(job, "snapshot_planned")
     for event, restarted in zip(started, of_kind(job, "ranks_restarted"), strict=True):
         assert restarted["iteration"] - event["iteration"] <= 2 * planned["window_iterations"] + 1
+
+
+def test_a_job_without_a_replacement_ends_and_names_it(tmp_path: Path, warm_forkserver: str) -> None:
+    faults = [stop(0, 17, "forward"), stop(1, 19, "forward", 1)]
+    job = run_killing_nodes(words("pp1", SPARE, faults=faults), forkserver=warm_forkserver, runs=tmp_path)
+    assert job.exit_code == ControlError.exit_code
+    assert "node 1 (place 1) has no replacement: no spare is left" in job.output
+
+
+def test_a_job_whose_windows_are_lost_with_their_nodes_does_not_start_at_iteration_0(
+    tmp_path: Path, warm_forkserver: str
+) -> None:
+    faults = [stop(0, 17, "forward"), stop(1, 17, "forward")]
+    job = run_killing_nodes(words("pp1", AGAIN, faults=faults), forkserver=warm_forkserver, runs=tmp_path)
+    assert job.exit_code == CheckpointError.exit_code, job.output
+    assert [tuple(event["nodes"]) for event in of_kind(job, "ranks_restarted")] == [(0, 1)]
+    assert "it was committed, but no node has it in its memory any more" in job.output

@@ -29,6 +29,13 @@ def _check_survival(config: JobConfig) -> None:
         recovery.min_nodes,
         f"must be null or in 1..launch.num_nodes={launch.num_nodes}",
     )
+    require(
+        not recovery.keep_processes or config.may_change_nodes,
+        "recovery.keep_processes",
+        recovery.keep_processes,
+        "must be null or false without recovery.keep_layout=true, recovery.min_nodes below "
+        f"launch.num_nodes={launch.num_nodes}, spares or nodes.max_nodes: after a loss such a job ends all processes",
+    )
     changes = _check_schedule(config)
     # Slots are checked for the smallest membership that can occur, before the job starts.
     fewest = min(config.fewest_nodes, *(len(nodes) for nodes in nodes_over_time(launch.num_nodes, changes)))

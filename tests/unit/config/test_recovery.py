@@ -37,6 +37,7 @@ UNCOVERED: list[tuple[dict[str, Any], str]] = [
     ({"placement.algorithm": None, "placement.num_slots_per_rank": None}, "placement.algorithm"),
     ({"placement.schedule": ["3:plan.json"]}, "placement.schedule"),
     ({"placement.state_copies": 2}, "placement.state_copies"),
+    ({"recovery.keep_processes": False}, "recovery.keep_processes"),
     ({"training.device": "cuda"}, "training.device"),
 ]
 
@@ -203,6 +204,10 @@ def test_a_layout_is_kept_with_every_kind_of_parallelism(changes: dict[str, Any]
     config = job(KEEP | changes)
     validate(config)
     assert config.may_lose_nodes
+    for restarted in ({"recovery.keep_processes": False}, {"training.device": "cuda"}):
+        config = job(KEEP | {"recovery.max_restarts": 2} | changes | restarted)
+        validate(config)
+        assert config.may_change_nodes and not config.may_lose_nodes
 
 
 @pytest.mark.parametrize(
@@ -219,7 +224,9 @@ def test_a_layout_is_kept_with_every_kind_of_parallelism(changes: dict[str, Any]
         ({"launch.mode": "torchrun"}, "snapshot.policy", "launch.mode"),
         ({"launch.master_port": 20001}, "launch.master_port", "must be 0"),
         ({"testing.membership_schedule": LOSE_ONE}, "testing.membership_schedule", "recovery.keep_layout=true"),
-        ({"training.device": "cuda"}, "training.device", "must be cpu"),
+        ({"training.device": "cuda"}, "recovery.max_restarts", "must be above 0"),
+        ({"recovery.keep_processes": False}, "recovery.max_restarts", "must be above 0"),
+        ({"training.device": "cuda", "recovery.keep_processes": True}, "recovery.keep_processes", "must be false"),
         (
             {"placement.algorithm": SEARCH, "placement.num_slots_per_rank": 4},
             "placement.algorithm",
