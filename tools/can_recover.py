@@ -223,7 +223,7 @@ def members(config: JobConfig, events: Sequence[Record]) -> tuple[int, ...]:
     """Return the nodes of the newest membership in the run's records; the configured nodes if there was no change."""
     nodes, is_restarting = (), False
     for event in events:
-        if isinstance(event, RunStarted):  # by a new job, unless the same job has restarted its ranks
+        if isinstance(event, RanksReady):  # ranks of a new job, unless the same job has restarted its ranks
             nodes, is_restarting = nodes if is_restarting else (), False
         elif isinstance(event, (MembershipChanged, RanksRestarted)):
             nodes, is_restarting = event.nodes, isinstance(event, RanksRestarted)
