@@ -149,7 +149,7 @@ def test_undisturbed_bits(
     assert job.exit_code == 0, job.output
     assert len(job.records("failpoints.jsonl")) == len(faults)
     started = of_kind(job, "recovery_started")
-    assert {(event["strategy"], event["source"]) for event in started} == {("window", "memory")}, job.output
+    assert {(event["strategy"], event["source"]) for event in started} == {("rollback", "memory")}, job.output
     assert [tuple(event["nodes"]) for event in of_kind(job, "ranks_restarted")] == memberships
     assert digests(job) == digests(undisturbed[layout]) and losses(job) == losses(undisturbed[layout])
     # Committed iterations are not lost beyond two windows.
