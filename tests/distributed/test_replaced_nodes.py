@@ -1,6 +1,7 @@
 """Tests jobs that train a real model, lose ranks and whole nodes, and start all ranks again on spare or restarted nodes
 (``recovery.keep_processes=false``)."""
 
+import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ import pytest
 
 from megatron_ft.control.admin import AdminClient
 from megatron_ft.errors import CheckpointError, ControlError
+from megatron_ft.failpoints import ITERATION_PHASES
 from megatron_ft.failures.injecting import Injector
 from megatron_ft.testing.jobs import JobResult, run_job, start, wait
 from tests.distributed.test_inject_failures import read
@@ -62,7 +64,13 @@ def words(layout: str, *overrides: str, faults: Sequence[str] = ()) -> list[str]
 
 def run_killing_nodes(overrides: Sequence[str], *, forkserver: str, runs: Path) -> JobResult:
     """Run a job. The node of each rank that a failpoint stops is killed: agent, snapshot server and ranks at once."""
-    command = [sys.executable, "pretrain_moe.py", *overrides, f"run.dir={runs}", f"launch.forkserver_socket={forkserver}"]
+    command = [
+        sys.executable,
+        "pretrain_moe.py",
+        *overrides,
+        f"run.dir={runs}",
+        f"launch.forkserver_socket={forkserver}",
+    ]
     console, run_dir = start(command), runs / "job"
     injector = Injector(run_dir=run_dir, ranks_per_node=1, connect=lambda: AdminClient(run_dir))
     try:
@@ -141,9 +149,7 @@ CASES: dict[str, tuple[str, list[str], list[str], list[tuple[int, ...]]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_undisturbed_bits(
-    tmp_path: Path, warm_forkserver: str, undisturbed: dict[str, JobResult], name: str
-) -> None:
+def test_undisturbed_bits(tmp_path: Path, warm_forkserver: str, undisturbed: dict[str, JobResult], name: str) -> None:
     layout, overrides, faults, memberships = CASES[name]
     job = run_killing_nodes(words(layout, *overrides, faults=faults), forkserver=warm_forkserver, runs=tmp_path)
     assert job.exit_code == 0, job.output
@@ -173,3 +179,34 @@ def test_a_job_whose_windows_are_lost_with_their_nodes_does_not_start_at_iterati
     assert job.exit_code == CheckpointError.exit_code, job.output
     assert [tuple(event["nodes"]) for event in of_kind(job, "ranks_restarted")] == [(0, 1)]
     assert "it was committed, but no node has it in its memory any more" in job.output
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_undisturbed_bits_after_faults_at_random(
+    tmp_path: Path, warm_forkserver: str, undisturbed: dict[str, JobResult], layout: str, seed: int
+) -> None:
+    """Ranks and nodes are lost in random phases of six generations. While ranks build or replay, only ranks are lost:
+    the loss of a second node before the next commit can take the last copy of a window."""
+    chance = random.Random(f"{layout} {seed}")
+    num_ranks = 4 if layout == "pp2 sharded" else 2
+    faults = []
+    for generation in range(6):
+        place = f"rank={chance.randrange(num_ranks)},generation={generation}"
+        rare = chance.choice(("build", "replay", "capture", "replicate"))
+        usual = chance.choice([phase for phase in ITERATION_PHASES if phase not in ("capture", "replicate")])
+        if generation and chance.random() < 0.3:
+            faults.append(f'kill({place},phase="{rare}")')
+        else:
+            action = chance.choice(("kill", "stop"))
+            faults.append(f'{action}({place},phase="{usual}",at_iteration={16 + 2 * generation})')
+    limits = "recovery.max_restarts=8"
+    overrides = words(layout, SPARE, AGAIN, limits, faults=faults)
+    job = run_killing_nodes(overrides, forkserver=warm_forkserver, runs=tmp_path)
+    assert job.exit_code == 0, f"{faults}: {job.output}"
+    num_hits = len(job.records("failpoints.jsonl"))
+    assert num_hits >= 3, f"{faults}: too few faults happened"
+    assert {event["strategy"] for event in of_kind(job, "recovery_started")} == {"rollback"}, f"{faults}: {job.output}"
+    assert len(of_kind(job, "ranks_restarted")) == num_hits
+    assert digests(job) == digests(undisturbed[layout]) and losses(job) == losses(undisturbed[layout])

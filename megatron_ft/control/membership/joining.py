@@ -14,8 +14,8 @@ ready in time is killed and started again, as often as ``max_node_restarts`` all
 job stops, like a job that needs all its nodes.
 
 If all ranks of such a job have ended, for example because they do not continue in their processes after a loss
-(``keeps_processes``), the job waits for agents instead of ranks (``REPLACING``). As soon as a node with an agent is there
-for each place, all ranks start again.
+(``keeps_processes``), the job waits for agents instead of ranks (``REPLACING``). As soon as there is a node with an
+agent for each place, all ranks start again.
 """
 
 from dataclasses import dataclass, replace

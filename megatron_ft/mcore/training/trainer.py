@@ -32,7 +32,7 @@ from megatron_ft.mcore.groups import Collectives, Groups
 from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager, PreviousPlacement
 from megatron_ft.mcore.recovery.restart import recorded_placement, select_restore_source
 from megatron_ft.mcore.recovery.upstream_log import keep_log, replay_window
-from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, VOTE, LocalWindow, replay_config
+from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, LocalWindow, replay_config
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.mcore.state.carried import MembershipStart
@@ -45,7 +45,7 @@ from megatron_ft.mcore.training.reporting import (
     placement_record,
     run_started,
 )
-from megatron_ft.planning.iteration import BatchPlan, Vote
+from megatron_ft.planning.iteration import BatchPlan
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.memory import PeerAssignment
@@ -508,15 +508,11 @@ class Trainer:
             self.report_own(record)
 
     def _continue_snapshots(self, client: KeeperClient, window: LocalWindow | None) -> None:
-        if window is None:
-            self.take_snapshots(client, None)
-            return
-        snapshots = self.take_snapshots(client, (window.stored, window.plan_in_force))
-        is_older = window.window.start_iteration < self.engine.iteration
-        # A part that was fetched from a peer has no other copy, so until a newer window is committed, the loss of that
-        # peer would end the run.
-        if self.collectives.any(window.stored.where == "copy") and is_older:
-            snapshots.capture_whole(Vote.from_record(window.header(window.window.num_slices - 1, VOTE)))
+        snapshots = self.take_snapshots(client, None if window is None else (window.stored, window.plan_in_force))
+        # A part that was fetched from a peer has no other copy. Until a newer window is committed, the loss of that peer
+        # would end the run, so this does not wait for the slices of a planned window.
+        if window is not None and self.collectives.any(window.stored.where == "copy"):
+            snapshots.capture_whole_next()
 
     def take_snapshots(self, client: KeeperClient, resumed: tuple[StoredWindow, WindowPlan] | None) -> Snapshotter:
         """Create the ``Snapshotter`` of this rank, which captures windows from now on.
