@@ -315,6 +315,11 @@ class DetectorConfig:
     """Seconds between two heartbeats of a rank or of a node's agent."""
     heartbeat_timeout_seconds: float = 10.0
     """Longest time without a heartbeat. After it, a rank is killed, and an agent's node counts as lost."""
+    vanished_seconds: float | None = 2.0
+    """Longest time without an answer from the kernel of an agent's machine. After it, the machine has vanished (no
+    power, no network), and the node counts as lost. A kernel answers however loaded its machine is, and also for
+    suspended processes. Must be at least 1 and below ``detector.heartbeat_timeout_seconds``. null finds vanished
+    machines only by missing heartbeats."""
     lost_controller_seconds: float = 60.0
     """Longest time without an answer from the controller. After it, a node ends its ranks, because the node is
     disconnected and may have been replaced. Must be above ``detector.heartbeat_timeout_seconds``."""

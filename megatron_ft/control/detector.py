@@ -20,6 +20,7 @@ class DetectorPolicy:
 
     heartbeat_interval_seconds: float = 1.0
     heartbeat_timeout_seconds: float = 10.0
+    vanished_seconds: float | None = 2.0
     lost_controller_seconds: float = 60.0
     hang_seconds: float | None = 600.0
     hang_iterations: float | None = 10.0

@@ -254,6 +254,8 @@ class _Job:
             heartbeat_interval_seconds=self._detection.heartbeat_interval_seconds,
             heartbeat_timeout_seconds=self._detection.heartbeat_timeout_seconds,
             lost_controller_seconds=self._detection.lost_controller_seconds,
+            # Nodes on the controller's machine cannot vanish alone.
+            answers_presence=not self._launcher.is_local and self._detection.vanished_seconds is not None,
         )
 
     def _on_record(self, record: Message) -> None:

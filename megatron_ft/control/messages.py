@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from megatron_ft.control.membership import events
 from megatron_ft.control.ports import StoreEndpoint
+from megatron_ft.control.presence import PresenceEndpoint
 from megatron_ft.errors import FINAL_EXIT_CODES, ControlError
 from megatron_ft.framing import MAX_FRAME_BYTES, Message
 from megatron_ft.planning.recovery.membership import NextMembership, Position
@@ -53,6 +54,8 @@ class Join:
     process_id: Integer
     sidecars: dict[str, SidecarAddress] = field(default_factory=dict)
     store: StoreEndpoint | None = None
+    presence: PresenceEndpoint | None = None
+    """Port at which the kernel of the agent's machine answers; None if the machine is not watched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,8 @@ ACCEPT_SECONDS = 20.0
 again."""
 HANDSHAKE_SECONDS = 10
 """Time after which a connection without an HTTP/2 handshake is closed."""
+_PING_SECONDS = 3
+"""Time without an answer after which a client's connection is pinged, and longest time until that ping is answered."""
 _TOKEN_KEY = "x-megatron-ft-token"
 
 
@@ -75,12 +77,14 @@ class RpcServer:
         token: str,
         port: int = 0,
         num_threads: int = 8,
+        num_reserved_descriptors: int = 0,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         certificates: Certificates | None = None,
     ) -> None:
         """Bind the address; ``start`` begins to serve.
 
         Args:
+            num_reserved_descriptors: descriptors that the process needs beside those of this server.
             certificates: encrypt the channel, and refuse callers without a certificate of the same authority; None does
                 neither.
 
@@ -94,8 +98,11 @@ class RpcServer:
             ("grpc.max_send_message_length", max_message_bytes),
             # gRPC shares its port by default: a second controller could bind it and take a part of the calls.
             ("grpc.so_reuseport", 0),
+            # Otherwise the pings of agents that wait for a busy controller would count as an attack.
+            ("grpc.http2.min_ping_interval_without_data_ms", _PING_SECONDS * 500),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", _PING_SECONDS * 500),
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
-            ("grpc.max_allowed_incoming_connections", most := max_connections()),
+            ("grpc.max_allowed_incoming_connections", most := max_connections(num_reserved_descriptors)),
         ]
         handlers = _Handlers(service, methods, token)
         self._server = grpc.server(
@@ -206,6 +213,10 @@ class RpcClient:
             ("grpc.min_reconnect_backoff_ms", 100),
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1000),
+            # A connection to a machine that vanished, or through a network that was interrupted, is replaced soon. TCP
+            # alone would repeat its packets for minutes, with longer and longer pauses.
+            ("grpc.keepalive_time_ms", _PING_SECONDS * 1000),
+            ("grpc.keepalive_timeout_ms", _PING_SECONDS * 1000),
         ]
         self.address = address
         self._service = service
@@ -337,11 +348,19 @@ def raise_descriptor_limit() -> int:
     return hard
 
 
-def max_connections() -> int:
-    """Return how many connections a server may have, so that enough descriptors are left for everything else."""
+def max_connections(num_reserved_descriptors: int = 0) -> int:
+    """Return how many connections a server may have, so that enough descriptors are left for everything else.
+
+    Args:
+        num_reserved_descriptors: descriptors to keep free beside ``RESERVED_DESCRIPTORS``.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(_LEAST_CONNECTIONS, soft - _unavailable_descriptors() - num_reserved_descriptors)
+
+
+def _unavailable_descriptors() -> int:
     # Descriptors that this process already has open are not available to the server.
-    return max(_LEAST_CONNECTIONS, soft - len(os.listdir(_DESCRIPTORS)) - RESERVED_DESCRIPTORS)
+    return len(os.listdir(_DESCRIPTORS)) + RESERVED_DESCRIPTORS
 
 
 def check_descriptors(num_nodes: int) -> None:
@@ -350,10 +369,10 @@ def check_descriptors(num_nodes: int) -> None:
     Raises:
         ControlError: the limit of descriptors is too low for so many nodes.
     """
-    most = max_connections()
-    if num_nodes + MIN_UNAUTHENTICATED > most:
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        needed = soft - most + num_nodes + MIN_UNAUTHENTICATED
+    # Two connections for each node: one from its agent, and one to its machine, see ``presence``.
+    needed = _unavailable_descriptors() + 2 * num_nodes + MIN_UNAUTHENTICATED
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if needed > soft:
         raise ControlError(
             f"the controller may open {soft} files and needs {needed}, because {num_nodes} nodes can belong to "
             "the job (launch.num_nodes, nodes.max_nodes): raise the hard limit of open files (ulimit -Hn)"

@@ -114,6 +114,7 @@ def start_dummy_job(
     preload: Sequence[str] = ("megatron_ft.testing.dummy_rank",),
     sidecars: Mapping[str, str] | None = None,
     environment: Mapping[str, str] | None = None,
+    through: Sequence[str] = (),
 ) -> "subprocess.Popen[str]":
     """Start a job whose ranks have no model.
 
@@ -121,6 +122,7 @@ def start_dummy_job(
         entry: Function of ``megatron_ft/testing/dummy_rank.py`` that each rank runs.
         overrides: Values by key, e.g. ``{"launch.num_nodes": 2}``.
         sidecars: Module of each sidecar by the sidecar's name.
+        through: Command before ``python``, which runs the launcher elsewhere.
     """
     config = JobConfig()
     for key, value in {"run.dir": str(runs), "run.name": "dummy", **(overrides or {})}.items():
@@ -131,7 +133,8 @@ def start_dummy_job(
     spec = runs / "spec.json"
     content = {"entry": entry, "preload": list(preload), "sidecars": dict(sidecars or {})}
     spec.write_text(json.dumps({"config": to_dict(config), **content}))
-    return start([sys.executable, "-m", "megatron_ft.testing.dummy_job", str(spec)], environment=environment)
+    command = [*through, sys.executable, "-m", "megatron_ft.testing.dummy_job", str(spec)]
+    return start(command, environment=environment)
 
 
 @contextlib.contextmanager

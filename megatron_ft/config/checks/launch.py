@@ -127,6 +127,13 @@ def _check_detector(detector: DetectorConfig) -> None:
         timeout,
         f"must be at least twice detector.heartbeat_interval_seconds={interval:g}",
     )
+    vanished = detector.vanished_seconds
+    require(
+        vanished is None or 1 <= vanished < timeout,
+        "detector.vanished_seconds",
+        vanished,
+        f"must be at least 1 and below detector.heartbeat_timeout_seconds={timeout:g}, or null",
+    )
     lost_controller = detector.lost_controller_seconds
     require(
         # A controller that does not answer is replaced after that timeout: nodes have to wait for the next one.

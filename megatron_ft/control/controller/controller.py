@@ -21,6 +21,7 @@ from megatron_ft.control.membership.state import Decision, MembershipPolicy, Pha
 from megatron_ft.control.messages import EndReport, LaunchSpec, Order, Progress, RecordWritten, Report, to_message
 from megatron_ft.control.node.sidecars import by_name
 from megatron_ft.control.ports import StoreEndpoint
+from megatron_ft.control.presence import PresenceWatch
 from megatron_ft.control.report import JobResult, add_failure_report
 from megatron_ft.framing import Message
 from megatron_ft.planning.recovery.membership import NextMembership
@@ -117,6 +118,9 @@ class Controller:
             certificates=certificates,
         )
         self.address = self._server.address
+        self._presence = None
+        if detection.vanished_seconds is not None:
+            self._presence = PresenceWatch(interface, detection.vanished_seconds, self._vanished)
 
     @property
     def state(self) -> State:
@@ -147,6 +151,8 @@ class Controller:
             # No call is served before the state is rebuilt: sessions and numbers of reports would be wrong.
             step = self._take_over(on_step)
             self._server.open()
+            if self._presence is not None:
+                self._presence.start()
             while step is None or step.decision is not Decision.END:
                 step = self._serve(on_record, on_step)
             result = JobResult.of(step.state, step.reason, self._details)
@@ -160,6 +166,8 @@ class Controller:
 
     def close(self) -> None:
         """Stop serving."""
+        if self._presence is not None:
+            self._presence.stop()
         self._server.close()
 
     # --- what arrives --------------------------------------------------------------------------------------------
@@ -298,6 +306,8 @@ class Controller:
                 if not self._server.end(node, process_id):
                     return Tick()
                 self._detector.forget(node)
+                if self._presence is not None:
+                    self._presence.forget(node)
             case RankHung(rank, at_seconds, detail):
                 about = {"at_seconds": at_seconds, "node": self._policy.node_of(rank), "hung": detail}
                 self._note(rank, self._state.generation, about)
@@ -310,7 +320,12 @@ class Controller:
         self._sidecars[join.node] = {name: sidecar.address for name, sidecar in join.sidecars.items()}
         if join.store is not None:
             self._stores[join.node] = join.store
+        if self._presence is not None and join.presence is not None:
+            self._presence.watch(join.node, join.process_id, join.presence)
         return NodeJoined(join.node)
+
+    def _vanished(self, node: int, process_id: int, reason: str) -> None:
+        self._server.post(NodeLost(node, time.time(), reason, process_id))
 
     def _note(self, rank: int, generation: int, report: Message) -> None:
         node, members = self._policy.node_of(rank), self._members[generation]

@@ -300,6 +300,7 @@ class ControllerServer:
             port=port,
             # A long poll and a delivery of each node hold a thread each, and so do calls that their agent has given up.
             num_threads=4 * policy.most_nodes + 4,
+            num_reserved_descriptors=policy.most_nodes,
             certificates=certificates,
         )
         self.address = self._server.address

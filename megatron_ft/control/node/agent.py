@@ -26,6 +26,7 @@ from megatron_ft.control.node.fork_server import listen
 from megatron_ft.control.node.ranks import Outbox, Ranks
 from megatron_ft.control.node.sidecars import Sidecars
 from megatron_ft.control.ports import StoreEndpoint
+from megatron_ft.control.presence import PresencePort
 from megatron_ft.control.runtime_dir import Use, remove_stale_sockets, socket_path
 from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import FrameReader, Message, read_line, send
@@ -60,6 +61,8 @@ class AgentSpec:
     heartbeat_timeout_seconds: float = 10.0
     """Time without an answer after which a rank is killed."""
 
+    answers_presence: bool = False
+    """Whether this machine's kernel answers the controller at a port of its own, see ``PresencePort``."""
     tls_dir: str | None = None
     """Value of ``control.tls_dir``."""
     process_id: int | None = None
@@ -93,6 +96,7 @@ class _Agent:
         self._forkserver = FrameReader(_connect(spec.forkserver_socket))
         # Forked by this thread before there are others, and before gRPC is imported, which does not survive a fork.
         self._sidecars = _start_sidecars(spec)
+        self._presence = PresencePort(spec.interface, spec.controller_address) if spec.answers_presence else None
         from megatron_ft.control.certificates import Certificates
         from megatron_ft.control.rpc import ControllerClient
 
@@ -128,6 +132,8 @@ class _Agent:
             (sys.stdin.fileno(), self._launcher_closed),
         ):
             self._selector.register(source, selectors.EVENT_READ, callback)
+        if self._presence is not None:
+            self._presence.watch(self._selector)
         self._sidecars.watch(self._selector, on_ready=self._join)
         while self._exit_code is None:
             for key, _ in self._selector.select(self._seconds_left()):
@@ -159,6 +165,7 @@ class _Agent:
             process_id=self._spec.process_id or os.getpid(),
             sidecars=self._sidecars.addresses(),
             store=self._spec.store,
+            presence=None if self._presence is None else self._presence.endpoint,
         )
         joined = self._client.insist("join", encode(join), timeout_seconds=_JOIN_SECONDS)
         who, self._answered_at = {"node": self._spec.node, "session": joined["session"]}, time.monotonic()
@@ -172,6 +179,8 @@ class _Agent:
         self._forkserver.close()
         self._sidecars.close()
         self._listener.close()
+        if self._presence is not None:
+            self._presence.close()
         self._socket_path.unlink(missing_ok=True)
         self._use.end()
 

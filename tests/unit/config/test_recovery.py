@@ -121,6 +121,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"nodes.num_spare_nodes": 1, "placement.num_slots_per_rank": 1}, "placement.num_slots_per_rank"),
     ({"detector.heartbeat_interval_seconds": 0.0}, "detector.heartbeat_interval_seconds"),
     ({"detector.heartbeat_timeout_seconds": 1.9}, "detector.heartbeat_timeout_seconds"),
+    ({"detector.vanished_seconds": 0.9}, "detector.vanished_seconds"),
+    ({"detector.vanished_seconds": 10.0}, "detector.vanished_seconds"),
+    ({"detector.heartbeat_timeout_seconds": 2.0}, "detector.vanished_seconds"),
     ({"detector.hang_seconds": 0.0}, "detector.hang_seconds"),
 ]
 

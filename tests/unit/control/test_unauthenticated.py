@@ -111,11 +111,11 @@ def test_a_job_with_more_nodes_than_descriptors_does_not_begin() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
         "from megatron_ft.control.rpc import check_descriptors\n"
-        "check_descriptors(100); check_descriptors(250)"
+        "check_descriptors(80); check_descriptors(250)"
     )
     command = [sys.executable, "-c", code]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
-    assert "250 nodes can belong to the job" in ended.stderr and "may open 256 files and needs 3" in ended.stderr
+    assert "250 nodes can belong to the job" in ended.stderr and "may open 256 files and needs 5" in ended.stderr
 
 
 SERVE = """
