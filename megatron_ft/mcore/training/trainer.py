@@ -509,8 +509,8 @@ class Trainer:
 
     def _continue_snapshots(self, client: KeeperClient, window: LocalWindow | None) -> None:
         snapshots = self.take_snapshots(client, None if window is None else (window.stored, window.plan_in_force))
-        # A part that was fetched from a peer has no other copy. Until a newer window is committed, the loss of that peer
-        # would end the run, so this does not wait for the slices of a planned window.
+        # A part that was fetched from a peer has no other copy, and the loss of that peer would end the run. This must
+        # not last until all slices of a planned window are captured.
         if window is not None and self.collectives.any(window.stored.where == "copy"):
             snapshots.capture_whole_next()
 
