@@ -215,20 +215,22 @@ def _on_its_device(config: JobConfig, events: Sequence[Record]) -> JobConfig:
 
 
 def since_start(events: Sequence[Record]) -> Sequence[Record]:
-    """Return the events since the last start of the ranks."""
-    starts = [index for index, event in enumerate(events) if isinstance(event, RanksReady)]
-    return events[starts[-1] :] if starts else []
+    """Return the events since the newest job has started its ranks for the first time."""
+    first, is_restarting = len(events), False
+    for index, event in enumerate(events):
+        if isinstance(event, RanksRestarted):
+            is_restarting = True
+        elif isinstance(event, RanksReady):
+            # Nodes and windows in memory outlive a restart of the ranks by the same job.
+            first, is_restarting = first if is_restarting else index, False
+    return events[first:]
 
 
 def members(config: JobConfig, events: Sequence[Record]) -> tuple[int, ...]:
     """Return the nodes of the newest membership in the run's records; the configured nodes if there was no change."""
-    nodes, is_restarting = (), False
-    for event in events:
-        if isinstance(event, RanksReady):  # ranks of a new job, unless the same job has restarted its ranks
-            nodes, is_restarting = nodes if is_restarting else (), False
-        elif isinstance(event, (MembershipChanged, RanksRestarted)):
-            nodes, is_restarting = event.nodes, isinstance(event, RanksRestarted)
-    return tuple(sorted(nodes)) or tuple(range(config.launch.num_nodes))
+    changes = [event.nodes for event in since_start(events) if isinstance(event, (MembershipChanged, RanksRestarted))]
+    # Earlier versions did not record the nodes of a restart.
+    return tuple(sorted(changes[-1] if changes else ())) or tuple(range(config.launch.num_nodes))
 
 
 def ask_run(path: Path, lost: Sequence[int], *, is_gone: bool, as_if_running: bool) -> Answer:

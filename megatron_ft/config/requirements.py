@@ -94,7 +94,13 @@ REPLICAS: tuple[Requirement, ...] = (
         instead="true or null",
         reason="replicas are in the memory of running ranks; restarted ranks need recovery.keep_layout=true",
     ),
-    Requirement(key="training.device", value="cuda", is_excluded=True, instead="cpu", reason=_NO_ABORT),
+    Requirement(
+        key="training.device",
+        value="cuda",
+        is_excluded=True,
+        instead="cpu",
+        reason=f"{_NO_ABORT}; recovery.keep_layout=true starts all ranks again instead",
+    ),
 )
 """Values that keys must have so that a job can continue on fewer nodes: with them non-expert state is on every rank, or
 each shard of it has copies on several nodes, and experts have replicas."""
