@@ -62,15 +62,10 @@ def words(layout: str, *overrides: str, faults: Sequence[str] = ()) -> list[str]
     return [*MODEL, *LAYOUTS[layout], f"testing.failpoints=[{quoted}]", "run.name=job", *overrides]
 
 
-def run_killing_nodes(overrides: Sequence[str], *, forkserver: str, runs: Path) -> JobResult:
+def run_killing_nodes(overrides: Sequence[str], *, forkserver: str | None = None, runs: Path) -> JobResult:
     """Run a job. The node of each rank that a failpoint stops is killed: agent, snapshot server and ranks at once."""
-    command = [
-        sys.executable,
-        "pretrain_moe.py",
-        *overrides,
-        f"run.dir={runs}",
-        f"launch.forkserver_socket={forkserver}",
-    ]
+    shared = [] if forkserver is None else [f"launch.forkserver_socket={forkserver}"]
+    command = [sys.executable, "pretrain_moe.py", *overrides, f"run.dir={runs}", *shared]
     console, run_dir = start(command), runs / "job"
     injector = Injector(run_dir=run_dir, ranks_per_node=1, connect=lambda: AdminClient(run_dir))
     try:
