@@ -204,13 +204,7 @@ class NodeRules:
 
     def set_wake_up(self, state: State, now: Moment) -> State:
         """Set the time at which ``decide`` must be called next if no event arrives."""
-        if state.phase is Phase.REPLACING:
-            times = [record.not_before_seconds for record in state.nodes.records if record.is_wanted]
-            times += [
-                record.agent_since_seconds + self.policy.start_timeout_seconds for record in self._unregistered(state)
-            ]
-            return replace(state, wake_up_seconds=min((at for at in times if at > now.arrived_seconds), default=None))
-        if state.phase not in TRAINING:
+        if state.phase not in (*TRAINING, Phase.REPLACING):
             return state if state.wake_up_seconds is None else replace(state, wake_up_seconds=None)
         # Each event yields one step. If another step is due already, an immediate tick makes it.
         if self.decide(state, now) is not None:

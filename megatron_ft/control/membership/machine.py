@@ -217,8 +217,9 @@ def _restarted_nodes(policy: MembershipPolicy, nodes: Nodes, members: tuple[int,
         node, is_registered = record.node, record.agent is AgentState.REGISTERED
         has_left = record.state in (NodeState.LEFT, NodeState.DRAINING) or record.was_draining
         comes = policy.may_lose_nodes and (record.was_registered if policy.restart_lost_nodes else is_registered)
-        # Without processes that continue, a node outside the membership has no ranks: only its agent is started again.
-        comes = comes or (policy.restarts_agents and record.was_registered and not is_registered)
+        # If no process continues, a node outside the membership has no ranks: only its agent is started again.
+        if not policy.keeps_processes:
+            comes = policy.restart_lost_nodes and record.was_registered and not is_registered
         found = found.change(
             node,
             agent=AgentState.LOST if record.agent is AgentState.STARTING else record.agent,

@@ -339,11 +339,6 @@ class MembershipPolicy:
         return self.may_change_nodes and self.keeps_processes
 
     @property
-    def restarts_agents(self) -> bool:
-        """Whether a lost node gets only an agent again, because its ranks start with those of all other nodes."""
-        return self.restart_lost_nodes and not self.keeps_processes
-
-    @property
     def world_size(self) -> int:
         """Number of ranks at the start of the job."""
         return self.num_nodes * self.ranks_per_node
