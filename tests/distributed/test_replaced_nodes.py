@@ -204,7 +204,8 @@ def test_undisturbed_bits_after_faults_at_random(
     faults = []
     for generation in range(6):
         place = f"rank={chance.randrange(num_ranks)},generation={generation}"
-        rare = chance.choice(("build", "replay", "capture", "replicate"))
+        # Only the first restart certainly replays: later ones may find the whole state in one slice.
+        rare = chance.choice(("build", "capture", "replay") if generation == 1 else ("build", "capture"))
         usual = chance.choice([phase for phase in ITERATION_PHASES if phase not in ("capture", "replicate")])
         if generation and chance.random() < 0.3:
             faults.append(f'kill({place},phase="{rare}")')
@@ -216,7 +217,7 @@ def test_undisturbed_bits_after_faults_at_random(
     job = run_killing_nodes(overrides, forkserver=warm_forkserver, runs=tmp_path)
     assert job.exit_code == 0, f"{faults}: {job.output}"
     num_hits = len(job.records("failpoints.jsonl"))
-    assert num_hits >= 3, f"{faults}: too few faults happened"
+    assert num_hits == len(faults), f"{faults}: not all faults happened"
     assert {event["strategy"] for event in of_kind(job, "recovery_started")} == {"rollback"}, f"{faults}: {job.output}"
     assert len(of_kind(job, "ranks_restarted")) == num_hits
     assert digests(job) == digests(undisturbed[layout]) and losses(job) == losses(undisturbed[layout])
