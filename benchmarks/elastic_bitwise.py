@@ -2,7 +2,7 @@
 
 Jobs of eight nodes are of three kinds. In most, nodes are killed one after the other, each in a random phase; each
 starts again and joins between two iterations before the next one dies. In some, four nodes die one by one and do not
-come back. In others, two or three nodes die at the same time; then the strategy ``replicas`` must recover if the
+come back. In others, two or three nodes die at the same time; then the strategy ``living_state`` must recover if the
 placement still has a copy of every expert and, with the distributed optimizer, of every shard, and the newest
 checkpoint must be loaded otherwise. Some jobs of each kind use the distributed optimizer with two copies of each shard.
 Whole nodes are killed from outside: agent, snapshot server and rank at one instant. In every third job whose nodes come
@@ -34,7 +34,7 @@ from benchmarks.report import finish, parse_arguments
 from megatron_ft.failpoints import ITERATION_PHASES
 from megatron_ft.planning.placement.copies import NON_EXPERT, StateCopyPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.planning.recovery.replicas import lost_experts
+from megatron_ft.planning.recovery.living_state import lost_experts
 from megatron_ft.testing.jobs import forkserver
 
 ID = "elastic-bitwise"
@@ -195,7 +195,7 @@ class Campaign:
         with self.bench.running(job.overrides_and_faults, until=killer) as run:
             killed = Recorded.of(run, restarts=is_at_once)
             killed.problems.extend(f"not injected: {text}" for text in getattr(killer, "problems", ()))
-            served = next((event for event in killed.recoveries if event["strategy"] != "replicas"), None)
+            served = next((event for event in killed.recoveries if event["strategy"] != "living_state"), None)
             if is_at_once and served is not None:
                 return [self._against_resumed(job, killed, served, words, run.run_dir)] * len(job.faults)
         end = f"training.exit_at_iteration={killed.last_iteration}"
@@ -269,7 +269,7 @@ def _outcome(
         "finished": target is not None and target == at,
         "is_untold": target is not None and target not in killed.losses,
         "distance": distance,
-        "strategy": "replicas",
+        "strategy": "living_state",
         "problems": problems[:5],
     }
     return Outcome(proven=not unproven, passed=not problems, num_compared=num_compared, details=details)
@@ -310,7 +310,7 @@ def _judge_at_once(job: Job, killed: Recorded, wrong: Sequence[str], num_compare
         plan = PlacementPlan.from_json(killed.placements[min(killed.placements)]["stages"][0])
         is_sharded = set(_SHARDED) <= set(job.overrides)
         is_lost = bool(lost_experts(plan, survivors)) or (is_sharded and _loses_a_shard(plan, survivors))
-        expected = "checkpoint" if is_lost else "replicas"
+        expected = "checkpoint" if is_lost else "living_state"
         if strategy != expected:
             problems.append(f"the strategy {strategy} recovered, but the placement requires {expected}")
     unproven = [] if hit == nodes else [f"nodes {hit} recorded a fault, but {nodes} were due"]
@@ -337,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         counts, outcomes = run_campaign(ID, trials, campaign.execute, script=Path(__file__), quick=arguments.quick)
     good = [outcome for _, outcome in outcomes if outcome.proven and outcome.passed and outcome.num_compared]
     finished, num_untold = (sum(outcome.details[name] for outcome in good) for name in ("finished", "is_untold"))
-    declined = sum(outcome.details["strategy"] != "replicas" for outcome in good)
+    declined = sum(outcome.details["strategy"] != "living_state" for outcome in good)
     distance = max((outcome.details["distance"] for outcome in good), default=0.0)
     tried = arguments.quick or (declined > 0 and counts.passed >= MIN_TRIALS)
     num_whole = sum(len(job.faults) for job in jobs if job.kills_nodes)

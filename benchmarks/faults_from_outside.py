@@ -282,7 +282,7 @@ def _outcome(
         "forming_seconds": record.forming_seconds,
         "seconds_until_whole": _seconds_until_whole(record),
         "healthy_lost": list(record.healthy_lost),
-        "rungs": list(record.strategies),
+        "strategies": list(record.strategies),
         "problems": problems[:6],
     }
     num_compared = sum(compared.num_compared.get(iteration, 0) for iteration in window)

@@ -189,7 +189,7 @@ def _killing_nodes(number: int, layout: Layout) -> FaultJob:
             "stage": layout.places[fault % 3],
             "phase": "any",
             "after": rng.randint(3, _MOST_APART) + (0 if fault else _FIRST_ITERATION),
-            "strategy": "localized",
+            "strategy": "localized_replay",
             "fault": fault,
             "generation": fault,
         }
@@ -220,7 +220,7 @@ def _in_order(groups: Sequence[Sequence[Row]], rng: random.Random) -> list[Row]:
             faults.append({**fault, **about})
             generation += 1
         # If all ranks must start again from windows, they end once more before that start.
-        generation += group[0]["strategy"] == "window"
+        generation += group[0]["strategy"] == "rollback"
         iteration += len(group)
     return faults
 
@@ -235,7 +235,7 @@ def _fault(layout: Layout, stage: int, phase: str, rng: random.Random, **about: 
         "stage": stage,
         "phase": phase,
         "passes": passes,
-        "strategy": "localized",
+        "strategy": "localized_replay",
         **about,
     }
 
@@ -252,7 +252,9 @@ def _pairs(layout: Layout, rng: random.Random) -> list[list[Row]]:
     def pair(kind: str, second: int, phase: str, *, first: int | None = None, passes: int = 1) -> list[Row]:
         # One of two ranks must keep its state. If both lose it, all ranks start again from windows.
         is_lost = layout.num_ranks == 2 and kind in ("side by side", "apart", "beside a replay")
-        begins = _fault(layout, stage, "forward", rng, kind=kind, strategy="window" if is_lost else "localized")
+        begins = _fault(
+            layout, stage, "forward", rng, kind=kind, strategy="rollback" if is_lost else "localized_replay"
+        )
         if first is not None:
             begins = {**begins, "rank": first}
         of_stage = second // len(peers)
@@ -319,7 +321,7 @@ class Followed:
                 for iteration, value in found
                 if by_iteration.setdefault(iteration, value) != value
             ]
-        num_restarts = sum(event["strategy"] != "localized" for event in by_kind["recovery_started"])
+        num_restarts = sum(event["strategy"] != "localized_replay" for event in by_kind["recovery_started"])
         counts = Counter(iteration for iteration, _ in losses)
         problems += [
             f"loss of iteration {iteration} recorded {count} times with {num_restarts} restarts"

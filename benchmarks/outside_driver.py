@@ -116,7 +116,7 @@ class LivingJob:
                 self._wait_until_recovered(lost, record)
                 record["whole_at"] = time.time()
             else:
-                record |= self._wait_for_predicted_end(asked["rung"], record["injected_at"])
+                record |= self._wait_for_predicted_end(asked["strategy"], record["injected_at"])
         except NotWhole as error:
             record["problem"] = str(error)
         return record
@@ -155,7 +155,7 @@ class LivingJob:
                 time.sleep(_PAUSE_SECONDS)
         cost = found.cost
         return {
-            "rung": cost.rung,
+            "strategy": cost.strategy,
             "survives": cost.is_recoverable and cost.is_automatic,
             "summary": cost.summary(),
             "max_iterations": cost.max_iterations,

@@ -8,8 +8,6 @@ from typing import Any
 from benchmarks.outside_driver import losses_since
 
 MAX_FORMING_SECONDS = 3.0
-_STRATEGIES = {"replicas": "replicas", "localized": "localized", "memory": "window", "persisted": "window"}
-"""Name of a strategy in ``recovery_started``, by its name in ``can_recover``."""
 
 Event = Mapping[str, Any]
 
@@ -84,13 +82,11 @@ def _read(
     answer = seen["answer"]
     problems += [f"healthy nodes {healthy} were lost"] if healthy and answer["survives"] else []
     if answer["survives"] and seen["lost"] and "problem" not in seen:
-        wanted = _STRATEGIES.get(answer["rung"], answer["rung"])
+        wanted = answer["strategy"]
         others = sorted(set(strategies) - {wanted})
         # After the loss, nodes join. In jobs with replicas, these memberships also continue with replicas.
-        problems += (
-            [f"the job continued with {', '.join(others)}, but {answer['rung']} was predicted"] if others else []
-        )
-        problems += [f"{num_restarts} restarts of all ranks"] if num_restarts and wanted != "window" else []
+        problems += [f"the job continued with {', '.join(others)}, but {wanted} was predicted"] if others else []
+        problems += [f"{num_restarts} restarts of all ranks"] if num_restarts and wanted != "rollback" else []
         if forming is None:
             problems.append("no membership followed")
         elif forming > max_forming_seconds:

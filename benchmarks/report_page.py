@@ -40,7 +40,7 @@ _WINDOWS = (
 )
 _KILL = "testing.failpoints=['kill(phase=\"backward\",rank={rank},at_iteration={iteration},generation=0)']"
 RUNS = {
-    "replicas": (
+    "living_state": (
         "training.train_iterations=10",
         "launch.num_nodes=3",
         "recovery.min_nodes=2",
@@ -50,7 +50,7 @@ RUNS = {
         "placement.num_slots_per_rank=6",
         _KILL.format(rank=1, iteration=6),
     ),
-    "localized": (
+    "localized_replay": (
         *_WINDOWS,
         "training.train_iterations=20",
         "launch.num_nodes=2",
@@ -60,7 +60,7 @@ RUNS = {
         "recovery.max_restarts=2",
         _KILL.format(rank=1, iteration=14),
     ),
-    "window": (
+    "rollback": (
         *_WINDOWS,
         "training.train_iterations=20",
         "launch.num_nodes=2",
@@ -69,7 +69,7 @@ RUNS = {
     ),
 }
 """Overrides of the run for each recovery strategy."""
-QUICK = ("replicas",)
+QUICK = ("living_state",)
 
 
 def run_and_look(folder: Path, socket: str, strategy: str) -> Drawn:

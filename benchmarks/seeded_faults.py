@@ -40,7 +40,12 @@ SUBSYSTEMS: dict[str, tuple[str, ...]] = {
     "migration of experts": ("planning/placement/migration.py", "mcore/state/tensors.py"),
     "costs": ("planning/cost/*.py",),
     "commit point": ("planning/recovery/membership.py",),
-    "strategies of recovery": ("planning/recovery/re*.py", "planning/recovery/lo*.py"),
+    "strategies of recovery": (
+        "planning/recovery/l*.py",
+        "planning/recovery/r*.py",
+        "planning/recovery/c*.py",
+        "planning/recovery/facts.py",
+    ),
     "snapshot policies": ("planning/snapshot/*.py",),
     "batches and pipelines": ("planning/pipeline.py", "planning/upstream_log.py"),
     "broken connections": ("runtime/transport/*.py",),

@@ -12,7 +12,8 @@ from megatron_ft.control.membership.events import AddRequested, DrainRequested, 
 from megatron_ft.control.membership.state import BREAKABLE, Decision, MembershipPolicy, State, Step
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.spread import Spread
-from megatron_ft.planning.recovery.replicas import Declined, plan_replicas
+from megatron_ft.planning.recovery.living_state import plan_replicas
+from megatron_ft.planning.state.declined import Declined
 from megatron_ft.topology import Cluster
 
 LONGEST_SECONDS = 10_000.0

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         trials = [attempt(name, lambda name=name, run=run: run(lab, name)) for name, run in runs.items()]
     print(summary(trials), flush=True)
     failed = [trial for trial in trials if trial.problems]
-    strategies = sorted({strategy for trial in trials for strategy in trial.figures.get("rungs", [])})
+    strategies = sorted({strategy for trial in trials for strategy in trial.figures.get("strategies", [])})
     return finish(
         arguments.out,
         ID,

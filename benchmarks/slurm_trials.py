@@ -149,7 +149,7 @@ def replicas(
         trial.require(memberships[0] == memberships[1], f"memberships {memberships}")
         trial.problems += found.differences(reference, 1, NUM_ITERATIONS)[:5]
     trial.figures |= {
-        "rungs": [event["strategy"] for event in found.recoveries],
+        "strategies": [event["strategy"] for event in found.recoveries],
         "nodes": [c["nodes"] for c in found.changes],
     }
     return trial
@@ -184,7 +184,7 @@ def spare_takes_over(
     trial.problems += found.differences(reference)[:5]
     trial.require(found.last_iteration >= NUM_ITERATIONS - 1, f"the job reached only iteration {found.last_iteration}")
     trial.figures |= {
-        "rungs": [event["strategy"] for event in found.recoveries],
+        "strategies": [event["strategy"] for event in found.recoveries],
         "nodes": [c["nodes"] for c in found.changes],
     }
     return trial

@@ -9,7 +9,7 @@ from megatron_ft.failpoints import ITERATION_PHASES
 
 NUM_ITERATIONS, QUICK_ITERATIONS = 40, 20
 SEED = 20260413
-MEMORY, NOTHING, PERSISTED = "memory", "nothing", "persisted"
+MEMORY, NOTHING, PERSISTED = "memory", "start_over", "persisted"
 REPLAY = -1
 """Value for the iteration of a fault that happens during the replay of its generation. The first replayed iteration
 that reaches the phase is hit."""

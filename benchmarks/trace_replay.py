@@ -113,7 +113,7 @@ def committed(iterations: Sequence[Event], events: Sequence[Event]) -> History:
     """Return the valid iterations, each once. Iterations after the checkpoint of a restart are void."""
     changes = [event for event in events if event["kind"] == "membership_changed"]
     restarts = [
-        e for e in events if e["kind"] == "recovery_started" and e["generation"] and e["strategy"] != "replicas"
+        e for e in events if e["kind"] == "recovery_started" and e["generation"] and e["strategy"] != "living_state"
     ]
     problems, standing, num_void = [], set[int](), 0
     for record in sorted([*iterations, *restarts], key=lambda record: record["time_unix_seconds"]):

@@ -13,12 +13,12 @@ class RecoveryStarted(Record):
     generation: int
     """Generation number of the membership that starts with this state; 0 for a job that continues the run."""
     strategy: str
-    """Strategy that restored the state: ``replicas`` (copies on surviving ranks), ``localized`` (stages that lost a
-    rank replay), ``window``, ``checkpoint`` or ``nothing``."""
+    """Strategy that restored the state: ``living_state`` (surviving ranks have all of it), ``localized_replay`` (stages
+    that lost a rank replay), ``rollback`` (all ranks load a window), ``checkpoint`` or ``start_over``."""
     iteration: int
     """Newest iteration of the restored state, including replayed iterations."""
     source: str | None = None
-    """Location of the window if the strategy is ``window``: ``memory`` or ``persisted``."""
+    """Location of the window if the strategy is ``rollback``: ``memory`` or ``persisted``."""
     declined: tuple[str, ...] = ()
     """States that would have been preferred but were not used, each with the reason why not."""
 

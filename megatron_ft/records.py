@@ -19,6 +19,14 @@ from megatron_ft.serde import JsonValue, decode, encode, type_name
 _KINDS: dict[str, type["Record"]] = {}
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,99}")
 
+_STRATEGIES = {
+    "replicas": "living_state",
+    "localized": "localized_replay",
+    "window": "rollback",
+    "nothing": "start_over",
+}
+"""Present name of each recovery strategy that had another name in earlier records."""
+
 SCHEMA_VERSION = 2
 """Version of the format. It increases when a field is removed or changes its meaning, not for new records or fields."""
 
@@ -174,20 +182,28 @@ def _required(kind: str) -> tuple[str, ...]:
 
 
 def _today(record: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
-    # Rename what version 1 of the records called otherwise, so that run folders of that time are still read.
+    # Rename what earlier versions of the records called otherwise, so that run folders of that time are still read.
     match record.get("kind"):
+        case "recovery_started":
+            return {**record, "strategy": _name_of_strategy(record["strategy"])} if "strategy" in record else record
         case "log_healed":
             return {**record, "kind": "log_truncated"}
         case "recovery_decided":
-            strategy = {"strategy": record["rung"]} if "rung" in record else {}
+            strategy = {"strategy": _name_of_strategy(record["rung"])} if "rung" in record else {}
             rest = {name: value for name, value in record.items() if name != "rung"}
             return {**rest, **strategy, "kind": "recovery_started"}
         case "recovery_chosen":
             # This kind has no generation. If ranks had been restarted, a recovery_decided followed, which has it.
             source = record.get("source")
             found = (
-                {"strategy": "window"} if source in ("memory", "persisted") else {"strategy": source, "source": None}
+                {"strategy": "rollback"}
+                if source in ("memory", "persisted")
+                else {"strategy": _name_of_strategy(source), "source": None}
             )
             merged = {**record, **found, "kind": "recovery_started", "generation": 0}
             return {name: value for name, value in merged.items() if value is not None}
     return record
+
+
+def _name_of_strategy(name: JsonValue) -> JsonValue:
+    return _STRATEGIES.get(name, name) if isinstance(name, str) else name

@@ -37,9 +37,10 @@ from megatron_ft.planning.devices import DeviceChoice, other_device
 from megatron_ft.planning.job import with_slots
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.stage import StageRequest, first_plans
-from megatron_ft.planning.recovery.loss_cost import LossCost
-from megatron_ft.planning.recovery.losses import Stored
-from megatron_ft.planning.recovery.means import means_of, placer
+from megatron_ft.planning.recovery.costs import cost_of_loss, placer
+from megatron_ft.planning.recovery.facts import RecoveryFacts
+from megatron_ft.planning.recovery.living_state import LivingState
+from megatron_ft.planning.recovery.strategy import Cost, Stored
 from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.serde import parse_json
 from megatron_ft.snapshot.storage.checkpoints import iteration_of, newest_valid
@@ -58,7 +59,7 @@ _VOCABULARY = 1
 class Answer:
     """Result of the tool, which ``--json`` prints."""
 
-    cost: LossCost
+    cost: Cost
     num_operators: int
     seconds_again: float | None
     """Time for the iterations that would run again, at the measured pace of the run; None if it is not known."""
@@ -72,7 +73,7 @@ class Answer:
     def to_json(self) -> dict[str, Any]:
         figures = {"num_operators": self.num_operators, "notes": list(self.notes), "device": self.device}
         seconds = {"seconds_again": self.seconds_again, "seconds_to_continue": self.seconds_to_continue}
-        return {**self.cost.to_json(), "is_recoverable": self.cost.is_recoverable, **figures, **seconds}
+        return {**self.cost.to_json(), **figures, **seconds}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,15 +224,15 @@ def ask_run(path: Path, lost: Sequence[int], *, is_gone: bool, as_if_running: bo
     run = Run.of(path, as_if_running=as_if_running)
     snapshot = SnapshotReport.of(run.config, _VOCABULARY)
     plans, loads = run.placement()
-    means = means_of(run.config, plans, snapshot, run.nodes)
-    means = dataclasses.replace(means, is_running=run.is_running)
+    facts = RecoveryFacts.of(run.config, plans, snapshot, run.nodes)
+    facts = dataclasses.replace(facts, is_running=run.is_running)
     stored, notes = run.stored()
     place = placer(run.config, JobInputs.read(run.config), loads[0] if loads else None)
-    found = means.cost_of_loss(lost, is_gone=is_gone, place=place, stored=stored)
+    found = cost_of_loss(facts, lost, is_gone=is_gone, place=place, stored=stored)
     device = run.config.training.device
     if device == "auto":
         device, notes = "cpu", (*notes, "no rank has reported its device yet; this result assumes cpu")
-    return Answer(cost=found, num_operators=len(means.operators), notes=notes, device=device, **seconds_of(run, found))
+    return Answer(cost=found, num_operators=len(facts.operators), notes=notes, device=device, **seconds_of(run, found))
 
 
 def ask_config(overrides: Sequence[str], lost: Sequence[int], *, is_gone: bool) -> Answer:
@@ -247,12 +248,12 @@ def ask_config(overrides: Sequence[str], lost: Sequence[int], *, is_gone: bool) 
     plans = []
     if config.placement.algorithm is not None:
         plans = first_plans(config, StageRequest.of_job(config, world_size), JobInputs.read(config))
-    means = means_of(config, plans, SnapshotReport.of(config, _VOCABULARY))
-    found = means.cost_of_loss(lost, is_gone=is_gone, place=placer(config, JobInputs.read(config)))
+    facts = RecoveryFacts.of(config, plans, SnapshotReport.of(config, _VOCABULARY))
+    found = cost_of_loss(facts, lost, is_gone=is_gone, place=placer(config, JobInputs.read(config)))
     again = 0.0 if found.max_iterations == 0 else None
     return Answer(
         cost=found,
-        num_operators=len(means.operators),
+        num_operators=len(facts.operators),
         seconds_again=again,
         seconds_to_continue=None,
         notes=others,
@@ -280,14 +281,14 @@ def _device_of(config: JobConfig) -> tuple[str, tuple[str, ...]]:
     return choice.device, (f"{choice.reason}; {other}",) if other else ()
 
 
-def seconds_of(run: Run, cost: LossCost) -> dict[str, float | None]:
+def seconds_of(run: Run, cost: Cost) -> dict[str, float | None]:
     """Return durations measured from the records of the run. A duration without records is None."""
     pace = [each.values["iteration_seconds"] for each in read_metrics(run.path) if "iteration_seconds" in each.values]
     changes = [event.seconds for event in run.events if isinstance(event, MembershipChanged)]
     again = None
     if cost.max_iterations is not None and (pace or cost.max_iterations == 0):
         again = cost.max_iterations * statistics.median(pace[-NUM_MEASURED:]) if cost.max_iterations else 0.0
-    to_continue = statistics.median(changes) if changes and cost.rung == "replicas" else None
+    to_continue = statistics.median(changes) if changes and cost.strategy == LivingState.name else None
     return {"seconds_again": again, "seconds_to_continue": to_continue}
 
 
@@ -305,15 +306,15 @@ def render(answer: Answer) -> str:
     lines.append(f"time to repeat iterations: {_seconds(answer.seconds_again)}")
     lines.append(f"time until training continues: {_seconds(answer.seconds_to_continue)}")
     for declined in cost.declined:
-        missing = f": {grouped(declined.missing)}" if declined.missing else ""
-        lines.append(f"{declined.rung} is not possible: {declined.reason}{missing}")
+        missing = f": {grouped(declined.operators)}" if declined.missing else ""
+        lines.append(f"not used: {declined.strategy}: {declined.reason}{missing}")
     return "\n".join([*lines, *(f"note: {note}" for note in answer.notes)])
 
 
-def _held(cost: LossCost) -> str:
+def _held(cost: Cost) -> str:
     """Describe whether the remaining nodes have the current state of all operators, and whether the recovery uses this
     state."""
-    if cost.rung in ("replicas", "localized"):
+    if cost.keeps_processes:
         return "keep their current state"
     return "have their current state on remaining nodes, but the recovery does not use this state"
 

@@ -63,7 +63,7 @@ def test_each_lost_node_comes_back(runs: tuple[Recorded, Recorded]) -> None:
     members = [change["nodes"] for change in killed.changes]
     others = [[node for node in range(NUM_NODES) if node != fault["node"]] for fault in FAULTS]
     assert members == [nodes for without in others for nodes in (without, list(range(NUM_NODES)))]
-    assert {started["strategy"] for started in killed.recoveries} == {"replicas"}
+    assert {started["strategy"] for started in killed.recoveries} == {"living_state"}
 
 
 def test_no_committed_iteration_is_lost(runs: tuple[Recorded, Recorded]) -> None:

@@ -16,7 +16,7 @@ FAULT = {"fault": 0, "kind": "whole node", "first": "node:2", "moment": "any", "
 SEEN = {
     "fault": 0,
     "lost": [2],
-    "answer": {"survives": True, "rung": "replicas"},
+    "answer": {"survives": True, "strategy": "living_state"},
     "injected_at": 100.0,
     "processes": {"node-002.log": 1, "node-002-keeper.log": 2, "rank-00002.log": 3},
     "proven": True,
@@ -32,8 +32,8 @@ def changed(at: float, nodes: list[int], generation: int = 1) -> dict[str, Any]:
     return {"kind": "membership_changed", "time_unix_seconds": at, "nodes": nodes, "generation": generation}
 
 
-def went_on(at: float, rung: str = "replicas") -> dict[str, Any]:
-    return {"kind": "recovery_started", "time_unix_seconds": at, "strategy": rung}
+def went_on(at: float, strategy: str = "living_state") -> dict[str, Any]:
+    return {"kind": "recovery_started", "time_unix_seconds": at, "strategy": strategy}
 
 
 def read(*events: dict[str, Any], orders: tuple[dict[str, Any], ...] = (), **seen: Any) -> FaultRecord:
@@ -119,8 +119,10 @@ def test_a_takeover_of_the_controller_is_no_forming() -> None:
 
 def test_replayed_iterations_are_no_forming() -> None:
     replay = {"kind": "stage_recovery", "time_unix_seconds": 105.0, "generation": 1, "seconds": 4.0}
-    local = {"survives": True, "rung": "localized"}
-    record = read(lost(100.0, 2), went_on(105.0, "localized"), replay, changed(105.5, [0, 1, 2, 3]), answer=local)
+    local = {"survives": True, "strategy": "localized_replay"}
+    record = read(
+        lost(100.0, 2), went_on(105.0, "localized_replay"), replay, changed(105.5, [0, 1, 2, 3]), answer=local
+    )
     assert record.forming_seconds == pytest.approx(1.5) and not record.problems
 
 
@@ -139,21 +141,21 @@ def test_a_healthy_node_that_is_lost_is_found(events: list[Any], orders: tuple[A
 
 def test_another_way_on_than_the_foretold_one_is_a_problem() -> None:
     record = read(lost(100.1, 2), went_on(101.0, "checkpoint"), changed(101.0, [0, 1, 3]))
-    assert record.problems == ("the job continued with checkpoint, but replicas was predicted",)
+    assert record.problems == ("the job continued with checkpoint, but living_state was predicted",)
     record = read(lost(100.1, 2))
     assert record.problems == ("no membership followed",)
 
 
 def test_a_loss_that_is_too_much_ends_the_job() -> None:
-    too_much = {"survives": False, "rung": "checkpoint"}
+    too_much = {"survives": False, "strategy": "checkpoint"}
     assert read(lost(100.1, 2), answer=too_much, ended=9).problems == ()
     assert read(lost(100.1, 2), answer=too_much, ended=0).problems == ("the job ended with exit code 0",)
-    assert read(went_on(101.0), answer=too_much, ended=9).problems == ("the job continued with replicas",)
+    assert read(went_on(101.0), answer=too_much, ended=9).problems == ("the job continued with living_state",)
     assert read(answer=too_much, problem="runs on").problems == ("runs on",)
     again = read(lost(100.1, 1), went_on(101.0, "checkpoint"), answer=too_much, fell_to="checkpoint")
     assert again.problems == ()
     other = read(went_on(101.0), went_on(109.0, "checkpoint"), answer=too_much, fell_to="checkpoint")
-    assert other.problems == ("the job continued with replicas",)
+    assert other.problems == ("the job continued with living_state",)
 
 
 def test_each_fault_has_its_own_stretch_of_the_run() -> None:

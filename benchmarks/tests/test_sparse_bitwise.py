@@ -71,7 +71,7 @@ def test_nothing_counts_without_its_record() -> None:
         ([killed()], "not started again"),
         ([killed(hits=[]), continued()], "no rank recorded the fault"),
         ([killed(hits=[{"phase": "update", "iteration": 3}]), continued()], "no rank recorded the fault"),
-        ([killed(), continued(source="nothing")], "continued from nothing"),
+        ([killed(), continued(source="start_over")], "continued from start_over"),
         ([killed(window=2), continued()], "windows have only 2"),
     ):
         outcome = outcome_of(FAULT, 0, generations, [], REFERENCE)
@@ -120,7 +120,7 @@ def continued(
 ) -> Generation:
     """Return a later generation, which continues from ``source``."""
     in_window = source in ("memory", "persisted")
-    found = {"strategy": "window", "source": source} if in_window else {"strategy": source}
+    found = {"strategy": "rollback", "source": source} if in_window else {"strategy": source}
     started: dict[str, Any] = {"kind": "recovery_started"} | found
     return generation([started | {"iteration": 2, "declined": []}], hits, losses)
 

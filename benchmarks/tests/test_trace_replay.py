@@ -51,7 +51,7 @@ def test_iterations_behind_a_checkpoint_that_served_are_void() -> None:
     restarted = event("recovery_started", 1.0, generation=1, strategy="checkpoint", iteration=2)
     found = committed(iterations(1, 2, 3, 4) + iterations(3, 4, 5, since=2.0), [restarted])
     assert (found.num_iterations, found.num_void, found.problems) == (5, 2, [])
-    alive = {**restarted, "strategy": "replicas"}
+    alive = {**restarted, "strategy": "living_state"}
     assert committed(iterations(1, 2, 3) + iterations(3, since=2.0), [alive]).problems, "living ranks run none again"
 
 

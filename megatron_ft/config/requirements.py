@@ -43,6 +43,12 @@ class Requirement:
         """Return the requirements that ``config`` does not meet."""
         return [requirement for requirement in requirements if not requirement.is_met(config)]
 
+    @classmethod
+    def unmet_values(cls, config: JobConfig, requirements: "Iterable[Requirement]") -> list[str]:
+        """Return the key and value of each requirement that ``config`` does not meet, e.g. ``launch.mode=torchrun``."""
+        keys = [requirement.key for requirement in cls.unmet(config, requirements)]
+        return [f"{key}={show(value_of(config, key))}" for key in keys]
+
 
 _NO_CUDA = Requirement(
     key="training.device",

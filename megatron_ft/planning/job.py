@@ -18,14 +18,10 @@ from megatron_ft.planning.cost.saving import SavingMemory
 from megatron_ft.planning.devices import DeviceChoice, other_device
 from megatron_ft.planning.iteration import BatchPlan
 from megatron_ft.planning.placement.report import PlacementReport
-from megatron_ft.planning.recovery.loss_cost import LossCost
-from megatron_ft.planning.recovery.means import (
-    costs_of_nodes,
-    idle_copies,
-    means_of,
-    why_no_replicas,
-    windows_serve,
-)
+from megatron_ft.planning.recovery.costs import costs_of_nodes, idle_copies, windows_serve
+from megatron_ft.planning.recovery.facts import RecoveryFacts
+from megatron_ft.planning.recovery.living_state import why_no_replicas
+from megatron_ft.planning.recovery.strategy import Cost
 from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.planning.trace import RoutingTrace
 from megatron_ft.planning.upstream_log import UpstreamLogReport
@@ -165,7 +161,7 @@ class JobPlan:
     """Estimated size of the upstream log; None without ``recovery.keep_layout`` or with one pipeline stage."""
     routing: str | None = None
     """Description of the recorded loads that determine routing; None if routing is learned."""
-    losses: tuple[LossCost, ...] = ()
+    losses: tuple[Cost, ...] = ()
     """Cost of losing each node alone; empty if not requested."""
     notes: tuple[str, ...] = ()
     """Notes for the user about properties of the job that the configuration does not show directly."""
@@ -309,9 +305,9 @@ def _placement(config: JobConfig, inputs: JobInputs, stages: tuple[StagePlan, ..
 
 def _losses(
     config: JobConfig, inputs: JobInputs, placement: PlacementReport | None, snapshot: SnapshotReport | None
-) -> tuple[tuple[LossCost, ...], tuple[str, ...]]:
-    means = means_of(config, () if placement is None else placement.stages, snapshot)
-    return costs_of_nodes(config, means, inputs), means.warnings
+) -> tuple[tuple[Cost, ...], tuple[str, ...]]:
+    facts = RecoveryFacts.of(config, () if placement is None else placement.stages, snapshot)
+    return costs_of_nodes(facts, inputs), facts.warnings
 
 
 def _copies_after_a_loss(config: JobConfig) -> tuple[str, ...]:

@@ -6,15 +6,12 @@ from megatron_ft.planning.job import JobPlan, StagePlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.report import PlacementReport
 from megatron_ft.planning.placement.survival import Survival
-from megatron_ft.planning.recovery.loss_cost import LossCost
-from megatron_ft.planning.recovery.replicas import Declined
+from megatron_ft.planning.recovery.strategy import Cost
 from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.planning.upstream_log import UpstreamLogReport
 
 SHOWN_RANKS = 16
 """Largest number of ranks, stages or nodes that a list shows; ``dry_run_format=json`` lists all."""
-SHOWN_OPERATORS = 4
-"""Largest number of missing operators that a list shows."""
 
 
 def render(plan: JobPlan) -> str:
@@ -283,30 +280,22 @@ def _slots(plan: PlacementPlan) -> str:
     return "\n".join([f"  experts in the slots of layer {plan.layer_numbers[0]}", *lines, *tail])
 
 
-def _losses(losses: Sequence[LossCost], device: str) -> str:
+def _losses(losses: Sequence[Cost], device: str) -> str:
     # The row for the death of ranks without the loss of a node is always shown: it is the only one of its kind.
     gone = [cost for cost in losses if cost.is_gone]
-    rows: list[Sequence[str]] = [("lost", "recovers from", "iterations again", "bytes moved", "result")]
+    rows: list[Sequence[str]] = [("lost", "recovers by", "iterations again", "bytes moved", "result")]
     for cost in [*gone[:SHOWN_RANKS], *(cost for cost in losses if not cost.is_gone)]:
         name = f"node {cost.lost_nodes[0]}" if cost.is_gone else "ranks only"
         moved = "-" if cost.moved_bytes is None else _readable_bytes(cost.moved_bytes)
-        rows.append((name, cost.source, cost.iterations, moved, cost.result))
+        rows.append((name, cost.description, cost.iterations, moved, cost.result))
     hidden = len(gone) - SHOWN_RANKS
     tail = [f"  and {hidden} more nodes (dry_run_format=json lists all)"] if hidden > 0 else []
     # For most nodes the reasons are the same, so each reason is listed once.
-    reasons = dict.fromkeys(_shortened(declined) for cost in gone for declined in cost.declined)
-    shown = [f"  not from {reason}" for reason in list(reasons)[:SHOWN_RANKS]]
+    reasons = dict.fromkeys(declined.summary() for cost in gone for declined in cost.declined)
+    shown = [f"  not used: {reason}" for reason in list(reasons)[:SHOWN_RANKS]]
     return "\n".join(
         [f"cost of a loss on {device}", *(f"  {line}" for line in table(rows).splitlines()), *tail, *shown]
     )
-
-
-def _shortened(declined: Declined) -> str:
-    text, count = declined.summary(), len(declined.missing)
-    if count <= SHOWN_OPERATORS:
-        return text
-    named = ", ".join(map(str, declined.missing[:SHOWN_OPERATORS]))
-    return f"{declined.rung}: {declined.reason}: {named} and {count - SHOWN_OPERATORS} more"
 
 
 def _data(plan: JobPlan) -> str:

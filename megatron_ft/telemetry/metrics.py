@@ -144,8 +144,8 @@ _FROM_EVENTS = (
     _Metric(
         "recovery/<strategy>_seconds",
         "s",
-        "Duration of the recovery before this iteration. The strategy is `replicas`, `localized`, `window`, "
-        "`checkpoint`, `nothing`, or `unknown` if no record names it.",
+        "Duration of the recovery before this iteration. The strategy is `living_state`, `localized_replay`, "
+        "`rollback`, `checkpoint`, `start_over`, or `unknown` if no record names it.",
     ),
     _Metric(
         "job/attempt",

@@ -87,7 +87,7 @@ class RunFigures:
     def _start(self, record: events.RunStarted) -> None:
         self.attempts.append(record)
         if record.resumed_from_iteration is None:
-            self._strategy = self._strategy or "nothing"
+            self._strategy = self._strategy or "start_over"
         # Placement, window and log of the previous attempt ended with its ranks.
         self._lasting = {name: value for name, value in self._lasting.items() if name in _OF_THE_RUN}
         self._lasting |= {"job/attempt": len(self.attempts), "job/world_size": record.world_size}

@@ -146,7 +146,7 @@ def localized(run: MadeUpRun, *, ends: bool = True) -> None:
     run.say(6.32, events.RankFailed(rank=2, node=2, signal="SIGKILL", first=True, iteration=13))
     about = {"lost_nodes": [2], "left_nodes": [], "joined_nodes": [4]}
     run.decide(6.40, 0, "rank 2 was killed", next=next_membership(1, (0, 1, None, 3), (0, 1, 4, 3)), **about)
-    run.say(6.9, events.RecoveryStarted(generation=1, strategy="localized", iteration=12))
+    run.say(6.9, events.RecoveryStarted(generation=1, strategy="localized_replay", iteration=12))
     run.say(8.0, stage_recovery(3, "replays", began=7.0, seconds=1.0, bytes_moved=2_000_000))
     run.say(8.0, stage_recovery(2, "replays", began=7.0, seconds=0.9, bytes_moved=1_500_000))
     run.say(8.0, stage_recovery(0, "serves", began=7.0, seconds=1.0, bytes_moved=3_500_000))
@@ -190,7 +190,7 @@ def elastic(run: MadeUpRun) -> None:
 def _goes_on(run: MadeUpRun, at: float, generation: int, nodes: tuple[int, ...], iteration: int) -> None:
     reason = "nodes [1] join" if len(nodes) == 3 else "rank 1 was killed"
     about = {"world_size": len(nodes), "nodes": nodes, "reason": reason, "iteration": iteration}
-    run.say(at, events.RecoveryStarted(generation=generation, strategy="replicas", iteration=iteration))
+    run.say(at, events.RecoveryStarted(generation=generation, strategy="living_state", iteration=iteration))
     run.say(at, events.MembershipChanged(generation=generation, seconds=0.9, **about))
 
 

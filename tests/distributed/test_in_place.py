@@ -103,7 +103,7 @@ def test_undisturbed_bits(outcomes: dict[str, Any], name: str) -> None:
     assert digests(outcomes, name) == digests(outcomes, reference)
     assert figures(outcomes, name) == figures(outcomes, reference)
     assert len(records(outcomes, name, "failpoint_hit")) == len(faults)
-    assert {record["strategy"] for record in records(outcomes, name, "recovery_started")} == {"localized"}
+    assert {record["strategy"] for record in records(outcomes, name, "recovery_started")} == {"localized_replay"}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -135,4 +135,4 @@ def test_only_the_stages_that_lost_a_rank_go_back(outcomes: dict[str, Any], name
 def test_a_stage_with_nothing_to_go_back_to_ends_the_job(outcomes: dict[str, Any]) -> None:
     """Before the first window is committed, localized recovery is impossible, and the job reports the reason."""
     errors = [rank["error"] for rank in outcomes["too early"]["ranks"] if rank["error"] is not None]
-    assert errors and all("localized: no window has been committed" in error for error in errors)
+    assert errors and all("localized_replay: no window has been committed" in error for error in errors)

@@ -76,7 +76,7 @@ def test_a_node_is_drained_comes_back_and_is_judged_meanwhile(
 
     assert asked()["members"] == [0, 1, 2]
     code, answer = judged("2")
-    assert (code, answer["rung"], answer["seconds_to_continue"]) == (0, "replicas", None)
+    assert (code, answer["strategy"], answer["seconds_to_continue"]) == (0, "living_state", None)
 
     assert drain.main([str(run_dir), "2"]) == 0
     assert "node 2 will leave" in capsys.readouterr().out
@@ -84,7 +84,7 @@ def test_a_node_is_drained_comes_back_and_is_judged_meanwhile(
     assert drain.main([str(run_dir), "1"]) == 8
     assert "recovery.min_nodes" in capsys.readouterr().err
     code, answer = judged("1")
-    assert (code, answer["rung"]) == (9, "nothing"), "one node is too few, and nothing was saved"
+    assert (code, answer["strategy"]) == (9, "start_over"), "one node is too few, and nothing was saved"
     assert answer["declined"][0]["reason"] == "recovery.min_nodes=2 is more than the number of remaining nodes, 1"
 
     assert add_node.main([str(run_dir), "2"]) == 0
@@ -93,4 +93,4 @@ def test_a_node_is_drained_comes_back_and_is_judged_meanwhile(
     assert status.main([str(run_dir)]) == 0
     assert "trains" in capsys.readouterr().out
     code, answer = judged("0")
-    assert (code, answer["rung"]) == (0, "replicas") and answer["seconds_to_continue"] > 0
+    assert (code, answer["strategy"]) == (0, "living_state") and answer["seconds_to_continue"] > 0

@@ -109,7 +109,7 @@ def test_a_job_that_is_gone_goes_on_from_storage_and_passes_damage_over(
     resumed = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto", "run.start_over=true")
     assert resumed.exit_code == 0, resumed.output
     (chosen,) = of_kind(resumed, "recovery_started")
-    assert chosen["strategy"] == ("window" if older else "nothing")
+    assert chosen["strategy"] == ("rollback" if older else "start_over")
     assert "rank-00001.window" in json.dumps(chosen["declined"])
     assert any("rank-00001.window" in problem["error"] for problem in of_kind(resumed, "snapshot_problem"))
     assert digests(resumed) == digests(undisturbed) and losses(resumed) == losses(undisturbed)
@@ -148,7 +148,7 @@ def test_a_window_of_another_layout_is_named_and_not_used(tmp_path: Path, warm_f
     elsewhere = train(tmp_path, warm_forkserver, "run.resume=auto", "run.start_over=true")
     assert elsewhere.exit_code == 0, elsewhere.output
     *_, chosen = of_kind(elsewhere, "recovery_started")
-    assert chosen["strategy"] == "nothing" and "captured with another layout" in json.dumps(chosen["declined"])
+    assert chosen["strategy"] == "start_over" and "captured with another layout" in json.dumps(chosen["declined"])
 
 
 @pytest.mark.extended
@@ -202,7 +202,7 @@ def test_a_window_that_is_replayed_to_something_else_is_not_chosen_again(
     resumed = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto", "recovery.max_restarts=3")
     assert resumed.exit_code == 0, resumed.output
     refused, chosen = of_kind(resumed, "recovery_started")
-    assert refused["source"] == "persisted" and chosen["strategy"] in ("window", "checkpoint")
+    assert refused["source"] == "persisted" and chosen["strategy"] in ("rollback", "checkpoint")
     assert 0 < chosen["iteration"] < refused["iteration"]
     (declined,) = [text for text in chosen["declined"] if "was rejected by an earlier start" in text]
     assert f"window of iteration {newest.start_iteration} was rejected" in declined

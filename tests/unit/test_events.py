@@ -150,15 +150,25 @@ def test_every_kind_has_its_own_line(kind: type[events.Record]) -> None:
         ({"kind": "log_healed", "file": "f", "num_dropped_bytes": 3}, {"kind": "log_truncated"}),
         (
             {"kind": "recovery_decided", "generation": 2, "rung": "replicas", "iteration": 5, "declined": ["x"]},
-            {"kind": "recovery_started", "generation": 2, "strategy": "replicas", "iteration": 5, "declined": ["x"]},
+            {
+                "kind": "recovery_started",
+                "generation": 2,
+                "strategy": "living_state",
+                "iteration": 5,
+                "declined": ["x"],
+            },
         ),
         (
             {"kind": "recovery_chosen", "source": "persisted", "iteration": 5},
-            {"kind": "recovery_started", "generation": 0, "strategy": "window", "source": "persisted"},
+            {"kind": "recovery_started", "generation": 0, "strategy": "rollback", "source": "persisted"},
         ),
         (
             {"kind": "recovery_chosen", "source": "checkpoint", "iteration": 5},
             {"kind": "recovery_started", "generation": 0, "strategy": "checkpoint"},
+        ),
+        (
+            {"kind": "recovery_started", "generation": 1, "strategy": "localized", "iteration": 5},
+            {"kind": "recovery_started", "generation": 1, "strategy": "localized_replay"},
         ),
     ],
 )

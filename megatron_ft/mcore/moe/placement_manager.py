@@ -33,7 +33,8 @@ from megatron_ft.planning.placement.rebalance import RebalancePolicy, imbalance,
 from megatron_ft.planning.placement.report import plan_state_copies
 from megatron_ft.planning.placement.stage import StageRequest, algorithm_of, first_plans, scripted_plans
 from megatron_ft.planning.placement.survival import single_loss_survival
-from megatron_ft.planning.recovery.replicas import Declined, plan_drain, plan_replicas
+from megatron_ft.planning.recovery.living_state import plan_drain, plan_replicas
+from megatron_ft.planning.state.declined import Declined
 from megatron_ft.runtime.dispatch.backend import DispatchBackend, open_backend
 from megatron_ft.topology import Topology
 

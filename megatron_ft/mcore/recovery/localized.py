@@ -30,10 +30,10 @@ from megatron_ft.mcore.state.tensors import put_state, take_state
 from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.iteration import Vote
-from megatron_ft.planning.recovery.localized import LocalizedPlan, Standing
-from megatron_ft.planning.recovery.replicas import Declined
+from megatron_ft.planning.recovery.localized_replay import LocalizedPlan, Standing
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.planning.state.declined import Declined
 from megatron_ft.records import Record
 from megatron_ft.runtime.transport.abort import Opening
 from megatron_ft.snapshot.server.client import KeeperClient

@@ -34,8 +34,9 @@ from megatron_ft.planning.placement.layout import Holdings
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.placement.migration import holdings as experts_of
 from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.planning.recovery.living_state import lost_experts
 from megatron_ft.planning.recovery.membership import NextMembership, Target
-from megatron_ft.planning.recovery.replicas import Declined, lost_experts
+from megatron_ft.planning.state.declined import Declined
 from megatron_ft.runtime.transport.abort import Opening
 from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.storage.checkpoints import iteration_of
@@ -221,7 +222,7 @@ class ElasticTrainer(Trainer):
         host, held, shapes = _in_common(carried, key, previous, groups)
         keeper, migration = self._placement(held, previous, moved)
         generation = self.context.generation
-        self.report(RecoveryStarted(generation=generation, strategy="replicas", iteration=host.iteration))
+        self.report(RecoveryStarted(generation=generation, strategy="living_state", iteration=host.iteration))
         state: NamedState = {} if carried is None else dict(carried.state)
         failpoints.hit("reform_move", host.iteration)
         like = None if shapes is None else hand_over(state, shapes, previous, groups)
@@ -292,7 +293,9 @@ class ElasticTrainer(Trainer):
             pp=groups.pg_collection.pp,
         )
         plan = replay.plan
-        self.report(RecoveryStarted(generation=self.context.generation, strategy="localized", iteration=plan.target))
+        self.report(
+            RecoveryStarted(generation=self.context.generation, strategy="localized_replay", iteration=plan.target)
+        )
         state, votes, window_plan = replay.share()
         failpoints.hit("reform_build", target)
         engine = self.engine

@@ -146,12 +146,12 @@ class SnapshotRestorer:
     def report_start(self, checkpoint: Path | None, generation: int) -> None:
         """Report the state from which the run continues: the chosen window, or else ``checkpoint``. Report nothing
         for a new run that had no saved state to decline."""
-        chosen, strategy, iteration = self.chosen, "nothing", 0
+        chosen, strategy, iteration = self.chosen, "start_over", 0
         if chosen.places:
-            strategy, iteration = "window", chosen.iteration
+            strategy, iteration = "rollback", chosen.iteration
         elif checkpoint is not None:
             strategy, iteration = "checkpoint", iteration_of(checkpoint) if is_named(checkpoint) else 0
-        if strategy != "nothing" or chosen.declined or generation > 0:
+        if strategy != "start_over" or chosen.declined or generation > 0:
             self._report(
                 RecoveryStarted(
                     generation=generation,

@@ -15,7 +15,7 @@ from megatron_ft.mcore.state.rank_status import Holding
 from megatron_ft.mcore.state.tensors import NamedState, by_expert, expert_of
 from megatron_ft.mcore.state.train_state import IterationResult, TrainState, seed_rng
 from megatron_ft.planning.iteration import BatchPlan
-from megatron_ft.planning.recovery.replicas import share_out
+from megatron_ft.planning.recovery.living_state import share_out
 from megatron_ft.planning.snapshot.plan import WindowKey, WindowPlan
 
 Shape = tuple[str, str, str, list[int]]

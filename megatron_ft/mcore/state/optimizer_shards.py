@@ -192,7 +192,7 @@ class ShardMove:
         assert self.mine is not None, "all ranks have state before some leave"
         staying = [rank for rank in range(groups.vote.size()) if rank not in leaving]
         rows: list[list[_Row]] = [[] for _ in range(groups.vote.size())]
-        for number, item in enumerate(missing.missing):
+        for number, item in enumerate(missing.elements):
             rows[staying[number % len(staying)]].append((item.tensor.parameter, item.start, item.stop))
         targets = [
             _Piece(

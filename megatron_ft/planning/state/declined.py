@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_ft.operators import OperatorId
 from megatron_ft.planning.state.tensors import StateTensor
 
 _NAMED = 4
@@ -27,18 +28,32 @@ class MissingState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declined:
-    """Result that a planner returns if no plan is possible."""
+    """Result that a planner or a recovery strategy returns if no plan is possible."""
 
     reason: str
     """Reason as a clause, without a full stop."""
-    missing: tuple[MissingState, ...] = ()
+    strategy: str = ""
+    """Name of the recovery strategy that declines; empty for other planners."""
+    missing: tuple[OperatorId | MissingState, ...] = ()
+    """State that no living rank has: whole operators, or elements of their tensors."""
+
+    @property
+    def elements(self) -> tuple[MissingState, ...]:
+        """Return the elements of tensors in ``missing``."""
+        return tuple(item for item in self.missing if isinstance(item, MissingState))
+
+    @property
+    def operators(self) -> tuple[OperatorId, ...]:
+        """Return the operators of ``missing``, each once."""
+        found = (item.tensor.operator if isinstance(item, MissingState) else item for item in self.missing)
+        return tuple(dict.fromkeys(found))
 
     def summary(self) -> str:
-        """Describe the result in one line for a log."""
+        """Describe the result in one line for a log, with the first missing elements and operators."""
+        text = ": ".join(part for part in (self.strategy, self.reason, _list(self.elements)) if part)
         if not self.missing:
-            return self.reason
-        operators = list(dict.fromkeys(str(item.tensor.operator) for item in self.missing))
-        return f"{self.reason}: {_list(self.missing)}; operators {_list(operators)}"
+            return text
+        return f"{text}{'; operators ' if self.elements else ': '}{_list(self.operators)}"
 
 
 def _list(items: Sequence[object]) -> str:

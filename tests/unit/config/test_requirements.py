@@ -10,7 +10,7 @@ from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, 
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.config.validate import validate
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.recovery.means import why_no_replicas
+from megatron_ft.planning.recovery.living_state import why_no_replicas
 
 SEARCH = {"_target_": "megatron_ft.planning.placement.overlap_search.OverlapSearch"}
 VIOLATIONS: dict[str, Any] = {

@@ -142,13 +142,15 @@ def test_losses_are_a_row_for_each_node_and_warn_of_spanned_stages() -> None:
         ((3,), True),
         ((0, 1, 2, 3), False),
     ]
-    assert [cost["rung"] for cost in json.loads(json.dumps(result.to_json()))["losses"]]
+    assert [cost["strategy"] for cost in json.loads(json.dumps(result.to_json()))["losses"]]
     assert not result.notes
     text = render(result)
     rows = [line.split() for line in text.splitlines()]
     assert ["node", "3", "checkpoint,", "by", "hand", "<=", "20", "-", "bitwise"] in rows
     assert ["ranks", "only", "checkpoint", "<=", "20", "-", "bitwise"] in rows
-    assert "not from replicas: recovery.min_nodes" not in text and "parallel.pipeline_model_parallel_size=2" in text
+    assert (
+        "not used: living_state: recovery.min_nodes" not in text and "parallel.pipeline_model_parallel_size=2" in text
+    )
     (note,) = plan(with_losses=True, parallel=parallel, launch={"ranks_per_node": 2}, recovery=recovery).notes
     assert note.startswith("node 0 spans pipeline stages 0, 1")
     assert not plan(parallel=parallel, launch=launch, recovery=recovery).losses, "a start does not ask"

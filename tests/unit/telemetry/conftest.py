@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.config.job import JobConfig
+from megatron_ft.planning.recovery.costs import STRATEGIES
 from megatron_ft.telemetry.metrics import FROM_EVENTS, METRICS
 
 
@@ -39,7 +40,10 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "trial-001"
 
 
-_FROM_EVENTS = re.compile("|".join(re.sub("<[a-z]+>", "[a-z0-9]+", name) for name in FROM_EVENTS))
+_STRATEGY = "|".join(("unknown", *(strategy.name for strategy in STRATEGIES)))
+_FROM_EVENTS = re.compile(
+    "|".join(re.sub("<[a-z]+>", "[a-z0-9]+", name.replace("<strategy>", f"({_STRATEGY})")) for name in FROM_EVENTS)
+)
 
 
 def is_listed(name: str) -> bool:

@@ -88,7 +88,7 @@ def test_windows_that_are_not_committed(sink: AlertSink) -> None:
 
 
 def test_a_run_that_goes_back_is_not_behind(sink: AlertSink) -> None:
-    back = events.RecoveryStarted(generation=1, strategy="window", iteration=10)
+    back = events.RecoveryStarted(generation=1, strategy="rollback", iteration=10)
     assert reported(sink, planned(0), trained(15), back, planned(10), trained(25)) == []
 
 

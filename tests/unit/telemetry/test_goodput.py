@@ -29,7 +29,7 @@ def failed(at: float) -> Record:
     return events.RankFailed(time_unix_seconds=ZERO + at, rank=1)
 
 
-def decided(at: float, iteration: int, strategy: str = "window") -> Record:
+def decided(at: float, iteration: int, strategy: str = "rollback") -> Record:
     return events.RecoveryStarted(time_unix_seconds=ZERO + at, generation=1, strategy=strategy, iteration=iteration)
 
 

@@ -21,18 +21,22 @@ def test_every_recovery_has_its_strategy() -> None:
         run: [record for record in read_events(RUNS / run) if isinstance(record, RecoveryStarted)]
         for run in ("replicas", "localized", "window")
     }
-    assert [(each.generation, each.strategy, each.iteration) for each in started["replicas"]] == [(1, "replicas", 5)]
-    assert [(each.generation, each.strategy, each.iteration) for each in started["localized"]] == [(1, "localized", 13)]
+    assert [(each.generation, each.strategy, each.iteration) for each in started["replicas"]] == [
+        (1, "living_state", 5)
+    ]
+    assert [(each.generation, each.strategy, each.iteration) for each in started["localized"]] == [
+        (1, "localized_replay", 13)
+    ]
     found = [(each.generation, each.strategy, each.source) for each in started["window"]]
-    assert found == [(0, "window", "memory"), (1, "window", None), (0, "checkpoint", None)]
+    assert found == [(0, "rollback", "memory"), (1, "rollback", None), (0, "checkpoint", None)]
 
 
 @pytest.mark.parametrize(
     ("run", "recoveries"),
     [
-        ("replicas", [(1, "replicas", 5, 0)]),
-        ("localized", [(1, "localized", 13, 1)]),
-        ("window", [(1, "window", 10, 1), (0, "checkpoint", 20, 0)]),
+        ("replicas", [(1, "living_state", 5, 0)]),
+        ("localized", [(1, "localized_replay", 13, 1)]),
+        ("window", [(1, "rollback", 10, 1), (0, "checkpoint", 20, 0)]),
     ],
 )
 def test_the_page_tells_the_recoveries(run: str, recoveries: list[tuple[int, str, int, int]]) -> None:
@@ -46,12 +50,14 @@ def test_the_page_tells_the_recoveries(run: str, recoveries: list[tuple[int, str
     assert len(read_metrics(RUNS / run)) == report.iteration
 
 
-@pytest.mark.parametrize("run", ["replicas", "localized", "window"])
-def test_the_time_of_a_recovery_is_under_its_strategy(run: str) -> None:
+@pytest.mark.parametrize(
+    ("run", "strategy"), [("replicas", "living_state"), ("localized", "localized_replay"), ("window", "rollback")]
+)
+def test_the_time_of_a_recovery_is_under_its_strategy(run: str, strategy: str) -> None:
     files, figures, found = RunFiles.read(RUNS / run), RunFigures(), {}
     for record in sorted((*files.events, *files.metrics), key=lambda record: record.time_unix_seconds or 0.0):
         figures.take(record)
         found |= {name: value for name, value in figures.hand_out().items() if name.startswith("recovery/")}
-    assert f"recovery/{run}_seconds" in found
+    assert f"recovery/{strategy}_seconds" in found
     goodput = Goodput.measure((*files.events, *files.metrics))
     assert goodput.num_interruptions == (2 if run == "window" else 1) and goodput.recovery_seconds > 0

@@ -80,9 +80,9 @@ def test_a_recovery_is_reported_once_with_its_strategy_and_time() -> None:
     assert not any(name.startswith("recovery") for name in run.hand_out()), "it is not over"
     run.take(trained(3, 8.0))  # the iteration takes 1 s: 3 to 7 s went by without training
     found = run.hand_out()
-    assert found["recovery/window_seconds"] == pytest.approx(4.0) and found["goodput/interruptions"] == 1
+    assert found["recovery/rollback_seconds"] == pytest.approx(4.0) and found["goodput/interruptions"] == 1
     run.take(trained(4, 9.0))
-    assert "recovery/window_seconds" not in run.hand_out()
+    assert "recovery/rollback_seconds" not in run.hand_out()
 
 
 def restored(strategy: str) -> Record:
@@ -92,9 +92,9 @@ def restored(strategy: str) -> Record:
 @pytest.mark.parametrize(
     ("records", "strategy"),
     [
-        ([restored("window")], "window"),
+        ([restored("rollback")], "rollback"),
         ([restored("checkpoint")], "checkpoint"),
-        ([restored("window"), decided(4.1, 2, strategy="localized")], "localized"),
+        ([restored("rollback"), decided(4.1, 2, strategy="localized_replay")], "localized_replay"),
         ([], "unknown"),
     ],
 )
@@ -105,7 +105,7 @@ def test_strategies_of_jobs_that_continue(records: list[Record], strategy: str) 
 
 def test_a_start_from_nothing_says_so() -> None:
     found = figures_of(started(0.0), trained(1, 2.0), started(5.0), trained(1, 7.0))
-    assert "recovery/nothing_seconds" in found
+    assert "recovery/start_over_seconds" in found
 
 
 @given(STEPS)

@@ -51,7 +51,7 @@ def test_what_was_sent_is_not_given_again_and_what_was_not_is_replaced() -> None
     changed = Metrics(iteration=5, values={"loss": 9.0}, time_unix_seconds=None)
     found = taken(steps, [*train(4, 4, 8.0), changed, *train(6, 6, 8.0)])
     assert iterations(found) == [5] and found[0].figures["loss"] == 9.0, "the 5 that was lost is void"
-    assert "recovery/window_seconds" in found[0].figures, "iteration 4 brought it, and could not take it along"
+    assert "recovery/rollback_seconds" in found[0].figures, "iteration 4 brought it, and could not take it along"
 
 
 def test_a_recovery_whose_iteration_is_void_is_reported_with_the_next() -> None:
@@ -60,11 +60,11 @@ def test_a_recovery_whose_iteration_is_void_is_reported_with_the_next() -> None:
     again = [failed(15.0), decided(16.0, 4), *train(5, 6, 20.0)]
     *_, fifth = taken(steps, [*first, *again])
     assert fifth.iteration == 5
-    assert fifth.figures["recovery/window_seconds"] == pytest.approx(steps.run.goodput.recovery_seconds)
+    assert fifth.figures["recovery/rollback_seconds"] == pytest.approx(steps.run.goodput.recovery_seconds)
     read_again = _Steps(sent=5)
     assert taken(read_again, [*first, *again], live=False) == []
     (sixth,) = taken(read_again, train(7, 7, 20.0), live=False)
-    assert sixth.iteration == 6 and "recovery/window_seconds" not in sixth.figures, "it is in the fifth"
+    assert sixth.iteration == 6 and "recovery/rollback_seconds" not in sixth.figures, "it is in the fifth"
 
 
 def test_a_start_that_goes_back_voids_the_iteration_at_hand_and_one_that_does_not_completes_it() -> None:

@@ -106,7 +106,7 @@ def test_panel_says_how_well_the_run_goes_so_far() -> None:
             0.0, {"kind": "placement_in_force", "iteration": 1, "reason": "", "stages": [], "single_loss_survival": 1.0}
         ),
         at(0.5, metrics_record(1)),
-        at(0.6, {"kind": "recovery_started", "generation": 1, "strategy": "replicas", "iteration": 1}),
+        at(0.6, {"kind": "recovery_started", "generation": 1, "strategy": "living_state", "iteration": 1}),
         at(4.0, metrics_record(2)),
     ]
     (row,) = [line for line in render(fold(output)) if "so far" in line]

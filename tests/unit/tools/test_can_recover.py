@@ -109,7 +109,7 @@ def living(run: MadeUpRun) -> Iterator[MadeUpRun]:
 
 def test_a_living_run_goes_on_with_replicas_in_the_time_it_took_before(living: MadeUpRun, ask: Ask) -> None:
     found = ask(str(living.path), "--lose", "3")
-    assert (found["code"], found["rung"], found["max_iterations"]) == (0, "replicas", 0)
+    assert (found["code"], found["strategy"], found["max_iterations"]) == (0, "living_state", 0)
     assert (found["seconds_again"], found["seconds_to_continue"]) == (0.0, 1.5)
     assert found["moved_bytes"] is not None and not found["lost_operators"]
 
@@ -120,10 +120,10 @@ def test_an_answer_names_its_device_and_what_the_other_one_refuses(
     words = ["--config", *ELASTIC, "recovery.min_nodes=3", "--lose", "1"]
     monkeypatch.setattr("pretrain_moe.observe_here", lambda: DeviceFacts(has_driver=False, driver="", num_gpus=0))
     found = ask(*words)
-    assert (found["rung"], found["device"]) == ("replicas", "cpu")
+    assert (found["strategy"], found["device"]) == ("living_state", "cpu")
     assert "on cuda this job would be refused before it starts" in found["notes"][0]
     assert can_recover.main(words) == 0
-    assert capsys.readouterr().out.startswith("on cpu: loss of node 1: replicas")
+    assert capsys.readouterr().out.startswith("on cpu: loss of node 1: living_state")
     monkeypatch.setattr("pretrain_moe.observe_here", lambda: DeviceFacts(has_driver=True, driver="", num_gpus=8))
     found = ask(*words)
     assert found["code"] == ConfigError.exit_code and "must be cpu with recovery.min_nodes=3" in found["error"]
@@ -133,15 +133,15 @@ def test_a_run_on_gpus_is_not_promised_what_only_cpus_do(living: MadeUpRun, ask:
     living.say(
         RunStarted(run_name="run", model="moe_micro", world_size=4, num_nodes=4, train_iterations=9, device="cpu")
     )
-    assert (ask(str(living.path), "--lose", "3")["rung"], ask(str(living.path), "--lose", "3")["notes"]) == (
-        "replicas",
+    assert (ask(str(living.path), "--lose", "3")["strategy"], ask(str(living.path), "--lose", "3")["notes"]) == (
+        "living_state",
         [],
     )
     living.say(
         RunStarted(run_name="run", model="moe_micro", world_size=4, num_nodes=4, train_iterations=9, device="cuda: H")
     )
     found = ask(str(living.path), "--lose", "3")
-    assert (found["rung"], found["device"]) == ("nothing", "cuda")
+    assert (found["strategy"], found["device"]) == ("start_over", "cuda")
     assert found["declined"][0]["reason"] == "training.device=cuda"
 
 
@@ -154,7 +154,12 @@ def test_too_many_lost_go_back_to_the_newest_checkpoint_that_verifies(living: Ma
     for iteration in (3, 5):
         make_checkpoint(living.path / "checkpoints" / f"iter_{iteration:07d}", iteration)
     found = ask(str(living.path), "--lose", "0,3")
-    assert (found["code"], found["rung"], found["max_iterations"], found["is_automatic"]) == (0, "checkpoint", 2, False)
+    assert (found["code"], found["strategy"], found["max_iterations"], found["is_automatic"]) == (
+        0,
+        "checkpoint",
+        2,
+        False,
+    )
     assert found["seconds_again"] == pytest.approx(1.0) and found["seconds_to_continue"] is None
     victim = living.path / "checkpoints" / "iter_0000005" / "__0_0.distcp"
     victim.write_bytes(bytes(5000))
@@ -174,27 +179,27 @@ def test_checkpoints_and_windows_of_another_run_are_not_promised(living: MadeUpR
         window = replace(window, run_id=other, world_size=4)
         write_window(living.path / "windows", window, [memoryview(part) for part in payload])
     found = ask(str(living.path), "--lose", "0,3")
-    assert (found["rung"], found["max_iterations"]) == ("checkpoint", 4)
+    assert (found["strategy"], found["max_iterations"]) == ("checkpoint", 4)
     skipped = [note for note in found["notes"] if ": skipped: " in note]
     assert len(skipped) == 2 and all("belongs to another run" in note for note in skipped)
 
 
 def test_a_run_without_anything_cannot_recover(living: MadeUpRun, ask: Ask) -> None:
     found = ask(str(living.path), "--lose", "0,1")
-    assert (found["code"], found["rung"]) == (RecoveryError.exit_code, "nothing")
+    assert (found["code"], found["strategy"]) == (RecoveryError.exit_code, "start_over")
     assert found["max_iterations"] == 7
 
 
 def test_a_run_that_has_ended_says_so_and_can_be_asked_what_if(run: MadeUpRun, ask: Ask) -> None:
     found = ask(str(run.path), "--lose", "3")
     assert found["code"] == RecoveryError.exit_code and "is not running" in found["declined"][0]["reason"]
-    assert ask(str(run.path), "--lose", "3", "--as-if-running")["rung"] == "replicas"
+    assert ask(str(run.path), "--lose", "3", "--as-if-running")["strategy"] == "living_state"
 
 
 def test_ranks_that_were_started_again_are_on_all_nodes(run: MadeUpRun, ask: Ask) -> None:
     run.say(RanksReady(seconds=1.0, world_size=4))
     run.change((0, 1, 2, 3), 8)
-    assert ask(str(run.path), "--lose", "2", "--as-if-running")["rung"] == "replicas"
+    assert ask(str(run.path), "--lose", "2", "--as-if-running")["strategy"] == "living_state"
 
 
 def test_a_placement_of_another_membership_is_refused(run: MadeUpRun, ask: Ask) -> None:
@@ -212,19 +217,20 @@ def test_a_damaged_folder_is_named(run: MadeUpRun, ask: Ask, name: str) -> None:
 
 def test_a_configuration_is_judged_before_it_runs(ask: Ask) -> None:
     found = ask("--config", *ELASTIC, "recovery.min_nodes=2", "--lose", "1")
-    assert (found["code"], found["rung"], found["seconds_to_continue"]) == (0, "replicas", None)
+    assert (found["code"], found["strategy"], found["seconds_to_continue"]) == (0, "living_state", None)
     found = ask("--config", *ELASTIC, "checkpoint.save_interval_iterations=7", "--lose", "1")
-    assert (found["rung"], found["max_iterations"], found["seconds_again"]) == ("checkpoint", 7, None)
+    assert (found["strategy"], found["max_iterations"], found["seconds_again"]) == ("checkpoint", 7, None)
     windows = ["snapshot=sparse_window", "launch.num_nodes=3", "recovery.max_restarts=1", "model=moe_micro"]
     found = ask("--config", *windows, "--lose", "0", "--ranks-only")
-    assert (found["code"], found["rung"], found["max_iterations"]) == (0, "memory", None)
+    assert (found["code"], found["strategy"], found["medium"]) == (0, "rollback", "memory")
+    assert found["max_iterations"] is None
 
 
 def test_text_says_what_is_unknown_and_never_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert can_recover.main(["--config", *ELASTIC, "--lose", "1"]) == RecoveryError.exit_code
     out = capsys.readouterr().out
     assert "time to repeat iterations: unknown" in out and "time until training continues: unknown" in out
-    assert "replicas is not possible: recovery.min_nodes=null" in out
+    assert "not used: living_state: " in out
 
 
 def test_operators_are_reported_in_ranges() -> None:

@@ -22,7 +22,7 @@ AUTO = RunConfig(name="run", resume="auto")
 
 
 def start(run_dir: Path, run: RunConfig = AUTO, *, generation: int = 0) -> tuple[str, list[Record]]:
-    """Return the source from which a rank continues (``checkpoint``, ``window`` or ``nothing``), and the reports."""
+    """Return the strategy by which a rank continues, and the reports."""
     found, records = recovery(run_dir)
     damage: list[Any] = []
     identity = JobIdentity(run_id="run-1", run_name="first", settings=OWN)  # as ``make_checkpoint`` writes it
@@ -43,7 +43,7 @@ def start(run_dir: Path, run: RunConfig = AUTO, *, generation: int = 0) -> tuple
     )
     config = replace(JobConfig(), run=run)
     source, window = select_restore_source(config, context, finder, found)  # type: ignore[arg-type]
-    return ("window" if window else "checkpoint" if source else "nothing"), records
+    return ("rollback" if window else "checkpoint" if source else "start_over"), records
 
 
 def damaged_checkpoint(run_dir: Path, iteration: int) -> None:
@@ -53,11 +53,11 @@ def damaged_checkpoint(run_dir: Path, iteration: int) -> None:
 
 
 def test_an_empty_folder_just_starts(tmp_path: Path) -> None:
-    assert start(tmp_path) == ("nothing", [])
+    assert start(tmp_path) == ("start_over", [])
     (tmp_path / "checkpoints").mkdir()
-    assert start(tmp_path)[0] == "nothing"
+    assert start(tmp_path)[0] == "start_over"
     (tmp_path / "checkpoints" / "iter_0000005").mkdir()
-    assert start(tmp_path)[0] == "nothing", "a save that never finished is no state"
+    assert start(tmp_path)[0] == "start_over", "a save that never finished is no state"
 
 
 @pytest.mark.parametrize("generation", [0, 1])
@@ -66,8 +66,8 @@ def test_windows_of_other_settings_are_not_started_over_in_silence(tmp_path: Pat
     with pytest.raises(CheckpointError, match=r"was captured with data='other'.*run\.start_over=true"):
         start(tmp_path, generation=generation)
     source, records = start(tmp_path, replace(AUTO, start_over=True), generation=generation)
-    assert source == "nothing"
-    assert [record.strategy for record in records if isinstance(record, RecoveryStarted)] == ["nothing"]
+    assert source == "start_over"
+    assert [record.strategy for record in records if isinstance(record, RecoveryStarted)] == ["start_over"]
 
 
 def test_damaged_checkpoints_are_not_started_over_by_a_second_start_either(tmp_path: Path) -> None:
@@ -78,14 +78,14 @@ def test_damaged_checkpoints_are_not_started_over_by_a_second_start_either(tmp_p
     ):
         with pytest.raises(CheckpointError, match=words):
             start(tmp_path)
-    assert start(tmp_path, replace(AUTO, start_over=True))[0] == "nothing"
+    assert start(tmp_path, replace(AUTO, start_over=True))[0] == "start_over"
     make_checkpoint(tmp_path / "checkpoints" / "iter_0000003", 3)
     assert start(tmp_path)[0] == "checkpoint"
 
 
 def test_state_that_can_be_used_is_used_whatever_the_key_says(tmp_path: Path) -> None:
     save(tmp_path, 20)
-    assert start(tmp_path, replace(AUTO, start_over=True))[0] == "window"
+    assert start(tmp_path, replace(AUTO, start_over=True))[0] == "rollback"
 
 
 def test_resume_must_names_what_it_could_not_use(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_iterations_that_were_never_saved_are_named(tmp_path: Path) -> None:
     lines = [json.dumps({"kind": "metrics", "iteration": iteration}) for iteration in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "met']))
     source, records = start(tmp_path)
-    assert source == "nothing"
+    assert source == "start_over"
     (chosen,) = [record for record in records if isinstance(record, RecoveryStarted)]
     assert "has records of iterations up to 3, but no saved state" in chosen.declined[0]
     assert _newest_iteration(tmp_path / "none") == 0

@@ -5,8 +5,8 @@ from itertools import combinations
 import pytest
 
 from megatron_ft.planning.placement.migration import holdings
-from megatron_ft.planning.recovery.replicas import lost_experts, plan_drain
-from tests.unit.planning.recovery.test_replicas import EXPERT_BYTES, NUM_EXPERTS, placed
+from megatron_ft.planning.recovery.living_state import lost_experts, plan_drain
+from tests.unit.planning.recovery.test_living_state import EXPERT_BYTES, NUM_EXPERTS, placed
 
 STAYING = [chosen for size in (2, 3) for chosen in combinations(range(4), size)]
 

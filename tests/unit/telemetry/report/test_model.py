@@ -47,7 +47,12 @@ def test_a_run_that_has_reported_nothing(run: MadeUpRun) -> None:
 def test_a_localized_recovery(run: MadeUpRun) -> None:
     localized(run)
     (recovery,) = run.report().recoveries
-    assert (recovery.number, recovery.generation, recovery.strategy, recovery.iteration) == (1, 1, "localized", 12)
+    assert (recovery.number, recovery.generation, recovery.strategy, recovery.iteration) == (
+        1,
+        1,
+        "localized_replay",
+        12,
+    )
     assert recovery.is_failure and recovery.lost == "node 2; rank 2 (SIGKILL)"
     assert (recovery.num_replayed, recovery.num_again) == (5, 0)
     assert recovery.seconds == pytest.approx(8.0 - 6.4), "until the last stage was ready"
@@ -64,7 +69,7 @@ def test_elastic_changes(run: MadeUpRun) -> None:
     elastic(run)
     report = run.report()
     lost, joined = report.recoveries
-    assert (lost.strategy, lost.lost, lost.seconds) == ("replicas", "node 1; rank 1 (SIGKILL)", 0.9)
+    assert (lost.strategy, lost.lost, lost.seconds) == ("living_state", "node 1; rank 1 (SIGKILL)", 0.9)
     assert (lost.is_failure, lost.num_replayed, lost.num_again) == (True, 0, 0)
     assert (joined.is_failure, joined.lost, joined.iteration) == (False, "nodes [1] join", 8)
     assert report.size == "3 ranks on 3 nodes, cpu"
@@ -117,7 +122,7 @@ def test_a_job_after_one_that_was_killed_has_its_own_recovery(run: MadeUpRun) ->
     elastic(run)
     run.say(100.0, events.RecoveryStarted(generation=0, strategy="checkpoint", iteration=9))
     run.say(100.5, started(3, resumed_from_iteration=9), events.RanksReady(seconds=0.4, world_size=3))
-    assert [recovery.strategy for recovery in run.report().recoveries] == ["replicas", "replicas", "checkpoint"]
+    assert [recovery.strategy for recovery in run.report().recoveries] == ["living_state", "living_state", "checkpoint"]
 
 
 def test_a_failure_that_nothing_follows_is_marked(run: MadeUpRun) -> None:
@@ -154,7 +159,7 @@ def test_many_ranks_of_many_nodes_are_named_in_short(run: MadeUpRun) -> None:
         run.say(1.0, events.RankFailed(rank=rank, signal="SIGKILL", first=rank == 4, iteration=2))
     run.say(1.0, events.RankFailed(rank=0, exit_code=8, iteration=2))
     run.decide(1.1, 0, "killed", declined="no spare", lost_nodes=[1, 3, 2])
-    run.say(1.2, events.RecoveryStarted(generation=1, strategy="window", iteration=1))
+    run.say(1.2, events.RecoveryStarted(generation=1, strategy="rollback", iteration=1))
     (recovery,) = run.report().recoveries
     assert recovery.lost == "nodes 1-3; ranks 1, 4-6 (SIGKILL); 1 more rank as a consequence"
 

@@ -131,9 +131,9 @@ def test_a_place_that_nothing_tells_the_node_of(run: MadeUpRun) -> None:
 def test_a_failure_during_a_recovery(run: MadeUpRun) -> None:
     localized(run, ends=False)
     run.say(20.0, events.RankFailed(rank=0, node=0, signal="SIGKILL", first=True, iteration=17))
-    run.say(20.5, events.RecoveryStarted(generation=2, strategy="localized", iteration=14))
+    run.say(20.5, events.RecoveryStarted(generation=2, strategy="localized_replay", iteration=14))
     run.say(21.0, events.RankFailed(rank=1, node=1, signal="SIGKILL", first=True, iteration=17))
-    run.say(21.5, events.RecoveryStarted(generation=3, strategy="localized", iteration=13))
+    run.say(21.5, events.RecoveryStarted(generation=3, strategy="localized_replay", iteration=13))
     _, second, third = run.report().recoveries
     assert (second.num_again, third.num_again) == (2, 1), "each counts what the one ahead of it does not"
     assert kinds(timeline_of(run, 2).lanes[0]) == ["trains", "trains", "trains", "unfinished"]
@@ -147,10 +147,10 @@ def test_a_window_that_the_whole_job_replays(run: MadeUpRun) -> None:
     about = {"reason": "killed", "failed_ranks": (1,), "iteration": 6, "num_restarts_left": 0}
     run.say(3.0, events.RanksRestarted(generation=1, **about))
     run.say(5.0, events.WindowReplayed(iteration=4, start_iteration=1, num_iterations=3, seconds=1.0))
-    run.say(5.1, events.RecoveryStarted(generation=1, strategy="window", iteration=4))
+    run.say(5.1, events.RecoveryStarted(generation=1, strategy="rollback", iteration=4))
     run.say(5.2, started(2, resumed_from_iteration=4), events.RanksReady(seconds=0.1))
     (recovery,) = run.report().recoveries
-    assert (recovery.strategy, recovery.num_replayed, recovery.num_again) == ("window", 3, 1)
+    assert (recovery.strategy, recovery.num_replayed, recovery.num_again) == ("rollback", 3, 1)
     assert [labels(lane, "replays") for lane in timeline_of(run).lanes] == [["3 iterations"], ["3 iterations"]]
 
 
@@ -158,10 +158,10 @@ def test_a_recovery_that_is_still_going_on(run: MadeUpRun) -> None:
     run.say(0.0, started())
     run.train(1, 3, 0.0)
     run.say(2.0, events.RankFailed(rank=2, node=2, signal="SIGKILL", first=True, iteration=4))
-    run.say(2.4, events.RecoveryStarted(generation=1, strategy="localized", iteration=3))
+    run.say(2.4, events.RecoveryStarted(generation=1, strategy="localized_replay", iteration=3))
     run.say(3.0, stage_recovery(0, "serves", began=2.5, seconds=0.5, bytes_moved=10))
     (recovery,) = run.report().recoveries
-    assert (recovery.strategy, recovery.pause_seconds) == ("localized", None)
+    assert (recovery.strategy, recovery.pause_seconds) == ("localized_replay", None)
     assert [lane.rank for lane in timeline_of(run).lanes] == [1, 2, 3, 0], "stages that no record names come first"
 
 
@@ -176,10 +176,10 @@ def test_times_that_cannot_be_are_not_drawn(run: MadeUpRun, seconds: float) -> N
 
 
 def test_records_without_times_have_no_timeline(run: MadeUpRun) -> None:
-    for record in (started(), events.RecoveryStarted(generation=1, strategy="replicas", iteration=4)):
+    for record in (started(), events.RecoveryStarted(generation=1, strategy="living_state", iteration=4)):
         run.line("events.jsonl", record.to_record())
     (recovery,) = run.report().recoveries
-    assert Timeline.of(recovery) is None and recovery.strategy == "replicas"
+    assert Timeline.of(recovery) is None and recovery.strategy == "living_state"
 
 
 def test_a_rank_trains_no_longer_than_it_lives(run: MadeUpRun) -> None:
@@ -208,10 +208,10 @@ def test_a_change_that_only_its_membership_tells_of_began_when_it_says(run: Made
 def test_nodes_stand_where_the_decision_before_has_put_them(run: MadeUpRun) -> None:
     run.say(0.0, started())
     run.decide(2.0, 0, "killed", next=next_membership(1, (0, 1, None, 3), (0, 1, 4, 3)), lost_nodes=[2])
-    run.say(3.0, events.RecoveryStarted(generation=1, strategy="localized", iteration=16))
+    run.say(3.0, events.RecoveryStarted(generation=1, strategy="localized_replay", iteration=16))
     run.say(12.0, events.RankFailed(rank=2, node=4, signal="SIGKILL", first=True, iteration=17))
     run.decide(12.1, 1, "killed", next=next_membership(2, (0, 1, 3), (0, 1, 3)), lost_nodes=[4])
-    run.say(13.0, events.RecoveryStarted(generation=2, strategy="replicas", iteration=16))
+    run.say(13.0, events.RecoveryStarted(generation=2, strategy="living_state", iteration=16))
     lanes = timeline_of(run, 2).lanes
     assert [(lane.name, lane.node, lane.fate) for lane in lanes][2:] == [
         ("rank 2", 3, "was rank 3"),

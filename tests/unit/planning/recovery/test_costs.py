@@ -14,20 +14,16 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import config_of
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.errors import ConfigError
+from megatron_ft.planning.cost.memory import expert_state_bytes
 from megatron_ft.planning.placement.copies import NON_EXPERT
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.report import plan_state_copies
 from megatron_ft.planning.placement.stage import StageRequest, first_plans
 from megatron_ft.planning.placement.survival import survival
-from megatron_ft.planning.recovery.losses import RecoveryMeans, Stored
-from megatron_ft.planning.recovery.means import (
-    costs_of_nodes,
-    idle_copies,
-    means_of,
-    placer,
-    why_no_replicas,
-    windows_serve,
-)
+from megatron_ft.planning.recovery.costs import cost_of_loss, costs_of_nodes, idle_copies, placer, windows_serve
+from megatron_ft.planning.recovery.facts import RecoveryFacts
+from megatron_ft.planning.recovery.living_state import why_no_replicas
+from megatron_ft.planning.recovery.strategy import Stored
 from megatron_ft.planning.snapshot.report import SnapshotReport
 from tests.helpers.keys import grouped
 
@@ -59,9 +55,15 @@ def plans_of(config: JobConfig) -> list[PlacementPlan]:
     return first_plans(config, StageRequest.of_job(config, world_size), JobInputs())
 
 
-def means(config: JobConfig, nodes: tuple[int, ...] | None = None) -> RecoveryMeans:
+def facts_of(config: JobConfig, nodes: tuple[int, ...] | None = None) -> RecoveryFacts:
     plans = plans_of(config if nodes is None else config_of(config, nodes))
-    return means_of(config, plans, SnapshotReport.of(config, 257), nodes)
+    return RecoveryFacts.of(config, plans, SnapshotReport.of(config, 257), nodes)
+
+
+def changed(facts: RecoveryFacts, **groups: dict[str, Any]) -> RecoveryFacts:
+    """Return ``facts`` with keys of the configuration changed."""
+    values = {name: dataclasses.replace(getattr(facts.config, name), **keys) for name, keys in groups.items()}
+    return dataclasses.replace(facts, config=dataclasses.replace(facts.config, **values))
 
 
 def restarting(**snapshot: Any) -> JobConfig:
@@ -79,9 +81,9 @@ def restarting(**snapshot: Any) -> JobConfig:
 
 def test_replicas_serve_one_lost_node_of_four_and_what_moves_is_counted() -> None:
     config = elastic()
-    cost = means(config).cost_of_loss([2], place=placer(config, JobInputs()))
-    assert (cost.rung, cost.max_iterations, cost.is_automatic, cost.is_bitwise) == ("replicas", 0, True, False)
-    assert cost.moved_bytes is not None and cost.moved_bytes % means(config).expert_bytes == 0
+    cost = cost_of_loss(facts_of(config), [2], place=placer(config, JobInputs()))
+    assert (cost.strategy, cost.max_iterations, cost.is_automatic, cost.is_bitwise) == ("living_state", 0, True, False)
+    assert cost.moved_bytes is not None and cost.moved_bytes % expert_state_bytes(config) == 0
     assert not cost.declined and not cost.lost_operators
 
 
@@ -89,7 +91,7 @@ def test_replicas_serve_one_lost_node_of_four_and_what_moves_is_counted() -> Non
 def test_every_joint_loss_serves_where_each_expert_has_a_holder_left(num_lost: int) -> None:
     """Compare with an enumeration, and the share of survived losses with the survival of the placement."""
     config = elastic(6, 1)
-    held, (plan,) = means(config), plans_of(config)
+    held, (plan,) = facts_of(config), plans_of(config)
     served = 0
     losses = list(combinations(range(6), num_lost))
     for lost in losses:
@@ -99,8 +101,8 @@ def test_every_joint_loss_serves_where_each_expert_has_a_holder_left(num_lost: i
             for by_rank in plan.slots
             for expert in range(plan.num_experts)
         )
-        cost = held.cost_of_loss(lost)
-        assert (cost.rung == "replicas") == whole, lost
+        cost = cost_of_loss(held, lost)
+        assert (cost.strategy == "living_state") == whole, lost
         served += whole
     expected = survival(plan.all_expert_domains(), plan.domains, [num_lost])[0].probability
     assert served / len(losses) == pytest.approx(expected)
@@ -110,27 +112,27 @@ def test_every_joint_loss_serves_where_each_expert_has_a_holder_left(num_lost: i
 
 def test_an_expert_without_holder_is_named_by_layer_and_number() -> None:
     config = elastic(6, 1)
-    (plan,), held = plans_of(config), means(config)
+    (plan,), held = plans_of(config), facts_of(config)
     lost = tuple(rank for rank, experts in enumerate(plan.slots[0]) if 5 in experts)
-    cost = held.cost_of_loss(lost)
+    cost = cost_of_loss(held, lost)
     (replicas, *_) = cost.declined
-    assert replicas.rung == "replicas" and f"{plan.layer_numbers[0]}.expert.5" in map(str, replicas.missing)
+    assert replicas.strategy == "living_state" and f"{plan.layer_numbers[0]}.expert.5" in map(str, replicas.missing)
     assert cost.lost_operators == replicas.missing and not cost.is_automatic
 
 
 def test_too_few_nodes_left_decline() -> None:
-    cost = means(elastic(4, 3)).cost_of_loss([0, 1])
+    cost = cost_of_loss(facts_of(elastic(4, 3)), [0, 1])
     reason = "recovery.min_nodes=3 is more than the number of remaining nodes, 2"
-    assert cost.rung != "replicas" and cost.declined[0].reason == reason
+    assert cost.strategy != "living_state" and cost.declined[0].reason == reason
 
 
 def test_a_second_loss_is_judged_by_the_nodes_there_are() -> None:
-    held = means(elastic(5), (0, 1, 3, 4))
+    held = facts_of(elastic(5), (0, 1, 3, 4))
     assert held.nodes == (0, 1, 3, 4)
     assert held.placement is not None and held.placement.domains == ("node0", "node1", "node3", "node4")
-    assert held.cost_of_loss([3]).rung == "replicas"
+    assert cost_of_loss(held, [3]).strategy == "living_state"
     with pytest.raises(ConfigError, match="lost node=2: must be one of the present nodes"):
-        held.cost_of_loss([2])
+        cost_of_loss(held, [2])
 
 
 @pytest.mark.parametrize(
@@ -144,12 +146,12 @@ def test_what_is_not_covered_declines_by_its_key(groups: dict[str, Any], output:
     config = elastic()
     for group, values in groups.items():
         config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **values)})
-    cost = means_of(config, plans_of(config), None).cost_of_loss([1])
-    assert cost.rung != "replicas" and output in cost.declined[0].reason
+    cost = cost_of_loss(RecoveryFacts.of(config, plans_of(config), None), [1])
+    assert cost.strategy != "living_state" and output in cost.declined[0].reason
 
 
 def test_without_min_nodes_copies_do_not_help() -> None:
-    cost = means(elastic(min_nodes=None)).cost_of_loss([1])
+    cost = cost_of_loss(facts_of(elastic(min_nodes=None)), [1])
     assert "recovery.min_nodes=null" in cost.declined[0].reason and not cost.lost_operators
 
 
@@ -157,101 +159,103 @@ def test_without_min_nodes_copies_do_not_help() -> None:
 
 
 def test_dead_ranks_are_started_again_from_memory() -> None:
-    held = means(restarting())
-    cost = held.cost_of_loss([1], is_gone=False)
-    assert (cost.rung, cost.is_automatic, cost.is_bitwise) == ("memory", True, True)
+    held = facts_of(restarting())
+    cost = cost_of_loss(held, [1], is_gone=False)
+    assert (cost.strategy, cost.medium, cost.is_automatic, cost.is_bitwise) == ("rollback", "memory", True, True)
     assert cost.max_iterations == 3 + 1, "an interval, and the window that is not committed yet"
 
 
 def test_a_node_that_is_gone_takes_windows_in_memory_with_it() -> None:
-    cost = means(restarting(persist_interval_windows=2)).cost_of_loss([1])
-    assert (cost.rung, cost.is_automatic) == ("persisted", False)
-    assert "the loss of a node ends the job" in cost.declined[1].reason and cost.max_iterations == 2 * 3 + 1
+    cost = cost_of_loss(facts_of(restarting(persist_interval_windows=2)), [1])
+    assert (cost.strategy, cost.medium, cost.is_automatic) == ("rollback", "persisted", False)
+    assert (
+        "from memory: the loss of a node ends the job" in cost.declined[-1].reason and cost.max_iterations == 2 * 3 + 1
+    )
 
 
 def test_nothing_is_left_where_nothing_was_put_away() -> None:
-    cost = means(restarting()).cost_of_loss([1])
-    assert not cost.is_recoverable and [declined.rung for declined in cost.declined] == [
-        "replicas",
-        "memory",
-        "persisted",
+    cost = cost_of_loss(facts_of(restarting()), [1])
+    assert not cost.is_recoverable and [declined.strategy for declined in cost.declined] == [
+        "living_state",
+        "localized_replay",
+        "rollback",
         "checkpoint",
     ]
     assert cost.max_iterations == JobConfig().training.train_iterations
 
 
 def test_ranks_do_not_start_over_by_themselves_beside_windows_that_they_cannot_use() -> None:
-    held = dataclasses.replace(means(restarting()), min_nodes=1)
+    held = changed(facts_of(restarting()), recovery={"min_nodes": 1})
     for stored, is_automatic in (
         (None, False),
         (Stored(iteration=9, memory_start=6), False),
         (Stored(iteration=9, persisted_start=6), False),
         (Stored(iteration=1), True),
     ):
-        cost = held.cost_of_loss([1], stored=stored)
-        assert (cost.rung, cost.is_automatic) == ("nothing", is_automatic), stored
+        cost = cost_of_loss(held, [1], stored=stored)
+        assert (cost.strategy, cost.is_automatic) == ("start_over", is_automatic), stored
 
 
 def test_checkpoints_lose_an_interval() -> None:
-    cost = means(job(checkpoint={"save_interval_iterations": 50})).cost_of_loss([0])
-    assert (cost.rung, cost.max_iterations) == ("checkpoint", 50)
+    cost = cost_of_loss(facts_of(job(checkpoint={"save_interval_iterations": 50})), [0])
+    assert (cost.strategy, cost.max_iterations) == ("checkpoint", 50)
 
 
 def test_a_window_that_is_measured_first_has_no_bound() -> None:
-    held = means(restarting(bandwidth_bytes_per_second=None))
-    cost = held.cost_of_loss([0], is_gone=False)
-    assert cost.rung == "memory" and cost.max_iterations is None and cost.iterations == "<= 2 windows"
+    held = facts_of(restarting(bandwidth_bytes_per_second=None))
+    cost = cost_of_loss(held, [0], is_gone=False)
+    assert cost.medium == "memory" and cost.max_iterations is None and cost.iterations == "<= 2 windows"
 
 
 def test_saved_state_of_the_run_replaces_bounds() -> None:
-    held = means(restarting(persist_interval_windows=2))
+    held = facts_of(restarting(persist_interval_windows=2))
     stored = Stored(iteration=40, memory_start=36, persisted_start=30, checkpoint=25)
-    assert held.cost_of_loss([0], is_gone=False, stored=stored).max_iterations == 4
-    assert held.cost_of_loss([0], stored=stored).max_iterations == 10
+    assert cost_of_loss(held, [0], is_gone=False, stored=stored).max_iterations == 4
+    assert cost_of_loss(held, [0], stored=stored).max_iterations == 10
     none = Stored(iteration=40, checkpoint=25)
-    cost = held.cost_of_loss([0], stored=none)
-    assert (cost.rung, cost.max_iterations) == ("checkpoint", 15)
-    assert [d.reason for d in cost.declined if d.rung == "persisted"] == ["the run has not saved such state yet"]
-    assert held.cost_of_loss([0], stored=Stored(iteration=40)).max_iterations == 40
+    cost = cost_of_loss(held, [0], stored=none)
+    assert (cost.strategy, cost.max_iterations) == ("checkpoint", 15)
+    assert cost.declined[-1].reason.endswith("no complete window is on storage yet")
+    assert cost_of_loss(held, [0], stored=Stored(iteration=40)).max_iterations == 40
 
 
 def test_where_replicas_decline_ranks_start_again_on_the_nodes_left() -> None:
     """The ranks continue from a dense checkpoint, because windows need the previous number of ranks."""
     windows = {"policy": WINDOWS, "num_peer_copies": 1, "persist_interval_windows": 1}
     config = elastic(6, 1, snapshot=windows, checkpoint={"save_interval_iterations": 9}, recovery={"max_restarts": 1})
-    held = means(config)
-    assert held.cost_of_loss([1]).rung == "replicas", "snapshots do not stand against it"
-    cost = held.cost_of_loss([0, 1, 2, 3])
-    assert (cost.rung, cost.is_automatic, cost.is_bitwise, cost.max_iterations) == ("checkpoint", True, False, 9)
-    assert [d.reason for d in cost.declined[1:]] == [
+    held = facts_of(config)
+    assert cost_of_loss(held, [1]).strategy == "living_state", "snapshots do not stand against it"
+    cost = cost_of_loss(held, [0, 1, 2, 3])
+    assert (cost.strategy, cost.is_automatic, cost.is_bitwise, cost.max_iterations) == ("checkpoint", True, False, 9)
+    assert cost.declined[-1].reason == (
         "ranks restart on fewer nodes, but windows can only be loaded by the previous number of ranks"
-    ] * 2
-    too_few = dataclasses.replace(held, min_nodes=3).cost_of_loss([0, 1, 2, 3])
+    )
+    too_few = cost_of_loss(changed(held, recovery={"min_nodes": 3}), [0, 1, 2, 3])
     assert (too_few.is_automatic, too_few.is_bitwise) == (False, True)
-    ranks_only = held.cost_of_loss([0, 1, 2, 3], is_gone=False)
-    assert (ranks_only.rung, ranks_only.is_automatic, ranks_only.is_bitwise) == ("memory", True, True)
+    ranks_only = cost_of_loss(held, [0, 1, 2, 3], is_gone=False)
+    assert (ranks_only.medium, ranks_only.is_automatic, ranks_only.is_bitwise) == ("memory", True, True)
 
 
 def test_nodes_that_joined_later_are_domains_of_their_own() -> None:
     config = elastic(4, topology={"failure_domains": ["a", "a", "b", "b"]})
     assert config_of(config, (1, 3, 5)).topology.failure_domains == ["a", "b", "node5"]
-    held = means(config, (1, 2, 3, 5))
+    held = facts_of(config, (1, 2, 3, 5))
     assert held.domain_of(5) == "node5" and held.domain_of(0) == "a"
 
 
 def test_a_job_that_does_not_run_has_what_is_on_storage() -> None:
-    held = dataclasses.replace(means(restarting(persist_interval_windows=2)), is_running=False)
-    cost = held.cost_of_loss([0], is_gone=False)
-    assert (cost.rung, cost.is_automatic) == ("persisted", False)
-    assert [declined.reason for declined in cost.declined] == ["the job is not running"] * 2
-    assert dataclasses.replace(means(elastic()), is_running=False).cost_of_loss([0]).rung != "replicas"
+    held = dataclasses.replace(facts_of(restarting(persist_interval_windows=2)), is_running=False)
+    cost = cost_of_loss(held, [0], is_gone=False)
+    assert (cost.medium, cost.is_automatic) == ("persisted", False)
+    assert cost.declined[-1].reason == "from memory: the job is not running"
+    assert cost_of_loss(dataclasses.replace(facts_of(elastic()), is_running=False), [0]).strategy != "living_state"
 
 
 # --- who holds what ----------------------------------------------------------------------------------------------
 
 
 def lost_operators(config: JobConfig, *nodes: int) -> set[str]:
-    return set(map(str, means(config).cost_of_loss(nodes).lost_operators))
+    return set(map(str, cost_of_loss(facts_of(config), nodes).lost_operators))
 
 
 def test_pipeline_stages_lose_their_own_layers() -> None:
@@ -261,7 +265,7 @@ def test_pipeline_stages_lose_their_own_layers() -> None:
     )
     second = lost_operators(config, 1)
     assert {"3.non_expert", "4.gate", "4.expert.0", "5.head"} <= second
-    assert not {"0.embedding", "1.non_expert"} & second and means(config).stages == ((0,), (1,))
+    assert not {"0.embedding", "1.non_expert"} & second and facts_of(config).stages == ((0,), (1,))
 
 
 def test_expert_ranks_lose_their_experts_and_nothing_else() -> None:
@@ -274,7 +278,7 @@ def test_expert_ranks_lose_their_experts_and_nothing_else() -> None:
 
 def test_a_sharded_optimizer_loses_a_part_of_everything() -> None:
     config = job(launch={"num_nodes": 2, "ranks_per_node": 1}, parallel={"use_distributed_optimizer": True})
-    assert len(lost_operators(config, 0)) == len(means(config).operators)
+    assert len(lost_operators(config, 0)) == len(facts_of(config).operators)
 
 
 SHARDED: dict[str, Any] = {
@@ -295,13 +299,13 @@ def test_copies_of_shards_survive_what_the_plan_of_copies_survives(nodes: tuple[
     assert copies is not None
     (shards,) = (operator.owners for operator in copies.operators if operator.expert == NON_EXPERT)
     assert sorted({len(owners) for owners in shards}) == [2]
-    found = means(config, nodes)
+    found = facts_of(config, nodes)
     for size in range(1, len(present)):
         for lost in combinations(present, size):
             ranks = {present.index(node) for node in lost}
             survives = all(set(owners) - ranks for owners in shards)
-            cost = found.cost_of_loss(lost)
-            assert (cost.rung == "replicas") == survives, lost
+            cost = cost_of_loss(found, lost)
+            assert (cost.strategy == "living_state") == survives, lost
             assert survives or "1.non_expert" in map(str, cost.lost_operators)
 
 
@@ -322,42 +326,42 @@ def test_tensor_parts_live_on_where_a_data_parallel_copy_does() -> None:
 
 def test_spanned_stages_and_shared_domains_are_warned_of() -> None:
     parallel = {"pipeline_model_parallel_size": 2}
-    (warning,) = means(job(launch={"num_nodes": 1, "ranks_per_node": 2}, parallel=parallel)).warnings
+    (warning,) = facts_of(job(launch={"num_nodes": 1, "ranks_per_node": 2}, parallel=parallel)).warnings
     assert warning == "node 0 spans pipeline stages 0, 1: its loss affects all of them"
-    shared = dataclasses.replace(means(restarting()), failure_domains=("rack", "rack"))
+    shared = dataclasses.replace(facts_of(restarting()), failure_domains=("rack", "rack"))
     assert shared.warnings[0] == "node 0 and its peer, node 1, are in the same failure domain rack"
-    assert not means(restarting()).warnings
+    assert not facts_of(restarting()).warnings
 
 
 def test_each_node_has_a_cost_that_fits_in_a_line_and_in_json() -> None:
     config = elastic()
-    costs = costs_of_nodes(config, means(config), JobInputs())
+    costs = costs_of_nodes(facts_of(config), JobInputs())
     assert [cost.lost_nodes for cost in costs] == [(0,), (1,), (2,), (3,)]
-    declining = means(elastic(6, 1)).cost_of_loss([0, 1, 2, 3])
+    declining = cost_of_loss(facts_of(elastic(6, 1)), [0, 1, 2, 3])
     for cost in (*costs, declining):
-        assert json.loads(json.dumps(cost.to_json()))["rung"] == cost.rung
+        assert json.loads(json.dumps(cost.to_json()))["strategy"] == cost.strategy
         assert "\n" not in cost.summary()
 
 
 # --- the layout is kept ------------------------------------------------------------------------------------------
 
 
-def keeping(**keys: Any) -> RecoveryMeans:
+def keeping(**keys: Any) -> RecoveryFacts:
     """Return four nodes of one rank each in two stages. Lost places are filled."""
     filled = {"num_nodes": 4, "ranks_per_node": 1, "keep_layout": True, "restart_lost_nodes": True, **keys}
     measured = {"bandwidth_bytes_per_second": 1e12, "iteration_seconds": 1.0}
     snapshot = {"policy": WINDOWS, "num_peer_copies": 1, **measured}
-    return means(job(**grouped(**filled), snapshot=snapshot, parallel={"pipeline_model_parallel_size": 2}))
+    return facts_of(job(**grouped(**filled), snapshot=snapshot, parallel={"pipeline_model_parallel_size": 2}))
 
 
 def test_the_stage_of_a_lost_node_goes_back_alone() -> None:
     held = keeping()
-    cost = held.cost_of_loss([3])
-    assert (cost.rung, cost.stages, cost.is_automatic, cost.is_bitwise) == ("localized", (1,), True, True)
-    assert held.window_iterations and held.interval_iterations
-    assert cost.max_iterations == held.interval_iterations + held.window_iterations + 4
-    assert cost.source == "localized (stage 1)"
-    assert [declined.rung for declined in cost.declined] == ["replicas"]
+    cost = cost_of_loss(held, [3])
+    assert (cost.strategy, cost.stages, cost.is_automatic, cost.is_bitwise) == ("localized_replay", (1,), True, True)
+    assert held.snapshot is not None and held.snapshot.window_iterations and held.snapshot.interval_iterations
+    assert cost.max_iterations == held.snapshot.interval_iterations + held.snapshot.window_iterations + 4
+    assert cost.description == "localized_replay (stage 1)"
+    assert [declined.strategy for declined in cost.declined] == ["living_state"]
 
 
 @pytest.mark.parametrize(
@@ -375,8 +379,8 @@ def test_the_stage_of_a_lost_node_goes_back_alone() -> None:
 def test_localized_replay_declines_without_replacement_or_window(
     lost: list[int], keys: dict[str, Any], output: str
 ) -> None:
-    cost = keeping(**keys).cost_of_loss(lost)
-    assert cost.rung != "localized" and output in cost.declined[1].reason
+    cost = cost_of_loss(keeping(**keys), lost)
+    assert cost.strategy != "localized_replay" and output in cost.declined[1].reason
 
 
 @pytest.mark.parametrize(
@@ -392,8 +396,8 @@ def test_all_ranks_start_again_where_the_places_of_lost_nodes_are_filled(
     max_restarts: int, keys: dict[str, Any], is_automatic: bool
 ) -> None:
     held = keeping(max_restarts=max_restarts, **keys)
-    cost = held.cost_of_loss([0, 1], stored=Stored(iteration=30, memory_start=26, checkpoint=20))
-    assert (cost.rung, cost.max_iterations, cost.is_automatic) == ("checkpoint", 10, is_automatic)
+    cost = cost_of_loss(held, [0, 1], stored=Stored(iteration=30, memory_start=26, checkpoint=20))
+    assert (cost.strategy, cost.max_iterations, cost.is_automatic) == ("checkpoint", 10, is_automatic)
     assert cost.is_bitwise, "it starts again at the same size"
     if is_automatic:
         assert "peer copies of the lost nodes are lost" in cost.declined[2].reason
@@ -401,8 +405,8 @@ def test_all_ranks_start_again_where_the_places_of_lost_nodes_are_filled(
 
 def test_a_stage_goes_back_to_what_has_been_committed() -> None:
     stored = Stored(iteration=30, memory_start=26)
-    assert keeping().cost_of_loss([0], stored=stored).max_iterations == 4
-    assert keeping().cost_of_loss([0], stored=Stored(iteration=30)).declined[1].reason.startswith("no window")
+    assert cost_of_loss(keeping(), [0], stored=stored).max_iterations == 4
+    assert cost_of_loss(keeping(), [0], stored=Stored(iteration=30)).declined[1].reason.startswith("no window")
 
 
 def test_copies_that_no_recovery_reads_are_named() -> None:
@@ -420,8 +424,8 @@ def test_copies_that_no_recovery_reads_are_named() -> None:
 
 def test_replicas_are_used_as_the_job_is_configured() -> None:
     assert why_no_replicas(elastic()) == ""
-    assert why_no_replicas(elastic(min_nodes=None)) == "recovery.min_nodes=null: the loss of a node ends the job"
-    assert why_no_replicas(job()) == "placement.algorithm=null"
+    assert why_no_replicas(elastic(min_nodes=None)) == "recovery.min_nodes=null: all nodes are needed"
+    assert "placement.algorithm=null" in why_no_replicas(job())
     assert why_no_replicas(elastic(training={"device": "cuda"})) == "training.device=cuda"
 
 
@@ -440,12 +444,15 @@ def test_a_job_of_slurm_is_not_started_again_by_hand() -> None:
     for launcher in ("local", "srun"):
         config = restarting(persist_interval_windows=1)
         launch = dataclasses.replace(config.launch, node_launcher=launcher)
-        lost[launcher] = means(dataclasses.replace(config, launch=launch)).cost_of_loss([1])
+        lost[launcher] = cost_of_loss(facts_of(dataclasses.replace(config, launch=launch)), [1])
 
-    assert (lost["local"].source, lost["srun"].source) == ("persisted, by hand", "persisted, by Slurm")
+    assert [cost.description for cost in lost.values()] == [
+        "rollback (persisted), by hand",
+        "rollback (persisted), by Slurm",
+    ]
 
 
 def test_windows_that_are_seldom_written_lose_as_many() -> None:
-    held = means(restarting(bandwidth_bytes_per_second=None, persist_interval_windows=100))
-    assert held.cost_of_loss([0]).iterations == "<= 101 windows"
-    assert held.cost_of_loss([0], is_gone=False).iterations == "<= 2 windows"
+    held = facts_of(restarting(bandwidth_bytes_per_second=None, persist_interval_windows=100))
+    assert cost_of_loss(held, [0]).iterations == "<= 101 windows"
+    assert cost_of_loss(held, [0], is_gone=False).iterations == "<= 2 windows"

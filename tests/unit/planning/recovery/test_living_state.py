@@ -9,7 +9,8 @@ from megatron_ft.operators import OperatorId
 from megatron_ft.planning.placement.migration import MigrationPlan, holdings
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.spread import Spread
-from megatron_ft.planning.recovery.replicas import Declined, lost_experts, plan_replicas, share_out
+from megatron_ft.planning.recovery.living_state import lost_experts, plan_replicas, share_out
+from megatron_ft.planning.state.declined import Declined
 from megatron_ft.topology import Cluster
 
 NUM_EXPERTS, NUM_SLOTS, EXPERT_BYTES = 4, 2, 100
@@ -55,7 +56,7 @@ def test_every_set_of_survivors_of_four(survivors: tuple[int, ...]) -> None:
     assert {(lost.layer, lost.expert) for lost in lost_experts(plan, survivors)} == expected
     found = decide(plan, survivors)
     if expected:
-        assert isinstance(found, Declined) and {(o.layer, o.expert) for o in found.missing} == expected
+        assert isinstance(found, Declined) and {(o.layer, o.expert) for o in found.operators} == expected
         assert all(f"{layer}.expert.{expert}" in found.summary() for layer, expert in expected)
         return
     assert isinstance(found, MigrationPlan)
@@ -86,7 +87,7 @@ def test_both_layers_are_named_apart() -> None:
     )
     found = decide(plan, (0, 1, 2))
     assert isinstance(found, Declined)
-    assert found.summary() == "replicas: no surviving rank holds these operators: 4.expert.2, 4.expert.3"
+    assert found.summary() == "living_state: no surviving rank holds these operators: 4.expert.2, 4.expert.3"
 
 
 def test_too_few_slots_decline() -> None:

@@ -1,4 +1,4 @@
-"""Localized replay: which pipeline stages replay after a loss, and which stages send them their logged tensors.
+"""Recovery strategy ``localized_replay``: only pipeline stages that lost a rank replay (``recovery.keep_layout``).
 
 If a rank lacks the state after the target iteration, its whole stage goes back to the newest committed window. Adjacent
 stages that go back form a *region* and replay jointly; separate regions replay at the same time. A healthy stage next
@@ -8,14 +8,65 @@ appendix A).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from megatron_ft.config.requirements import KEPT_LAYOUT, Requirement
 from megatron_ft.planning.pipeline import Direction
-from megatron_ft.planning.recovery.replicas import Declined
+from megatron_ft.planning.recovery.facts import RecoveryFacts
+from megatron_ft.planning.recovery.strategy import NOT_RUNNING, Cost, Loss
 from megatron_ft.planning.snapshot.plan import WindowKey
+from megatron_ft.planning.state.declined import Declined
 
-RUNG = "localized"
-"""Name of this recovery strategy."""
+
+@dataclass(frozen=True, slots=True)
+class LocalizedReplay:
+    """Other nodes replace the lost nodes in the same layout, and only pipeline stages that lost a rank replay."""
+
+    name: ClassVar[str] = "localized_replay"
+    requirements: ClassVar[tuple[Requirement, ...]] = KEPT_LAYOUT
+
+    def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
+        """Compute the cost of the recovery; iterations since the newest committed window run again."""
+        if reason := _why_not(loss, facts):
+            return Declined(strategy=self.name, reason=reason)
+        stored = loss.stored
+        if stored is None or stored.memory_start is None:
+            bound = facts.window_bound(1)
+            again = None if bound is None else bound + facts.config.upstream_log.commit_lag_iterations
+        else:
+            again = stored.again_from(stored.memory_start)
+        return Cost.in_processes(
+            self.name,
+            loss,
+            again,
+            lost_operators=loss.missing,
+            is_bitwise=True,
+            stages=facts.stages_of(loss.nodes),
+        )
+
+
+def _why_not(loss: Loss, facts: RecoveryFacts) -> str:
+    config = facts.config
+    if not config.recovery.keep_layout:
+        return "recovery.keep_layout=false: no node takes the place of a lost one"
+    if unmet := Requirement.unmet_values(config, LocalizedReplay.requirements):
+        return "; ".join(unmet)
+    if not facts.is_running:
+        return NOT_RUNNING
+    if not loss.remaining:
+        return "no rank survives, so the logged votes are lost"
+    # If only ranks have died, their windows are in the memory of their own node, and no node has to be replaced.
+    if loss.is_gone:
+        spares = config.nodes.num_spare_nodes
+        if not config.nodes.restart_lost_nodes and len(loss.nodes) > spares:
+            return f"nodes.num_spare_nodes={spares} is less than the number of lost nodes, {len(loss.nodes)}"
+        # A copy on a node that is lost as well cannot be used.
+        alone = [node for node in loss.nodes if not set(facts.peers_of(node)) & set(loss.remaining)]
+        if alone:
+            return f"no remaining node has copies of the windows of nodes {alone}"
+    if loss.stored is not None and loss.stored.memory_start is None:
+        return "no window has been committed yet"
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +180,7 @@ class LocalizedPlan:
         behind = sorted({standing.stage for standing in standings if not standing.has_state})
         windows = [standing.window for standing in standings if standing.window is not None]
         if behind and not windows:
-            return Declined(rung=RUNG, reason="no window has been committed yet")
+            return Declined(strategy=LocalizedReplay.name, reason="no window has been committed yet")
         # The vote commits a window for the whole job: if one rank knows the newest, every rank has its part.
         window = max(windows, key=lambda kept: kept.start_iteration, default=None)
         plan = cls(
@@ -145,7 +196,7 @@ class LocalizedPlan:
             reason = (
                 f"no rank has all votes since the window: rank {voter} lacks the votes of iterations {_span(unknown)}"
             )
-            return Declined(rung=RUNG, reason=reason)
+            return Declined(strategy=LocalizedReplay.name, reason=reason)
         for rank, standing in enumerate(standings):
             # Only logs at the edges of a region are read; stages inside it send each other what they compute.
             lacking = sorted(set(plan.iterations) - set(standing.logged)) if plan.serves(standing.stage) else []
@@ -153,7 +204,7 @@ class LocalizedPlan:
                 reason = (
                     f"the upstream log of rank {rank} lacks iterations {_span(lacking)}, which an adjacent stage needs"
                 )
-                return Declined(rung=RUNG, reason=reason)
+                return Declined(strategy=LocalizedReplay.name, reason=reason)
         plan.validate()
         return plan
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.planning.recovery.localized import LocalizedPlan, Standing
-from megatron_ft.planning.recovery.replicas import Declined
+from megatron_ft.planning.recovery.localized_replay import LocalizedPlan, Standing
 from megatron_ft.planning.snapshot.plan import WindowKey
+from megatron_ft.planning.state.declined import Declined
 
 WINDOW = WindowKey(start_iteration=4, generation=0)
 TARGET = 9

@@ -1,29 +1,79 @@
-"""Recovery from expert replicas: plans which experts move if ranks are lost, leave or join."""
+"""Recovery strategy ``living_state``: the surviving ranks have all state, and continue without going back.
+
+Every rank has the non-expert state, or other nodes have copies of its shards, and experts have replicas. Only experts
+move if ranks are lost, leave or join.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.requirements import REPLICAS, Requirement
 from megatron_ft.operators import OperatorId
+from megatron_ft.planning.cost.memory import expert_state_bytes
 from megatron_ft.planning.placement.layout import Holdings
 from megatron_ft.planning.placement.migration import MigrationPlan, holdings, remap
 from megatron_ft.planning.placement.plan import PlacementPlan, Slots
+from megatron_ft.planning.recovery.facts import RecoveryFacts
+from megatron_ft.planning.recovery.strategy import NOT_RUNNING, Cost, Loss
+from megatron_ft.planning.state.declined import Declined
 
 NO_HOLDER = "no surviving rank holds these operators"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Declined:
-    """Reason why a recovery strategy cannot be used."""
+@dataclass(frozen=True, slots=True)
+class LivingState:
+    """The remaining ranks continue on fewer nodes with the state that they have (``recovery.min_nodes``)."""
 
-    rung: str
-    """Name of the strategy."""
-    reason: str
-    missing: tuple[OperatorId, ...] = ()
-    """Operators whose state no surviving rank holds."""
+    name: ClassVar[str] = "living_state"
+    requirements: ClassVar[tuple[Requirement, ...]] = REPLICAS
 
-    def summary(self) -> str:
-        named = f": {', '.join(map(str, self.missing))}" if self.missing else ""
-        return f"{self.rung}: {self.reason}{named}"
+    def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
+        """Compute the cost of the recovery; no iteration runs again."""
+        if reason := _why_not(loss, facts):
+            return Declined(strategy=self.name, reason=reason)
+        # Joint over all operators: the loss of one expert of one layer is enough to end this strategy.
+        if loss.missing:
+            return Declined(strategy=self.name, reason=NO_HOLDER, missing=loss.missing)
+        num_bytes, place = None, loss.place
+        if place is not None:
+            assert facts.placement is not None, "experts have no replicas, although the requirements are met"
+            found = plan_replicas(
+                facts.placement,
+                sorted(facts.ranks_on(loss.remaining)),
+                lambda held: place(loss.remaining, held),
+                num_slots_per_rank=facts.config.placement.num_slots_per_rank or 0,
+                expert_bytes=expert_state_bytes(facts.config),
+            )
+            if isinstance(found, Declined):
+                return found
+            num_bytes = found.num_bytes
+        # Fewer ranks add the same numbers in another order.
+        return Cost.in_processes(self.name, loss, 0, lost_operators=(), moved_bytes=num_bytes, is_bitwise=False)
+
+
+def why_no_replicas(config: JobConfig) -> str:
+    """Return the reason why the job cannot continue from expert replicas after the loss of a node; empty if it can.
+
+    Args:
+        config: configuration of the job, in which ``training.device`` is not ``auto``.
+    """
+    reasons = Requirement.unmet_values(config, LivingState.requirements)
+    if config.recovery.min_nodes is None or not config.may_lose_nodes:
+        reasons.append("recovery.min_nodes=null: all nodes are needed")
+    return "; ".join(reasons)
+
+
+def _why_not(loss: Loss, facts: RecoveryFacts) -> str:
+    if not facts.is_running:
+        return NOT_RUNNING
+    if reason := why_no_replicas(facts.config):
+        return reason
+    assert facts.min_nodes is not None, "min_nodes is null, although it was checked"
+    if len(loss.remaining) < facts.min_nodes:
+        return f"recovery.min_nodes={facts.min_nodes} is more than the number of remaining nodes, {len(loss.remaining)}"
+    return ""
 
 
 def lost_experts(
@@ -61,12 +111,12 @@ def plan_replicas(
             experts of ``plan``. The two differ after an interrupted migration.
     """
     if missing := lost_experts(plan, previous_ranks, owned):
-        return Declined(rung="replicas", reason=NO_HOLDER, missing=missing)
+        return Declined(strategy=LivingState.name, reason=NO_HOLDER, missing=missing)
     # Declined here, because ``place`` would raise an error, and the next strategy would not be tried.
     num_slots = num_slots_per_rank * len(previous_ranks)
     if num_slots < plan.num_experts:
         return Declined(
-            rung="replicas",
+            strategy=LivingState.name,
             reason=f"placement.num_slots_per_rank={num_slots_per_rank}: the slots of all ranks, {num_slots}, are fewer "
             f"than the experts, {plan.num_experts}",
         )

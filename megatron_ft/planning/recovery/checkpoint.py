@@ -1,0 +1,54 @@
+"""Recovery strategies ``checkpoint`` and ``start_over``: all ranks load a dense checkpoint, or start at iteration 0.
+
+They are the last strategies: they need no living rank, and any number of ranks can load a dense checkpoint.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron_ft.config.requirements import Requirement
+from megatron_ft.planning.recovery.facts import RecoveryFacts
+from megatron_ft.planning.recovery.strategy import Cost, Loss
+from megatron_ft.planning.state.declined import Declined
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """All ranks restart from the newest dense checkpoint that verifies."""
+
+    name: ClassVar[str] = "checkpoint"
+    requirements: ClassVar[tuple[Requirement, ...]] = ()
+
+    def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
+        """Compute the cost of the recovery; iterations since the checkpoint run again."""
+        again: int | None = facts.config.checkpoint.save_interval_iterations
+        if loss.stored is not None and loss.stored.checkpoint is not None:
+            again = loss.stored.again_from(loss.stored.checkpoint)
+        elif not again:
+            reason = "checkpoint.save_interval_iterations=0: saved only at the end"
+            return Declined(strategy=self.name, reason=reason)
+        elif loss.stored is not None:
+            return Declined(strategy=self.name, reason="the run has no complete checkpoint yet")
+        return Cost.of_restart(self.name, loss, facts, again)
+
+
+@dataclass(frozen=True, slots=True)
+class StartOver:
+    """The run starts again at iteration 0."""
+
+    name: ClassVar[str] = "start_over"
+    requirements: ClassVar[tuple[Requirement, ...]] = ()
+
+    def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
+        """Return the cost of the loss of all iterations so far; this strategy never declines."""
+        again = facts.config.training.train_iterations if loss.stored is None else loss.stored.iteration
+        is_automatic = loss.restart is not None and not _has_unusable_windows(loss, facts)
+        return Cost.of_restart(self.name, loss, facts, again, is_recoverable=False, is_automatic=is_automatic)
+
+
+def _has_unusable_windows(loss: Loss, facts: RecoveryFacts) -> bool:
+    """Whether the run may have windows with committed iterations. If so, ranks that cannot load any state refuse to
+    start at iteration 0 unless ``run.start_over=true``."""
+    if loss.stored is None:
+        return facts.snapshot is not None
+    return loss.stored.memory_start is not None or loss.stored.persisted_start is not None

@@ -1,0 +1,102 @@
+"""Costs of losses: asks the recovery strategies in order, and computes the costs that ``dry_run`` shows."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from megatron_ft.config.inputs import JobInputs
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.membership import config_of
+from megatron_ft.planning.placement.layout import Holdings
+from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.planning.placement.stage import StageRequest, algorithm_of
+from megatron_ft.planning.recovery.checkpoint import Checkpoint, StartOver
+from megatron_ft.planning.recovery.facts import RecoveryFacts
+from megatron_ft.planning.recovery.living_state import LivingState, why_no_replicas
+from megatron_ft.planning.recovery.localized_replay import LocalizedReplay
+from megatron_ft.planning.recovery.rollback import Rollback
+from megatron_ft.planning.recovery.strategy import Cost, Loss, Place, Stored, Strategy
+from megatron_ft.planning.state.declined import Declined
+
+STRATEGIES: tuple[Strategy, ...] = (LivingState(), LocalizedReplay(), Rollback(), Checkpoint(), StartOver())
+"""All recovery strategies, in the order in which they are tried."""
+MAX_PLANNED_NODES = 16
+"""Largest number of nodes for which ``costs_of_nodes`` plans the placement after the loss of that node. For the loss of
+any other node, the bytes that move are not computed."""
+
+
+def cost_of_loss(
+    facts: RecoveryFacts,
+    lost: Iterable[int],
+    *,
+    is_gone: bool = True,
+    place: Place | None = None,
+    stored: Stored | None = None,
+) -> Cost:
+    """Compute the cost of losing the nodes ``lost`` at the same time: the cost of the first strategy that does not
+    decline. The arguments are described at ``Loss``.
+
+    Raises:
+        ConfigError: ``lost`` contains a node that is not present.
+    """
+    loss = Loss.of(facts, lost, is_gone=is_gone, place=place, stored=stored)
+    declined: list[Declined] = []
+    for strategy in STRATEGIES:
+        found = strategy.cost(loss, facts)
+        if isinstance(found, Cost):
+            cost = replace(found, declined=(*declined, *found.declined))
+            cost.validate()
+            return cost
+        declined.append(found)
+    raise AssertionError("every strategy declined, although a job can always start over")
+
+
+def costs_of_nodes(facts: RecoveryFacts, inputs: JobInputs) -> tuple[Cost, ...]:
+    """Compute the cost of losing each present node alone and, if the job restarts ranks, of the death of all ranks."""
+    wanted = placer(facts.config, inputs)
+    gone = tuple(
+        cost_of_loss(facts, [node], place=wanted if position < MAX_PLANNED_NODES else None)
+        for position, node in enumerate(facts.nodes)
+    )
+    if not facts.config.recovery.max_restarts:
+        return gone
+    return (*gone, cost_of_loss(facts, facts.nodes, is_gone=False))
+
+
+def placer(config: JobConfig, inputs: JobInputs, loads: Sequence[Sequence[float]] | None = None) -> Place:
+    """Return a function that plans survivors' placements from ``loads`` [layers][experts], or from the first loads."""
+
+    def place(nodes: tuple[int, ...], held: Holdings) -> PlacementPlan:
+        remaining = config_of(config, nodes)
+        (request,) = StageRequest.of_job(remaining, len(nodes) * config.launch.ranks_per_node)
+        wanted = request.first_loads(remaining, inputs) if loads is None else loads
+        return request.place(algorithm_of(remaining), wanted, held)[0]
+
+    return place
+
+
+def idle_copies(config: JobConfig) -> tuple[str, ...]:
+    """Return notes on copies that the job stores on other nodes although no recovery from a lost node uses them."""
+    notes = []
+    if config.placement.state_copies is not None and why_no_replicas(config):
+        copies = f"placement.state_copies={config.placement.state_copies}"
+        notes.append(f"{copies}: no recovery uses these copies; they only cost memory and time")
+    if config.snapshot.policy is not None and config.snapshot.num_peer_copies and not config.recovery.keep_layout:
+        after = "the loss of a node ends the job, and windows in memory are lost with the job"
+        if not why_no_replicas(config):
+            after = "after the loss of a node the job continues from replicas, or from a dense checkpoint"
+        copies = f"snapshot.num_peer_copies={config.snapshot.num_peer_copies}"
+        notes.append(f"{copies}: peer copies are only used if a node's own window is damaged; {after}")
+    return tuple(notes)
+
+
+def windows_serve(config: JobConfig) -> str:
+    """Describe the failures after which the job can recover from its snapshot windows."""
+    recovery, snapshot = config.recovery, config.snapshot
+    served = []
+    if recovery.keep_layout:
+        served.append("the loss of a rank or a node (recovery.keep_layout=true)")
+    if recovery.max_restarts:
+        served.append(f"the death of ranks on running nodes (recovery.max_restarts={recovery.max_restarts})")
+    if snapshot.persist_interval_windows:
+        served.append("the end of the job: run.resume with the same number of ranks loads persisted windows")
+    return "; ".join(served) or "no failure: recovery.max_restarts=0 and snapshot.persist_interval_windows=0"

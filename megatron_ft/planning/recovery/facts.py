@@ -1,0 +1,208 @@
+"""``RecoveryFacts``: facts about a job that determine how it can recover from the loss of ranks or nodes."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.membership import config_of
+from megatron_ft.config.requirements import KEPT_LAYOUT, Requirement
+from megatron_ft.operators import OperatorId, operators_of
+from megatron_ft.planning.placement.copies import NON_EXPERT
+from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.planning.placement.report import plan_state_copies
+from megatron_ft.planning.snapshot.report import SnapshotReport
+from megatron_ft.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOperator:
+    """One operator and the ranks of the present membership that hold its state."""
+
+    operator: OperatorId
+    holders: tuple[frozenset[int], ...]
+    """Set of the ranks that hold the part, for each part of the state."""
+
+    def lives_on(self, ranks: frozenset[int]) -> bool:
+        """Whether ``ranks`` together hold every part of the state."""
+        return all(held & ranks for held in self.holders)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryFacts:
+    """Facts about a job that determine how it can recover."""
+
+    config: JobConfig
+    """Configuration of the whole job with derived values; ``training.device=auto`` counts as ``cpu``."""
+    nodes: tuple[int, ...]
+    """Present nodes, ascending; node numbers never change."""
+    failure_domains: tuple[str, ...]
+    """Failure domain of each node that the job started with."""
+    stages: tuple[tuple[int, ...], ...]
+    """Pipeline stages in which the ranks of each present node train."""
+    operators: tuple[HeldOperator, ...]
+    placement: PlacementPlan | None
+    """Present placement of the experts; None without expert replicas or with several pipeline stages."""
+    snapshot: SnapshotReport | None
+    """Estimate of the job's snapshots; None without snapshots."""
+    is_running: bool = True
+    """Whether the job has running ranks, which could continue after a loss."""
+
+    @classmethod
+    def of(
+        cls,
+        config: JobConfig,
+        plans: Sequence[PlacementPlan],
+        snapshot: SnapshotReport | None,
+        nodes: Sequence[int] | None = None,
+    ) -> "RecoveryFacts":
+        """Determine the facts of a job with ``config``.
+
+        Args:
+            config: configuration of the whole job with derived values; ``training.device=auto`` counts as ``cpu``.
+            plans: present placement of each pipeline stage; empty without expert replicas.
+            snapshot: estimate of the job's snapshots; None without snapshots.
+            nodes: present nodes, ascending; all nodes if None.
+        """
+        launch = config.launch
+        present = tuple(range(launch.num_nodes) if nodes is None else nodes)
+        size = launch.ranks_per_node
+        # A job that has lost nodes already holds its state on fewer ranks than it was configured for.
+        of_present = config if len(present) == launch.num_nodes else config_of(config, present)
+        topology = Topology.of(of_present.parallel, len(present) * size)
+        return cls(
+            config=config,
+            nodes=present,
+            failure_domains=_domains(config, range(max(launch.num_nodes, *(node + 1 for node in present)))),
+            stages=tuple(_stages(topology, range(place * size, (place + 1) * size)) for place in range(len(present))),
+            operators=tuple(_held(of_present, topology, plans)),
+            # Recovery from replicas is only possible with one pipeline stage.
+            placement=plans[0] if len(plans) == 1 else None,
+            snapshot=snapshot,
+        )
+
+    @property
+    def min_nodes(self) -> int | None:
+        """Return the smallest number of nodes with which the job continues; None if it needs all of them."""
+        return self.config.recovery.min_nodes if self.config.may_lose_nodes else None
+
+    @property
+    def keeps_layout(self) -> bool:
+        """Return whether other nodes replace lost nodes in the job's layout."""
+        return self.config.recovery.keep_layout and not Requirement.unmet(self.config, KEPT_LAYOUT)
+
+    @property
+    def num_written_windows(self) -> int:
+        """Return the number of windows of which one is written to storage, at least 1."""
+        return max(1, self.config.snapshot.persist_interval_windows)
+
+    def window_bound(self, num_windows: int) -> int | None:
+        """Return the largest number of iterations that run again from the newest window, if one of every
+        ``num_windows`` windows is kept; None if the size of a window is not measured yet."""
+        if self.snapshot is None or self.snapshot.window_iterations is None:
+            return None
+        interval = self.snapshot.interval_iterations
+        assert interval is not None, "interval_iterations must be given with window_iterations"
+        # In the worst case the failure comes just before the commit of the next window.
+        return num_windows * interval + self.snapshot.window_iterations
+
+    def peers_of(self, node: int) -> tuple[int, ...]:
+        """Return the nodes that store copies of the windows of ``node``."""
+        return self.snapshot.peers[node] if self.snapshot is not None and self.snapshot.peers else ()
+
+    def ranks_on(self, nodes: Iterable[int]) -> frozenset[int]:
+        """Return the ranks on ``nodes``."""
+        size = self.config.launch.ranks_per_node
+        places = [self.nodes.index(node) for node in nodes]
+        return frozenset(rank for place in places for rank in range(place * size, (place + 1) * size))
+
+    def stages_of(self, nodes: Iterable[int]) -> tuple[int, ...]:
+        """Return the pipeline stages in which the ranks on ``nodes`` train, ascending."""
+        return tuple(sorted({stage for node in nodes for stage in self.stages[self.nodes.index(node)]}))
+
+    def domain_of(self, node: int) -> str:
+        """Return the failure domain of ``node``."""
+        return self.failure_domains[node]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Return notes about properties of the layout that make losses more expensive."""
+        spans = [
+            f"node {node} spans pipeline stages {', '.join(map(str, stages))}: its loss affects all of them"
+            for node, stages in zip(self.nodes, self.stages, strict=True)
+            if len(stages) > 1
+        ]
+        shared = [
+            f"node {node} and its peer, node {peer}, are in the same failure domain {self.domain_of(node)}"
+            for node in self.nodes
+            for peer in self.peers_of(node)
+            if self.domain_of(peer) == self.domain_of(node)
+        ]
+        return (*spans, *shared)
+
+
+def _domains(job: JobConfig, nodes: Iterable[int]) -> tuple[str, ...]:
+    names = job.topology.failure_domains
+    return tuple(names[node] if node < len(names) else f"node{node}" for node in nodes)
+
+
+def _stages(topology: Topology, ranks: range) -> tuple[int, ...]:
+    return tuple(sorted({topology.coordinates(rank).pp for rank in ranks}))
+
+
+def _held(config: JobConfig, topology: Topology, plans: Sequence[PlacementPlan]) -> Iterator[HeldOperator]:
+    sharded = config.parallel.use_distributed_optimizer
+    stage_of = _stage_of_layers(config, topology)
+    is_copied = sharded and config.placement.state_copies is not None
+    copied = [_holders_of_copies(config, plan) for plan in plans] if is_copied else []
+    # The size of the vocabulary changes how much state there is, not which ranks hold it.
+    for operator in operators_of(config.model, 1):
+        stage = stage_of[operator.id.layer]
+        if operator.id.kind == "expert":
+            groups = _expert_groups(config, topology, stage, operator.id, plans)
+            sharded_here = sharded and not plans
+        else:
+            groups, sharded_here = _dense_groups(topology, stage), sharded
+        if copied and operator.id.kind != "expert":
+            groups, sharded_here = copied[stage], False
+        # Each shard of the distributed optimizer is on one rank; otherwise every rank of a group has all of it.
+        parts = [frozenset((rank,)) for group in groups for rank in sorted(group)] if sharded_here else groups
+        yield HeldOperator(operator=operator.id, holders=tuple(parts))
+
+
+def _holders_of_copies(config: JobConfig, plan: PlacementPlan) -> list[frozenset[int]]:
+    # Returns the ranks that have each shard of the non-expert optimizer state, as the ranks of the job plan them.
+    copies = plan_state_copies(config, plan, 0)
+    assert copies is not None, "the job makes no copies of optimizer state"
+    (non_expert,) = (operator for operator in copies.operators if operator.expert == NON_EXPERT)
+    return [frozenset(owners) for owners in non_expert.owners]
+
+
+def _stage_of_layers(config: JobConfig, topology: Topology) -> dict[int, int]:
+    # Stage of each layer number; the embedding is in the first stage, the head in the last.
+    num_layers, num_stages = config.model.num_layers, topology.pipeline_model_parallel_size
+    found = {layer: stage for stage in range(num_stages) for layer in topology.stage_layers(num_layers, stage)}
+    return {**found, 0: 0, num_layers + 1: num_stages - 1}
+
+
+def _dense_groups(topology: Topology, stage: int) -> list[frozenset[int]]:
+    ranks = topology.stage_ranks(stage)
+    return [
+        frozenset(rank for rank in ranks if topology.coordinates(rank).tp == part)
+        for part in range(topology.tensor_model_parallel_size)
+    ]
+
+
+def _expert_groups(
+    config: JobConfig, topology: Topology, stage: int, operator: OperatorId, plans: Sequence[PlacementPlan]
+) -> list[frozenset[int]]:
+    assert operator.expert is not None, f"{operator} is not an expert"
+    if plans:
+        plan = plans[stage]
+        by_rank = plan.slots[plan.layer_numbers.index(operator.layer)]
+        return [frozenset(rank for rank, held in zip(plan.ranks, by_rank, strict=True) if operator.expert in held)]
+    # Megatron gives each expert-parallel rank a contiguous range of experts.
+    each = (config.model.num_moe_experts or 1) // topology.expert_model_parallel_size
+    first = topology.stage_ranks(stage)[0]
+    size = topology.expert_tensor_parallel_size
+    owners = [r for r in topology.stage_ranks(stage) if topology.coordinates(r).ep == operator.expert // each]
+    return [frozenset(rank for rank in owners if (rank - first) % size == part) for part in range(size)]

@@ -1,0 +1,87 @@
+"""Recovery strategy ``rollback``: all ranks go back to the newest committed window and replay from there.
+
+The window is in the memory of the nodes if only ranks have died, otherwise on storage. It can only be loaded by as many
+ranks as captured it.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron_ft.config.requirements import Requirement
+from megatron_ft.planning.recovery.facts import RecoveryFacts
+from megatron_ft.planning.recovery.strategy import NOT_RUNNING, Cost, Loss, Medium
+from megatron_ft.planning.state.declined import Declined
+
+_OTHER_SIZE = "ranks restart on fewer nodes, but windows can only be loaded by the previous number of ranks"
+_NO_SNAPSHOTS = "snapshot.policy=null: no windows are captured"
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """All ranks restart from the newest committed window, in memory or on storage."""
+
+    name: ClassVar[str] = "rollback"
+    requirements: ClassVar[tuple[Requirement, ...]] = ()
+
+    def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
+        """Compute the cost of the recovery from memory; if it is impossible, from storage."""
+        not_memory = _why_not_memory(loss, facts)
+        if not not_memory:
+            return self._cost_from("memory", loss, facts)
+        not_persisted = _why_not_persisted(loss, facts)
+        if not not_persisted:
+            return self._cost_from(
+                "persisted", loss, facts, Declined(strategy=self.name, reason=f"from memory: {not_memory}")
+            )
+        reasons = dict.fromkeys((not_memory, not_persisted))
+        return Declined(strategy=self.name, reason="; ".join(reasons))
+
+    def _cost_from(self, medium: Medium, loss: Loss, facts: RecoveryFacts, *declined: Declined) -> Cost:
+        num_windows = 1 if medium == "memory" else facts.num_written_windows
+        start = _start_of(medium, loss)
+        again = facts.window_bound(num_windows)
+        if loss.stored is not None:
+            assert start is not None, f"the run has no window: {medium}"
+            again = loss.stored.again_from(start)
+        return Cost.of_restart(
+            self.name, loss, facts, again, medium=medium, declined=declined, max_windows=num_windows + 1
+        )
+
+
+def _start_of(medium: Medium, loss: Loss) -> int | None:
+    if loss.stored is None:
+        return None
+    return loss.stored.memory_start if medium == "memory" else loss.stored.persisted_start
+
+
+def _why_not_memory(loss: Loss, facts: RecoveryFacts) -> str:
+    if facts.snapshot is None:
+        return _NO_SNAPSHOTS
+    if not facts.is_running:
+        return NOT_RUNNING
+    if loss.restart == "fewer":
+        return _OTHER_SIZE
+    if loss.is_gone and loss.restart == "all":
+        return "windows and peer copies of the lost nodes are lost, or no window has been committed"
+    if loss.is_gone:
+        return "the loss of a node ends the job, and windows in memory are lost with the job"
+    if loss.restart is None:
+        return "recovery.max_restarts=0: the job does not restart its ranks"
+    if loss.stored is not None and loss.stored.memory_start is None:
+        return "no window has been committed yet"
+    return ""
+
+
+def _why_not_persisted(loss: Loss, facts: RecoveryFacts) -> str:
+    is_there = _start_of("persisted", loss) is not None
+    if facts.snapshot is None and (loss.restart == "fewer" or not is_there):
+        return _NO_SNAPSHOTS
+    if loss.restart == "fewer":
+        return _OTHER_SIZE
+    if is_there:
+        return ""
+    if not facts.config.snapshot.persist_interval_windows:
+        return "snapshot.persist_interval_windows=0: windows are written to storage only before a stop"
+    if loss.stored is not None:
+        return "no complete window is on storage yet"
+    return ""

@@ -1,0 +1,228 @@
+"""``Strategy``: a way to recover a job from a loss of nodes. It computes the ``Cost`` of the recovery, or declines.
+
+A strategy is a frozen dataclass in a file of its own. ``costs.STRATEGIES`` has all strategies, in the order in which
+they are tried. ``dry_run``, ``tools/can_recover`` and the doctor call the same ``cost``.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+from megatron_ft.config.requirements import Requirement
+from megatron_ft.errors import ConfigError
+from megatron_ft.operators import OperatorId
+from megatron_ft.planning.placement.layout import Holdings
+from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.planning.recovery.facts import RecoveryFacts
+from megatron_ft.planning.state.declined import Declined
+
+NOT_RUNNING = "the job is not running"
+
+Place = Callable[[tuple[int, ...], Holdings], PlacementPlan]
+"""Function that plans the placement of expert replicas on the ranks of the given nodes, from the experts that these
+ranks hold."""
+
+Medium = Literal["memory", "persisted"]
+"""Location of a window: the memory of nodes, or storage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """Saved state of a run, according to the records in its folder."""
+
+    iteration: int
+    """Newest committed iteration."""
+    memory_start: int | None = None
+    """Start iteration of the newest committed window in memory."""
+    persisted_start: int | None = None
+    """Start iteration of the newest complete persisted window."""
+    checkpoint: int | None = None
+    """Iteration of the newest complete dense checkpoint."""
+
+    def again_from(self, start: int) -> int:
+        """Return the number of iterations that run again from the state after iteration ``start``."""
+        return max(0, self.iteration - start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Nodes that are lost at the same time, and the state that is left."""
+
+    nodes: tuple[int, ...]
+    """Lost nodes, ascending."""
+    remaining: tuple[int, ...]
+    """Present nodes that are not lost, ascending."""
+    is_gone: bool
+    """Whether the nodes are lost with their memory; otherwise only their ranks have died."""
+    missing: tuple[OperatorId, ...]
+    """Operators whose state is not complete on the ranks of the remaining nodes."""
+    restart: Literal["all", "fewer"] | None
+    """Nodes on which the job itself can start its ranks again: as many as before, or only the remaining nodes; None if
+    the job ends."""
+    stored: Stored | None = None
+    """Saved state of the run; if it is None, costs are upper bounds that follow from the configuration."""
+    place: Place | None = None
+    """Function that plans the placement on the remaining nodes, to compute the bytes that move; None if not
+    required."""
+
+    @classmethod
+    def of(
+        cls,
+        facts: RecoveryFacts,
+        nodes: Iterable[int],
+        *,
+        is_gone: bool = True,
+        place: Place | None = None,
+        stored: Stored | None = None,
+    ) -> "Loss":
+        """Describe the loss of ``nodes`` for a job. The other arguments are described at the fields.
+
+        Raises:
+            ConfigError: ``nodes`` contains a node that is not present.
+        """
+        lost = tuple(sorted(set(nodes)))
+        if foreign := [node for node in lost if node not in facts.nodes]:
+            raise ConfigError.of("lost node", foreign[0], f"must be one of the present nodes {list(facts.nodes)}")
+        remaining = tuple(node for node in facts.nodes if node not in lost)
+        living = facts.ranks_on(remaining)
+        return cls(
+            nodes=lost,
+            remaining=remaining,
+            is_gone=is_gone,
+            missing=tuple(held.operator for held in facts.operators if not held.lives_on(living)),
+            restart=_restart(facts, lost, remaining, is_gone),
+            stored=stored,
+            place=place,
+        )
+
+
+def _restart(
+    facts: RecoveryFacts, lost: Sequence[int], remaining: Sequence[int], is_gone: bool
+) -> Literal["all", "fewer"] | None:
+    if not facts.is_running or not facts.config.recovery.max_restarts:
+        return None
+    if not is_gone:
+        return "all"
+    nodes = facts.config.nodes
+    if facts.keeps_layout and (nodes.restart_lost_nodes or len(lost) <= nodes.num_spare_nodes):
+        return "all"  # other nodes first replace the lost ones
+    return "fewer" if facts.min_nodes is not None and len(remaining) >= facts.min_nodes else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Cost of the recovery from a loss by one strategy."""
+
+    lost_nodes: tuple[int, ...]
+    is_gone: bool
+    """Whether the nodes are lost with their memory; otherwise only their ranks have died."""
+    strategy: str
+    """Strategy that recovers the job."""
+    is_automatic: bool
+    """Whether the job continues without intervention, in its present processes or new ones. Otherwise the job ends; it
+    can be started on all nodes with ``run.resume=auto``."""
+    declined: tuple[Declined, ...] = ()
+    """Strategies that are tried before the one that recovers, each with the reason why it cannot be used. A rollback
+    from storage also has the reason why windows in memory are not used."""
+    lost_operators: tuple[OperatorId, ...]
+    """Operators whose state is not complete on the surviving ranks."""
+    max_iterations: int | None
+    """Largest possible number of committed iterations that run again; None if the size of a window is not measured."""
+    moved_bytes: int | None = None
+    """Bytes of expert state that surviving ranks send; None if they were not computed or no state is sent."""
+    is_bitwise: bool
+    """Whether the run gives the same results as a run without failures, bit by bit. Otherwise sums are computed in
+    another order, and results agree within a tolerance."""
+    keeps_processes: bool
+    """Whether the surviving ranks continue in their processes with their state."""
+    medium: Medium | None = None
+    """Location of the window that is loaded, for a rollback."""
+    stages: tuple[int, ...] = ()
+    """Pipeline stages that replay while other stages keep their state; empty if all stages replay or none does."""
+    restarted_by: str = "hand"
+    """Agent that starts the job again after its end: ``hand`` (the user) or ``Slurm``."""
+    max_windows: int = 2
+    """Largest possible number of windows that run again, used if ``max_iterations`` is None."""
+    is_recoverable: bool = True
+    """Whether the job can continue from some state; otherwise it starts again at iteration 0."""
+
+    @classmethod
+    def in_processes(cls, strategy: str, loss: Loss, max_iterations: int | None, **values: Any) -> "Cost":
+        """Return the cost of a recovery in which the remaining ranks continue in their processes. ``values`` are
+        other fields."""
+        return cls(
+            strategy=strategy,
+            lost_nodes=loss.nodes,
+            is_gone=loss.is_gone,
+            is_automatic=True,
+            max_iterations=max_iterations,
+            keeps_processes=True,
+            **values,
+        )
+
+    @classmethod
+    def of_restart(
+        cls, strategy: str, loss: Loss, facts: RecoveryFacts, max_iterations: int | None, **values: Any
+    ) -> "Cost":
+        """Return the cost of a recovery in which all ranks start again. ``values`` are other fields."""
+        given = {"is_automatic": loss.restart is not None, **values}
+        return cls(
+            strategy=strategy,
+            lost_nodes=loss.nodes,
+            is_gone=loss.is_gone,
+            lost_operators=loss.missing,
+            max_iterations=max_iterations,
+            # Fewer ranks add the same numbers in another order.
+            is_bitwise=loss.restart != "fewer",
+            keeps_processes=False,
+            # A Slurm batch job starts or requeues the training command after it has ended.
+            restarted_by="hand" if facts.config.launch.node_launcher == "local" else "Slurm",
+            **given,
+        )
+
+    def validate(self) -> None:
+        """Assert that the fields are consistent."""
+        assert self.is_automatic or not self.keeps_processes, "processes continue, but not without intervention"
+        assert self.is_recoverable or not self.keeps_processes, "processes continue from no state"
+        assert not (self.is_gone and self.medium == "memory"), "windows in the memory of lost nodes cannot be loaded"
+
+    def summary(self) -> str:
+        nodes = ", ".join(map(str, self.lost_nodes))
+        what = "loss of" if self.is_gone else "death of all ranks of"
+        noun = "node" if len(self.lost_nodes) == 1 else "nodes"
+        return f"{what} {noun} {nodes}: {self.description}; iterations run again: {self.iterations}; {self.result}"
+
+    @property
+    def description(self) -> str:
+        """Return the strategy with the medium or the stages, and who starts the job again."""
+        text = self.strategy if self.medium is None else f"{self.strategy} ({self.medium})"
+        text += f" (stage {', '.join(map(str, self.stages))})" if self.stages else ""
+        return text if self.is_automatic else f"{text}, by {self.restarted_by}"
+
+    @property
+    def iterations(self) -> str:
+        """Return ``max_iterations`` as text."""
+        if self.max_iterations is None:
+            return f"<= {self.max_windows} windows"
+        return "0" if self.max_iterations == 0 else f"<= {self.max_iterations}"
+
+    @property
+    def result(self) -> str:
+        """Return ``is_bitwise`` as text."""
+        return "bitwise" if self.is_bitwise else "tolerance"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Strategy(Protocol):
+    """A way to recover a job from a loss of nodes."""
+
+    name: ClassVar[str]
+    """Name in events, in ``tools/can_recover`` and in ``dry_run``."""
+    requirements: ClassVar[tuple[Requirement, ...]]
+    """Values that keys must have so that a job can use the strategy."""
+
+    def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
+        """Compute the cost of the recovery from ``loss``, or return the reason why the strategy cannot be used."""
+        ...
