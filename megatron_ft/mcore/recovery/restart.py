@@ -31,8 +31,9 @@ def select_restore_source(
             the run has saved state, but none of it is usable and ``run.start_over`` is false.
     """
     found, run = None, config.run
-    has_remote_windows = run.resume != "never" and config.snapshot.persist_url is not None
-    if context.resume_from is not None or has_remote_windows:
+    # Windows that are not in the run's folder: at a URL, or in the memory of snapshot servers that outlived their job.
+    has_other_windows = config.snapshot.persist_url is not None or config.snapshot.outlive_job_seconds > 0
+    if context.resume_from is not None or (run.resume != "never" and has_other_windows):
         folder = context.resume_from or checkpoints.folder
         found = checkpoints.newest(folder)
         window = restorer.find(found)

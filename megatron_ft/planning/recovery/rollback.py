@@ -63,6 +63,13 @@ def _why_not_memory(loss: Loss, facts: RecoveryFacts) -> str:
         return _OTHER_SIZE
     if loss.is_gone and loss.restart == "all":
         return "windows and peer copies of the lost nodes are lost, or no window has been committed"
+    if loss.ends_job and facts.config.snapshot.outlive_job_seconds:
+        return ""  # the next job takes the snapshot servers over
+    if loss.is_gone and facts.config.snapshot.outlive_job_seconds:
+        return (
+            "the loss of a node ends the job; a new start uses windows in the memory of the other nodes if they are "
+            "complete (snapshot.outlive_job_seconds), which is not certain"
+        )
     if loss.is_gone:
         return "the loss of a node ends the job, and windows in memory are lost with the job"
     if loss.restart is None:

@@ -165,6 +165,18 @@ def test_dead_ranks_are_started_again_from_memory() -> None:
     assert cost.max_iterations == 3 + 1, "an interval, and the window that is not committed yet"
 
 
+def test_a_job_whose_snapshot_servers_outlive_it_goes_on_from_memory() -> None:
+    held = facts_of(restarting(outlive_job_seconds=600))
+    cost = cost_of_loss(held, held.nodes, is_gone=False, ends_job=True)
+    assert (cost.strategy, cost.medium, cost.is_automatic, cost.is_bitwise) == ("rollback", "memory", False, True)
+    assert cost.max_iterations == 3 + 1, "at most two windows"
+    assert cost.summary().startswith("death of all processes of the job on nodes 0, 1")
+    ended = cost_of_loss(facts_of(restarting()), held.nodes, is_gone=False, ends_job=True)
+    assert ended.medium != "memory"
+    assert "which is not certain" in "".join(each.reason for each in cost_of_loss(held, [1]).declined)
+    assert "the death of the whole job" in windows_serve(held.config)
+
+
 def test_a_node_that_is_gone_takes_windows_in_memory_with_it() -> None:
     cost = cost_of_loss(facts_of(restarting(persist_interval_windows=2)), [1])
     assert (cost.strategy, cost.medium, cost.is_automatic) == ("rollback", "persisted", False)
