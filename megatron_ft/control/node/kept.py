@@ -223,6 +223,8 @@ def _wait_or_kill(path: Path, record: _Record, *, seconds: float) -> None:
         if is_it and not select.select([descriptor], [], [], seconds)[0]:
             _print(record, f"did not end within {seconds:g} s and was killed")
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            # Until the process has ended, it keeps its memory, and the lock with which its folder cannot be removed.
+            select.select([descriptor], [], [], _END_SECONDS)
     finally:
         os.close(descriptor)
     _remove(path, record)
