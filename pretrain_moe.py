@@ -324,7 +324,7 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
     from megatron_ft.config.validate import on_device, refused_devices
     from megatron_ft.corpus.samples import check_data
     from megatron_ft.planning.devices import DeviceChoice
-    from megatron_ft.planning.job import JobPlan, with_slots
+    from megatron_ft.planning.job import JobPlan, with_prebuilt_parts, with_slots
 
     facts, refused = facts or observe_here(), refused_devices(config)
     choice = DeviceChoice.of(
@@ -337,6 +337,7 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
     data = check_data(config)
     # From limits of the configuration alone, so that a dry run on another machine gives the same number.
     derived, reason = with_slots(on_device(config, choice.device), choice.device, lambda: data)
+    derived, prebuilt_reason = with_prebuilt_parts(derived, choice.device, lambda: data)
     decided = _with_gpu_memory(derived, facts)
     try:
         return JobPlan.of(
@@ -349,6 +350,7 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
             choice=choice,
             refused=refused,
             slots_reason=reason,
+            prebuilt_reason=prebuilt_reason,
         )
     except ConfigError as error:
         if str(error).startswith("limits.gpu_memory_bytes=") and config.limits.gpu_memory_bytes is None:
@@ -373,8 +375,8 @@ def _with_gpu_memory(config: JobConfig, facts: "DeviceFacts") -> JobConfig:
 
 
 def _decide(config: JobConfig, config_yaml: str, plan: "JobPlan") -> tuple[JobConfig, str]:
-    """Set ``training.device`` and ``placement.num_slots_per_rank`` to the values of ``plan``, so that ranks use what
-    the plan describes. Return the configuration as ``JobConfig`` and as YAML text."""
+    """Set ``training.device``, ``placement.num_slots_per_rank`` and ``nodes.num_prebuilt_parts`` to the values of
+    ``plan``, so that ranks use what the plan describes. Return the configuration as ``JobConfig`` and as YAML text."""
     from megatron_ft.config.validate import on_device
 
     values: dict[str, Any] = {}
@@ -385,6 +387,10 @@ def _decide(config: JobConfig, config_yaml: str, plan: "JobPlan") -> tuple[JobCo
         placement = dataclasses.replace(config.placement, num_slots_per_rank=plan.num_slots_per_rank)
         config = dataclasses.replace(config, placement=placement)
         values["placement.num_slots_per_rank"] = plan.num_slots_per_rank
+    if config.nodes.num_prebuilt_parts != plan.num_prebuilt_parts:
+        nodes = dataclasses.replace(config.nodes, num_prebuilt_parts=plan.num_prebuilt_parts)
+        config = dataclasses.replace(config, nodes=nodes)
+        values["nodes.num_prebuilt_parts"] = plan.num_prebuilt_parts
     return config, _with_values(config_yaml, values) if values else config_yaml
 
 

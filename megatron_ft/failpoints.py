@@ -39,6 +39,7 @@ ITERATION_PHASES = (
 """Phases of an iteration, in order."""
 
 PHASES = (
+    "prebuild",
     "build",
     "replay",
     "migrate",
@@ -51,12 +52,13 @@ PHASES = (
     "reform_move",
     "reform_build",
 )
-"""Phases that a failpoint can name, in order. ``migrate`` is hit before experts move, ``migrate_step`` before each
-step of a rebalancing, and ``migrate_build`` before the model is built for a new placement, which is necessary only if a
-rank gets another number of experts. ``reform_join``, ``reform_move`` and ``reform_build`` are hit while a membership is
-formed: before ranks connect, before state moves, and before the model is built. With the distributed optimizer,
-``reform_move`` is hit again after that, before its shards move. They belong to the last iteration of the previous
-membership."""
+"""Phases that a failpoint can name, in order. ``prebuild`` is hit before a spare builds a model that it does not need
+yet, where ``rank`` is the number of the process in the order of nodes. ``migrate`` is hit before experts move,
+``migrate_step`` before each step of a rebalancing, and ``migrate_build`` before the model is built for a new placement,
+which is necessary only if a rank gets another number of experts. ``reform_join``, ``reform_move`` and ``reform_build``
+are hit while a membership is formed: before ranks connect, before state moves, and before the model is built. With the
+distributed optimizer, ``reform_move`` is hit again after that, before its shards move. They belong to the last
+iteration of the previous membership."""
 
 _SELECTORS: dict[str, type] = {
     "rank": int,

@@ -86,6 +86,12 @@ class StageRecovery(Record):
     """Bytes of the upstream log that this rank sent or received."""
     is_kept: bool = False
     """Whether the rank kept its model, gradient buffers and optimizer; false if it had to build them."""
+    built: str = ""
+    """Things that the rank had to build: none, because it ``kept`` all (see ``is_kept``) or because all was built
+    ``in_advance``; only the ``optimizer``, because the model was built in advance for another rank with the same model;
+    or ``all``. Empty in files of earlier versions."""
+    why_built: str = ""
+    """Reason why nothing was used that was built in advance, if ``built`` is ``all``."""
     state_bytes: int = 0
     """Bytes of weights, gradients, master weights and moments on the rank."""
     staged_bytes: int = 0
@@ -101,6 +107,28 @@ class StageRecovery(Record):
         replayed = f"{self.num_iterations} iteration{'s' * (self.num_iterations != 1)} up to {self.iteration}"
         work = f"rank {self.rank} of stage {self.stage} replayed {replayed}"
         return Note("good", f"{work} in {seconds(self.seconds)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartBuilt(Record):
+    """A rank of a spare node has built model, gradient buffers and optimizer in advance, which it will need if it
+    replaces one of some nodes."""
+
+    node: int
+    """The spare node."""
+    local_rank: int
+    """Number of the process on its node."""
+    stage: int
+    """Pipeline stage that was built, counted from 0."""
+    places: tuple[int, ...]
+    """Positions in the layout of the nodes whose model was built."""
+    state_bytes: int
+    """Bytes of weights, gradients, master weights and moments that were allocated."""
+    seconds: float
+    """Duration of the build in seconds."""
+
+    def describe(self) -> Note | None:
+        return None  # every rank of every spare reports this event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -136,14 +136,14 @@ def test_kept_layouts_keep_every_rule() -> None:
     assert min(counts[name] for name in ("start_agents", "kill_nodes", "hung ranks found", "silent nodes")) > 0
 
 
-def in_any_order(state: State) -> tuple[int, ...]:
+def in_any_order(policy: MembershipPolicy, state: State) -> tuple[int, ...]:
     """Return the members, wrongly in the order of a job that does not keep its layout."""
-    return tuple(sorted(FILLED(state)))
+    return tuple(sorted(FILLED(policy, state)))
 
 
 def not_ready(state: State) -> list[int]:
     """Return joining nodes, wrongly including nodes that are not alive yet."""
-    return [record.node for record in state.nodes.joining][: len(joining._lost_places(state))]
+    return [record.node for record in state.nodes.joining]
 
 
 FILLED = joining.members_after_filling
@@ -153,7 +153,7 @@ FILLED = joining.members_after_filling
     ("name", "wrong", "broken_rule"),
     [
         ("members_after_filling", in_any_order, "place"),
-        ("_ready", not_ready, "did not wait"),
+        ("_all_ready", not_ready, "did not wait"),
     ],
 )
 def test_wrong_decisions_about_places_are_noticed(

@@ -234,6 +234,11 @@ class NodesConfig:
     runs. null means ``launch.num_nodes`` plus ``nodes.num_spare_nodes``."""
     num_spare_nodes: int = 0
     """Number of nodes started in addition to ``launch.num_nodes``. A spare waits until it replaces a lost node."""
+    num_prebuilt_parts: int | None = None
+    """Number of model parts that each spare builds in advance, if ``recovery.keep_layout`` is true: model, gradient
+    buffers and optimizer of the ranks of a node. Nodes of one pipeline stage have the same part unless they have
+    different experts. null: as many as fit ``limits.host_memory_bytes``, or 1 if that is null. 0: a spare builds its
+    part when it replaces a node."""
     join_window_seconds: float = 5.0
     """Time that the job waits after a node is ready to join, so that other nodes can join at the same time."""
     max_node_restarts: int = 3

@@ -10,7 +10,7 @@ import itertools
 import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,19 @@ from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.planning.iteration import BALLOT_FIELDS, Ballot
 from megatron_ft.runtime.transport import abort
 from megatron_ft.runtime.transport.abort import Opening, Transports, drop_broken_graph, open_sockets, release
-from megatron_ft.runtime.transport.handles import HANDLE, Handle, connect, disconnect, handles, register, use_store
+from megatron_ft.runtime.transport.handles import (
+    HANDLE,
+    Handle,
+    PutAway,
+    connect,
+    disconnect,
+    handles,
+    put_away,
+    put_back,
+    register,
+    reusing,
+    use_store,
+)
 
 # Collectives support few dtypes: gloo, for example, does not support float8. Every dtype can be sent as ``uint8``.
 
@@ -237,13 +249,38 @@ class Groups:
         timeout_seconds: float,
     ) -> "Groups":
         """Form the process groups of ``generation`` with all ranks that use ``store``."""
+        keys = _keys(store, generation)
+        groups = cls._create(
+            parallel, keys, rank=rank, world_size=world_size, device=device, timeout_seconds=timeout_seconds
+        )
+        transports = _connect_all(groups.handles, keys, store, groups.is_shared)
+        return replace(groups, generation=generation, transports=transports)
+
+    @classmethod
+    def form_offline(cls, parallel: ParallelConfig, *, rank: int, world_size: int, timeout_seconds: float) -> "Groups":
+        """Create the process groups of a rank on a CPU without communication. ``reconnect`` connects them."""
+        return cls._create(
+            parallel, dist.HashStore(), rank=rank, world_size=world_size, device="cpu", timeout_seconds=timeout_seconds
+        )
+
+    @classmethod
+    def _create(
+        cls,
+        parallel: ParallelConfig,
+        keys: dist.Store,
+        *,
+        rank: int,
+        world_size: int,
+        device: str,
+        timeout_seconds: float,
+    ) -> "Groups":
         register()
         backend = parallel.backend_on(device)
-        # Handles are formed without communication, and connected below. NCCL groups are torch's own: a communicator
-        # can be replaced only after it was aborted, which could not be tested without GPUs.
+        # Handles are created without communication. NCCL groups are torch's own: a communicator can be replaced only
+        # after it was aborted, which could not be tested without GPUs.
         dist.init_process_group(
             backend=backend if backend == "nccl" else HANDLE,
-            store=_keys(store, generation),
+            store=keys,
             rank=rank,
             world_size=world_size,
             timeout=datetime.timedelta(seconds=timeout_seconds),
@@ -261,16 +298,31 @@ class Groups:
             create_gloo_process_groups=False,
         )
         vote = _new_handle(range(world_size), timeout_seconds)
-        formed, is_shared, of_generation = tuple(handles()), not parallel.overlap_grad_reduce, _keys(store, generation)
         return cls(
-            generation=generation,
+            generation=0,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
             vote=vote,
-            transports=_connect_all(formed, of_generation, store, is_shared),
-            store=of_generation,
-            handles=formed,
-            is_shared=is_shared,
+            transports=Transports(()),
+            store=keys,
+            handles=tuple(handles()),
+            is_shared=not parallel.overlap_grad_reduce,
         )
+
+    def move(self, parallel: ParallelConfig, *, rank: int, world_size: int, timeout_seconds: float) -> "Groups":
+        """Turn these groups, which are not connected, into those of another rank. The handles stay the same objects, so
+        a model that references them can be used at ``rank``, which must have the same layers, tensor part and
+        experts."""
+        # Ranks of one model part are members of the same kinds of groups, which are created in the same order.
+        _forget_groups()
+        with reusing(self.handles):
+            return Groups.form_offline(parallel, rank=rank, world_size=world_size, timeout_seconds=timeout_seconds)
+
+    def put_away(self) -> "GroupsPutAway":
+        """Let torch and Megatron forget these groups, which are not connected, so that others can be created."""
+        variables = {name: value for name, value in vars(parallel_state).items() if _is_state(name, value)}
+        found = GroupsPutAway(self, put_away(), variables)
+        _forget_groups()
+        return found
 
     def reconnect(self, *, store: dist.Store, generation: int) -> "Groups":
         """Connect the same groups for ``generation`` with all ranks that use ``store``, some of which may call ``form``
@@ -334,6 +386,23 @@ class Groups:
             device=device,
             timeout_seconds=config.training.distributed_timeout_seconds,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsPutAway:
+    """Process groups that torch and Megatron do not know at present."""
+
+    groups: Groups
+    of_torch: PutAway
+    of_megatron: Mapping[str, Any]
+    """Global variables of Megatron's ``parallel_state``."""
+
+    def put_back(self) -> Groups:
+        """Let torch and Megatron use the groups again. They must not know other groups."""
+        put_back(self.of_torch)
+        for name, value in self.of_megatron.items():
+            setattr(parallel_state, name, value)
+        return self.groups
 
 
 def open_store(context: RankContext, *, timeout_seconds: float, opening: Opening | None = None) -> dist.TCPStore:
@@ -431,10 +500,22 @@ def dissolve_groups() -> None:
         drop_broken_graph()
         # NCCL is aborted before any group is destroyed: destroying an NCCL group waits for peers that may be lost.
         dist.distributed_c10d._abort_process_group()
+    _forget_groups(collects=is_nccl)
+    _destroy(groups)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _is_state(name: str, value: object) -> bool:
+    # The other global names of ``parallel_state`` are functions, modules and constants.
+    return name.startswith("_") and not name.startswith("__") and not callable(value)
+
+
+def _forget_groups(*, collects: bool = False) -> None:
     parallel_state.destroy_model_parallel()
     # ``destroy_model_parallel`` does not drop this group.
     parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
-    if is_nccl:
+    if collects:
         # Reference cycles are collected: an NCCL group with references keeps its connections open, which blocks peers.
         gc.collect()
     if dist.is_initialized():
@@ -442,6 +523,3 @@ def dissolve_groups() -> None:
     else:
         # torch has counted the groups that could not be formed. The next groups would get other names on other ranks.
         dist.distributed_c10d._world.group_count = 0
-    _destroy(groups)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

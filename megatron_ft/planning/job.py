@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,14 @@ from megatron_ft.planning.recovery.facts import RecoveryFacts
 from megatron_ft.planning.recovery.gaps import Gap, find_gaps
 from megatron_ft.planning.recovery.layout import config_on
 from megatron_ft.planning.recovery.living_state import why_no_replicas
+from megatron_ft.planning.recovery.prebuild import (
+    PrebuildPlan,
+    PrebuildReport,
+    bytes_of_parts,
+    can_prebuild,
+    extra_bytes,
+    most_parts,
+)
 from megatron_ft.planning.recovery.strategy import Cost
 from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.planning.state.declined import Declined
@@ -69,11 +77,13 @@ class _JobMemory:
         upstream_log = UpstreamLogReport.of(config, snapshot)
         # On either device, both are in host memory, in addition to the memory of the ranks' processes.
         captured = sum(0 if report is None else report.host_bytes for report in (snapshot, upstream_log))
+        prebuilt = PrebuildPlan.of(config)
+        unused = extra_bytes(bytes_of_parts(prebuilt, config, _state_bytes(stages)), prebuilt.num_built)
         return cls(
             stages=stages,
             snapshot=snapshot,
             upstream_log=upstream_log,
-            host_bytes_per_node=_host_bytes_per_node(config, stages, topology, device) + captured,
+            host_bytes_per_node=_host_bytes_per_node(config, stages, topology, device) + captured + unused,
         )
 
     @property
@@ -123,6 +133,27 @@ def with_slots(config: JobConfig, device: str, data: Callable[[], DataSummary]) 
     return derived, f"{reason}; limits.{key}={limit} allows no more"
 
 
+def with_prebuilt_parts(config: JobConfig, device: str, data: Callable[[], DataSummary]) -> tuple[JobConfig, str]:
+    """Return ``config`` with its number of parts that spares build in advance, and the reason for this number. The
+    arguments are those of ``with_slots``."""
+    nodes, limit = config.nodes, config.limits.host_memory_bytes
+    if nodes.num_prebuilt_parts is not None:
+        return config, "nodes.num_prebuilt_parts"
+    if device == "cuda" or not can_prebuild(config):
+        return config, ""
+    number, reason = 1, "limits.host_memory_bytes could allow more"
+    if limit is not None:
+        memory = _JobMemory.of(config, data(), device)
+        part_bytes = bytes_of_parts(PrebuildPlan.of(config), config, _state_bytes(memory.stages))
+        number = most_parts(part_bytes, limit - memory.host_bytes_per_node)
+        reason = "as many as fit limits.host_memory_bytes"
+    return replace(config, nodes=replace(nodes, num_prebuilt_parts=number)), reason
+
+
+def _state_bytes(stages: Sequence[StagePlan]) -> tuple[int, ...]:
+    return tuple(stage.memory.state_bytes for stage in stages)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
     """Plan of a job: layout, parameters, memory, batches, data, and the cost of losses."""
@@ -163,6 +194,10 @@ class JobPlan:
     """Estimated size and memory of the snapshot windows; None without snapshots."""
     upstream_log: UpstreamLogReport | None = None
     """Estimated size of the upstream log; None without ``recovery.keep_layout`` or with one pipeline stage."""
+    prebuilt: PrebuildReport | None = None
+    """Parts of the model that spares build in advance; None if they build nothing."""
+    num_prebuilt_parts: int | None = None
+    """``nodes.num_prebuilt_parts``, derived if it was null."""
     routing: str | None = None
     """Description of the recorded loads that determine routing; None if routing is learned."""
     losses: tuple[Cost, ...] = ()
@@ -228,6 +263,7 @@ class JobPlan:
         choice: DeviceChoice | None = None,
         refused: Mapping[str, str] | None = None,
         slots_reason: str = "",
+        prebuilt_reason: str = "",
     ) -> "JobPlan":
         """Plan the job of a validated configuration.
 
@@ -240,6 +276,7 @@ class JobPlan:
             choice: choice of ``device`` with its reason; None leaves the plan without a reason.
             refused: for each possible device, the reason why it cannot run the configuration; empty if it can.
             slots_reason: reason for ``placement.num_slots_per_rank``, from ``with_slots``.
+            prebuilt_reason: reason for ``nodes.num_prebuilt_parts``, from ``with_prebuilt_parts``.
 
         Raises:
             ConfigError: memory limits are exceeded, or inputs do not fit the job.
@@ -287,6 +324,8 @@ class JobPlan:
             slots_reason=slots_reason,
             snapshot=snapshot,
             upstream_log=memory.upstream_log,
+            prebuilt=PrebuildReport.of(config, _state_bytes(memory.stages), prebuilt_reason),
+            num_prebuilt_parts=config.nodes.num_prebuilt_parts,
             routing=None if trace is None else trace.summary(),
             losses=losses,
             gaps=gaps,

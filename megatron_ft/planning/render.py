@@ -7,6 +7,7 @@ from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.report import PlacementReport
 from megatron_ft.planning.placement.survival import Survival
 from megatron_ft.planning.recovery.gaps import Gap
+from megatron_ft.planning.recovery.prebuild import PrebuildReport
 from megatron_ft.planning.recovery.strategy import Cost
 from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.planning.upstream_log import UpstreamLogReport
@@ -24,6 +25,8 @@ def render(plan: JobPlan) -> str:
         blocks.append(_snapshot(plan.snapshot, plan.windows_serve))
     if plan.upstream_log is not None:
         blocks.append(_upstream_log(plan.upstream_log))
+    if plan.prebuilt is not None:
+        blocks.append(_prebuilt(plan.prebuilt))
     if plan.losses:
         blocks.append(_losses(plan.losses, plan.gaps, plan.device))
     if plan.routing is not None:
@@ -128,6 +131,20 @@ def _upstream_log(report: UpstreamLogReport) -> str:
         kept = f"{report.iterations_kept} iterations: from the start of a window {until}"
         memory = f"{_with_limit(report.host_bytes, report.memory_limit_bytes)} on the largest node"
     text = _pairs("upstream log", [("keeps", kept), ("host memory", memory), ("device memory", "none")])
+    return "\n".join([text, *(f"  {line}" for line in table(rows).splitlines()), *tail])
+
+
+def _prebuilt(report: PrebuildReport) -> str:
+    plan = report.plan
+    head = ("spare", "stages", "fits the places", "bytes")
+    rows: list[Sequence[str]] = [head]
+    for node in report.spares[:SHOWN_RANKS]:
+        for part in plan.of_node(node):
+            places, size = _spans(plan.parts[part]), _readable_bytes(report.part_bytes[part])
+            rows.append((f"node {node}", _spans(plan.stages[part]), places, size))
+    hidden = len(report.spares) - SHOWN_RANKS
+    tail = [f"  and {hidden} more spares (dry_run_format=json lists all)"] if hidden > 0 else []
+    text = _pairs("built in advance by spares", [("parts", f"{plan.num_built} of {len(plan.parts)}: {report.reason}")])
     return "\n".join([text, *(f"  {line}" for line in table(rows).splitlines()), *tail])
 
 

@@ -145,6 +145,9 @@ class PipeClient:
             self._generation = following.generation
         return following
 
+    def membership_is_due(self) -> bool:
+        return self._calls.poll()
+
     def close(self) -> None:
         pass
 
@@ -170,6 +173,8 @@ class Job:
         spares: nodes with a snapshot server whose ranks take the places of lost ranks in a kept layout. If no spare is
             left, ranks are started again on their own nodes, whose snapshot servers are alive.
         returns: nodes that join with new ranks in the membership after a loss, by the iteration (as text) of the loss.
+        num_prebuilt: number of parts that each spare builds in advance before the ranks of the job start. If it is 0,
+            spares are started when they replace a lost rank.
         keepers_live: whether the snapshot servers of lost nodes also live if spares take their places, so that only
             ranks have died.
         other_data: nodes whose joining ranks read other data, with a run folder that other nodes do not see.
@@ -191,6 +196,7 @@ class Job:
         resumes: str | None = None,
         other_data: Sequence[int] = (),
         spares: Sequence[int] = (),
+        num_prebuilt: int = 0,
         keepers_live: bool = False,
         returns: Mapping[str, Sequence[int]] | None = None,
         dies_committing: Mapping[str, int] | None = None,
@@ -217,6 +223,8 @@ class Job:
         self.is_watched = is_watched
         self.keepers = keepers
         self.spares = list(spares)
+        self.waiting: dict[int, int] = {}
+        """Process of each spare that has built parts in advance, by its node."""
         self.keepers_live = keepers_live
         self.port = free_port("127.0.0.1")
         self.generation = 0 if resumes is None else 1
@@ -235,10 +243,15 @@ class Job:
             "generation": self.generation,
             "resume_from": None if resumes is None else folder.parent / resumes / "checkpoints",
         }
+        self.num_records = 0
+        for node in self.spares if num_prebuilt else ():
+            self.waiting[node] = self._start(node, is_joining=True, generation=self.generation)
+            while len(self.outcomes[self.waiting[node]]["records"]) < num_prebuilt:
+                self._hear(self.waiting[node], {}, set(), set())
+        self.num_waiting = len(self.waiting)
         for rank, (node, local) in enumerate(zip(layout.rank_nodes, layout.local_ranks, strict=True)):
             self._start(node, local_rank=local, rank=rank, **about)
-        self.num_records = 0
-        self.members = list(range(len(self.processes)))
+        self.members = list(range(self.num_waiting, len(self.processes)))
         """Process of each present rank."""
         self.hot_spares = [self._start(*divmod(spare, self.ranks_per_node), is_joining=True) for spare in layout.spares]
         self.left: list[int] = []
@@ -362,6 +375,8 @@ class Job:
     def _substitute(self, process: int) -> int:
         """Start a process in the place of a dead one."""
         node = self.spares.pop(0) if self.spares else self.nodes[process]
+        if node in self.waiting:
+            return self.waiting.pop(node)
         return self._start(node, is_joining=True, generation=self.generation - 1)
 
     def _tell_break(self, process: int, reason: str) -> None:

@@ -105,6 +105,14 @@ def _check_nodes(config: JobConfig) -> None:
         f"must be null or at least {fewest}, the sum of launch.num_nodes={launch.num_nodes} and "
         f"nodes.num_spare_nodes={nodes.num_spare_nodes}",
     )
+    at_least(0, "nodes.num_prebuilt_parts", nodes.num_prebuilt_parts)
+    require(
+        not nodes.num_prebuilt_parts or (config.recovery.keep_layout and nodes.num_spare_nodes > 0),
+        "nodes.num_prebuilt_parts",
+        nodes.num_prebuilt_parts,
+        "must be null or 0 unless recovery.keep_layout=true and nodes.num_spare_nodes is above 0: otherwise the ranks "
+        "of a spare are not known in advance",
+    )
     at_least(0, "nodes.join_window_seconds", nodes.join_window_seconds)
     at_least(0, "nodes.max_node_restarts", nodes.max_node_restarts)
     require(

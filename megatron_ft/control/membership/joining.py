@@ -410,16 +410,21 @@ def _lost_places(state: State) -> tuple[int, ...]:
     return tuple(place for place, node in enumerate(state.members) if node in state.nodes.lost)
 
 
-def members_after_filling(state: State) -> tuple[int, ...]:
+def members_after_filling(policy: MembershipPolicy, state: State) -> tuple[int, ...]:
     """Return the node at each place of the next membership.
 
-    The nodes that have waited longest join. A node that had a place gets it back; other nodes fill the empty places.
+    The nodes that have waited longest join. A node that had a place gets it back; other nodes fill the empty places,
+    each a place whose part of the model it has built in advance, if possible.
     """
     ready = _ready(state)
-    others = iter(node for node in ready if node not in state.members)
     stays = set(state.members) - state.nodes.lost | set(ready)
+    empty = [place for place, node in enumerate(state.members) if node not in stays]
+    others = [node for node in _all_ready(state) if node not in state.members]
     # A node at its former place finds the windows that its own snapshot server has kept.
-    return tuple(node if node in stays else next(others) for node in state.members)
+    chosen = (
+        dict(zip(empty, others, strict=False)) if policy.prebuilt is None else policy.prebuilt.assign(empty, others)
+    )
+    return tuple(chosen.get(place, node) for place, node in enumerate(state.members))
 
 
 def members_after_restart(state: State) -> tuple[int, ...]:
@@ -449,5 +454,8 @@ def count_losses(state: State, iteration: int) -> State:
 
 
 def _ready(state: State) -> list[int]:
-    ready = [record.node for record in state.nodes.joining if record.state is NodeState.READY]
-    return ready[: len(_lost_places(state))]
+    return _all_ready(state)[: len(_lost_places(state))]
+
+
+def _all_ready(state: State) -> list[int]:
+    return [record.node for record in state.nodes.joining if record.state is NodeState.READY]

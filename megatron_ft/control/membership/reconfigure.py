@@ -297,7 +297,7 @@ def _next(policy: MembershipPolicy, state: State) -> Reform:
     staying = set(state.members) - state.nodes.lost - leaving
     members = tuple(sorted(staying | set(NodeRules(policy).admitted(state, len(staying)))))
     if policy.keeps_layout:
-        members = joining.members_after_filling(state)
+        members = joining.members_after_filling(policy, state)
     new = set(members) - staying
     positions = _positions(policy, state)
     target, former = choose_target(positions), layout_of(policy, state)

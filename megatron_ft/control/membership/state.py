@@ -14,6 +14,7 @@ from megatron_ft.planning.recovery.membership import Position, Target
 
 if TYPE_CHECKING:
     from megatron_ft.planning.recovery.layout import JobLayouts, MembershipLayout
+    from megatron_ft.planning.recovery.prebuild import PrebuildPlan
 
 
 class NodeState(Enum):
@@ -293,12 +294,15 @@ class MembershipPolicy:
     """Whether the job starts agents; otherwise nodes start by themselves."""
     job_layouts: "JobLayouts | None" = None
     """Parallel layout of each set of nodes; None if each process of a member has a rank, in the order of nodes."""
+    prebuilt: "PrebuildPlan | None" = None
+    """Parts of the model that spares build in advance; None if they build nothing."""
 
     @staticmethod
     def of(config: JobConfig, *, starts_nodes: bool) -> "MembershipPolicy":
         """Make the policy from a configuration."""
         # Imported here, because agents import this module, and do not need numpy.
         from megatron_ft.planning.recovery.layout import JobLayouts
+        from megatron_ft.planning.recovery.prebuild import PrebuildPlan
 
         launch, recovery, nodes = config.launch, config.recovery, config.nodes
         return MembershipPolicy(
@@ -319,6 +323,7 @@ class MembershipPolicy:
             keeps_processes=config.keeps_processes,
             starts_nodes=starts_nodes,
             job_layouts=JobLayouts.of(config),
+            prebuilt=PrebuildPlan.of(config) if recovery.keep_layout else None,
         )
 
     @property

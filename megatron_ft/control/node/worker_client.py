@@ -79,6 +79,9 @@ class WorkerClient(Protocol):
             ControlError: the job ends or starts its ranks again instead, or this node does not join.
         """
 
+    def membership_is_due(self) -> bool:
+        """Whether ``await_membership`` would return or raise an error without waiting."""
+
     def stand_by(self) -> NextMembership | None:
         """Wait as a hot spare, which has no rank in the present membership, for the next membership.
 
@@ -204,6 +207,9 @@ class InProcessClient:
     def await_membership(self) -> NextMembership:
         raise ControlError("a rank without an agent cannot join a running job")
 
+    def membership_is_due(self) -> bool:
+        return True
+
     def stand_by(self) -> NextMembership | None:
         raise ControlError("a rank without an agent cannot be a hot spare")
 
@@ -328,6 +334,10 @@ class AgentClient:
             raise ControlError("this node must leave the job before it has joined")
         return following
 
+    def membership_is_due(self) -> bool:
+        with self._changed:
+            return self._is_due()
+
     def stand_by(self) -> NextMembership | None:
         # The next membership may have begun already, while this process released its state.
         return self._await_next()
@@ -371,11 +381,14 @@ class AgentClient:
     def _await_next(self) -> NextMembership | None:
         # Wait for the next membership; None if this rank's node leaves.
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._next) or self._leaves or self._ended is not None)
+            self._changed.wait_for(self._is_due)
             following = self._next.popleft() if self._next else None
         if following is None and not self._leaves:
             raise ControlError(f"training does not continue in this process: {self._ended}")
         return following
+
+    def _is_due(self) -> bool:
+        return bool(self._next) or self._leaves or self._ended is not None
 
     # --- messages of the agent, in the listener's thread ---------------------------------------------------------
 

@@ -56,6 +56,18 @@ def forget_iteration(model_chunks: list[torch.nn.Module]) -> None:
             group.golden_per_param_grad_ready_counts = {}
 
 
+def forget_shards(model_chunks: list[torch.nn.Module]) -> None:
+    """Let the gradient buffers of ``model_chunks`` use the present data-parallel rank. Its groups must have as many
+    ranks as those for which the buffers were made."""
+    for chunk in model_chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):  # type: ignore[misc]
+            if group.ddp_config.use_distributed_optimizer:
+                rank = group.intra_distributed_optimizer_instance_group.rank()
+                group.intra_distributed_optimizer_instance_rank = rank
+            group.cached_param_buffer_shard_list = [None] * len(group.buckets)
+            group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
+
+
 def release_caches() -> None:
     """Empty the cache of Megatron's ``RotaryEmbedding``. Its entries reference modules with process groups."""
     RotaryEmbedding.forward.cache_clear()

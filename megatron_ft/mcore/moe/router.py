@@ -11,14 +11,22 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import RouterBuilder
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, save_to_aux_losses_tracker, z_loss_func
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    get_moe_layer_wise_logging_tracker,
+    save_to_aux_losses_tracker,
+    z_loss_func,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ft.config.inputs import read_trace
 from megatron_ft.config.job import JobConfig
+from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.planning.iteration import microbatch_position
 from megatron_ft.planning.trace import RoutingTrace, expert_token_counts, forced_experts
+
+_Z_LOSS = "z_loss"
 
 
 class PaddingAwareRouter(TopKRouter):
@@ -203,3 +211,42 @@ def router_builder(config: JobConfig) -> RouterBuilder:
         return PaddingAwareRouter
     trace = RoutingTrace.of(config.model, read_trace(config))
     return partial(_TraceRouter, trace=trace, seed=config.training.seed)
+
+
+def _routers(model_chunks: list[torch.nn.Module]) -> list[PaddingAwareRouter]:
+    """Return the routers of all MoE layers of ``model_chunks``, in the order of the layers within each chunk."""
+    return [m for chunk in model_chunks for m in unwrap(chunk).modules() if isinstance(m, PaddingAwareRouter)]
+
+
+def take_auxiliary_losses() -> tuple[float, float]:
+    """Return this rank's auxiliary losses since the last call, and reset them.
+
+    Returns:
+        (sum of balancing losses, sum of z-losses) over layers and microbatches, without their coefficients.
+    """
+    balancing = z = 0.0
+    # Not reduced over ranks: the vote sums these values in rank order.
+    for name, entry in get_moe_layer_wise_logging_tracker().items():
+        total = float(entry["values"].sum())
+        entry["values"].zero_()
+        if name == _Z_LOSS:
+            z += total
+        else:
+            balancing += total
+    return balancing, z
+
+
+def forget_auxiliary_losses() -> None:
+    """Clear Megatron's global tracker of auxiliary losses, which references process groups of the current engine. The
+    global scale of auxiliary losses is also reset. The schedule of the next engine sets it again."""
+    get_moe_layer_wise_logging_tracker().clear()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+
+
+def routed_tokens(model_chunks: list[torch.nn.Module], num_layers: int, num_experts: int) -> torch.Tensor:
+    """Return the number of tokens that this rank has routed to each expert in this iteration. The result is int64
+    [num_layers, num_experts], on the CPU."""
+    load = torch.zeros((num_layers, num_experts), dtype=torch.int64)
+    for router in _routers(model_chunks):
+        load[router.layer_number - 1] = router.load.cpu()
+    return load

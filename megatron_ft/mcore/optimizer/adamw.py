@@ -228,14 +228,18 @@ configuration or None, whether the parameters are expert parameters)."""
 
 
 @contextmanager
-def _agreeing(known: GroupKeys | None) -> Iterator[GroupKeys]:
+def _agreeing(known: GroupKeys | None, *, is_offline: bool) -> Iterator[GroupKeys]:
     """Yield the keys of the parameter groups that an optimizer gets in the block. All ranks must have the same groups,
-    so Megatron gathers the keys of all ranks. With ``known``, this rank uses these keys and does not communicate."""
+    so Megatron gathers the keys of all ranks. With ``known``, this rank uses these keys and does not communicate. With
+    ``is_offline``, it uses the keys of its own parameters."""
     gathered: GroupKeys = []
     native = dist.all_gather_object
 
     def gather(found: list[Any], mine: list[Any], *others: Any, **more: Any) -> None:
-        if known is None:
+        if known is None and is_offline:
+            found[:] = [list(mine)] * len(found)
+            gathered.append(list(mine))
+        elif known is None:
             native(found, mine, *others, **more)
             gathered.append(list(dict.fromkeys(key for keys in found for key in keys)))
         else:
@@ -262,6 +266,8 @@ def build_optimizer(
     model_chunks: list[torch.nn.Module],
     pg_collection: ProcessGroupCollection,
     group_keys: GroupKeys | None = None,
+    *,
+    is_offline: bool = False,
 ) -> tuple[MegatronOptimizer, GroupKeys]:
     """Build AdamW for the parameters of the chunks, and return it with the keys of its parameter groups. Master weights
     and moments are sharded if ``parallel.use_distributed_optimizer`` is true.
@@ -269,6 +275,7 @@ def build_optimizer(
     Args:
         group_keys: keys of the parameter groups of another rank of the job, if the other ranks do not build an
             optimizer at the same time; None if all ranks build one, and agree on the keys.
+        is_offline: whether this rank cannot communicate; without ``group_keys`` it uses the keys of its own parameters.
     """
     dtype, options, precision = DTYPES[config.precision.params_dtype], config.optimizer, config.precision
     megatron_config = OptimizerConfig(
@@ -290,7 +297,7 @@ def build_optimizer(
         hysteresis=precision.hysteresis,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
     )
-    with _agreeing(group_keys) as gathered:
+    with _agreeing(group_keys, is_offline=is_offline) as gathered:
         optimizer = get_megatron_optimizer(
             megatron_config, model_chunks, use_gloo_process_groups=False, pg_collection=pg_collection
         )

@@ -41,6 +41,7 @@ class Coordinator:
         if worker.can_survive:
             abort.install()
         if self.trainer.context.is_joining:
+            self.trainer.prebuild()
             stays = self._form(worker.await_membership())
         else:
             self.trainer.break_with(self.trainer.engine.groups.transports.hang_up)

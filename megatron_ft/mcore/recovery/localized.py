@@ -288,7 +288,8 @@ class LocalizedReplay:
         open_restorer: Callable[[Collectives], SnapshotRestorer],
         break_with: Callable[[Abort], None],
         report: Callable[[Record], None],
-        is_kept: bool,
+        built: str,
+        why_built: str,
     ) -> StoredWindow | None:
         """Give this rank the state after the target iteration, and report its part of the recovery.
 
@@ -299,7 +300,8 @@ class LocalizedReplay:
             open_restorer: creates a ``SnapshotRestorer`` for the ranks of the given collectives.
             break_with: registers the function that breaks the connections of this rank.
             report: reports an event once for the job.
-            is_kept: whether this rank has kept its engine, and not built a new one.
+            built: ``built`` of the event ``StageRecovery``.
+            why_built: ``why_built`` of this event.
 
         Returns:
             The committed window, to be kept until the next window is committed.
@@ -350,7 +352,9 @@ class LocalizedReplay:
                 num_iterations=0 if is_healthy else len(plan.iterations),
                 num_forward_passes=engine.num_forward_passes - forwards,
                 bytes_moved=num_bytes,
-                is_kept=is_kept,
+                is_kept=built == "kept",
+                built=built,
+                why_built=why_built,
                 state_bytes=state_bytes(engine.model_chunks, engine.optimizer),
                 staged_bytes=staged_bytes,
                 began_unix_seconds=began,

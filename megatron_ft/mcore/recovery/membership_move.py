@@ -1,15 +1,18 @@
 """Describes which state the ranks of a new membership have, and which of them need the state of another model part."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_ft.config.job import JobConfig
+from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.mcore.groups import Collectives, Groups
 from megatron_ft.mcore.state.carried import Carried, Shape, shapes_of
 from megatron_ft.mcore.state.rank_status import Holding, Key, Previous
 from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.recovery.living_state import StageHolders, lost_experts, stage_holders
+from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.topology import Topology
 
 Moved = tuple[int, frozenset[tuple[int, int]]]
@@ -121,3 +124,25 @@ def first_of(previous: Previous) -> int:
 def _held(carried: Carried | None, key: Key) -> Holding:
     assert carried is not None, "this rank has no state, and so no holding"
     return next(held for held in carried.holdings if held.key == key)
+
+
+def context_in(context: RankContext, following: NextMembership, config: JobConfig) -> RankContext:
+    """Return the context of this process in the membership ``following``, in which it must have a rank. ``config`` is
+    the configuration for the nodes of ``following``."""
+    rank = following.rank_on(context.node, context.local_rank)
+    assert rank is not None, (
+        f"local rank {context.local_rank} of node {context.node} is not in the membership {following.summary()}"
+    )
+    return replace(
+        context,
+        rank=rank,
+        world_size=following.world_size,
+        num_nodes=config.launch.num_nodes,
+        local_ranks=following.local_ranks,
+        members=following.members,
+        generation=following.generation,
+        master_addr=following.master_addr,
+        master_port=following.master_port,
+        nodes=following.nodes,
+        is_joining=False,
+    )

@@ -14,9 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_ft import failpoints
-from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import MembershipChange, config_of
-from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.errors import RecoveryError
 from megatron_ft.events import CheckpointFailed, MembershipChanged, RecoveryStarted
 from megatron_ft.mcore.data.data_checks import check_newcomers_data, note_run_data
@@ -24,7 +22,8 @@ from megatron_ft.mcore.groups import Collectives, Groups, dissolve_groups, open_
 from megatron_ft.mcore.moe.placement_manager import PlacementManager, PlacementState
 from megatron_ft.mcore.optimizer.adamw import set_position
 from megatron_ft.mcore.recovery.localized import LocalizedReplay
-from megatron_ft.mcore.recovery.membership_move import MembershipMove, Moved, first_of
+from megatron_ft.mcore.recovery.membership_move import MembershipMove, Moved, context_in, first_of
+from megatron_ft.mcore.recovery.prebuilt import Prebuilder
 from megatron_ft.mcore.state.carried import (
     Carried,
     MembershipStart,
@@ -51,6 +50,8 @@ class ElasticTrainer(Trainer):
 
     evacuated: Shards | None = None
     """Shards of leaving ranks that this rank has received for the next membership."""
+    prebuilder: Prebuilder | None = None
+    """Engines that this process has built in advance; None if it has not waited to replace a lost rank."""
     spared: tuple[int, ...] = ()
     """Generations in which this process was a hot spare."""
 
@@ -91,8 +92,9 @@ class ElasticTrainer(Trainer):
         self.membership_start = MembershipStart(iteration=following.target.iteration, carried=carried)
         former = self._release_groups()
         self.config = config = config_of(self.job, following.nodes)
+        self.context, self.nodes = context_in(self.context, following, config), following.nodes
+        former = former or self._take_prebuilt()
         self.engine.use(config)
-        self.context, self.nodes = _context(self.context, following, config), following.nodes
         failpoints.enter(following.generation, rank=self.context.rank)
         groups = self._join(store, former)
         present, fingerprints, moved, stated = self._present(carried, groups)
@@ -142,6 +144,19 @@ class ElasticTrainer(Trainer):
         self.engine.in_progress = self.membership_start = self.previous_placement = self.evacuated = None
         self.spared = (*self.spared, following.generation)
         self.context = replace(self.context, generation=following.generation, is_joining=False)
+
+    def prebuild(self) -> None:
+        """Build on a spare what it will probably need when it replaces a node. Raises RankLost if this fails."""
+        self.prebuilder = Prebuilder(self.job, self.context, self.make_engine)
+        self.prebuilder.build()
+
+    def _take_prebuilt(self) -> Groups | None:
+        # Uses the engine that was built in advance for this rank, if there is one, and returns its groups.
+        taken = None if self.prebuilder is None else self.prebuilder.take(self.context.rank)
+        if taken is None:
+            return None
+        self.engine = taken.engine
+        return taken.groups
 
     def leave(self) -> None:
         """Release all resources without communication, because other ranks may have left already."""
@@ -353,11 +368,12 @@ class ElasticTrainer(Trainer):
         failpoints.hit("reform_build", target)
         engine = self.engine
         engine.continue_after(plan.target, state.newest_vote)
-        # Only ranks that have no model yet build one. Those with a model do not take part.
         is_kept = engine.is_built
-        if is_kept:
+        # Only ranks that have no model yet build one. Those with a model do not take part.
+        built = None if self.prebuilder is None else self.prebuilder.finish(groups, group_keys)
+        if built is None and engine.is_built:
             engine.reconnect(groups)
-        else:
+        elif built is None:
             engine.build(groups, group_keys=group_keys)
         client = self._reopen_snapshot_client()
         assert client is not None, "recovery.keep_layout needs a snapshot.policy"
@@ -369,7 +385,8 @@ class ElasticTrainer(Trainer):
             open_restorer=lambda region: self.open_restorer(client, region=region),
             break_with=self.break_with,
             report=self.report,
-            is_kept=is_kept,
+            built=built or ("kept" if is_kept else "all"),
+            why_built="" if is_kept or self.prebuilder is None else self.prebuilder.why_not,
         )
         assert engine.iteration == plan.target, f"the recovery ended at iteration {engine.iteration}, not {plan.target}"
         engine.continue_after(plan.target, state.newest_vote)
@@ -573,23 +590,3 @@ class ElasticTrainer(Trainer):
     def _windows(self) -> dict[str, Any]:
         snapshots = self.snapshots
         return {} if snapshots is None else {"kept": snapshots.kept, "plan": snapshots.plan}
-
-
-def _context(context: RankContext, following: NextMembership, config: JobConfig) -> RankContext:
-    rank = following.rank_on(context.node, context.local_rank)
-    assert rank is not None, (
-        f"local rank {context.local_rank} of node {context.node} is not in the membership {following.summary()}"
-    )
-    return replace(
-        context,
-        rank=rank,
-        world_size=following.world_size,
-        num_nodes=config.launch.num_nodes,
-        local_ranks=following.local_ranks,
-        members=following.members,
-        generation=following.generation,
-        master_addr=following.master_addr,
-        master_port=following.master_port,
-        nodes=following.nodes,
-        is_joining=False,
-    )

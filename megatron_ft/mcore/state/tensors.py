@@ -63,13 +63,22 @@ def tensor_digests(model_chunks: list[torch.nn.Module], optimizer: MegatronOptim
 
 def state_bytes(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> int:
     """Return the bytes of memory of all weights, gradients, master weights and moments of this rank."""
+    return sum(storage.nbytes() for storage in _storages(model_chunks, optimizer).values())
+
+
+def free_state(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
+    """Free the memory of all weights, gradients, master weights and moments. They must not be used any more."""
+    for storage in _storages(model_chunks, optimizer).values():
+        storage.resize_(0)
+
+
+def _storages(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> dict[int, torch.UntypedStorage]:
     tensors = [tensor for _, tensor in named_state(model_chunks, optimizer)]
     for chunk in model_chunks:
         buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)  # type: ignore[misc]
         tensors += [buffer.grad_data for buffer in buffers]
     # Parameters and their shards are views of Megatron's flat buffers.
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
-    return sum(storages.values())
+    return {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
 
 
 NamedState = dict[str, torch.Tensor]

@@ -13,17 +13,20 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
 
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.data.batches import BatchReader, Microbatch, Samples, plan_batches
 from megatron_ft.mcore.groups import Groups, exchange
-from megatron_ft.mcore.model.build import build_model, forget_iteration, release_caches
-from megatron_ft.mcore.model.parameters import unwrap
+from megatron_ft.mcore.model.build import build_model, forget_iteration, forget_shards, release_caches
 from megatron_ft.mcore.model.transformer_config import build_transformer_config, moe_layer_pattern
 from megatron_ft.mcore.moe.replica_layer import MixtureLayer, ReplicaGradients, ReplicaMixtureLayer, Replicas
-from megatron_ft.mcore.moe.router import PaddingAwareRouter, router_builder
+from megatron_ft.mcore.moe.router import (
+    forget_auxiliary_losses,
+    routed_tokens,
+    router_builder,
+    take_auxiliary_losses,
+)
 from megatron_ft.mcore.optimizer import adamw
 from megatron_ft.mcore.optimizer.adamw import build_optimizer, build_scheduler, masters_of, set_position, sub_optimizers
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
@@ -35,48 +38,6 @@ from megatron_ft.planning.iteration import Ballot, CommitPolicy, Decision, Histo
 from megatron_ft.planning.placement.copies import StateCopyPlan
 from megatron_ft.planning.placement.migration import MigrationPlan, Replacement, Step
 from megatron_ft.planning.placement.plan import PlacementPlan
-
-_Z_LOSS = "z_loss"
-
-
-def _routers(model_chunks: list[torch.nn.Module]) -> list[PaddingAwareRouter]:
-    """Return the routers of all MoE layers of ``model_chunks``, in the order of the layers within each chunk."""
-    return [m for chunk in model_chunks for m in unwrap(chunk).modules() if isinstance(m, PaddingAwareRouter)]
-
-
-def _take_auxiliary_losses() -> tuple[float, float]:
-    """Return this rank's auxiliary losses since the last call, and reset them.
-
-    Returns:
-        (sum of balancing losses, sum of z-losses) over layers and microbatches, without their coefficients.
-    """
-    balancing = z = 0.0
-    # Not reduced over ranks: the vote sums these values in rank order.
-    for name, entry in get_moe_layer_wise_logging_tracker().items():
-        total = float(entry["values"].sum())
-        entry["values"].zero_()
-        if name == _Z_LOSS:
-            z += total
-        else:
-            balancing += total
-    return balancing, z
-
-
-def _forget_auxiliary_losses() -> None:
-    """Clear Megatron's global tracker of auxiliary losses, which references process groups of the current engine. The
-    global scale of auxiliary losses is also reset. The schedule of the next engine sets it again."""
-    get_moe_layer_wise_logging_tracker().clear()
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None
-
-
-def _expert_load(model_chunks: list[torch.nn.Module], num_layers: int, num_experts: int) -> torch.Tensor:
-    """Return the number of tokens that this rank has routed to each expert in this iteration. The result is int64
-    [num_layers, num_experts], on the CPU."""
-    load = torch.zeros((num_layers, num_experts), dtype=torch.int64)
-    for router in _routers(model_chunks):
-        load[router.layer_number - 1] = router.load.cpu()
-    return load
-
 
 LossResult = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -187,19 +148,45 @@ class TrainingEngine:
         self.config = config
 
     def build(
-        self, groups: Groups, replicas: Replicas | None = None, *, group_keys: adamw.GroupKeys | None = None
+        self,
+        groups: Groups,
+        replicas: Replicas | None = None,
+        *,
+        group_keys: adamw.GroupKeys | None = None,
+        is_offline: bool = False,
     ) -> None:
         """Build model and optimizer on the process groups ``groups``, with initial weights.
 
         Args:
             replicas: experts of the ranks of this stage; None assigns experts as Megatron does.
             group_keys: ``group_keys`` of another rank's engine, if not all ranks build; None if all ranks do.
+            is_offline: whether ``groups`` are not connected, so that this rank cannot ask others for ``group_keys``.
         """
-        failpoints.hit("build", self.iteration)
+        failpoints.hit("prebuild" if is_offline else "build", self.iteration)
         self.groups = groups
         self.pg = groups.pg_collection
         seed_rng(self.config.training.seed, self.pg)
-        self._assemble(replicas, group_keys)
+        self._assemble(replicas, group_keys, is_offline=is_offline)
+
+    def use_built(self, groups: Groups, group_keys: adamw.GroupKeys, *, has_moved: bool) -> bool:
+        """Use ``groups``, which have been connected since ``build`` was called with ``is_offline``.
+
+        Args:
+            group_keys: ``group_keys`` of another rank's engine.
+            has_moved: whether ``groups`` have been moved to another rank since the build.
+
+        Returns:
+            Whether the optimizer had to be built again: its shards belong to another rank, or other stages have
+            parameter groups that this stage does not have.
+        """
+        known = [set(keys) for keys in self.group_keys] == [set(keys) for keys in group_keys]
+        if has_moved or not known:
+            self.groups, self.pg = groups, groups.pg_collection
+            forget_shards(self.model_chunks)
+            self._equip(group_keys)
+        self.group_keys = group_keys
+        self.reconnect(groups)
+        return has_moved or not known
 
     def reconnect(self, groups: Groups) -> None:
         """Use ``groups``, which are those of ``build`` with new connections. Model, gradient buffers and optimizer
@@ -207,7 +194,7 @@ class TrainingEngine:
         self.groups, self.pg = groups, groups.pg_collection
         forget_iteration(self.model_chunks)
         self._straggler_timer.forget()
-        _forget_auxiliary_losses()
+        forget_auxiliary_losses()
 
     @property
     def is_built(self) -> bool:
@@ -284,7 +271,9 @@ class TrainingEngine:
         self.restore(state)
         set_position(self.scheduler, self.iteration * self.config.training.global_batch_size)
 
-    def _assemble(self, replicas: Replicas | None, group_keys: adamw.GroupKeys | None = None) -> None:
+    def _assemble(
+        self, replicas: Replicas | None, group_keys: adamw.GroupKeys | None = None, *, is_offline: bool = False
+    ) -> None:
         pg = self.pg
         self.transformer_config = build_transformer_config(self.config, self.transformer_impl)
         self.model_chunks = build_model(
@@ -297,7 +286,13 @@ class TrainingEngine:
             router=self._router,
         )
         self.replica_gradients = None if replicas is None else ReplicaGradients(self.model_chunks, replicas, pg.ep)
-        self.optimizer, self.group_keys = build_optimizer(self.config, self.model_chunks, pg, group_keys)
+        self._equip(group_keys, is_offline=is_offline)
+
+    def _equip(self, group_keys: adamw.GroupKeys | None, *, is_offline: bool = False) -> None:
+        pg = self.pg
+        self.optimizer, self.group_keys = build_optimizer(
+            self.config, self.model_chunks, pg, group_keys, is_offline=is_offline
+        )
         self.scheduler = build_scheduler(self.config, self.optimizer)
         self._connect_schedule()
         self.batch = plan_batches(self.config.training, pg.dp.size(), pg.pp.size() if len(self.model_chunks) > 1 else 1)
@@ -331,7 +326,7 @@ class TrainingEngine:
 
     def _release(self, *others: str) -> None:
         self._end_copies()
-        _forget_auxiliary_losses()
+        forget_auxiliary_losses()
         release_caches()
         self.boundaries.release()
         for name in (*_BUILT, *_OPTIONAL, *others):
@@ -440,7 +435,7 @@ class TrainingEngine:
         """Make this rank's ballot for the iteration that ``accumulate`` has run. Reset Megatron's auxiliary losses.
         ``reports`` is the result of ``accumulate``."""
         loss_sum, num_tokens = self._own_share(reports)
-        aux_loss_sum, z_loss_sum = _take_auxiliary_losses()
+        aux_loss_sum, z_loss_sum = take_auxiliary_losses()
         return Ballot(
             generation=self.groups.generation,
             iteration=self._current_iteration,
@@ -544,7 +539,7 @@ class TrainingEngine:
         """Return the number of tokens of each expert in the last iteration, summed over all ranks: int64
         [num_layers, num_moe_experts], on the CPU. All ranks must call this."""
         model = self.config.model
-        load = _expert_load(self.model_chunks, model.num_layers, model.num_moe_experts or 0)
+        load = routed_tokens(self.model_chunks, model.num_layers, model.num_moe_experts or 0)
         dist.all_reduce(load, group=self.groups.vote)
         return load
 

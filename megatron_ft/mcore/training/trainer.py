@@ -77,7 +77,8 @@ class Trainer:
         self.device = device
         self.samples = open_splits(config)
         self.identity = job_identity(config, context.run_dir, self.samples["train"])
-        self.engine = TrainingEngine(
+        self.make_engine = partial(
+            TrainingEngine,
             config,
             device=device,
             transformer_impl=transformer_impl,
@@ -87,6 +88,7 @@ class Trainer:
             change_requested=context.worker.change_requested,
             wants_load=self._wants_load,
         )
+        self.engine = self.make_engine()
         self.placement: PlacementManager | None = None  # set when this rank has state
         self.membership_start: MembershipStart | None = None
         """State at the start of the membership; None after the membership has committed an iteration."""

@@ -7,7 +7,10 @@ stay valid, and only the inner groups are replaced.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -68,10 +71,15 @@ class Handle(ProcessGroup):
 
     def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
+        self._rank = rank
         self.timeout = timeout
         self.inner: ProcessGroup | None = None
         """The group that communicates; None while the handle is not connected."""
         self._name, self._description = "", ""
+
+    def rank(self) -> int:
+        """Return the rank of this process in the group, which may change while the handle is not connected."""
+        return self._rank
 
     # torch finds the following properties in the backends of a group. A handle has no backend of its own.
 
@@ -118,14 +126,73 @@ def register() -> None:
     """Register the backend ``HANDLE`` with torch. A second call does nothing."""
     if HANDLE.upper() in Backend._plugins:
         return
-    Backend.register_backend(
-        HANDLE, lambda _, rank, size, timeout: Handle(rank, size, timeout), devices=["cpu", "cuda"]
-    )
+    Backend.register_backend(HANDLE, _create, devices=["cpu", "cuda"])
+
+
+_reused: deque[Handle] = deque()
+
+
+def _create(_: Any, rank: int, size: int, timeout: timedelta) -> Handle:
+    if not _reused:
+        return Handle(rank, size, timeout)
+    handle = _reused.popleft()
+    assert handle.inner is None and handle.size() == size, f"a handle of {handle.size()} ranks cannot have {size}"
+    handle._rank, handle.timeout = rank, timeout
+    return handle
+
+
+@contextmanager
+def reusing(targets: Sequence[Handle]) -> Iterator[None]:
+    """Let torch use ``targets``, in this order, for the next groups that contain this process. torch must have
+    forgotten them, and the new groups must have the same sizes. So objects that reference the handles can be used at
+    another rank."""
+    _reused.extend(targets)
+    try:
+        yield
+        assert not _reused, f"{len(_reused)} of {len(targets)} handles are not used again"
+    finally:
+        _reused.clear()
 
 
 def handles() -> list[Handle]:
     """Return all handles of this process that torch knows, in the order in which they were created."""
     return [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, Handle)]
+
+
+_MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg")
+
+
+@dataclass(frozen=True, slots=True)
+class PutAway:
+    """The groups that torch knew when ``put_away`` was called, in the form in which torch stores them."""
+
+    default: ProcessGroup
+    maps: dict[str, dict[Any, Any]]
+    num_named: int
+    """Number of groups that torch has named."""
+
+
+def put_away() -> PutAway:
+    """Let torch forget all groups without destroying them, so that other groups can be created. They must be handles
+    without connections."""
+    world = dist.distributed_c10d._world
+    assert world.default_pg is not None, "there are no process groups"
+    assert all(handle.inner is None for handle in handles()), "connected groups cannot be put away"
+    found = PutAway(world.default_pg, {name: dict(getattr(world, name)) for name in _MAPS}, world.group_count)
+    dist.destroy_process_group()
+    return found
+
+
+def put_back(found: PutAway) -> None:
+    """Let torch use the groups of ``found`` again. torch must not know any group."""
+    world = dist.distributed_c10d._world
+    assert world.default_pg is None, "other process groups are in use"
+    for name, content in found.maps.items():
+        getattr(world, name).update(content)
+    for group, name in world.pg_names.items():
+        dist.distributed_c10d._register_process_group(name, group)
+    world.group_count = found.num_named
+    dist.distributed_c10d._update_default_pg(found.default)
 
 
 def use_store(targets: Sequence[Handle], store: dist.Store) -> None:

@@ -20,7 +20,7 @@ def megatron() -> None:
 @pytest.fixture(autouse=True)
 def own_globals() -> Iterator[None]:
     """Reset the global state of Megatron (trackers and scale of auxiliary losses) before every test."""
-    from megatron_ft.mcore.training.engine import _forget_auxiliary_losses
+    from megatron_ft.mcore.moe.router import forget_auxiliary_losses
 
     yield
-    _forget_auxiliary_losses()
+    forget_auxiliary_losses()

@@ -20,7 +20,7 @@ WAITS = {
     "copy to device that waits at utils.py:local_multi_tensor_l2_norm": 1,
     "item at clip_grads.py:get_grad_norm_fp32": 1,
     "tolist at engine.py:_own_share": 1,
-    "item at engine.py:_take_auxiliary_losses": 2,
+    "item at router.py:take_auxiliary_losses": 2,
     "synchronize at reporting.py:seconds": 6,
 }
 """Allowed waits of the host for the device in an iteration. If a number falls, lower it here."""

@@ -1,0 +1,137 @@
+"""Builds model, gradient buffers and optimizer on a spare before a node is lost.
+
+A spare creates process groups without connections, and builds an engine on them, for each part of the model that
+``planning/recovery/prebuild.py`` names. It sends and receives nothing meanwhile. When it replaces a node, the groups of
+the matching engine are connected, and the recovery fills the engine's state, as it fills that of an engine that was
+built at that time. Other engines are dropped. If no engine matches, the spare builds one.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.control.node.worker_client import RankContext
+from megatron_ft.errors import RankLost
+from megatron_ft.events import PartBuilt
+from megatron_ft.mcore.groups import Groups, GroupsPutAway
+from megatron_ft.mcore.optimizer.adamw import GroupKeys, allocate_state
+from megatron_ft.mcore.state.tensors import free_state, state_bytes
+from megatron_ft.mcore.state.train_state import TrainState, restore_rng, seed_rng
+from megatron_ft.mcore.training.engine import TrainingEngine
+from megatron_ft.planning.recovery.prebuild import PrebuildPlan
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """An engine that was built in advance."""
+
+    rank: int
+    """Rank for which it was built."""
+    engine: TrainingEngine
+    groups: GroupsPutAway
+    state: TrainState
+    """State besides parameters and optimizer state after the build."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """An engine that was built in advance, and whose groups this process uses from now on."""
+
+    engine: TrainingEngine
+    groups: Groups
+    """Groups of this rank, not connected yet."""
+    has_moved: bool
+    """Whether the engine was built for another rank of the same part."""
+
+
+class Prebuilder:
+    """Builds engines on a rank of a spare, and returns the one that matches a place.
+
+    Args:
+        config: configuration with which the job was started.
+        make_engine: creates an engine that is not built yet.
+    """
+
+    def __init__(self, config: JobConfig, context: RankContext, make_engine: Callable[[], TrainingEngine]) -> None:
+        self._config, self._context, self._make_engine = config, context, make_engine
+        self._plan = PrebuildPlan.of(config)
+        self._built: dict[int, _Built] = {}
+        self._taken: Taken | None = None
+        self.why_not = "nothing was built in advance"
+        """Reason why ``take`` has returned None."""
+
+    def build(self) -> None:
+        """Build the parts of this node, until all are built or a membership with this node has begun. A part that is
+        being built at that time is completed, because it is often the one that is needed.
+
+        Raises:
+            RankLost: a part could not be built, so this node cannot join.
+        """
+        for part in self._plan.of_node(self._context.node):
+            if self._context.worker.membership_is_due():
+                return
+            try:
+                self._build(part)
+            # Any other error would be reported as a failure of the rank, and could end a job that does not need it.
+            except Exception as error:
+                raise RankLost(f"this node cannot join: it could not build a part in advance: {error!r}") from error
+
+    def _build(self, part: int) -> None:
+        began, size = time.monotonic(), self._config.launch.ranks_per_node
+        rank = self._plan.parts[part][0] * size + self._context.local_rank
+        groups = Groups.form_offline(self._config.parallel, rank=rank, **self._about_groups())
+        engine = self._make_engine()
+        engine.build(groups, is_offline=True)
+        allocate_state(engine.optimizer)
+        self._built[part] = _Built(rank, engine, groups.put_away(), engine.train_state())
+        self._context.worker.report(
+            PartBuilt(
+                node=self._context.node,
+                local_rank=self._context.local_rank,
+                stage=engine.pg.pp.rank(),
+                places=self._plan.parts[part],
+                state_bytes=state_bytes(engine.model_chunks, engine.optimizer),
+                seconds=time.monotonic() - began,
+            ).to_record()
+        )
+
+    def take(self, rank: int) -> Taken | None:
+        """Return the engine that matches ``rank``, and let torch and Megatron use its groups. Drop all other engines.
+        Return None if no engine matches."""
+        part = self._plan.part_of(rank // self._config.launch.ranks_per_node)
+        built, self._built = self._built, {}
+        found = built.pop(part, None)
+        for other in built.values():
+            # Not left to the garbage collector, because the memory would be freed much later.
+            free_state(other.engine.model_chunks, other.engine.optimizer)
+        if found is None:
+            if built:
+                self.why_not = f"parts {sorted(built)} were built in advance, and rank {rank} needs part {part}"
+            return None
+        groups, has_moved = found.groups.put_back(), found.rank != rank
+        if has_moved:
+            groups = groups.move(self._config.parallel, rank=rank, **self._about_groups())
+            seed_rng(self._config.training.seed, groups.pg_collection)
+        else:
+            assert found.state.rng is not None, "the state after the build has no random number generators"
+            restore_rng(found.state.rng)
+        self._taken = Taken(found.engine, groups, has_moved)
+        return self._taken
+
+    def finish(self, groups: Groups, group_keys: GroupKeys) -> str | None:
+        """Use ``groups``, which are now connected, in the engine of ``take``. Return ``built`` of the event
+        ``StageRecovery``; None if ``take`` has returned no engine, or after the first call.
+
+        Args:
+            group_keys: ``group_keys`` of another rank's engine.
+        """
+        taken, self._taken = self._taken, None
+        if taken is None:
+            return None
+        return "optimizer" if taken.engine.use_built(groups, group_keys, has_moved=taken.has_moved) else "in_advance"
+
+    def _about_groups(self) -> dict[str, Any]:
+        timeout_seconds = self._config.training.distributed_timeout_seconds
+        return {"world_size": self._config.world_size, "timeout_seconds": timeout_seconds}
