@@ -74,7 +74,7 @@ def _layouts(run_dir: Path) -> dict[int, MembershipLayout]:
     """Return the layout of each membership by the iteration after which it began; the last one if there are several."""
     config = read_config(run_dir / "config.yaml")
     changes = [event for event in read_events(run_dir) if isinstance(event, MembershipChanged)]
-    _, *found = JobLayouts.of(config).history((event.iteration, event.nodes) for event in changes)
+    _, *found = JobLayouts.of(config).history(event.nodes for event in changes)
     pairs = zip(changes, found, strict=True)
     return {event.iteration: layout for event, layout in pairs if isinstance(layout, MembershipLayout)}
 
