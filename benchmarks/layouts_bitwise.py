@@ -55,9 +55,15 @@ COMMON = Cell(
 """The layout with everything on that can be on together. It loses a node in every phase."""
 COMMON_KEPT = replace(COMMON, layout=replace(COMMON.layout, ep=2), replicas=False, nodes="spare", way="kept layout")
 """The common layout with upstream logs, which exclude replicas."""
-_RARE = {"capture": 3, "replicate": 1}
-"""Largest number of passes before a fault, for phases that do not occur in every iteration; 3 for other phases."""
-_NUM_SPARED, _NUM_RESTARTS, _NUM_WHOLE, _NUM_FRESH = 6, 8, 6, 12
+_PASSES = {"forward": 10, "dispatch": 20, "backward": 10, "replicate": 1}
+"""Largest number of passes before a fault, for phases that do not occur once in every iteration; 3 for other phases."""
+_FIRST_ITERATION, _MOST_APART = 3, 4
+"""First iteration in which a fault may come if nodes do not come back, and largest number of iterations from one fault
+to the next."""
+_NUM_SPARED, _NUM_WHOLE, _NUM_FRESH = 8, 8, 12
+_OFTEN = ITERATION_PHASES[:10]
+"""Phases that occur in every iteration."""
+_TWICE = (*ITERATION_PHASES, *_OFTEN)
 _NUM_SHRINKING = 4
 """Number of jobs of a cell whose nodes do not come back, because each has only few faults."""
 AnyJob = Job | FaultJob
@@ -66,13 +72,13 @@ AnyJob = Job | FaultJob
 def jobs_of(*, quick: bool) -> list[AnyJob]:
     """Return all jobs of the campaign, those of the common layout first."""
     if quick:
-        return [_rejoining(0, COMMON, ITERATION_PHASES[3:9:2], kills_nodes=True)]
+        return [_rejoining(0, COMMON, ("backward", "update"), kills_nodes=True)]
     halves = (ITERATION_PHASES[0::2], ITERATION_PHASES[1::2])
     jobs: list[AnyJob] = [
         _rejoining(0, COMMON, halves[0], kills_nodes=True),
         _rejoining(1, COMMON, halves[1], kills_nodes=True),
         _rejoining(2, COMMON, ITERATION_PHASES, kills_nodes=False),
-        _kept(3, COMMON_KEPT, ITERATION_PHASES, "localized_replay"),
+        _kept(3, COMMON_KEPT, _TWICE, "localized_replay"),
     ]
     for cell in covered():
         jobs += _jobs_of_cell(cell, len(jobs))
@@ -82,12 +88,12 @@ def jobs_of(*, quick: bool) -> list[AnyJob]:
 def _jobs_of_cell(cell: Cell, number: int) -> Iterator[AnyJob]:
     strategy = prospects()[cell.in_fp32].strategies[0]
     if cell.way == "restart":
-        yield _kept(number, cell, ITERATION_PHASES[1:9], strategy)
-    elif cell.way == "kept layout":
         yield _kept(number, cell, ITERATION_PHASES, strategy)
+    elif cell.way == "kept layout":
+        yield _kept(number, cell, _TWICE, strategy)
         yield _kept(number + 1, cell, (), strategy)
     elif cell.nodes == "return":
-        yield _rejoining(number, cell, (*ITERATION_PHASES, *ITERATION_PHASES[:6]), kills_nodes=number % 2 == 0)
+        yield _rejoining(number, cell, _TWICE[:18], kills_nodes=number % 2 == 0)
     elif cell.nodes == "spare":
         yield _spared(number, cell)
     else:
@@ -99,7 +105,7 @@ def _rng(cell: Cell, number: int) -> random.Random:
 
 
 def _passes(phase: str, rng: random.Random) -> int:
-    return rng.randint(1, _RARE.get(phase, 3))
+    return rng.randint(1, _PASSES.get(phase, 3))
 
 
 def _rejoining(number: int, cell: Cell, phases: Sequence[str], *, kills_nodes: bool) -> Job:
@@ -123,7 +129,7 @@ def _spared(number: int, cell: Cell) -> Job:
     """Make a job in which a spare takes the place of each lost node. Its number is not known before, so the victim is
     named by its rank."""
     rng, num_nodes = _rng(cell, number), cell.layout.num_ranks
-    phases = rng.sample(ITERATION_PHASES[:10], _NUM_SPARED)
+    phases = rng.sample(_OFTEN, _NUM_SPARED)
     faults: list[Row] = [
         {
             "fault": index,
@@ -154,9 +160,9 @@ def _shrinking(number: int, cell: Cell) -> Job:
         assert not isinstance(following, Declined), f"{cell.name}: {following.reason}"
         index, now = len(faults), following
         living.remove(victim)
-        phase = ITERATION_PHASES[(3 * number + index) % 10]
-        about = {"phase": phase, "generation": index, "passes": _passes(phase, rng)}
-        faults.append({"fault": index, "node": victim, **about})
+        phase = _OFTEN[(3 * number + index) % len(_OFTEN)]
+        iteration = _FIRST_ITERATION + _MOST_APART * index + rng.randrange(_MOST_APART)
+        faults.append({"fault": index, "node": victim, "phase": phase, "generation": index, "at_iteration": iteration})
     words, kept = cell.way_words(len(living)), cell.words(1)
     return Job("halving", number, words, faults, kills_nodes=number % 2 == 0, num_nodes=num_nodes, layout=kept)
 
