@@ -4,6 +4,9 @@ A cell combines TP, the pipeline, the kind of optimizer, replicas, windows, what
 *way* to recover: the keys that decide whether the number of ranks changes, the layout is kept, or all ranks start
 again. For every cell, the same prediction as in ``tools/can_recover`` decides what happens after each loss. The cells
 that survive are covered in pairs; the others are listed with the reason.
+
+A new value of a factor needs its keys in ``Cell.words`` or ``Cell.way_words``, and ``has_meaning`` if it cannot be
+combined with every other value. A combination that is no longer refused is covered without a change here.
 """
 
 import itertools

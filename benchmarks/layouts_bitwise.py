@@ -104,6 +104,11 @@ def _rng(cell: Cell, number: int) -> random.Random:
     return random.Random(f"{SEED} {cell.name} {number}")
 
 
+def _occurring(phases: Sequence[str], cell: Cell) -> list[str]:
+    """Return those of ``phases`` that occur in jobs of the cell: nothing is captured without windows."""
+    return [phase for phase in phases if cell.windows or phase in _OFTEN]
+
+
 def _passes(phase: str, rng: random.Random) -> int:
     return rng.randint(1, _PASSES.get(phase, 3))
 
@@ -111,6 +116,7 @@ def _passes(phase: str, rng: random.Random) -> int:
 def _rejoining(number: int, cell: Cell, phases: Sequence[str], *, kills_nodes: bool) -> Job:
     """Make a job whose lost nodes start again and join before the next one dies."""
     rng, num_nodes, lanes = _rng(cell, number), cell.layout.num_ranks, cell.layout.dp - 1
+    phases = _occurring(phases, cell)
     faults: list[Row] = [
         {
             "fault": index,
@@ -171,7 +177,7 @@ def _kept(number: int, cell: Cell, phases: Sequence[str], strategy: str) -> Faul
     """Make a job that keeps its layout and loses ranks in these phases; whole nodes at any moment without phases."""
     rng, layout = _rng(cell, number), cell.layout
     if phases:
-        groups = single_faults(layout, phases, rng, first=number)
+        groups = single_faults(layout, _occurring(phases, cell), rng, first=number)
         expected = [[{**fault, "strategy": strategy} for fault in group] for group in groups]
         faults = in_order(expected, rng, keeps_layout=cell.way == "kept layout")
     else:

@@ -6,7 +6,9 @@ import pytest
 
 from benchmarks.covering import Row
 from benchmarks.layout_cells import Cell, has_meaning, prospect_of
+from benchmarks.layouts_bitwise import _rejoining
 from benchmarks.localized_jobs import Layout, in_order, single_faults
+from megatron_ft.failpoints import ITERATION_PHASES
 
 ROW: Row = {
     "tp": 1,
@@ -71,3 +73,11 @@ def test_each_fault_ends_a_membership_that_will_exist(keeps_layout: bool, genera
     faults = in_order(rolled_back, rng, keeps_layout=keeps_layout)
     assert [fault["generation"] for fault in faults] == generations
     assert [fault["stage"] for fault in faults] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("windows", [True, False])
+def test_faults_come_in_phases_that_occur(windows: bool) -> None:
+    job = _rejoining(0, Cell.of({**ROW, "windows": windows}), ITERATION_PHASES, kills_nodes=True)
+    phases = [fault["phase"] for fault in job.faults]
+    assert ("capture" in phases, "replicate" in phases, "gather" in phases) == (windows, windows, True)
+    assert [fault["generation"] for fault in job.faults] == list(range(0, 2 * len(phases), 2))
