@@ -60,7 +60,7 @@ _PASSES = {"forward": 10, "dispatch": 20, "backward": 10, "replicate": 1}
 _FIRST_ITERATION, _MOST_APART = 3, 4
 """First iteration in which a fault may come if nodes do not come back, and largest number of iterations from one fault
 to the next."""
-_NUM_SPARED, _NUM_WHOLE, _NUM_FRESH = 8, 8, 12
+_NUM_SPARED, _NUM_WHOLE, _NUM_FRESH, _NUM_FRESH_QUICK = 8, 8, 12, 2
 _OFTEN = ITERATION_PHASES[:10]
 """Phases that occur in every iteration."""
 _TWICE = (*ITERATION_PHASES, *_OFTEN)
@@ -242,14 +242,18 @@ class LayoutCampaign:
     kept: KeptCampaign
 
     @classmethod
-    def of(cls, jobs: Sequence[AnyJob], folder: Path, socket: str) -> "LayoutCampaign":
-        """Return the campaign of ``jobs``, which run in ``folder``."""
+    def of(cls, jobs: Sequence[AnyJob], folder: Path, socket: str, num_fresh: int = _NUM_FRESH) -> "LayoutCampaign":
+        """Return the campaign of ``jobs``, which run in ``folder``.
+
+        Args:
+            num_fresh: see ``ChangingCampaign``.
+        """
         for name in ("changing", "kept"):
             (folder / name).mkdir()
         changing, kept = (Bench(folder / name, socket, TRAINING, JOB_TIMEOUT_SECONDS) for name in ("changing", "kept"))
         return cls(
             jobs=jobs,
-            changing=ChangingCampaign(changing, [job for job in jobs if isinstance(job, Job)], {}),
+            changing=ChangingCampaign(changing, [job for job in jobs if isinstance(job, Job)], {}, num_fresh=num_fresh),
             kept=KeptCampaign(kept, [job for job in jobs if isinstance(job, FaultJob)]),
         )
 
@@ -281,7 +285,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = range(len(jobs)) if arguments.jobs is None else arguments.jobs
     trials: list[Row] = [{"job": number, **fault} for number in chosen for fault in jobs[number].faults]
     with tempfile.TemporaryDirectory(prefix=f"{ID}-") as folder, forkserver(WARM) as socket:
-        campaign = LayoutCampaign.of(jobs, Path(folder), socket)
+        num_fresh = _NUM_FRESH_QUICK if arguments.quick else _NUM_FRESH
+        campaign = LayoutCampaign.of(jobs, Path(folder), socket, num_fresh)
         counts, outcomes = run_campaign(ID, trials, campaign.execute, script=Path(__file__), quick=arguments.quick)
     planned = sum(len(job.faults) for job in jobs)
     num_whole = sum(len(job.faults) for job in jobs if job.kills_nodes)
