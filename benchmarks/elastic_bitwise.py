@@ -83,6 +83,7 @@ class Job:
     """Job and its faults, in order."""
 
     kind: str
+    """``rejoin``, ``halving``, ``at_once``, or ``spare``: a spare takes the place of each lost node at once."""
     number: int
     overrides: Sequence[str]
     faults: Sequence[Row]
@@ -121,7 +122,7 @@ class Job:
         """Return whether all faults have happened and ended, and some iterations have followed."""
         changes = [event for event in events if event["kind"] == "membership_changed"]
         restarts = [event for event in events if event["kind"] == "ranks_restarted"]
-        expected = {"rejoin": 2 * len(self.faults), "halving": len(self.faults), "at_once": 1}[self.kind]
+        expected = {"rejoin": 2 * len(self.faults), "at_once": 1}.get(self.kind, len(self.faults))
         if len(changes) + len(restarts) < expected:
             return False
         last = (changes + restarts)[-1]
@@ -190,6 +191,8 @@ class Campaign:
     jobs: Sequence[Job]
     undisturbed: dict[Sequence[str], Recorded]
     """Undisturbed runs, by their overrides."""
+    compares_undisturbed: bool = True
+    """Whether losses are also compared with those of an undisturbed run, within ``TOLERANCE``."""
 
     def execute(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
         """Execute trials and yield their outcomes."""
@@ -206,17 +209,24 @@ class Campaign:
             served = next((event for event in killed.recoveries if event["strategy"] != "living_state"), None)
             if is_at_once and served is not None:
                 return [self._against_resumed(job, killed, served, words, run.run_dir)] * len(job.faults)
-        end = f"training.exit_at_iteration={killed.last_iteration}"
-        reference = self.bench.run([*words, *scripted(killed.changes, killed.orders, job.num_nodes), end])
+        reference = self.reference(job, killed)
         common = [*killed.problems, *(f"scripted: {text}" for text in reference.problems)]
         if is_at_once:
             last = killed.last_iteration - 1
             problems = [*common, *killed.differences(reference, 1, last)]
             return [_judge_at_once(job, killed, problems, killed.num_compared(reference, 1, last))] * len(job.faults)
-        distance = killed.distance(self._undisturbed(words), COMPARED_ITERATIONS)
+        distance = 0.0
+        if self.compares_undisturbed:
+            distance = killed.distance(self._undisturbed(words), COMPARED_ITERATIONS)
         if distance > TOLERANCE and "params_dtype" not in " ".join(job.overrides):
             common.append(f"a loss is {distance:.1e} from that of the undisturbed run")
         return [outcome_of(job, fault, killed, reference, common, distance) for fault in job.faults]
+
+    def reference(self, job: Job, killed: Recorded) -> Recorded:
+        """Run the job in which the same nodes leave and join by a schedule."""
+        end = f"training.exit_at_iteration={killed.last_iteration}"
+        words = [*job.overrides_of_reference, *scripted(killed.changes, killed.orders, job.num_nodes), end]
+        return self.bench.run(words)
 
     def _against_resumed(self, job: Job, killed: Recorded, served: Any, words: Sequence[str], run_dir: Path) -> Outcome:
         """Compare a job that loaded a checkpoint with a run on the remaining nodes that loads the same checkpoint."""
@@ -255,12 +265,14 @@ def outcome_of(
     number = int(str(fault["fault"]))
     change_number = 2 * number if job.is_rejoining else number
     hit = killed.hits[number] if number < len(killed.hits) else None
-    is_it = hit is not None and (hit["node"], hit["phase"]) == (fault["node"], fault["phase"])
+    victim = "rank" if "rank" in fault else "node"
+    is_it = hit is not None and (hit[victim], hit["phase"]) == (fault[victim], fault["phase"])
+    node = None if hit is None else hit["node"]
     unproven, problems = [] if is_it else ["the victim did not record the fault"], list(common)
     if job.kills_nodes:
-        unproven += _why_not_killed(killed, number, [fault["node"]])
+        unproven += _why_not_killed(killed, number, [] if node is None else [node])
     at, target, num_compared = None, None, 0
-    if len(killed.changes) <= change_number or fault["node"] in killed.changes[change_number]["nodes"]:
+    if len(killed.changes) <= change_number or node in killed.changes[change_number]["nodes"]:
         (problems if is_it else unproven).append("the job did not continue without the node")
     elif hit is not None:
         at, target = hit["iteration"], killed.changes[change_number]["iteration"]
@@ -269,7 +281,7 @@ def outcome_of(
         problems += [] if target in (at - 1, at) else [f"killed in iteration {at}, continued after {target}"]
         problems += killed.differences(reference, 1, last)
         num_compared = killed.num_compared(reference, 1, last)
-        if job.is_rejoining and (not later or fault["node"] not in later[0]["nodes"]):
+        if job.is_rejoining and (not later or node not in later[0]["nodes"]):
             problems.append("the node did not join again")
     details = {
         "unproven": unproven,

@@ -9,8 +9,10 @@ joins.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from megatron_ft.config.membership import MembershipChange
 
 Event = Mapping[str, Any]
 
@@ -71,7 +73,19 @@ def _new_nodes(following: Event) -> set[int]:
 
 
 def scripted(changes: Sequence[Event], orders: Iterable[Event], num_nodes: int) -> list[str]:
-    """Return the override that repeats a history without faults; an empty list for an empty history.
+    """Return the override that repeats a history without faults; an empty list for an empty history. The arguments are
+    those of ``entries_of``."""
+    return script_of(entries_of(changes, orders, num_nodes))
+
+
+def script_of(entries: Sequence[str]) -> list[str]:
+    """Return the override with these entries; an empty list without entries."""
+    listed = ",".join(f"'{entry}'" for entry in entries)
+    return [f"testing.membership_schedule=[{listed}]"] if entries else []
+
+
+def entries_of(changes: Sequence[Event], orders: Iterable[Event], num_nodes: int) -> list[str]:
+    """Return the entries of the script that repeats a history.
 
     Args:
         changes: Events ``membership_changed``. If they contain entries of the script, these are used, because several
@@ -81,18 +95,33 @@ def scripted(changes: Sequence[Event], orders: Iterable[Event], num_nodes: int) 
     """
     if changes and all(change.get("schedule") for change in changes):
         by_iteration = {change["iteration"]: change["schedule"] for change in changes}
-        entries = [f"'{entry}'" for iteration in sorted(by_iteration) for entry in by_iteration[iteration]]
-    else:
-        entries = [_entry(change) for change in changes_of(orders, num_nodes) if change.lose or change.join]
-    return [f"testing.membership_schedule=[{','.join(entries)}]"] if entries else []
+        return [entry for iteration in sorted(by_iteration) for entry in by_iteration[iteration]]
+    return [_entry(change) for change in changes_of(orders, num_nodes) if change.lose or change.join]
+
+
+def at_first_nodes(entries: Iterable[str]) -> list[str]:
+    """Return entries of a script in which every spare node has the number of the node whose place it has taken. A job
+    with these entries needs no spare nodes.
+
+    Args:
+        entries: Entries, each with as many nodes that join as nodes that leave.
+    """
+    first: dict[int, int] = {}
+    found = []
+    for entry in entries:
+        change = MembershipChange.parse(entry)
+        places = tuple(first.get(node, node) for node in change.lose)
+        first |= dict(zip(change.join, places, strict=True))
+        found.append(replace(change, lose=tuple(sorted(places)), join=tuple(sorted(places))).to_text())
+    return found
 
 
 def _entry(change: Change) -> str:
     before = change.iteration + 1
     if change.lose and change.join:
-        return f"'change(lose={_list(change.lose)},join={_list(change.join)},before_iteration={before})'"
+        return f"change(lose={_list(change.lose)},join={_list(change.join)},before_iteration={before})"
     name, nodes = ("lose", change.lose) if change.lose else ("join", change.join)
-    return f"'{name}(nodes={_list(nodes)},before_iteration={before})'"
+    return f"{name}(nodes={_list(nodes)},before_iteration={before})"
 
 
 def _list(nodes: Sequence[int]) -> str:

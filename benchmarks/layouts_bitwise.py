@@ -1,101 +1,159 @@
-"""Claim ``layouts-bitwise``: jobs of every parallel layout lose nodes and continue from replicas with unchanged bits.
+"""Claim ``layouts-bitwise``: jobs of every parallel layout lose ranks and nodes, and continue with unchanged bits.
 
-A job loses nodes one after the other, each in another phase. In jobs of the kind ``rejoin`` each lost node starts again
-and joins before the next one dies. In jobs of the kind ``halving`` nodes do not come back, until one lane (one model
-replica) is left. Whole nodes are killed from outside, in every third job with returning nodes only ranks. Losses and
-digests are compared as in ``elastic_bitwise``: with a run in which the same nodes leave and join by schedule, with
-``atol=0``.
+Layouts and their protection (TP, PP, VPP, kind of optimizer, replicas, windows, what takes the place of a lost node)
+are combined to cells (``layout_cells``). The prediction of ``tools/can_recover`` decides which cells survive; these are
+covered in pairs, and the others are listed with the reason. Another four jobs have the *common layout* and a fault in
+every phase.
+
+Each job lives through all its faults. Its bits must equal those of a reference, with ``atol=0``:
+
+* If the number of ranks may change, the reference is a run in which the same nodes leave and join by schedule, as in
+  ``elastic_bitwise``. Memberships are also compared with a new job of their size from the dense checkpoint of the
+  iteration after which they began (``fresh_jobs``).
+* If the layout is kept, or all ranks start again from windows, the reference is an undisturbed run, as in
+  ``localized_bitwise``.
+
+The campaign can be stopped and continues with the jobs that are missing; ``--jobs`` runs some of them.
 """
 
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from benchmarks.campaign import Trial, run_campaign
+from benchmarks.campaign import Outcome, Trial, execute_jobs, run_campaign
 from benchmarks.covering import Row
-from benchmarks.elastic_bitwise import RANKS_ALONE, WARM, Campaign, Job
-from benchmarks.elastic_jobs import Bench
-from benchmarks.localized_jobs import Layout
+from benchmarks.elastic_bitwise import WARM, Campaign, Job
+from benchmarks.elastic_jobs import Bench, Recorded
+from benchmarks.fresh_jobs import SAVING, Comparison, compare_with_fresh
+from benchmarks.histories import at_first_nodes, entries_of, script_of
+from benchmarks.layout_cells import TRAINING, Cell, covered, prospects
+from benchmarks.localized_bitwise import Campaign as KeptCampaign
+from benchmarks.localized_jobs import FaultJob, Layout, in_order, single_faults, whole_nodes
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.failpoints import ITERATION_PHASES
 from megatron_ft.planning.recovery.layout import LaneLimits, choose_layout
+from megatron_ft.planning.state.declined import Declined
 from megatron_ft.planning.state.parallel_layout import ParallelLayout
 from megatron_ft.testing.jobs import forkserver
 
 ID = "layouts-bitwise"
-SEED = 20261123
-NUM_CYCLES = 12
-MIN_TRIALS = 150
+SEED = 20261124
+MIN_TRIALS, MIN_FRESH = 300, 60
+THRESHOLD = f"all of at least {MIN_TRIALS} equal, {MIN_FRESH} also to new jobs, atol=0; no committed iteration lost"
 JOB_TIMEOUT_SECONDS = 900.0
-COMMON = Layout(pp=2, dp=2, tp=2, sharded=True, dtype="bf16")
-"""The layout with everything on. It loses a node in every phase."""
-LAYOUTS = (
-    COMMON,
-    Layout(pp=2, dp=3),
-    Layout(pp=2, dp=3, sharded=True),
-    Layout(pp=2, dp=2, vpp=2, sharded=True),
-    Layout(pp=4, dp=2, dtype="bf16"),
-    Layout(pp=4, dp=2, sharded=True),
-    Layout(pp=1, dp=3, tp=2, sharded=True),
-    Layout(pp=2, dp=2, tp=2),
-    Layout(pp=1, dp=3, tp=2, dtype="bf16"),
+COMMON = Cell(
+    layout=Layout(pp=2, dp=2, tp=2, sharded=True, dtype="bf16"),
+    replicas=True,
+    windows=True,
+    nodes="return",
+    way="fewer nodes",
 )
-_RARE = {"capture": 4, "replicate": 1}
-"""Largest number of passes before a fault, for phases that do not occur in every iteration; 8 for other phases."""
-_NUM_EXPERTS = 8
-_SNAPSHOTS = ("snapshot=sparse_window", "snapshot.num_peer_copies=1", "snapshot.iteration_seconds=1")
-_REJOINING = ("nodes.restart_lost_nodes=true", "nodes.join_window_seconds=0.1", "nodes.max_node_restarts=100")
+"""The layout with everything on that can be on together. It loses a node in every phase."""
+COMMON_KEPT = replace(COMMON, layout=replace(COMMON.layout, ep=2), replicas=False, nodes="spare", way="kept layout")
+"""The common layout with upstream logs, which exclude replicas."""
+_PASSES = {"forward": 10, "dispatch": 20, "backward": 10, "replicate": 1}
+"""Largest number of passes before a fault, for phases that do not occur once in every iteration; 3 for other phases."""
+_FIRST_ITERATION, _MOST_APART = 3, 4
+"""First iteration in which a fault may come if nodes do not come back, and largest number of iterations from one fault
+to the next."""
+_NUM_SPARED, _NUM_WHOLE, _NUM_FRESH, _NUM_FRESH_QUICK = 8, 8, 12, 2
+_OFTEN = ITERATION_PHASES[:10]
+"""Phases that occur in every iteration."""
+_TWICE = (*ITERATION_PHASES, *_OFTEN)
+_NUM_SHRINKING = 4
+"""Number of jobs of a cell whose nodes do not come back, because each has only few faults."""
+AnyJob = Job | FaultJob
 
 
-def jobs_of(*, quick: bool) -> list[Job]:
-    """Return all jobs of the campaign: two for each layout, and one more for the common layout."""
+def jobs_of(*, quick: bool) -> list[AnyJob]:
+    """Return all jobs of the campaign, those of the common layout first."""
     if quick:
-        return [replace(_rejoining(0, COMMON, ITERATION_PHASES[3:9:2]), number=0)]
+        return [_rejoining(0, COMMON, ("backward", "update"), kills_nodes=True)]
     halves = (ITERATION_PHASES[0::2], ITERATION_PHASES[1::2])
-    jobs = [_rejoining(number, COMMON, phases) for number, phases in enumerate((*halves, ITERATION_PHASES))]
-    jobs += [
-        _rejoining(number, layout, halves[number % 2] + halves[number % 2]) for number, layout in enumerate(LAYOUTS, 3)
+    jobs: list[AnyJob] = [
+        _rejoining(0, COMMON, halves[0], kills_nodes=True),
+        _rejoining(1, COMMON, halves[1], kills_nodes=True),
+        _rejoining(2, COMMON, ITERATION_PHASES, kills_nodes=False),
+        _kept(3, COMMON_KEPT, _TWICE, "localized_replay"),
     ]
-    return jobs + [_shrinking(number, layout) for number, layout in enumerate(LAYOUTS, len(jobs))]
+    for cell in covered():
+        jobs += _jobs_of_cell(cell, len(jobs))
+    return jobs
 
 
-def _words(layout: Layout, fewest_lanes: int) -> list[str]:
-    """Return the overrides of a layout, with just enough slots for two copies of each expert on the fewest lanes."""
-    num_slots = min(_NUM_EXPERTS, -(-2 * _NUM_EXPERTS // (fewest_lanes * layout.tp)))
-    words = [*layout.overrides, *_SNAPSHOTS, f"placement.num_slots_per_rank={num_slots}"]
-    return words + (["placement.state_copies=2"] if layout.sharded else [])
+def _jobs_of_cell(cell: Cell, number: int) -> Iterator[AnyJob]:
+    strategy = prospects()[cell.in_fp32].strategies[0]
+    if cell.way == "restart":
+        yield _kept(number, cell, ITERATION_PHASES, strategy)
+    elif cell.way == "kept layout":
+        yield _kept(number, cell, _TWICE, strategy)
+        yield _kept(number + 1, cell, (), strategy)
+    elif cell.nodes == "return":
+        yield _rejoining(number, cell, _TWICE[:18], kills_nodes=number % 2 == 0)
+    elif cell.nodes == "spare":
+        yield _spared(number, cell)
+    else:
+        yield from (_shrinking(number + index, cell) for index in range(_NUM_SHRINKING))
 
 
-def _rejoining(number: int, layout: Layout, phases: Sequence[str]) -> Job:
-    rng = random.Random(f"{SEED} {layout.name} {number}")
+def _rng(cell: Cell, number: int) -> random.Random:
+    return random.Random(f"{SEED} {cell.name} {number}")
+
+
+def _occurring(phases: Sequence[str], cell: Cell) -> list[str]:
+    """Return those of ``phases`` that occur in jobs of the cell: nothing is captured without windows."""
+    return [phase for phase in phases if cell.windows or phase in _OFTEN]
+
+
+def _passes(phase: str, rng: random.Random) -> int:
+    return rng.randint(1, _PASSES.get(phase, 3))
+
+
+def _rejoining(number: int, cell: Cell, phases: Sequence[str], *, kills_nodes: bool) -> Job:
+    """Make a job whose lost nodes start again and join before the next one dies."""
+    rng, num_nodes, lanes = _rng(cell, number), cell.layout.num_ranks, cell.layout.dp - 1
+    phases = _occurring(phases, cell)
     faults: list[Row] = [
         {
             "fault": index,
-            "node": rng.randrange(layout.num_ranks),
+            "node": rng.randrange(num_nodes),
             "phase": phase,
             "generation": 2 * index,
-            "passes": rng.randint(1, _RARE.get(phase, 8)),
+            "passes": _passes(phase, rng),
         }
         for index, phase in enumerate(phases)
     ]
-    return Job(
-        "rejoin",
-        number,
-        [f"recovery.min_nodes={layout.num_ranks - 1}", *_REJOINING],
-        faults,
-        kills_nodes=number % RANKS_ALONE != RANKS_ALONE - 1,
-        num_nodes=layout.num_ranks,
-        layout=_words(layout, layout.dp - 1),
-    )
+    words, layout = cell.way_words(num_nodes - 1), cell.words(lanes)
+    return Job("rejoin", number, words, faults, kills_nodes=kills_nodes, num_nodes=num_nodes, layout=layout)
 
 
-def _shrinking(number: int, layout: Layout) -> Job:
+def _spared(number: int, cell: Cell) -> Job:
+    """Make a job in which a spare takes the place of each lost node. Its number is not known before, so the victim is
+    named by its rank."""
+    rng, num_nodes = _rng(cell, number), cell.layout.num_ranks
+    phases = rng.sample(_OFTEN, _NUM_SPARED)
+    faults: list[Row] = [
+        {
+            "fault": index,
+            "rank": rng.randrange(num_nodes),
+            "phase": phase,
+            "generation": index,
+            "passes": _passes(phase, rng),
+        }
+        for index, phase in enumerate(phases)
+    ]
+    words, layout = cell.way_words(num_nodes - 1, num_spares=_NUM_SPARED), cell.words(cell.layout.dp - 1)
+    return Job("spare", number, words, faults, num_nodes=num_nodes, layout=layout)
+
+
+def _shrinking(number: int, cell: Cell) -> Job:
     """Make a job that loses nodes until one lane is left. Each victim trains when it dies: a hot spare would not reach
     its failpoint."""
-    rng = random.Random(f"{SEED} {layout.name} {number} shrinking")
+    rng, layout = _rng(cell, number), cell.layout
     num_nodes = layout.num_ranks
     first = ParallelLayout.regular(num_nodes, tensor_size=layout.tp, num_stages=layout.pp)
     limits = LaneLimits(most=layout.dp)
@@ -105,15 +163,119 @@ def _shrinking(number: int, layout: Layout) -> Job:
     while now.num_lanes > 1:
         victim = rng.choice(now.ranks)
         following = choose_layout(first, living - {victim}, {node: node for node in range(num_nodes)}, limits)
-        assert isinstance(following, ParallelLayout), f"{layout.name}: {following.reason}"
+        assert not isinstance(following, Declined), f"{cell.name}: {following.reason}"
         index, now = len(faults), following
         living.remove(victim)
-        phase = ITERATION_PHASES[(3 * number + index) % 10]
-        faults.append(
-            {"fault": index, "node": victim, "phase": phase, "generation": index, "passes": rng.randint(1, 8)}
+        phase = _OFTEN[(3 * number + index) % len(_OFTEN)]
+        iteration = _FIRST_ITERATION + _MOST_APART * index + rng.randrange(_MOST_APART)
+        faults.append({"fault": index, "node": victim, "phase": phase, "generation": index, "at_iteration": iteration})
+    words, kept = cell.way_words(len(living)), cell.words(1)
+    return Job("halving", number, words, faults, kills_nodes=number % 2 == 0, num_nodes=num_nodes, layout=kept)
+
+
+def _kept(number: int, cell: Cell, phases: Sequence[str], strategy: str) -> FaultJob:
+    """Make a job that keeps its layout and loses ranks in these phases; whole nodes at any moment without phases."""
+    rng, layout = _rng(cell, number), cell.layout
+    if phases:
+        groups = single_faults(layout, _occurring(phases, cell), rng, first=number)
+        expected = [[{**fault, "strategy": strategy} for fault in group] for group in groups]
+        faults = in_order(expected, rng, keeps_layout=cell.way == "kept layout")
+    else:
+        faults = whole_nodes(layout, _NUM_WHOLE, strategy)
+    return FaultJob(
+        number=number,
+        layout=layout,
+        num_spares=1 if cell.nodes == "spare" else 0,
+        faults=faults,
+        kills_nodes=not phases,
+        protection=[word for word in cell.words(max(1, layout.dp - 1)) if word not in layout.overrides],
+        way=cell.way_words(layout.num_ranks),
+    )
+
+
+@dataclass(slots=True)
+class ChangingCampaign(Campaign):
+    """Executes jobs whose number of ranks may change, and compares memberships with new jobs of their sizes."""
+
+    num_fresh: int = _NUM_FRESH
+    """Largest number of these comparisons for each job."""
+    fresh: dict[int, Comparison] = field(default_factory=dict)
+    """Comparisons of the present job, by the number of the change."""
+    compares_undisturbed: bool = False
+
+    def run(self, job: Job) -> list[Outcome]:
+        """Run the job with its faults, then its references. Return an outcome for each fault."""
+        self.fresh = {}
+        return [self._with_fresh(job, number, outcome) for number, outcome in enumerate(Campaign.run(self, job))]
+
+    def reference(self, job: Job, killed: Recorded) -> Recorded:
+        """Run the job in which the same nodes leave and join by a schedule, and new jobs from its checkpoints."""
+        words, entries = job.overrides_of_reference, entries_of(killed.changes, killed.orders, job.num_nodes)
+        if job.kind == "spare":
+            entries = at_first_nodes(entries)
+        end = f"training.exit_at_iteration={killed.last_iteration}"
+        changes = range(len(killed.changes))
+        wanted = [] if job.kind == "spare" else changes[:: -(-len(changes) // self.num_fresh) or 1]
+        with self.bench.running([*words, *SAVING, *script_of(entries), end]) as run:
+            found = Recorded.of(run)
+            if not found.problems:
+                compared = compare_with_fresh(self.bench, words, killed, run.run_dir, wanted)
+                self.fresh = {each.change: each for each in compared}
+        return found
+
+    def _with_fresh(self, job: Job, number: int, outcome: Outcome) -> Outcome:
+        """Add the comparisons of the memberships that follow a fault to its outcome."""
+        numbers = (2 * number, 2 * number + 1) if job.is_rejoining else (number,)
+        mine = [self.fresh[change] for change in numbers if change in self.fresh]
+        problems = [problem for each in mine for problem in each.problems]
+        details = {**outcome.details, "fresh": sum(each.num_compared > 0 for each in mine)}
+        details["problems"] = [*outcome.details["problems"], *problems][:5]
+        return replace(outcome, passed=outcome.passed and not problems, details=details)
+
+
+@dataclass(slots=True)
+class LayoutCampaign:
+    """Executes the jobs of all ways to recover."""
+
+    jobs: Sequence[AnyJob]
+    changing: ChangingCampaign
+    kept: KeptCampaign
+
+    @classmethod
+    def of(cls, jobs: Sequence[AnyJob], folder: Path, socket: str, num_fresh: int = _NUM_FRESH) -> "LayoutCampaign":
+        """Return the campaign of ``jobs``, which run in ``folder``.
+
+        Args:
+            num_fresh: see ``ChangingCampaign``.
+        """
+        for name in ("changing", "kept"):
+            (folder / name).mkdir()
+        changing, kept = (Bench(folder / name, socket, TRAINING, JOB_TIMEOUT_SECONDS) for name in ("changing", "kept"))
+        return cls(
+            jobs=jobs,
+            changing=ChangingCampaign(changing, [job for job in jobs if isinstance(job, Job)], {}, num_fresh=num_fresh),
+            kept=KeptCampaign(kept, [job for job in jobs if isinstance(job, FaultJob)]),
         )
-    words = [f"recovery.min_nodes={len(living)}"]
-    return Job("halving", number, words, faults, num_nodes=num_nodes, layout=_words(layout, 1))
+
+    def execute(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+        """Execute trials and yield their outcomes."""
+        return execute_jobs(trials, lambda number: self.run(self.jobs[number]))
+
+    def run(self, job: AnyJob) -> list[Outcome]:
+        """Run a job and its references. Return an outcome for each fault."""
+        return self.changing.run(job) if isinstance(job, Job) else self.kept.run(job)
+
+
+def cells_table() -> dict[str, Any]:
+    """Return the table of cells that do not survive, by their reason."""
+    by_reason: dict[str, list[str]] = {}
+    for cell, prospect in prospects().items():
+        if not prospect.survives:
+            reason = f"refused: {prospect.refused}" if prospect.refused else f"declined: {prospect.declined}"
+            by_reason.setdefault(reason, []).append(cell.way)
+    rows = [[", ".join(sorted(set(ways))), len(ways), reason] for reason, ways in by_reason.items()]
+    title = f"Of {len(prospects())} cells, {sum(map(len, by_reason.values()))} are refused or decline"
+    return {"title": title, "header": ["way to recover", "cells", "reason"], "rows": rows}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,29 +285,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = range(len(jobs)) if arguments.jobs is None else arguments.jobs
     trials: list[Row] = [{"job": number, **fault} for number in chosen for fault in jobs[number].faults]
     with tempfile.TemporaryDirectory(prefix=f"{ID}-") as folder, forkserver(WARM) as socket:
-        bench = Bench(Path(folder), socket, timeout_seconds=JOB_TIMEOUT_SECONDS)
-        campaign = Campaign(bench, jobs, {})
+        num_fresh = _NUM_FRESH_QUICK if arguments.quick else _NUM_FRESH
+        campaign = LayoutCampaign.of(jobs, Path(folder), socket, num_fresh)
         counts, outcomes = run_campaign(ID, trials, campaign.execute, script=Path(__file__), quick=arguments.quick)
     planned = sum(len(job.faults) for job in jobs)
     num_whole = sum(len(job.faults) for job in jobs if job.kills_nodes)
+    good = [outcome.details for _, outcome in outcomes if outcome.proven and outcome.passed and outcome.num_compared]
+    num_fresh = sum(details.get("fresh", 0) for details in good)
+    strategies = sorted({str(details["strategy"]) for details in good})
+    enough = arguments.quick or (planned >= MIN_TRIALS and num_fresh >= MIN_FRESH)
+    tables = [] if arguments.quick else [cells_table()]
     figure = (
-        f"{counts.passed} of {planned} killed nodes ({num_whole} whole) in {len(jobs)} living jobs of "
-        f"{len({tuple(job.layout) for job in jobs})} layouts: the others continued from replicas, equal in every bit "
-        "to the scripted history"
+        f"{counts.passed} of {planned} killed ranks ({num_whole} as whole nodes) in {len(jobs)} living jobs: the jobs "
+        f"continued by {', '.join(strategies)}, equal in every bit to the history without faults; {num_fresh} "
+        "memberships also equal to a new job of their size from a dense checkpoint"
     )
     return finish(
         arguments.out,
         ID,
-        passed=counts.passed == planned and (arguments.quick or planned >= MIN_TRIALS),
+        passed=counts.passed == planned and enough,
         figure=figure + counts.again if counts.complete else counts.summary(),
-        threshold=f"all of at least {MIN_TRIALS} equal, atol=0; no committed iteration lost",
-        counts={**counts.to_counts(), "whole_nodes": num_whole, "jobs": len(jobs)},
-        details={"failures": [_failure(t, o.details) for t, o in outcomes if not (o.passed and o.proven)]},
+        threshold=THRESHOLD,
+        counts={**counts.to_counts(), "whole_nodes": num_whole, "jobs": len(jobs), "new_jobs": num_fresh},
+        details={
+            "failures": [{**t.parameters, **o.details} for t, o in outcomes if not (o.passed and o.proven)],
+            "tables": tables,
+        },
     )
-
-
-def _failure(trial: Trial, details: object) -> Row:
-    return {**trial.parameters, "problems": str(details)}
 
 
 if __name__ == "__main__":

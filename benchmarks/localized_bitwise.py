@@ -38,8 +38,8 @@ class Campaign:
 
     bench: Bench
     jobs: Sequence[FaultJob]
-    references: dict[str, Followed] = field(default_factory=dict)
-    """Longest undisturbed run so far, by layout."""
+    references: dict[Sequence[str], Followed] = field(default_factory=dict)
+    """Longest undisturbed run so far, by its overrides."""
 
     def execute(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
         """Execute trials and yield their outcomes."""
@@ -49,7 +49,7 @@ class Campaign:
         """Run the job with faults and the job without. Return an outcome for each fault."""
         killer = NodeKiller(job, self.bench.next_run_dir) if job.kills_nodes else None
         until = job.has_ended if killer is None else killer
-        with self.bench.running([*job.layout.overrides, *job.overrides], until=until) as run:
+        with self.bench.running(job.overrides, until=until) as run:
             found = Followed.of(run)
         reference = self._reference(job, found.last_iteration)
         common = [] if killer is None else [f"not injected: {text}" for text in killer.problems]
@@ -59,12 +59,12 @@ class Campaign:
         return [_outcome(job, fault, found, common, num_compared) for fault in job.faults]
 
     def _reference(self, job: FaultJob, last: int) -> Followed:
-        name = job.layout.name
-        if name not in self.references or self.references[name].last_iteration < last:
+        words = tuple(job.overrides_of_reference)
+        if words not in self.references or self.references[words].last_iteration < last:
             end = f"training.exit_at_iteration={last + 20}"
-            with self.bench.running([*job.layout.overrides, end]) as run:
-                self.references[name] = Followed.of(run)
-        return self.references[name]
+            with self.bench.running([*words, end]) as run:
+                self.references[words] = Followed.of(run)
+        return self.references[words]
 
 
 def _outcome(job: FaultJob, fault: Row, found: Followed, common: Sequence[str], num_compared: int) -> Outcome:

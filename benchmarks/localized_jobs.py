@@ -32,7 +32,7 @@ _SETTLED = 24
 """Number of iterations in which each rare phase occurs."""
 _STALLED = 80
 """Number of iterations without a fault after which no more faults are expected."""
-BASE = (
+TRAINING = (
     "model=moe_micro",
     "optimizer.lr_warmup_iterations=3",
     f"training.train_iterations={MOST_ITERATIONS}",
@@ -43,6 +43,10 @@ BASE = (
     "checkpoint.save_at_end=false",
     "telemetry.wandb=disabled",
     "launch.ranks_per_node=1",
+)
+"""Overrides of all jobs, which do not depend on the way to recover."""
+BASE = (
+    *TRAINING,
     "snapshot=sparse_window",
     "snapshot.num_peer_copies=1",
     "snapshot.iteration_seconds=1",
@@ -135,12 +139,21 @@ class FaultJob:
     faults: Sequence[Row]
     kills_nodes: bool = False
     """Whether whole nodes are killed from outside. If not, ranks kill themselves at failpoints."""
+    protection: Sequence[str] = ()
+    """Further overrides that the reference needs as well."""
+    way: Sequence[str] = ()
+    """Further overrides about the recovery, which the reference does not have."""
 
     @property
     def overrides(self) -> list[str]:
-        """Return the overrides of the job, without those of its layout."""
+        """Return the overrides of the job."""
         armed = [] if self.kills_nodes else [failpoints(self.faults)]
-        return [f"nodes.num_spare_nodes={self.num_spares}", *armed]
+        return [*self.overrides_of_reference, *self.way, f"nodes.num_spare_nodes={self.num_spares}", *armed]
+
+    @property
+    def overrides_of_reference(self) -> list[str]:
+        """Return the overrides of a job without faults that computes the same."""
+        return [*self.layout.overrides, *self.protection]
 
     def has_ended(self, events: Sequence[Event]) -> bool:
         """Return whether all faults have come and some iterations have followed, or no more faults will come."""
@@ -165,45 +178,59 @@ def jobs_of(seed: int, *, quick: bool) -> list[FaultJob]:
         for half in range(1 if quick else 2):
             rng = random.Random(f"{seed} {layout.name} {half}")
             phases = ITERATION_PHASES[1:8:3] if quick else ITERATION_PHASES[half::2]
-            singles = [
-                [_fault(layout, layout.places[(place + index) % 3], phase, rng)]
-                for place, phase in enumerate(phases, start=half)
-            ]
+            groups = single_faults(layout, phases, rng, first=half + index)
             pairs = _pairs(layout, rng)
-            groups = singles + (pairs[:1] if quick else pairs[half::2])
+            groups += pairs[:1] if quick else pairs[half::2]
             rng.shuffle(groups)
-            faults = _in_order(groups, rng)
+            faults = in_order(groups, rng)
             jobs.append(FaultJob(number=len(jobs), layout=layout, num_spares=half, faults=faults))
     if quick:
         return jobs
     return jobs + [_killing_nodes(len(jobs) + number, layout) for number, layout in enumerate(NODE_LAYOUTS)]
 
 
+def single_faults(layout: Layout, phases: Sequence[str], rng: random.Random, *, first: int = 0) -> list[list[Row]]:
+    """Return one fault for each of ``phases``, in the first, a middle and the last stage in turn, each as a group."""
+    return [[_fault(layout, layout.places[place % 3], phase, rng)] for place, phase in enumerate(phases, start=first)]
+
+
 def _killing_nodes(number: int, layout: Layout) -> FaultJob:
     """Make a job that loses whole nodes. A node's memory is lost with it, so peers' copies of windows are used."""
+    faults = whole_nodes(layout, _NODES_KILLED, "localized_replay")
+    return FaultJob(number=number, layout=layout, num_spares=number % 2, faults=faults, kills_nodes=True)
+
+
+def whole_nodes(layout: Layout, num_faults: int, strategy: str) -> list[Row]:
+    """Return faults that kill whole nodes at any moment, in the first, a middle and the last stage in turn.
+
+    Args:
+        strategy: strategy that is expected to recover.
+    """
     rng = random.Random(f"nodes {layout.name}")
-    faults: list[Row] = [
+    return [
         {
             "kind": "whole node",
             "rank": rng.choice(list(layout.ranks_of(layout.places[fault % 3]))),
             "stage": layout.places[fault % 3],
             "phase": "any",
             "after": rng.randint(3, _MOST_APART) + (0 if fault else _FIRST_ITERATION),
-            "strategy": "localized_replay",
+            "strategy": strategy,
             "fault": fault,
             "generation": fault,
         }
-        for fault in range(_NODES_KILLED)
+        for fault in range(num_faults)
     ]
-    return FaultJob(number=number, layout=layout, num_spares=number % 2, faults=faults, kills_nodes=True)
 
 
-def _in_order(groups: Sequence[Sequence[Row]], rng: random.Random) -> list[Row]:
+def in_order(groups: Sequence[Sequence[Row]], rng: random.Random, *, keeps_layout: bool = True) -> list[Row]:
     """Return the faults. Each fault gets its number and the membership that it ends; the first fault of a group also
     gets its iteration.
 
     A recovery undoes no committed iteration, so each fault's iteration can be chosen before the job runs. It comes
     after the iterations of all earlier faults, so it is not a replayed iteration.
+
+    Args:
+        keeps_layout: whether the job keeps its layout. Otherwise all ranks start again after each fault.
     """
     faults: list[Row] = []
     iteration, generation = _FIRST_ITERATION, 0
@@ -219,8 +246,8 @@ def _in_order(groups: Sequence[Sequence[Row]], rng: random.Random) -> list[Row]:
                 about["at_iteration"] = iteration
             faults.append({**fault, **about})
             generation += 1
-        # If all ranks must start again from windows, they end once more before that start.
-        generation += group[0]["strategy"] == "rollback"
+        # If all ranks must start again, although places were filled, they end once more before that start.
+        generation += keeps_layout and group[0]["strategy"] == "rollback"
         iteration += len(group)
     return faults
 

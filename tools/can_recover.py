@@ -219,13 +219,25 @@ def layout_of(config: JobConfig, events: Sequence[Record], members: Sequence[int
     """Return the layout of the newest membership in the run's records; that of the start if there was no change. If the
     job runs, ``members`` are its nodes, which may have changed since the last record."""
     layouts = JobLayouts.of(config)
-    changes = [event for event in since_start(events) if isinstance(event, MembershipChanged)]
-    layout = layouts.history((event.iteration, event.nodes) for event in changes)[-1]
+    layout = layouts.history(_memberships(since_start(events)))[-1]
     if members is not None and isinstance(layout, MembershipLayout) and set(members) != set(layout.nodes):
         layout = layouts.on(members, layout)
     if isinstance(layout, Declined):
         raise DataError(f"run: its nodes must suffice for its layout: {layout.reason}")
     return layout
+
+
+def _memberships(events: Sequence[Record]) -> list[tuple[int, ...]]:
+    """Return the nodes of the memberships that formed, without those whose ranks went back to an earlier membership."""
+    found: list[MembershipChanged] = []
+    for event in events:
+        if not isinstance(event, MembershipChanged):
+            continue
+        # ``schedule`` has an entry for each membership since the iteration was committed that is still valid.
+        num_alike = sum(earlier.iteration == event.iteration for earlier in found)
+        num_valid = len(found) - num_alike + max(0, len(event.schedule) - 1)
+        found = [*found[:num_valid], event]
+    return [event.nodes for event in found]
 
 
 def ask_run(path: Path, lost: Sequence[int] | None, *, is_gone: bool, as_if_running: bool) -> Answer:

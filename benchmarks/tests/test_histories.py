@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.histories import changes_of, scripted
+from benchmarks.histories import at_first_nodes, changes_of, scripted
 
 
 def order(iteration: int, nodes: list[int], previous: list[int | None]) -> dict[str, Any]:
@@ -53,3 +53,16 @@ def test_entries_that_a_run_names_itself_count_the_newest_of_each_boundary() -> 
         "testing.membership_schedule=['lose(nodes=[1],before_iteration=5)','lose(nodes=[3],before_iteration=5)',"
         "'lose(nodes=[2],before_iteration=10)']"
     )
+
+
+def test_spares_get_the_numbers_of_the_nodes_whose_places_they_take() -> None:
+    entries = [
+        "change(lose=[1],join=[4],before_iteration=3)",
+        "change(lose=[4],join=[5],before_iteration=5)",
+        "change(lose=[0],join=[6],before_iteration=8)",
+    ]
+    assert at_first_nodes(entries) == [
+        "change(lose=[1],join=[1],before_iteration=3)",
+        "change(lose=[1],join=[1],before_iteration=5)",
+        "change(lose=[0],join=[0],before_iteration=8)",
+    ]

@@ -72,6 +72,19 @@ class Requirement:
         return [f"{key}={show(value_of(config, key))}" for key in keys]
 
 
+_AGENTS = (
+    Requirement(
+        key="launch.mode",
+        value="local",
+        reason="other launchers start no agents, and end all ranks when one is lost",
+    ),
+    Requirement(
+        key="launch.master_port",
+        value=0,
+        reason="each membership has a rendezvous store on a port of its own",
+    ),
+)
+
 _NO_CUDA = Requirement(
     key="training.device",
     value="cuda",
@@ -97,8 +110,7 @@ def _shards_optimizer(config: JobConfig) -> bool:
 
 
 REPLICAS: tuple[Requirement, ...] = (
-    Requirement(key="launch.mode", value="local"),
-    Requirement(key="launch.master_port", value=0),
+    *_AGENTS,
     Requirement(
         key="parallel.context_parallel_size",
         value=1,
@@ -113,7 +125,9 @@ REPLICAS: tuple[Requirement, ...] = (
         unless=_has_copies_of_shards,
         remedy=KeyChange("placement.state_copies", 2),
     ),
-    Requirement(key="placement.schedule", value=[]),
+    Requirement(
+        key="placement.schedule", value=[], reason="a schedule has no placement for the ranks that remain after a loss"
+    ),
     Requirement(
         key="placement.state_copies",
         reason="without parallel.use_distributed_optimizer=true, no recovery uses these copies",
@@ -137,8 +151,7 @@ REPLICAS: tuple[Requirement, ...] = (
 each shard of it has copies on several nodes, and experts have replicas."""
 
 KEPT_LAYOUT: tuple[Requirement, ...] = (
-    Requirement(key="launch.mode", value="local"),
-    Requirement(key="launch.master_port", value=0),
+    *_AGENTS,
     Requirement(key="nodes.max_nodes", reason="no nodes can join a job that keeps its layout"),
     Requirement(
         key="placement.algorithm",

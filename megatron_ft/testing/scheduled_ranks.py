@@ -66,8 +66,7 @@ def scheduled_memberships(changes: Sequence[MembershipChange], layouts: JobLayou
     """
     nodes = list(nodes_over_time(layouts.num_nodes, changes))
     found = []
-    history = layouts.history((change.before_iteration - 1, of) for change, of in zip(changes, nodes[1:], strict=True))
-    for members, layout in zip(nodes, history, strict=True):
+    for members, layout in zip(nodes, layouts.history(nodes[1:]), strict=True):
         if isinstance(layout, Declined):
             raise ConfigError.of(
                 "testing.membership_schedule", f"nodes {list(members)}", f"must suffice: {layout.reason}"

@@ -64,6 +64,8 @@ SPREAD = {"placement.algorithm": {"_target_": "megatron_ft.planning.placement.sp
 MIGRATIONS = {"migrate_build": (SPREAD, 1, 5), "migrate_step": ({"placement.num_slots_per_rank": 2}, 5, 3)}
 """Keys of jobs whose experts move, by building the model again or in place; the rank that dies; and the iteration
 before which this happens. In place, only experts of stage 1 move."""
+AFTER_A_JOIN = 'kill(node=3, at_iteration=5, phase="forward", generation=2)'
+"""Death of the only rank that had the state of stage 1 when node 2 joined, in the first iteration after that."""
 FORMING = ("reform_join", "reform_move", "reform_build")
 
 
@@ -96,6 +98,8 @@ def _jobs(folder: Path) -> dict[str, Any]:
         "narrow grown": job({**NARROW, **script(*GROWN[1])}, until=6),
         "narrow planned": job({**NARROW, **faults()}, until=6, changes=CHANGES[1]),
         "wide grown": job({**WIDE, **SHARDED, **script(*GROWN[2])}, until=6),
+        "killed:after a join": job({**NARROW, **faults(AFTER_A_JOIN)}, until=6, changes=CHANGES[2]),
+        "after a join": job({**NARROW, **repeats("killed:after a join")}, until=6),
         "wide planned": job({**WIDE, **SHARDED, **faults()}, until=6, changes=CHANGES[2]),
         "back at once": job({**WIDE, **SHARDED, **script("change(lose=[0],join=[0],before_iteration=3)")}),
         "killed:back at once": job(
@@ -169,6 +173,13 @@ def test_nodes_leave_and_join_when_asked_for(outcomes: dict[str, Any], name: str
     assert memberships(outcomes, f"{name} planned") == memberships(outcomes, f"{name} grown")
     assert digests(outcomes, f"{name} planned") == digests(outcomes, f"{name} grown")
     assert figures(outcomes, f"{name} planned") == figures(outcomes, f"{name} grown")
+
+
+def test_a_node_that_has_just_joined_continues_with_the_state_of_its_place(outcomes: dict[str, Any]) -> None:
+    name = "killed:after a join"
+    _check_ranks(outcomes, name)
+    assert [made[:2] for made in memberships(outcomes, name)[-2:]] == [(2, [0, 1, 2, 3]), (3, [0, 1, 2])]
+    check_same(outcomes, name, "after a join")
 
 
 def test_a_node_is_back_in_the_membership_that_follows_its_loss(outcomes: dict[str, Any]) -> None:

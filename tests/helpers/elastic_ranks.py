@@ -402,7 +402,7 @@ class Job:
                 *(process for node in coming for process in self.joining_ranks[node]),
             ]
             staying = {self.numbers[process]: process for process in living if self.nodes[process] not in leaving}
-            if target.iteration > self.begun:
+            if target.iteration > self.begun or all(position.is_formed for position in positions.values()):
                 self.base, self.begun = self.layout, target.iteration
             layout = self.layouts.on({self.nodes[process] for process in staying.values()}, self.base)
             if isinstance(layout, Declined):

@@ -301,8 +301,10 @@ def _next(policy: MembershipPolicy, state: State) -> Reform:
     new = set(members) - staying
     positions = _positions(policy, state)
     target, former = choose_target(positions), layout_of(policy, state)
-    # A membership that has committed nothing is not in a schedule of the job, so it must not affect the layout.
-    base = former if target.iteration > state.begun_iteration else state.base
+    # A membership that has committed nothing is in a schedule of the job only if all its ranks continue from its state
+    # (``choose_holding``). Otherwise it must not affect the layout.
+    is_formed = all(position.is_formed for position in positions)
+    base = former if target.iteration > state.begun_iteration or is_formed else state.base
     layout = policy.layout_on(members, base)
     return Reform(
         lost=tuple(sorted(state.nodes.lost & set(state.members))),

@@ -441,7 +441,8 @@ class State:
     layout: "MembershipLayout | None" = None
     """Layout of this generation; None for the layout at a start of ranks."""
     base: "MembershipLayout | None" = None
-    """Layout with which the newest iteration was committed before this generation; None for that of the start."""
+    """Layout of the newest earlier membership that committed an iteration, or of which all surviving ranks had received
+    their state; None for that of the start."""
     begun_iteration: int = 0
     """Iteration after which this generation began."""
     deadline_seconds: float | None = None

@@ -132,13 +132,15 @@ class Coordinator:
                 failure = traceback.format_exc()
             self.trainer.hang_up("this generation could not be formed")
             # This membership has committed nothing, so the rank is still at the target, and has no vote.
+            beginning = self.trainer.membership_start
             position = Position(
                 rank=self.trainer.context.rank,
                 generation=following.generation,
                 completed=following.target.iteration,
                 contributed=following.target.iteration,
                 vote=None,
-                has_state=self.trainer.membership_start is None or self.trainer.membership_start.has_state,
+                has_state=beginning is None or beginning.has_state,
+                is_formed=beginning is None or beginning.is_formed,
             )
             following = self.trainer.context.worker.survive(position, failure)
 

@@ -118,10 +118,10 @@ class MembershipLayout:
 class JobLayouts:
     """Determines the layout of every membership of a job.
 
-    A layout follows from the nodes and from the *base*, the layout that has committed the newest iteration. It does not
-    depend on memberships that have committed nothing. So a job that reaches its nodes by losses has the same layout as
-    one in which the same nodes leave by a schedule. Only stages with more groups than lanes give groups away, so the
-    loss of one node takes state from one stage only.
+    A layout follows from the nodes and from the *base*, the newest layout whose ranks all had received their state. It
+    does not depend on memberships that were abandoned while they were formed. So a job that reaches its nodes by losses
+    has the same layout as one in which the same nodes leave by a schedule. Only stages with more groups than lanes give
+    groups away, so the loss of one node takes state from one stage only.
     """
 
     num_nodes: int
@@ -162,21 +162,18 @@ class JobLayouts:
         )
 
     def on(self, nodes: Iterable[int], base: MembershipLayout | None = None) -> MembershipLayout | Declined:
-        """Return the layout of a membership of ``nodes``; ``Declined`` if they are too few. ``base`` is the layout that
-        has committed the newest iteration; None at the start of a job."""
+        """Return the layout of a membership of ``nodes``; ``Declined`` if they are too few. ``base`` is the newest
+        layout whose ranks all had received their state; None at the start of a job."""
         return _layout_on(self, tuple(nodes if self.keeps_layout else sorted(nodes)), base)
 
-    def history(self, changes: Iterable[tuple[int, Iterable[int]]]) -> list[MembershipLayout | Declined]:
-        """Return the layouts of the first membership, of all nodes, and of the memberships after each of ``changes``:
-        the iteration after which it begins, and its nodes."""
-        base, present = None, self.on(range(self.num_nodes))
-        found, begun = [present], 0
-        for iteration, nodes in changes:
-            # Memberships that begin after the same iteration have the same base: only the last one commits.
-            if iteration > begun and isinstance(present, MembershipLayout):
-                base, begun = present, iteration
-            present = self.on(nodes, base)
-            found.append(present)
+    def history(self, memberships: Iterable[Iterable[int]]) -> list[MembershipLayout | Declined]:
+        """Return the layouts of the first membership, of all nodes, and of the following memberships, of the given
+        nodes, if all ranks of each had received their state."""
+        found = [self.on(range(self.num_nodes))]
+        base: MembershipLayout | None = None
+        for nodes in memberships:
+            base = found[-1] if isinstance(found[-1], MembershipLayout) else base
+            found.append(self.on(nodes, base))
         return found
 
     def why_not_without(self, now: MembershipLayout, leaving: Collection[int]) -> str:

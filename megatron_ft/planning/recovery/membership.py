@@ -32,6 +32,8 @@ class Position:
     """Newest complete vote of this rank, for iteration ``completed`` or ``completed + 1``; None before the first."""
     has_state: bool = True
     """False for a joining rank that had not received its state when the membership ended."""
+    is_formed: bool = True
+    """Whether the rank had received all state of the membership, also if the membership has committed no iteration."""
 
     def validate(self) -> None:
         """Check that the fields are consistent.

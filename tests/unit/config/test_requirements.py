@@ -72,7 +72,8 @@ def test_all_that_is_missing_is_named_in_one_message() -> None:
     with pytest.raises(ConfigError) as caught:
         validate(job({**changes, "training.device": "cuda"}))
     assert str(caught.value) == (
-        "launch.master_port=20001: must be 0 with recovery.min_nodes=1; "
+        "launch.master_port=20001: must be 0 with recovery.min_nodes=1: "
+        "each membership has a rendezvous store on a port of its own; "
         "recovery.min_nodes=1 also requires: "
         "parallel.use_distributed_optimizer=true must be false (or placement.state_copies at least 2), "
         "training.device=cuda must be cpu"
@@ -82,7 +83,7 @@ def test_all_that_is_missing_is_named_in_one_message() -> None:
 def test_spares_without_replicas_name_the_other_way_to_use_them() -> None:
     changes = {"recovery.min_nodes": None, "nodes.num_spare_nodes": 1, "launch.master_port": 20001}
     with pytest.raises(
-        ConfigError, match=r"must be 0 with nodes\.num_spare_nodes=1; .* set recovery\.keep_layout=true$"
+        ConfigError, match=r"must be 0 with nodes\.num_spare_nodes=1: .*; .* set recovery\.keep_layout=true$"
     ):
         validate(job(changes))
 

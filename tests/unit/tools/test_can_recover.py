@@ -262,3 +262,24 @@ def test_state_on_living_nodes_is_no_promise_where_the_job_ends(capsys: pytest.C
     ):
         can_recover.main(["--config", *ELASTIC, "training.device=cpu", *overrides, "--lose", "1"])
         assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("num_valid", "expected"), [(2, (0, 2)), (1, (0, 1))])
+def test_the_layout_follows_from_memberships_that_all_ranks_have_formed(
+    num_valid: int, expected: tuple[int, ...]
+) -> None:
+    """Node 2 is lost; later it joins, and node 3 is lost before the next iteration. The schedule of the last membership
+    states whether its ranks continue from the state with which node 2 joined."""
+    from pretrain_moe import compose
+
+    words = ["launch.num_nodes=4", "launch.ranks_per_node=1", "parallel.pipeline_model_parallel_size=2"]
+    config, _ = compose([*words, "placement=overlap_search", "placement.num_slots_per_rank=8"])
+    about = {"reason": "lost", "generation": 1, "seconds": 1.5, "world_size": 4}
+    events = [
+        RanksReady(seconds=1.0, world_size=4),
+        *(
+            MembershipChanged(iteration=iteration, nodes=nodes, schedule=("entry",) * size, **about)  # type: ignore[arg-type]
+            for iteration, nodes, size in ((4, (0, 1, 3), 1), (6, (0, 1, 2, 3), 1), (6, (0, 1, 2), num_valid))
+        ),
+    ]
+    assert can_recover.layout_of(config, events).processes == expected

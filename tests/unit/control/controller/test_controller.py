@@ -275,6 +275,7 @@ def test_nonsense_changes_nothing(job: Running, method: str, body: dict[str, Any
 def broken(number: int, generation: int = 0, **changes: Any) -> dict[str, Any]:
     position = {"rank": number, "generation": generation, "completed": 4, "contributed": 4, "vote": None}
     position["has_state"] = True
+    position["is_formed"] = True
     about = {"at_seconds": 1.0, "error": "peer", "traceback": "Traceback", "exit_code": None}
     position |= changes
     return {"op": "broken", "rank": number, "start": 0, "generation": generation, "position": position, **about}

@@ -24,7 +24,7 @@ from megatron_ft.control.membership.state import Decision, MembershipPolicy, Out
 from megatron_ft.control.report import lost_records
 from megatron_ft.events import RankFailed
 from megatron_ft.planning.iteration import Vote
-from megatron_ft.planning.recovery.layout import JobLayouts, LaneLimits
+from megatron_ft.planning.recovery.layout import JobLayouts, LaneLimits, MembershipLayout
 from megatron_ft.planning.recovery.membership import Position, Target
 from megatron_ft.testing.votes import vote_of
 
@@ -538,6 +538,23 @@ def test_a_hot_spare_has_a_rank_again_without_a_previous_number() -> None:
     step = job.say(2)
     assert (step.decision, step.reform and step.reform.layout.rank_nodes) == (Decision.REFORM, (3, 2))
     assert step.reform is not None and step.reform.previous_ranks == (None, 1)
+
+
+@pytest.mark.parametrize(("is_formed", "expected"), [(True, (0, 2)), (False, (0, 1))])
+def test_a_membership_that_all_ranks_have_formed_is_the_base_of_the_next(
+    is_formed: bool, expected: tuple[int, ...]
+) -> None:
+    """Node 2 was lost and has joined again, and then node 3 is lost before the membership has committed an iteration.
+    Only if all ranks had received their state, node 2 has the state of stage 1."""
+    job = Job(PIPELINE)
+    _, fewer, joined = PIPELINE.layouts.history([(0, 1, 3), range(4)])
+    assert isinstance(fewer, MembershipLayout) and isinstance(joined, MembershipLayout)
+    assert joined.rank_nodes == (0, 1, 3, 2)
+    job.state = replace(job.state, generation=2, layout=joined, base=fewer, begun_iteration=4)
+    job.die(3)
+    job.say(0, 1)
+    step = job.see(RankBroken(2, replace(job.position(2), is_formed=is_formed), 0.0))
+    assert step.reform is not None and step.reform.layout.rank_nodes == expected
 
 
 def test_nodes_that_are_too_few_for_the_layout_are_named() -> None:

@@ -53,7 +53,7 @@ def _failing(error: BaseException) -> Any:
         context=SimpleNamespace(worker=worker, generation=1, rank=0, node=0, local_rank=0),
         hang_up=lambda _: None,
         reconfigure=reconfigure,
-        membership_start=SimpleNamespace(has_state=False),
+        membership_start=SimpleNamespace(has_state=False, is_formed=False),
     )
     assert _coordinator(trainer)._form(_membership(2))
     return output

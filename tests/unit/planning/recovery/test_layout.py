@@ -244,11 +244,12 @@ def test_ranks_keep_their_stages_in_the_next_membership() -> None:
     assert again.processes == (1, 0, 3, 4, 5, 2)
 
 
-def test_memberships_that_commit_nothing_do_not_affect_the_layout() -> None:
-    layouts = JobLayouts(num_nodes=8, ranks_per_node=1, num_stages=2, limits=LaneLimits(most=4))
-    direct = layouts.history([(4, range(6)), (9, range(1, 6))])
-    through = layouts.history([(4, range(7)), (4, range(6)), (9, range(2, 6)), (9, range(1, 6))])
-    assert (through[2], through[4]) == (direct[1], direct[2])
+def test_a_node_that_has_joined_has_the_state_of_its_place() -> None:
+    """Node 2 is lost and joins again: it now has the state of stage 1. Then node 3, with the same state, is lost."""
+    layouts = JobLayouts(num_nodes=4, ranks_per_node=1, num_stages=2, limits=LaneLimits(most=2))
+    *_, joined, after = layouts.history([(0, 1, 3), range(4), (0, 1, 2)])
+    assert isinstance(joined, MembershipLayout) and joined.processes == (0, 1, 3, 2)
+    assert isinstance(after, MembershipLayout) and after.processes == (0, 2)
 
 
 @pytest.mark.parametrize(
