@@ -557,7 +557,8 @@ class JobConfig:
     @property
     def keeps_processes(self) -> bool:
         """Return whether ranks may continue in their processes after a loss, according to ``recovery.strategies``."""
-        return self.recovery.may_use("localized_replay" if self.recovery.keep_layout else "living_state")
+        recovery = self.recovery
+        return recovery.may_use("living_state") or (recovery.keep_layout and recovery.may_use("localized_replay"))
 
     @property
     def may_lose_nodes(self) -> bool:

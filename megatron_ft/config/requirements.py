@@ -144,17 +144,21 @@ KEPT_LAYOUT: tuple[Requirement, ...] = (
         key="placement.algorithm",
         reason="with replica slots a job continues on fewer ranks and does not keep its layout",
     ),
+    _NO_CUDA,
+)
+"""Values that keys must have so that a job can keep its layout: other nodes replace the lost nodes."""
+
+REPLAYS: tuple[Requirement, ...] = (
+    *KEPT_LAYOUT,
     Requirement(
         key="snapshot.policy",
         is_excluded=True,
         instead="given",
-        reason="a stage that loses a rank restarts from a window; choose e.g. snapshot=sparse_window",
+        reason="a stage that replays begins with a window; choose e.g. snapshot=sparse_window",
         remedy=_WINDOWS,
     ),
-    _NO_CUDA,
 )
-"""Values that keys must have so that a job can keep its layout: other nodes replace the lost nodes, and the pipeline
-stages of the lost nodes replay."""
+"""Values that keys must have so that the pipeline stages of lost nodes can replay in the same layout."""
 
 
 ROLLBACK: tuple[Requirement, ...] = (
@@ -169,7 +173,7 @@ ROLLBACK: tuple[Requirement, ...] = (
 """Values that keys must have so that all ranks can go back to a window."""
 
 REQUIREMENTS: Mapping[str, tuple[Requirement, ...]] = MappingProxyType(
-    {"living_state": REPLICAS, "localized_replay": KEPT_LAYOUT, "rollback": ROLLBACK, "checkpoint": ()}
+    {"living_state": REPLICAS, "localized_replay": REPLAYS, "rollback": ROLLBACK, "checkpoint": ()}
 )
 """Requirements of each recovery strategy that ``recovery.strategies`` can name."""
 

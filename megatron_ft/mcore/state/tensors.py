@@ -78,7 +78,7 @@ NamedState = dict[str, torch.Tensor]
 
 def take_state(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> NamedState:
     """Return copies of every parameter, buffer, master weight and moment of this rank, by name."""
-    return {name: tensor.detach().clone() for name, tensor in _distinct_state(model_chunks, optimizer)}
+    return {name: tensor.detach().clone() for name, tensor in distinct_state(model_chunks, optimizer)}
 
 
 def put_state(
@@ -97,16 +97,17 @@ def put_state(
         KeyError: ``state`` lacks a tensor that this rank needs.
     """
     with torch.no_grad():
-        for name, tensor in _distinct_state(model_chunks, optimizer):
+        for name, tensor in distinct_state(model_chunks, optimizer):
             # In place, because gradient buffers, hooks and the optimizer reference these tensors.
             if not (has_shards and is_non_expert(name)):
                 tensor.copy_(state[name])
 
 
-def _distinct_state(
+def distinct_state(
     model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    # Yields each tensor once: an FP32 weight is also its own master weight.
+    """Yield (name, tensor) as ``named_state``, but each tensor once: an FP32 weight is also its own master weight.
+    Allocate moments first."""
     allocate_state(optimizer)
     own_masters: set[str] = set()
     for name, tensor in named_state(model_chunks, optimizer):
@@ -192,7 +193,7 @@ class ExpertPlaces:
     """
 
     def __init__(self, model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
-        tensors = dict(_distinct_state(model_chunks, optimizer))
+        tensors = dict(distinct_state(model_chunks, optimizer))
         self._places = {expert: [tensors[name] for name in names] for expert, names in by_expert(tensors).items()}
         # Experts have the same tensors in all layers.
         self._aside = [torch.empty_like(t, requires_grad=False) for t in next(iter(self._places.values()), ())]

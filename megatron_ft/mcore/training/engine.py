@@ -29,7 +29,7 @@ from megatron_ft.mcore.optimizer.adamw import build_optimizer, build_scheduler, 
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.pipeline.communicator import Boundaries
 from megatron_ft.mcore.state.tensors import ExpertPlaces, NamedState, expert_of, move_experts, put_state, take_state
-from megatron_ft.mcore.state.train_state import IterationResult, IterationState, TrainState, seed_rng
+from megatron_ft.mcore.state.train_state import IterationResult, IterationState, TrainState, generators_digest, seed_rng
 from megatron_ft.mcore.training.reporting import StragglerTimer
 from megatron_ft.planning.iteration import Ballot, CommitPolicy, Decision, History, Vote, WindowReport
 from megatron_ft.planning.placement.copies import StateCopyPlan
@@ -200,6 +200,7 @@ class TrainingEngine:
         self.pg = groups.pg_collection
         seed_rng(self.config.training.seed, self.pg)
         self._assemble(replicas, group_keys)
+        self.first_generators = generators_digest()  # to see later whether anything has drawn random numbers
 
     def reconnect(self, groups: Groups) -> None:
         """Use ``groups``, which are those of ``build`` with new connections. Model, gradient buffers and optimizer

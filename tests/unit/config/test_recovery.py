@@ -221,6 +221,7 @@ KEEP: dict[str, Any] = {
         {"model.num_layers": 6, "parallel.pipeline_model_parallel_size": 3, "parallel.tensor_model_parallel_size": 2},
         {"parallel.use_distributed_optimizer": True},
         {"testing.failpoints": ['kill(generation=7, phase="forward")']},
+        {"snapshot.policy": None, "recovery.strategies": ["living_state"]},
     ],
     ids=str,
 )
@@ -250,7 +251,11 @@ def test_a_layout_is_kept_with_every_kind_of_parallelism(changes: dict[str, Any]
             "placement.algorithm",
             "must be null.*replica slots",
         ),
-        ({"snapshot.policy": None}, "snapshot.policy", "restarts from a window"),
+        (
+            {"snapshot.policy": None, "recovery.strategies": ["localized_replay"]},
+            "snapshot.policy",
+            "begins with a window",
+        ),
     ],
     ids=str,
 )
