@@ -141,9 +141,13 @@ KEPT_LAYOUT: tuple[Requirement, ...] = (
     Requirement(key="launch.master_port", value=0),
     Requirement(key="nodes.max_nodes", reason="no nodes can join a job that keeps its layout"),
     Requirement(
-        key="placement.algorithm",
-        reason="with replica slots a job continues on fewer ranks and does not keep its layout",
+        key="placement.rebalance_interval_iterations",
+        value=0,
+        reason="a window cannot be replayed after its experts have moved",
+        unless=lambda config: config.placement.algorithm is None,
+        remedy=KeyChange("placement.rebalance_interval_iterations", 0),
     ),
+    Requirement(key="placement.schedule", value=[]),
     _NO_CUDA,
 )
 """Values that keys must have so that a job can keep its layout: other nodes replace the lost nodes."""

@@ -16,6 +16,12 @@ LIVING = {**KEPT, "recovery.strategies": None}
 NO_WINDOWS = {"snapshot.policy": None, "snapshot.num_peer_copies": 0}
 TP2 = {"parallel.tensor_model_parallel_size": 2}
 BF16 = {"precision.params_dtype": "bf16"}
+REPLICAS = {
+    "placement.algorithm": {"_target_": "megatron_ft.planning.placement.spread.Spread"},
+    "placement.rebalance_interval_iterations": 0,
+    "placement.num_slots_per_rank": None,
+    "placement.min_replicas": 2,
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pp1": {},
     "pp2": {**PP2, **BF16},
@@ -23,6 +29,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp4": {**PP4, "nodes": 8},
     "tp2": TP2,
     "ep2": {"parallel.expert_model_parallel_size": 2},
+    "replicas": {**REPLICAS, **BF16},
+    "pp2 replicas": {**PP2, **REPLICAS},
     "dropout": {"model.hidden_dropout": 0.1},
     "pp2 sharded": {**PP2, **BF16, "parallel.use_distributed_optimizer": True},
 }
@@ -42,6 +50,10 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     ),
     "tp2: grad_sync": ("tp2", [kill(3, 5, "grad_sync")]),
     "ep2: backward": ("ep2", [kill(1, 8, "backward")]),
+    "replicas: dispatch": ("replicas", [kill(2, 8, "dispatch")]),
+    "replicas: all copies": ("replicas", [kill(0, 8, "vote_after"), kill(1, 8, "reform_move", 1)]),
+    "pp2 replicas: gather": ("pp2 replicas", [kill(3, 6, "gather"), kill(0, 8, "forward", 1)]),
+    "pp2 replicas: a stage": ("pp2 replicas", [kill(2, 8, "backward"), kill(3, 7, "reform_move", 1)]),
     "dropout: forward": ("dropout", [kill(1, 8, "forward")]),
     "pp2 sharded: gather": ("pp2 sharded", [kill(1, 8, "gather")]),
 }

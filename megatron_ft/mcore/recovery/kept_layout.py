@@ -9,7 +9,7 @@ from typing import Any
 from megatron_ft import failpoints
 from megatron_ft.events import RecoveryStarted
 from megatron_ft.mcore.groups import Groups
-from megatron_ft.mcore.moe.placement_manager import PlacementState
+from megatron_ft.mcore.moe.placement_manager import PlacementManager, PlacementState
 from megatron_ft.mcore.optimizer.adamw import set_position
 from megatron_ft.mcore.recovery.localized import KeptLayoutRecovery
 from megatron_ft.mcore.state.carried import Carried, MembershipStart
@@ -41,6 +41,7 @@ class KeptLayoutTrainer(Trainer):
             carried=carried,
             pp=groups.pg_collection.pp,
             topology=self.topology,
+            placement=self._placement_state,
         )
         plan = recovery.plan
         generation = self.context.generation
@@ -51,12 +52,17 @@ class KeptLayoutTrainer(Trainer):
         failpoints.hit("reform_build", target)
         engine = self.engine
         engine.continue_after(plan.target, state.newest_vote)
+        if recovery.placement is not None:
+            # The places of experts stay the same, but a joining node may be in another failure domain.
+            stage = self.topology.coordinates(self.context.rank).pp
+            self.placement = PlacementManager(self.config, stage=stage, before=recovery.placement)
         # Only ranks that have no model yet build one. Those with a model do not take part.
         is_kept = engine.is_built
         if is_kept:
             engine.reconnect(groups)
         else:
-            engine.build(groups, group_keys=group_keys)
+            replicas = None if self.placement is None else self.placement.replicas()
+            engine.build(groups, replicas, group_keys=group_keys)
         client = self._reopen_snapshot_client()
         failpoints.hit("reform_move", target)
         kept = recovery.recover(
@@ -85,6 +91,11 @@ class KeptLayoutTrainer(Trainer):
         self.membership_start = MembershipStart(iteration=target, carried=carried or self._carried())
         if carried is None and state.stopped is not None:
             self.stop(plan.target + 1, state.stopped)
+
+    @property
+    def _placement_state(self) -> PlacementState | None:
+        placement = self.placement
+        return None if placement is None else PlacementState(plans=placement.plans, loads=placement.loads)
 
     def _reopen_snapshot_client(self) -> KeeperClient | None:
         """Connect to this node's snapshot server in a new membership. All ranks must call this to exchange addresses: a

@@ -22,11 +22,12 @@ from megatron_ft.control.node.worker_client import Abort, RankContext
 from megatron_ft.errors import RecoveryError
 from megatron_ft.events import StageRecovery
 from megatron_ft.mcore.groups import Collectives, Groups
+from megatron_ft.mcore.moe.placement_manager import PlacementState
 from megatron_ft.mcore.optimizer import adamw
 from megatron_ft.mcore.pipeline.communicator import ReplayCommunicator, serve
 from megatron_ft.mcore.recovery.living_places import LivingPlaces, Received
 from megatron_ft.mcore.recovery.upstream_log import keep_room
-from megatron_ft.mcore.snapshot.local_window import LocalWindow, Replayer, carry_out
+from megatron_ft.mcore.snapshot.local_window import PLACEMENT, LocalWindow, Replayer, carry_out
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.mcore.state.carried import Carried
 from megatron_ft.mcore.state.tensors import state_bytes, tensor_digests
@@ -131,9 +132,11 @@ class _Region:
         *,
         open_restorer: Callable[[Collectives], SnapshotRestorer],
         report: Callable[[Record], None],
+        placement: PlacementState | None,
     ) -> None:
         self._engine = engine
         self._plan = plan
+        self._placement = placement
         self._open_restorer = open_restorer
         self._report = report
         self._stages = tuple(stages)
@@ -153,6 +156,7 @@ class _Region:
         """
         engine = self._engine
         window = self._find()
+        self._check_placement(window)
         # The replay logs the messages that it sends, for the next failure. So the log must be large enough before it.
         for needed in (window.plan_in_force, plan or window.plan_in_force):
             keep_room(engine, needed, self._report)
@@ -171,6 +175,18 @@ class _Region:
             reasons = "; ".join(restorer.chosen.declined) or "no rank has this window"
             raise RecoveryError(f"cannot load the committed window of iteration {kept.start_iteration}: {reasons}")
         return window
+
+    def _check_placement(self, window: LocalWindow) -> None:
+        """Raise RecoveryError if experts had other places when ``window`` was captured."""
+        recorded = window.header(0, PLACEMENT)
+        plans = None if recorded is None else PlacementState.from_json(recorded).plans
+        if plans is not None and self._placement is not None:
+            slots = [[plan.slots for plan in placed] for placed in (plans, self._placement.plans)]
+            if slots[0] != slots[1]:
+                raise RecoveryError(
+                    f"the window of iteration {window.window.start_iteration} has another placement of experts than "
+                    "the present one"
+                )
 
     @contextmanager
     def _alone(self) -> Iterator[ReplayCommunicator]:
@@ -225,6 +241,7 @@ class KeptLayoutRecovery:
         carried: this rank's state from the previous membership; None on a rank without state.
         pp: process group of this rank's pipeline.
         topology: positions of the ranks.
+        placement: placement of expert replicas; None without replicas, or on a rank that has had no placement yet.
 
     Raises:
         RecoveryError: the ranks lack a state, a window or a log that the recovery needs. All ranks raise this error.
@@ -239,6 +256,7 @@ class KeptLayoutRecovery:
         carried: Carried | None,
         pp: dist.ProcessGroup,
         topology: Topology,
+        placement: PlacementState | None,
     ) -> None:
         self._engine = engine
         self._context = context
@@ -246,20 +264,21 @@ class KeptLayoutRecovery:
         self._carried = carried
         self._topology = topology
         config, log = engine.config, engine.boundaries.log
-        is_sharded = config.parallel.use_distributed_optimizer
-        needs = [units_of(rank, topology, plan=None, is_sharded=is_sharded) for rank in range(topology.world_size)]
         mine = Standing(
             stage=pp.rank(),
             iteration=None if carried is None else carried.host.iteration,
             is_overwritten=carried is not None and carried.digests is not None,
             has_whole_weights=carried is None or carried.has_whole_weights,
             window=None if carried is None else carried.kept,
-            holds=() if carried is None else needs[context.rank],
+            holds=() if carried is None else self._units(context.rank, placement),
             has_first_generators=not engine.is_built or engine.first_generators == generators_digest(),
             logged=() if log is None else log.iterations,
             voted=() if log is None else tuple(sorted(log.votes)),
         )
         self._standings = [Standing.from_json(record) for record in collectives.gather(mine.to_json())]
+        self.placement = self._share_placement(placement)
+        """Placement of expert replicas after the target iteration, the same on all ranks; None without replicas."""
+        needs = [self._units(rank, self.placement) for rank in range(topology.world_size)]
         plan = LocalizedPlan.of(
             self._standings,
             num_stages=pp.size(),
@@ -270,6 +289,17 @@ class KeptLayoutRecovery:
         if isinstance(plan, Declined):
             raise RecoveryError(f"generation {context.generation} cannot keep its layout: {plan.summary()}")
         self.plan = plan
+
+    def _units(self, rank: int, placement: PlacementState | None) -> tuple[str, ...]:
+        stage, is_sharded = self._topology.coordinates(rank).pp, self._engine.config.parallel.use_distributed_optimizer
+        return units_of(rank, self._topology, plan=placement and placement.plans[stage], is_sharded=is_sharded)
+
+    def _share_placement(self, placement: PlacementState | None) -> PlacementState | None:
+        if self._engine.config.placement.algorithm is None:
+            return None
+        first = next(rank for rank, standing in enumerate(self._standings) if standing.iteration is not None)
+        shared = self._collectives.from_rank(first, None if placement is None else placement.to_json())
+        return PlacementState.from_json(shared)
 
     def share(self) -> tuple[TrainState, dict[int, Vote], WindowPlan | None, adamw.GroupKeys]:
         """Broadcast and return four values of the rank ``LocalizedPlan.voter``: its ``TrainState``, its logged votes,
@@ -340,7 +370,8 @@ class KeptLayoutRecovery:
                 kept = self._stay(client)
             else:
                 self._note_digests()
-                replay = _Region(engine, plan, region, groups, open_restorer=open_restorer, report=report)
+                about = {"open_restorer": open_restorer, "report": report, "placement": self.placement}
+                replay = _Region(engine, plan, region, groups, **about)
                 replayed = replay.replay(votes, window_plan)
                 num_bytes, staged_bytes, kept = replayed.num_bytes, replayed.staged_bytes, replayed.kept
                 self._compare()
@@ -398,7 +429,7 @@ class KeptLayoutRecovery:
             collectives=self._collectives,
             standings=self._standings,
             topology=self._topology,
-            has_replicas=False,
+            has_replicas=self.placement is not None,
         )
         received = places.fill()
         parts = self._topology.model_parts

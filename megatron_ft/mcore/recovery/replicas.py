@@ -124,7 +124,7 @@ class ElasticTrainer(KeptLayoutTrainer):
                 schedule=self.membership_start.changes,
             )
         )
-        if self.placement is not None:
+        if self.placement is not None and not in_place:
             self.report_placement("membership")
         # Rank 0 may have just joined. Then it has no record of the finished iteration and of abandoned saves.
         self.reporting_rank = move.reporting_rank
@@ -148,9 +148,10 @@ class ElasticTrainer(KeptLayoutTrainer):
 
     def _release_groups(self) -> Groups | None:
         # Releases the current groups, if there are any, and all objects that use them. If the layout is kept, the
-        # engine and its groups stay, without connections. Then these groups are returned.
-        self.placement = None
+        # engine, its placement and its groups stay, without connections. Then these groups are returned.
         keeps_engine = self.job.recovery.keep_layout and self.engine.is_built
+        if not keeps_engine:
+            self.placement = None
         if dist.is_initialized():
             self.teardown(keeps_engine=keeps_engine)
         if keeps_engine:
@@ -410,7 +411,7 @@ class ElasticTrainer(KeptLayoutTrainer):
 
     def _take(self, target: Target, changes: tuple[str, ...]) -> Carried:
         # Returns the state of a rank that has all state of its membership. ``changes`` is ``Holding.changes``.
-        placement, engine = self.placement, self.engine
+        engine = self.engine
         finished = resolve_iteration(engine, target)
         # Ranks that completed the iteration have observed its loads. All ranks must plan from the same loads.
         if finished is not None:
@@ -420,6 +421,8 @@ class ElasticTrainer(KeptLayoutTrainer):
             state, host = self._tensors(), engine.train_state()
         else:  # a migration failed, so the model or the optimizer may be missing
             state, host = {}, former.host
+        # A kept layout keeps its placement, too, which the trainer still has in the next membership.
+        placement = None if self.job.recovery.keep_layout else self.placement
         in_force = None
         if placement is not None:
             in_force = PlacementState(plans=placement.plans, loads=placement.loads)
