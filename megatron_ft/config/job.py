@@ -261,7 +261,7 @@ class RecoveryConfig:
     removed, and ranks on the other nodes continue without a restart. null: the job needs all nodes."""
     keep_layout: bool = False
     """Whether the job keeps its parallel layout when nodes are lost. A spare node, or the lost node after a restart,
-    replaces the lost one, and only pipeline stages that lost a rank replay."""
+    replaces the lost one. Its ranks receive the state of living ranks, or only stages that lost a rank replay."""
     position_timeout_seconds: float = 10.0
     """After nodes are lost, ranks report their positions (newest iterations). This is the longest time from the first
     report to the last. The node of a rank that reports later also counts as lost. Usually ranks report earlier,

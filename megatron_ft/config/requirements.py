@@ -96,6 +96,13 @@ def _shards_optimizer(config: JobConfig) -> bool:
     return config.parallel.use_distributed_optimizer
 
 
+_USED_COPIES = Requirement(
+    key="placement.state_copies",
+    reason="without parallel.use_distributed_optimizer=true, no recovery uses these copies",
+    unless=_shards_optimizer,
+    remedy=KeyChange("placement.state_copies", None),
+)
+
 REPLICAS: tuple[Requirement, ...] = (
     Requirement(key="launch.mode", value="local"),
     Requirement(key="launch.master_port", value=0),
@@ -114,12 +121,7 @@ REPLICAS: tuple[Requirement, ...] = (
         remedy=KeyChange("placement.state_copies", 2),
     ),
     Requirement(key="placement.schedule", value=[]),
-    Requirement(
-        key="placement.state_copies",
-        reason="without parallel.use_distributed_optimizer=true, no recovery uses these copies",
-        unless=_shards_optimizer,
-        remedy=KeyChange("placement.state_copies", None),
-    ),
+    _USED_COPIES,
     Requirement(
         key="placement.algorithm",
         is_excluded=True,
@@ -148,6 +150,7 @@ KEPT_LAYOUT: tuple[Requirement, ...] = (
         remedy=KeyChange("placement.rebalance_interval_iterations", 0),
     ),
     Requirement(key="placement.schedule", value=[]),
+    _USED_COPIES,
     _NO_CUDA,
 )
 """Values that keys must have so that a job can keep its layout: other nodes replace the lost nodes."""

@@ -74,6 +74,9 @@ class KeptLayoutTrainer(Trainer):
             report=self.report,
             is_kept=is_kept,
         )
+        if recovery.lacks_copies:
+            # A joining rank whose own recovery was interrupted may have copies of another state.
+            self.keep_copies(former=None if carried is None else engine.state_copies)
         assert engine.iteration == plan.target, f"the recovery ended at iteration {engine.iteration}, not {plan.target}"
         engine.continue_after(plan.target, state.newest_vote)
         # Each rank keeps its own value, because a save or an evaluation that was due may be done on some ranks only.

@@ -77,7 +77,7 @@ class LivingPlaces:
         mine = self._tensors()
         rows = list(self._needed(mine)) if self._receives(self._rank) else []
         plan, units = self._transfers(self._collectives.gather(rows), limit_bytes)
-        received = self._carry_out(plan, units, mine)
+        received = self._carry_out(plan, units, mine | self._copies())
         if self._standings[self._rank].stage in self._plan.receiving and not self._has_whole_weights:
             adamw.refresh_weights(self._engine.optimizer, self._engine.model_chunks)
         return received
@@ -120,6 +120,16 @@ class LivingPlaces:
                 tensors = {"master": master.tensor.detach(), **master.state}
                 found |= {(shard_unit(self._rank), f"{master.name}/{kind}"): t.view(-1) for kind, t in tensors.items()}
         return found
+
+    def _copies(self) -> _Tensors:
+        # Returns the copies of other ranks' shards on this rank. Shards of experts are not used: experts have replicas.
+        copies = self._engine.state_copies
+        return {
+            (shard_unit(kept.owner), name): tensor.view(-1)
+            for kept in ([] if copies is None else copies.kept)
+            for name, tensor in kept.tensors().items()
+            if not self._is_replica(name)
+        }
 
     def _unit_of(self, name: str) -> str:
         expert = expert_of(name)

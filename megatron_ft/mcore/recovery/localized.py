@@ -30,11 +30,11 @@ from megatron_ft.mcore.recovery.upstream_log import keep_room
 from megatron_ft.mcore.snapshot.local_window import PLACEMENT, LocalWindow, Replayer, carry_out
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.mcore.state.carried import Carried
-from megatron_ft.mcore.state.tensors import state_bytes, tensor_digests
+from megatron_ft.mcore.state.tensors import is_non_expert, state_bytes, tensor_digests
 from megatron_ft.mcore.state.train_state import TrainState, generators_digest
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.iteration import Vote
-from megatron_ft.planning.recovery.localized_replay import LIVING_STATE, LocalizedPlan, Standing, units_of
+from megatron_ft.planning.recovery.localized_replay import LocalizedPlan, Standing, shard_unit, units_of
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.state.declined import Declined
@@ -264,13 +264,17 @@ class KeptLayoutRecovery:
         self._carried = carried
         self._topology = topology
         config, log = engine.config, engine.boundaries.log
+        copies = engine.state_copies
+        owners = {kept.owner for kept in copies.kept if any(map(is_non_expert, kept.names))} if copies else ()
+        held = (*self._units(context.rank, placement), *map(shard_unit, sorted(owners)))
         mine = Standing(
             stage=pp.rank(),
             iteration=None if carried is None else carried.host.iteration,
             is_overwritten=carried is not None and carried.digests is not None,
             has_whole_weights=carried is None or carried.has_whole_weights,
             window=None if carried is None else carried.kept,
-            holds=() if carried is None else self._units(context.rank, placement),
+            holds=() if carried is None else held,
+            has_copies=config.placement.state_copies is None or (carried is not None and copies is not None),
             has_first_generators=not engine.is_built or engine.first_generators == generators_digest(),
             logged=() if log is None else log.iterations,
             voted=() if log is None else tuple(sorted(log.votes)),
@@ -283,7 +287,7 @@ class KeptLayoutRecovery:
             self._standings,
             num_stages=pp.size(),
             is_ring=config.parallel.virtual_pipeline_model_parallel_size is not None,
-            needs=needs if config.recovery.may_use(LIVING_STATE) else None,
+            needs=needs if config.recovery.may_use("living_state") else None,
             may_replay=config.recovery.may_use("localized_replay"),
         )
         if isinstance(plan, Declined):
@@ -370,6 +374,8 @@ class KeptLayoutRecovery:
                 kept = self._stay(client)
             else:
                 self._note_digests()
+                # A replay cannot update them, because other ranks send no gradients.
+                engine.end_copies()
                 about = {"open_restorer": open_restorer, "report": report, "placement": self.placement}
                 replay = _Region(engine, plan, region, groups, **about)
                 replayed = replay.replay(votes, window_plan)
@@ -406,6 +412,11 @@ class KeptLayoutRecovery:
             ).to_record()
         )
         return kept
+
+    @property
+    def lacks_copies(self) -> bool:
+        """Whether the ranks of this rank's stage must call ``TrainingEngine.keep_copies`` after ``recover``."""
+        return self.plan.lacks_copies(self._standings[self._context.rank].stage, self._standings)
 
     @property
     def _role(self) -> str:

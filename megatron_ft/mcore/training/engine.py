@@ -272,7 +272,7 @@ class TrainingEngine:
             for parameter, master in masters_of(member):
                 if hasattr(parameter, "shared"):
                     master.shared = parameter.shared  # type: ignore[attr-defined]
-        self._end_copies()
+        self.end_copies()
         self.replica_gradients = ReplicaGradients(self.model_chunks, replicas, self.pg.ep)
         return num_bytes
 
@@ -307,16 +307,14 @@ class TrainingEngine:
         ]
         self._straggler_timer.watch(self.model_chunks)
 
-    def keep_copies(self, plan: StateCopyPlan, placement: PlacementPlan) -> StateCopies:
-        """Copy optimizer state to the ranks that ``plan`` names, and update the copies with every iteration. All ranks
-        must call this."""
+    def keep_copies(
+        self, plan: StateCopyPlan, placement: PlacementPlan, *, former: StateCopies | None = None
+    ) -> StateCopies:
+        """Copy optimizer state to the ranks that ``plan`` names and that have no ``former`` copies, and update the
+        copies with every iteration. All ranks must call this."""
+        chunks, ranks = self.model_chunks, self.pg.ep
         self.state_copies = StateCopies(
-            self.model_chunks,
-            self.optimizer,
-            self.config.optimizer,
-            plan=plan,
-            placement=placement,
-            group=self.pg.ep,
+            chunks, self.optimizer, self.config.optimizer, plan=plan, placement=placement, group=ranks, former=former
         )
         return self.state_copies
 
@@ -325,13 +323,14 @@ class TrainingEngine:
         failpoints.hit("teardown", self.iteration)
         self._release("pg", "groups")
 
-    def _end_copies(self) -> None:
+    def end_copies(self) -> None:
+        """Drop the copies of optimizer state for other ranks, and make no updates of them until ``keep_copies``."""
         if self.state_copies is not None:
             self.state_copies.end()
         self.state_copies = None
 
     def _release(self, *others: str) -> None:
-        self._end_copies()
+        self.end_copies()
         _forget_auxiliary_losses()
         release_caches()
         self.boundaries.release()

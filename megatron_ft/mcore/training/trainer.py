@@ -30,6 +30,7 @@ from megatron_ft.mcore.checkpoint.state import DenseState
 from megatron_ft.mcore.data.data_checks import check_known_data, check_same_data, job_identity, open_splits
 from megatron_ft.mcore.groups import Collectives, Groups
 from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager, PreviousPlacement
+from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.recovery.restart import recorded_placement, select_restore_source
 from megatron_ft.mcore.recovery.upstream_log import keep_log, replay_window
 from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, replay_config
@@ -345,12 +346,13 @@ class Trainer:
         # During the migration the whole state of this rank is kept, after it only the state of experts that have left.
         self.previous_placement = former(state=self.engine.migrate(replicas, migration, keep=keep))
 
-    def keep_copies(self) -> None:
-        """Copy optimizer state to other ranks if ``placement.state_copies`` is set."""
+    def keep_copies(self, *, former: StateCopies | None = None) -> None:
+        """Copy optimizer state to other ranks if ``placement.state_copies`` is set. Ranks with ``former`` copies, which
+        have the present state, keep them."""
         plan = None if self.placement is None else self.placement.copy_plan()
         if plan is None or self.placement is None:
             return
-        self.engine.keep_copies(plan, self.placement.replicas().plan)
+        self.engine.keep_copies(plan, self.placement.replicas().plan, former=former)
         # Freed only now: until all copies are made again, a rank that is lost may have the only other copy.
         if self.previous_placement is not None:
             self.previous_placement = replace(self.previous_placement, copies=None)

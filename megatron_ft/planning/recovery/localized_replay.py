@@ -15,13 +15,11 @@ from megatron_ft.config.requirements import REQUIREMENTS, Requirement
 from megatron_ft.planning.pipeline import Direction
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.recovery.facts import RecoveryFacts
-from megatron_ft.planning.recovery.strategy import NOT_RUNNING, Cost, Loss
+from megatron_ft.planning.recovery.living_state import NO_HOLDER, LivingState, why_no_living_places
+from megatron_ft.planning.recovery.strategy import NOT_RUNNING, Cost, Loss, why_no_replacement
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.planning.state.declined import Declined
 from megatron_ft.topology import Topology
-
-LIVING_STATE = "living_state"
-"""Name of the strategy in which ranks receive their state, see ``living_state.py``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +49,24 @@ class LocalizedReplay:
             replaces_nodes=loss.is_gone,
             lost_operators=loss.missing,
             is_bitwise=True,
-            stages=facts.stages_of(loss.nodes),
+            stages=_replaying_stages(loss, facts),
         )
+
+
+def _replaying_stages(loss: Loss, facts: RecoveryFacts) -> tuple[int, ...]:
+    # Stages without all of their state replay. So do lost stages beside them, because their logs are lost.
+    lost = facts.stages_of(loss.nodes)
+    # If living ranks had all state but may not send it, every lost stage replays.
+    found = (
+        set(facts.stages_with(loss.missing)) & set(lost) if why_no_living_places(loss, facts) == NO_HOLDER else set()
+    )
+    if not found:
+        return lost
+    parallel = facts.config.parallel
+    num_stages, is_ring = parallel.pipeline_model_parallel_size, bool(parallel.virtual_pipeline_model_parallel_size)
+    for _ in lost:
+        found |= {to for stage in found for to in _neighbours(stage, num_stages, is_ring).values() if to in lost}
+    return tuple(sorted(found))
 
 
 def _why_not(loss: Loss, facts: RecoveryFacts) -> str:
@@ -65,11 +79,12 @@ def _why_not(loss: Loss, facts: RecoveryFacts) -> str:
         return NOT_RUNNING
     if not loss.remaining:
         return "no rank survives, so the logged votes are lost"
-    # If only ranks have died, their windows are in the memory of their own node, and no node has to be replaced.
+    if not why_no_living_places(loss, facts):
+        return "living ranks have all state, so that no iteration has to run again"
+    if reason := why_no_replacement(loss, facts):
+        return reason
+    # If only ranks have died, their windows are in the memory of their own node.
     if loss.is_gone:
-        spares = config.nodes.num_spare_nodes
-        if not config.nodes.restart_lost_nodes and len(loss.nodes) > spares:
-            return f"nodes.num_spare_nodes={spares} is less than the number of lost nodes, {len(loss.nodes)}"
         # A copy on a node that is lost as well cannot be used.
         alone = [node for node in loss.nodes if not set(facts.peers_of(node)) & set(loss.remaining)]
         if alone:
@@ -97,6 +112,8 @@ class Standing:
     has_first_generators: bool = True
     """Whether the seeded random number generators are as they were after the rank's model was built. If nothing draws
     from them, a new process in the same place has the same generators."""
+    has_copies: bool = True
+    """Whether the rank has the copies of other ranks' optimizer state that it keeps (``placement.state_copies``)."""
     logged: tuple[int, ...] = ()
     """Iterations in the rank's upstream log, ascending."""
     voted: tuple[int, ...] = ()
@@ -139,7 +156,7 @@ class LocalizedPlan:
     @property
     def strategy(self) -> str:
         """Name of the recovery strategy that serves."""
-        return LocalizedReplay.name if self.regions else LIVING_STATE
+        return LocalizedReplay.name if self.regions else LivingState.name
 
     @property
     def iterations(self) -> range:
@@ -154,6 +171,10 @@ class LocalizedPlan:
     def replays(self, stage: int) -> bool:
         """Whether a stage replays."""
         return self.region_of(stage) is not None
+
+    def lacks_copies(self, stage: int, standings: Sequence[Standing]) -> bool:
+        """Whether ranks of ``stage`` have to get copies of optimizer state again. A replay drops them."""
+        return self.replays(stage) or not all(found.has_copies for found in standings if found.stage == stage)
 
     def neighbours(self, stage: int) -> Mapping[Direction, int]:
         """Return, for each direction, the stage to which ``stage`` sends tensors."""
@@ -317,13 +338,13 @@ def _why_no_state(stage: int, standings: Sequence[Standing], needs: Sequence[Col
         missing = [] if standing.has_state else [unit for unit in needs[rank] if unit not in held]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            return f"{LIVING_STATE}: stage {stage}: no living rank has {missing[0]}{more}"
+            return f"{LivingState.name}: stage {stage}: no living rank has {missing[0]}{more}"
     # Ranks of a stage run the same code: if one of them has drawn random numbers, so has the lost one.
     drawn = [rank for rank, standing in of_stage if not standing.has_first_generators]
     if drawn:
         return (
-            f"{LIVING_STATE}: stage {stage}: rank {drawn[0]} has drawn random numbers since its model was built, so "
-            "the generators of a lost rank are not known"
+            f"{LivingState.name}: stage {stage}: rank {drawn[0]} has drawn random numbers since its model was built, "
+            "so the generators of a lost rank are not known"
         )
     return ""
 
