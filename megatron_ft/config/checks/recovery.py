@@ -1,9 +1,8 @@
 """Checks of keys for lost nodes, snapshots, the upstream log and membership schedules."""
 
-from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.checks.primitives import above, at_least, one_of, require, show
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.membership import MembershipChange, nodes_over_time
+from megatron_ft.config.membership import MembershipChange, derive_placement, nodes_over_time
 from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, REQUIREMENTS, Requirement, value_of
 from megatron_ft.records import FORMER_STRATEGIES
 from megatron_ft.topology import Topology

@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.membership import config_of
+from megatron_ft.config.membership import config_of, derive_placement
 from megatron_ft.config.requirements import REQUIREMENTS, Requirement
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.errors import ConfigError
@@ -450,7 +449,7 @@ def test_a_lost_place_receives_the_state_of_living_ranks() -> None:
         (keeping(), [3], "no surviving rank holds these operators"),
         (living(), [2, 3], "no surviving rank holds these operators"),
         (living({"parallel": {"expert_model_parallel_size": 2}}), [1], "no surviving rank holds these operators"),
-        (living(strategies=["localized_replay"]), [3], "recovery.strategies does not contain living_state"),
+        (living(strategies=["localized_replay"]), [3], "not chosen: recovery.strategies=[localized_replay]"),
         (living({"model": {"hidden_dropout": 0.1}}), [3], "model.hidden_dropout=0.1: the random number generators"),
         (living(restart_lost_nodes=False, num_spare_nodes=1), [1, 3], "nodes.num_spare_nodes=1 is less than"),
     ],
