@@ -142,14 +142,6 @@ KEPT_LAYOUT: tuple[Requirement, ...] = (
     Requirement(key="launch.mode", value="local"),
     Requirement(key="launch.master_port", value=0),
     Requirement(key="nodes.max_nodes", reason="no nodes can join a job that keeps its layout"),
-    Requirement(
-        key="placement.rebalance_interval_iterations",
-        value=0,
-        reason="a window cannot be replayed after its experts have moved",
-        unless=lambda config: config.placement.algorithm is None,
-        remedy=KeyChange("placement.rebalance_interval_iterations", 0),
-    ),
-    Requirement(key="placement.schedule", value=[]),
     _USED_COPIES,
     _NO_CUDA,
 )

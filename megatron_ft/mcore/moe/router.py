@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ft.config.inputs import read_trace
 from megatron_ft.config.job import JobConfig
+from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.planning.iteration import microbatch_position
 from megatron_ft.planning.trace import RoutingTrace, expert_token_counts, forced_experts
 
@@ -203,3 +204,17 @@ def router_builder(config: JobConfig) -> RouterBuilder:
         return PaddingAwareRouter
     trace = RoutingTrace.of(config.model, read_trace(config))
     return partial(_TraceRouter, trace=trace, seed=config.training.seed)
+
+
+def routers(model_chunks: list[torch.nn.Module]) -> list[PaddingAwareRouter]:
+    """Return the routers of all MoE layers of ``model_chunks``, in the order of the layers within each chunk."""
+    return [m for chunk in model_chunks for m in unwrap(chunk).modules() if isinstance(m, PaddingAwareRouter)]
+
+
+def expert_load(model_chunks: list[torch.nn.Module], num_layers: int, num_experts: int) -> torch.Tensor:
+    """Return the number of tokens that this rank has routed to each expert in this iteration. The result is int64
+    [num_layers, num_experts], on the CPU."""
+    load = torch.zeros((num_layers, num_experts), dtype=torch.int64)
+    for router in routers(model_chunks):
+        load[router.layer_number - 1] = router.load.cpu()
+    return load

@@ -11,16 +11,45 @@ from megatron_ft.events import RecoveryStarted
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.moe.placement_manager import PlacementManager, PlacementState
 from megatron_ft.mcore.optimizer.adamw import set_position
+from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.recovery.localized import KeptLayoutRecovery
 from megatron_ft.mcore.state.carried import Carried, MembershipStart
 from megatron_ft.mcore.state.rank_status import Holding
-from megatron_ft.mcore.state.tensors import NamedState, take_state
+from megatron_ft.mcore.state.tensors import NamedState, put_state, take_state
 from megatron_ft.mcore.training.trainer import SNAPSHOT_SERVICE, Trainer
 from megatron_ft.snapshot.server.client import KeeperClient
 
 
 class KeptLayoutTrainer(Trainer):
     """A trainer that continues in a membership with the same layout, in the same process."""
+
+    former_copies: StateCopies | None = None
+    """Copies of optimizer state for another placement, which are used until there are new ones."""
+
+    def undo_migration(self) -> None:
+        """Return to the placement before the newest migration, if no iteration has been committed since then. This
+        needs no other rank. Nothing changes if the layout is not kept."""
+        former, engine = self.previous_placement, self.engine
+        if former is None or not self.job.recovery.keep_layout:
+            return
+        self.previous_placement = None
+        if engine.iteration >= former.before_iteration:
+            self.placed_from = former.before_iteration
+            return
+        assert self.placement is not None, "experts have moved in a job without a placement"
+        self.placement.plans = former.plans
+        self.former_copies = engine.state_copies or former.copies
+        engine.end_copies()
+        if former.saved is not None:
+            engine.return_experts(self.placement.replicas(), former.saved)
+            return
+        # If the migration has failed, the model may be missing, and ``former`` has the whole state.
+        is_whole, chunks = former.host is not None, [] if former.host is not None else engine.model_chunks
+        state = former.state if is_whole else {**take_state(chunks, engine.optimizer), **former.state}
+        host = former.host or engine.train_state()
+        engine.build(engine.groups, self.placement.replicas(), group_keys=engine.group_keys)
+        put_state(engine.model_chunks, engine.optimizer, state)
+        engine.restore(host)
 
     def _recover_in_place(self, carried: Carried | None, groups: Groups, target: int) -> None:
         """Give every rank the state after the iteration ``target``. All ranks must call this.
@@ -42,6 +71,8 @@ class KeptLayoutTrainer(Trainer):
             pp=groups.pg_collection.pp,
             topology=self.topology,
             placement=self._placement_state,
+            placed_from=self.placed_from,
+            copies=self.engine.state_copies or self.former_copies,
         )
         plan = recovery.plan
         generation = self.context.generation
@@ -56,6 +87,7 @@ class KeptLayoutTrainer(Trainer):
             # The places of experts stay the same, but a joining node may be in another failure domain.
             stage = self.topology.coordinates(self.context.rank).pp
             self.placement = PlacementManager(self.config, stage=stage, before=recovery.placement)
+            self.placed_from = recovery.plan.placed_from
         # Only ranks that have no model yet build one. Those with a model do not take part.
         is_kept = engine.is_built
         if is_kept:
@@ -77,6 +109,7 @@ class KeptLayoutTrainer(Trainer):
         if recovery.lacks_copies:
             # A joining rank whose own recovery was interrupted may have copies of another state.
             self.keep_copies(former=None if carried is None else engine.state_copies)
+        self.former_copies = None
         assert engine.iteration == plan.target, f"the recovery ended at iteration {engine.iteration}, not {plan.target}"
         engine.continue_after(plan.target, state.newest_vote)
         # Each rank keeps its own value, because a save or an evaluation that was due may be done on some ranks only.

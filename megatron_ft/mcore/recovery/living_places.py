@@ -13,6 +13,7 @@ import torch
 
 from megatron_ft.mcore.groups import Collectives, exchange_tensors
 from megatron_ft.mcore.optimizer import adamw
+from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.state.tensors import distinct_state, expert_of
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.operator_state import operator_of
@@ -51,6 +52,7 @@ class LivingPlaces:
         collectives: collectives over all ranks of the job.
         standings: report of every rank, by rank.
         has_replicas: whether experts have replicas, so that each expert is a unit.
+        copies: copies of other ranks' optimizer state on this rank.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class LivingPlaces:
         standings: Sequence[Standing],
         topology: Topology,
         has_replicas: bool,
+        copies: StateCopies | None,
     ) -> None:
         self._engine = engine
         self._plan = plan
@@ -69,6 +72,7 @@ class LivingPlaces:
         self._standings = standings
         self._topology = topology
         self._has_replicas = has_replicas
+        self._kept = [] if copies is None else copies.kept
         self._rank = collectives.rank
         self._is_sharded = engine.config.parallel.use_distributed_optimizer
 
@@ -123,10 +127,9 @@ class LivingPlaces:
 
     def _copies(self) -> _Tensors:
         # Returns the copies of other ranks' shards on this rank. Shards of experts are not used: experts have replicas.
-        copies = self._engine.state_copies
         return {
             (shard_unit(kept.owner), name): tensor.view(-1)
-            for kept in ([] if copies is None else copies.kept)
+            for kept in self._kept
             for name, tensor in kept.tensors().items()
             if not self._is_replica(name)
         }

@@ -24,6 +24,7 @@ from megatron_ft.events import StageRecovery
 from megatron_ft.mcore.groups import Collectives, Groups
 from megatron_ft.mcore.moe.placement_manager import PlacementState
 from megatron_ft.mcore.optimizer import adamw
+from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.pipeline.communicator import ReplayCommunicator, serve
 from megatron_ft.mcore.recovery.living_places import LivingPlaces, Received
 from megatron_ft.mcore.recovery.upstream_log import keep_room
@@ -242,6 +243,8 @@ class KeptLayoutRecovery:
         pp: process group of this rank's pipeline.
         topology: positions of the ranks.
         placement: placement of expert replicas; None without replicas, or on a rank that has had no placement yet.
+        placed_from: first iteration that was committed with this placement.
+        copies: copies of other ranks' optimizer state on this rank.
 
     Raises:
         RecoveryError: the ranks lack a state, a window or a log that the recovery needs. All ranks raise this error.
@@ -257,14 +260,16 @@ class KeptLayoutRecovery:
         pp: dist.ProcessGroup,
         topology: Topology,
         placement: PlacementState | None,
+        placed_from: int,
+        copies: StateCopies | None,
     ) -> None:
         self._engine = engine
+        self._copies = copies
         self._context = context
         self._collectives = collectives
         self._carried = carried
         self._topology = topology
         config, log = engine.config, engine.boundaries.log
-        copies = engine.state_copies
         owners = {kept.owner for kept in copies.kept if any(map(is_non_expert, kept.names))} if copies else ()
         held = (*self._units(context.rank, placement), *map(shard_unit, sorted(owners)))
         mine = Standing(
@@ -274,7 +279,9 @@ class KeptLayoutRecovery:
             has_whole_weights=carried is None or carried.has_whole_weights,
             window=None if carried is None else carried.kept,
             holds=() if carried is None else held,
-            has_copies=config.placement.state_copies is None or (carried is not None and copies is not None),
+            has_copies=config.placement.state_copies is None
+            or (carried is not None and engine.state_copies is not None),
+            placed_from=placed_from,
             has_first_generators=not engine.is_built or engine.first_generators == generators_digest(),
             logged=() if log is None else log.iterations,
             voted=() if log is None else tuple(sorted(log.votes)),
@@ -441,6 +448,7 @@ class KeptLayoutRecovery:
             standings=self._standings,
             topology=self._topology,
             has_replicas=self.placement is not None,
+            copies=self._copies,
         )
         received = places.fill()
         parts = self._topology.model_parts

@@ -404,9 +404,10 @@ class ElasticTrainer(KeptLayoutTrainer):
             return self._take(target, ()) if engine.is_built or is_moving else None
         if beginning.is_formed:
             return self._take(target, beginning.changes).after(beginning.carried)
-        self.previous_placement = None
         if self.job.recovery.keep_layout:
             engine.abort()  # the engine has the only copy of the state
+            self.undo_migration()
+        self.previous_placement = None
         return beginning.carried
 
     def _take(self, target: Target, changes: tuple[str, ...]) -> Carried:
@@ -416,6 +417,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         # Ranks that completed the iteration have observed its loads. All ranks must plan from the same loads.
         if finished is not None:
             self.observe(finished)
+        self.undo_migration()
         former, self.previous_placement = self.previous_placement, None
         if former is None or former.host is None:
             state, host = self._tensors(), engine.train_state()

@@ -17,18 +17,33 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_mo
 
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
-from megatron_ft.mcore.data.batches import BatchReader, Microbatch, Samples, plan_batches
+from megatron_ft.mcore.data.batches import (
+    BatchReader,
+    LossResult,
+    Microbatch,
+    Samples,
+    padding_mask,
+    plan_batches,
+    sum_of_losses,
+)
 from megatron_ft.mcore.groups import Groups, exchange
 from megatron_ft.mcore.model.build import build_model, forget_iteration, release_caches
-from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.mcore.model.transformer_config import build_transformer_config, moe_layer_pattern
 from megatron_ft.mcore.moe.replica_layer import MixtureLayer, ReplicaGradients, ReplicaMixtureLayer, Replicas
-from megatron_ft.mcore.moe.router import PaddingAwareRouter, router_builder
+from megatron_ft.mcore.moe.router import expert_load, router_builder
 from megatron_ft.mcore.optimizer import adamw
 from megatron_ft.mcore.optimizer.adamw import build_optimizer, build_scheduler, masters_of, set_position, sub_optimizers
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.pipeline.communicator import Boundaries
-from megatron_ft.mcore.state.tensors import ExpertPlaces, NamedState, expert_of, move_experts, put_state, take_state
+from megatron_ft.mcore.state.tensors import (
+    ExpertPlaces,
+    NamedState,
+    SavedExperts,
+    expert_of,
+    move_experts,
+    put_state,
+    take_state,
+)
 from megatron_ft.mcore.state.train_state import IterationResult, IterationState, TrainState, generators_digest, seed_rng
 from megatron_ft.mcore.training.reporting import StragglerTimer
 from megatron_ft.planning.iteration import Ballot, CommitPolicy, Decision, History, Vote, WindowReport
@@ -37,11 +52,6 @@ from megatron_ft.planning.placement.migration import MigrationPlan, Replacement,
 from megatron_ft.planning.placement.plan import PlacementPlan
 
 _Z_LOSS = "z_loss"
-
-
-def _routers(model_chunks: list[torch.nn.Module]) -> list[PaddingAwareRouter]:
-    """Return the routers of all MoE layers of ``model_chunks``, in the order of the layers within each chunk."""
-    return [m for chunk in model_chunks for m in unwrap(chunk).modules() if isinstance(m, PaddingAwareRouter)]
 
 
 def _take_auxiliary_losses() -> tuple[float, float]:
@@ -69,54 +79,16 @@ def _forget_auxiliary_losses() -> None:
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
-def _expert_load(model_chunks: list[torch.nn.Module], num_layers: int, num_experts: int) -> torch.Tensor:
-    """Return the number of tokens that this rank has routed to each expert in this iteration. The result is int64
-    [num_layers, num_experts], on the CPU."""
-    load = torch.zeros((num_layers, num_experts), dtype=torch.int64)
-    for router in _routers(model_chunks):
-        load[router.layer_number - 1] = router.load.cpu()
-    return load
-
-
-LossResult = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def _sum_of_losses(is_padding: bool, losses: torch.Tensor) -> LossResult:
-    """Sum the per-token ``losses`` [micro_batch_size, seq_length] of a microbatch.
-
-    Returns:
-        (loss_sum, num_tokens, report): sum of losses, int32 number of tokens, and both as float64 [2]. All are zero for
-        a padding microbatch.
-    """
-    num_tokens = 0 if is_padding else losses.numel()
-    # Not multiplied by zero, because zero times a loss that is not finite is NaN.
-    counted = torch.where(torch.zeros_like(losses, dtype=torch.bool), losses, 0.0) if is_padding else losses
-    loss_sum = counted.float().sum()
-    # Filled on the device, because a copy from the host would wait for all queued work.
-    tokens = losses.new_full((), num_tokens, dtype=torch.int32)
-    return loss_sum, tokens, torch.stack([loss_sum.detach().double(), tokens.double()])
-
-
 def forward_step(
     microbatches: Iterator[Microbatch], model: torch.nn.Module, *, iteration: int
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossResult]]:
     """Run the next microbatch through one model chunk. Return its output and the loss function for this output."""
     failpoints.hit("forward", iteration)
     batch = next(microbatches)
-    output = model(batch.tokens, batch.position_ids, None, labels=batch.labels, padding_mask=_padding_mask(batch))
+    output = model(batch.tokens, batch.position_ids, None, labels=batch.labels, padding_mask=padding_mask(batch))
     if output.requires_grad:
         output.register_hook(lambda gradient: failpoints.hit("backward", iteration))
-    return output, partial(_sum_of_losses, batch.is_padding)
-
-
-def _padding_mask(batch: Microbatch) -> torch.Tensor | None:
-    # Returns a mask only for padding microbatches, because the router treats any mask as padding. The embedding checks
-    # the shape of the mask.
-    if not batch.is_padding:
-        return None
-    if batch.tokens is None:
-        return torch.ones((1, 1), dtype=torch.bool)
-    return torch.ones_like(batch.tokens, dtype=torch.bool)
+    return output, partial(sum_of_losses, batch.is_padding)
 
 
 _BUILT = ("model_chunks", "optimizer", "scheduler", "p2p", "transformer_config", "_mixture_layers")
@@ -243,16 +215,18 @@ class TrainingEngine:
         held = migration.placement.of_rank(self.pg.ep.rank())
         return {name: t for name, t in state.items() if (expert := expert_of(name)) is not None and expert not in held}
 
-    def replace_experts(self, steps: Iterable[Step], replicas: Replicas) -> int:
+    def replace_experts(self, steps: Iterable[Step], replicas: Replicas, *, saved: SavedExperts | None = None) -> int:
         """Carry out ``steps`` in the existing tensors, so that each rank has the experts that ``replicas`` gives it.
 
         All ranks of the stage must call this. If it fails, each rank has the complete state of the experts that its
         model names, and the state of every expert is on at least one rank.
 
+        Args:
+            saved: receives copies of the experts that this rank drops, for ``return_experts``; None makes no copies.
+
         Returns:
             Number of bytes that this rank received.
         """
-        layers = {m.layer_number: m for m in self._mixture_layers if isinstance(m, ReplicaMixtureLayer)}
 
         def announced() -> Iterator[Step]:
             for step in steps:
@@ -260,11 +234,33 @@ class TrainingEngine:
                 yield step
 
         def rename(replacement: Replacement) -> None:
-            layers[replacement.transfer.layer_number].replace(replacement.dropped, replacement.transfer.expert)
+            self._replica_layers[replacement.transfer.layer_number].replace(
+                replacement.dropped, replacement.transfer.expert
+            )
 
         places = ExpertPlaces(self.model_chunks, self.optimizer)
-        num_bytes = places.carry_out(announced(), replicas.plan.ranks, self.pg.ep, rename)
-        for number, layer in layers.items():
+        num_bytes = places.carry_out(announced(), replicas.plan.ranks, self.pg.ep, rename, saved)
+        self._settle(places, replicas)
+        return num_bytes
+
+    def return_experts(self, replicas: Replicas, saved: SavedExperts) -> None:
+        """Undo ``replace_experts``, also if it failed: give this rank the experts of ``replicas`` again, which it had
+        before. This needs no other rank."""
+        places, wanted = ExpertPlaces(self.model_chunks, self.optimizer), replicas.plan.of_rank(self.pg.ep.rank())
+        for number, layer in self._replica_layers.items():
+            before = {expert for of_layer, expert in wanted if of_layer == number}
+            here = set(layer.local_expert_indices)
+            for dropped, expert in zip(sorted(here - before), sorted(before - here), strict=True):
+                places.put(number, dropped, expert, saved[number, expert])
+                layer.replace(dropped, expert)
+        self._settle(places, replicas)
+
+    @property
+    def _replica_layers(self) -> dict[int, ReplicaMixtureLayer]:
+        return {m.layer_number: m for m in self._mixture_layers if isinstance(m, ReplicaMixtureLayer)}
+
+    def _settle(self, places: ExpertPlaces, replicas: Replicas) -> None:
+        for number, layer in self._replica_layers.items():
             # In the order in which a new model would have them, because sums over parameters depend on the order.
             places.sort(number, layer.local_expert_indices)
             layer.use(replicas.slots_of(number))
@@ -274,7 +270,6 @@ class TrainingEngine:
                     master.shared = parameter.shared  # type: ignore[attr-defined]
         self.end_copies()
         self.replica_gradients = ReplicaGradients(self.model_chunks, replicas, self.pg.ep)
-        return num_bytes
 
     def rebuild(self, replicas: Replicas | None) -> None:
         """Build model and optimizer again on the same groups. The caller must then restore weights and moments."""
@@ -544,7 +539,7 @@ class TrainingEngine:
         """Return the number of tokens of each expert in the last iteration, summed over all ranks: int64
         [num_layers, num_moe_experts], on the CPU. All ranks must call this."""
         model = self.config.model
-        load = _expert_load(self.model_chunks, model.num_layers, model.num_moe_experts or 0)
+        load = expert_load(self.model_chunks, model.num_layers, model.num_moe_experts or 0)
         dist.all_reduce(load, group=self.groups.vote)
         return load
 

@@ -37,7 +37,7 @@ from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, r
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.mcore.state.carried import MembershipStart
-from megatron_ft.mcore.state.tensors import NamedState, state_digest
+from megatron_ft.mcore.state.tensors import NamedState, SavedExperts, state_digest
 from megatron_ft.mcore.state.train_state import IterationResult
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.mcore.training.reporting import (
@@ -96,6 +96,8 @@ class Trainer:
         """Shuts down the current connections to other ranks."""
         self.previous_placement: PreviousPlacement | None = None
         """The placement before the newest migration; None after an iteration with the new placement is committed."""
+        self.placed_from = 0
+        """First iteration that was committed with the present placement. Earlier windows have another one."""
         self.snapshots: Snapshotter | None = None
         self.ended = False
         """Whether the run has reached its last iteration, or a stop for which the ranks have voted."""
@@ -238,6 +240,8 @@ class Trainer:
         result = self.engine.run_iteration(iteration)
         if result.decision.action != "stop":
             # A recovery cannot go back before this iteration any more, so the states for that are freed.
+            if self.previous_placement is not None:
+                self.placed_from = iteration
             self.previous_placement = self.membership_start = None
         self.observe(result)
         seconds = time.perf_counter() - began
@@ -336,8 +340,10 @@ class Trainer:
         # An evacuation needs the placements before and after it, because ranks leave afterwards.
         steps = None if is_evacuation else self.placement.steps_to(change)
         if steps is not None:
-            self.previous_placement = former(state={}, is_in_place=True)
-            self.engine.replace_experts(steps, replicas)
+            # In a kept layout each rank returns to its former experts by itself, because it keeps its place.
+            saved: SavedExperts | None = {} if self.job.recovery.keep_layout else None
+            self.previous_placement = former(state={}, is_in_place=True, saved=saved)
+            self.engine.replace_experts(steps, replicas, saved=saved)
             return
 
         def keep(state: NamedState) -> None:

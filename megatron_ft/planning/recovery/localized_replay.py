@@ -114,6 +114,9 @@ class Standing:
     from them, a new process in the same place has the same generators."""
     has_copies: bool = True
     """Whether the rank has the copies of other ranks' optimizer state that it keeps (``placement.state_copies``)."""
+    placed_from: int = 0
+    """First iteration that was committed with the present placement of experts. A window that started before it has
+    experts at other places."""
     logged: tuple[int, ...] = ()
     """Iterations in the rank's upstream log, ascending."""
     voted: tuple[int, ...] = ()
@@ -145,6 +148,8 @@ class LocalizedPlan:
     """Newest committed window; None if no window is committed and no rank needs one."""
     target: int
     """Iteration after which all ranks continue."""
+    placed_from: int = 0
+    """The largest ``Standing.placed_from``."""
     regions: tuple[tuple[int, ...], ...]
     """Groups of adjacent stages that replay jointly, ascending within each group; empty if no stage replays."""
     receiving: tuple[int, ...] = ()
@@ -252,6 +257,7 @@ class LocalizedPlan:
             # The vote commits a window for the whole job: if one rank knows the newest, every rank has its part.
             window=max(windows, key=lambda kept: kept.start_iteration, default=None),
             target=targets.pop(),
+            placed_from=max(standing.placed_from for standing in standings),
             regions=(),
         )
         while True:
@@ -275,6 +281,9 @@ class LocalizedPlan:
     def _why_no_replay(self, standings: Sequence[Standing]) -> str:
         if self.window is None:
             return "no window has been committed yet"
+        if self.window.start_iteration < self.placed_from:
+            started = f"the newest committed window, that of iteration {self.window.start_iteration}"
+            return f"experts have moved before iteration {self.placed_from}, after {started}"
         voter = self.voter(standings)
         unknown = sorted(set(self.iterations) - set(standings[voter].voted))
         if not unknown:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.recovery.localized_replay import LocalizedPlan, Standing, units_of
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.planning.state.declined import Declined
@@ -243,3 +244,36 @@ def test_why_neither_strategy_serves() -> None:
     found = with_peers({0, 1}, LANES, window=dict.fromkeys(range(4)))
     assert isinstance(found, Declined)
     assert found.reason.startswith("no window has been committed yet; living_state: stage 0: no living rank has")
+
+
+def test_a_window_with_another_placement_is_not_replayed() -> None:
+    moved = dict.fromkeys(range(4), WINDOW.start_iteration + 1)
+    found = with_peers({0, 1}, LANES, placed_from=moved)
+    assert isinstance(found, Declined) and "experts have moved before iteration 5" in found.reason
+    assert served({1}, LANES, placed_from=moved).placed_from == 5
+    assert served({0, 1}, LANES, placed_from={2: WINDOW.start_iteration}).regions == ((0,),)
+
+
+def test_replicas_are_units_of_their_own() -> None:
+    plan = PlacementPlan(
+        num_experts=3,
+        num_slots_per_rank=2,
+        ranks=(0, 1),
+        domains=("a", "b"),
+        layer_numbers=(1,),
+        slots=(((0, 1), (1, 2)),),
+        algorithm="",
+    )
+    pair = Topology(world_size=2)
+    first, second = (units_of(rank, pair, plan=plan, is_sharded=True) for rank in (0, 1))
+    assert set(first) & set(second) == {
+        "the non-expert state of pipeline stage 0, tensor part 0",
+        "expert 1 of layer 1",
+    }
+    assert set(second) - set(first) == {"expert 2 of layer 1", "the optimizer shard of rank 1"}
+
+
+def test_ranks_that_replayed_or_joined_lack_copies() -> None:
+    plan = served({0, 1, 7}, STAGES)
+    standings = [Standing(stage=rank // 2, iteration=TARGET, has_copies=rank != 7) for rank in range(8)]
+    assert [plan.lacks_copies(stage, standings) for stage in range(4)] == [True, False, False, True]
