@@ -51,6 +51,7 @@ BASE = (
     "snapshot.num_peer_copies=1",
     "snapshot.iteration_seconds=1",
     "recovery.keep_layout=true",
+    "recovery.strategies=[localized_replay,rollback,checkpoint]",
     "nodes.restart_lost_nodes=true",
     "nodes.max_node_restarts=1000",
     "recovery.max_restarts=1000",

@@ -52,6 +52,7 @@ BASE = (
     "snapshot.num_peer_copies=0",
     "snapshot.iteration_seconds=1",
     "recovery.keep_layout=true",
+    "recovery.strategies=[localized_replay]",
     "nodes.restart_lost_nodes=true",
     "nodes.max_node_restarts=100",
 )

@@ -63,7 +63,8 @@ class MembershipChanged(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRecovery(Record):
-    """One rank finished its part in a localized recovery: stages that lost ranks replay iterations from logs."""
+    """One rank finished its part in a recovery that keeps the layout: ranks in the places of lost ranks receive state
+    from living ranks, or stages that lost ranks replay iterations from logs."""
 
     generation: int
     """Generation number of the membership that this recovery establishes."""
@@ -72,8 +73,9 @@ class StageRecovery(Record):
     stage: int
     """Pipeline stage of the rank, counted from 0."""
     role: str
-    """Role of the rank: ``replays`` (its stage loads a window and computes iterations again), ``serves`` (sends its log
-    to a stage that replays) or ``waits``."""
+    """Role of the rank: ``replays`` (its stage loads a window and computes iterations again), ``receives`` (it gets its
+    state from living ranks), ``serves`` (sends its log to a stage that replays, or its state to a rank of its stage) or
+    ``waits``."""
     start_iteration: int
     """Newest iteration of the state from which the stage replays, or ``iteration`` if the stage does not replay."""
     iteration: int
@@ -83,7 +85,7 @@ class StageRecovery(Record):
     num_forward_passes: int
     """Number of forward passes of this rank: microbatches times the rank's model chunks, in all replayed iterations."""
     bytes_moved: int
-    """Bytes of the upstream log that this rank sent or received."""
+    """Bytes of the upstream log and of state that this rank sent or received; not those of a window."""
     is_kept: bool = False
     """Whether the rank kept its model, gradient buffers and optimizer; false if it had to build them."""
     built: str = ""
@@ -95,13 +97,18 @@ class StageRecovery(Record):
     state_bytes: int = 0
     """Bytes of weights, gradients, master weights and moments on the rank."""
     staged_bytes: int = 0
-    """Largest number of bytes that the rank copied at one time while it restored a window, besides ``state_bytes``."""
+    """Largest number of bytes that the rank copied at one time while state moved, besides ``state_bytes``."""
     began_unix_seconds: float
     """Time at which the recovery began on this rank, in seconds since 1970 by the clock of its node."""
     seconds: float
     """Duration of this rank's part of the recovery in seconds."""
 
     def describe(self) -> Note | None:
+        if self.role == "receives":
+            received = f"{self.bytes_moved:,} bytes from living ranks"
+            return Note(
+                "good", f"rank {self.rank} of stage {self.stage} received {received} in {seconds(self.seconds)}"
+            )
         if self.role != "replays":
             return None  # the other ranks compute nothing, and each of them reports this event
         replayed = f"{self.num_iterations} iteration{'s' * (self.num_iterations != 1)} up to {self.iteration}"

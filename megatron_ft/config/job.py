@@ -266,7 +266,7 @@ class RecoveryConfig:
     removed, and ranks on the other nodes continue without a restart. null: the job needs all nodes."""
     keep_layout: bool = False
     """Whether the job keeps its parallel layout when nodes are lost. A spare node, or the lost node after a restart,
-    replaces the lost one, and only pipeline stages that lost a rank replay."""
+    replaces the lost one. Its ranks receive the state of living ranks, or only stages that lost a rank replay."""
     position_timeout_seconds: float = 10.0
     """After nodes are lost, ranks report their positions (newest iterations). This is the longest time from the first
     report to the last. The node of a rank that reports later also counts as lost. Usually ranks report earlier,
@@ -567,7 +567,8 @@ class JobConfig:
     @property
     def keeps_processes(self) -> bool:
         """Return whether ranks may continue in their processes after a loss, according to ``recovery.strategies``."""
-        return self.recovery.may_use("localized_replay" if self.recovery.keep_layout else "living_state")
+        recovery = self.recovery
+        return recovery.may_use("living_state") or (recovery.keep_layout and recovery.may_use("localized_replay"))
 
     @property
     def may_lose_nodes(self) -> bool:

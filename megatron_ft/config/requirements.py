@@ -109,6 +109,13 @@ def _shards_optimizer(config: JobConfig) -> bool:
     return config.parallel.use_distributed_optimizer
 
 
+_USED_COPIES = Requirement(
+    key="placement.state_copies",
+    reason="without parallel.use_distributed_optimizer=true, no recovery uses these copies",
+    unless=_shards_optimizer,
+    remedy=KeyChange("placement.state_copies", None),
+)
+
 REPLICAS: tuple[Requirement, ...] = (
     *_AGENTS,
     Requirement(
@@ -128,12 +135,7 @@ REPLICAS: tuple[Requirement, ...] = (
     Requirement(
         key="placement.schedule", value=[], reason="a schedule has no placement for the ranks that remain after a loss"
     ),
-    Requirement(
-        key="placement.state_copies",
-        reason="without parallel.use_distributed_optimizer=true, no recovery uses these copies",
-        unless=_shards_optimizer,
-        remedy=KeyChange("placement.state_copies", None),
-    ),
+    _USED_COPIES,
     Requirement(
         key="placement.algorithm",
         is_excluded=True,
@@ -153,21 +155,22 @@ each shard of it has copies on several nodes, and experts have replicas."""
 KEPT_LAYOUT: tuple[Requirement, ...] = (
     *_AGENTS,
     Requirement(key="nodes.max_nodes", reason="no nodes can join a job that keeps its layout"),
-    Requirement(
-        key="placement.algorithm",
-        reason="with replica slots a job continues on fewer ranks and does not keep its layout",
-    ),
+    _USED_COPIES,
+    _NO_CUDA,
+)
+"""Values that keys must have so that a job can keep its layout: other nodes replace the lost nodes."""
+
+REPLAYS: tuple[Requirement, ...] = (
+    *KEPT_LAYOUT,
     Requirement(
         key="snapshot.policy",
         is_excluded=True,
         instead="given",
-        reason="a stage that loses a rank restarts from a window; choose e.g. snapshot=sparse_window",
+        reason="a stage that replays begins with a window; choose e.g. snapshot=sparse_window",
         remedy=_WINDOWS,
     ),
-    _NO_CUDA,
 )
-"""Values that keys must have so that a job can keep its layout: other nodes replace the lost nodes, and the pipeline
-stages of the lost nodes replay."""
+"""Values that keys must have so that the pipeline stages of lost nodes can replay in the same layout."""
 
 
 ROLLBACK: tuple[Requirement, ...] = (
@@ -182,7 +185,7 @@ ROLLBACK: tuple[Requirement, ...] = (
 """Values that keys must have so that all ranks can go back to a window."""
 
 REQUIREMENTS: Mapping[str, tuple[Requirement, ...]] = MappingProxyType(
-    {"living_state": REPLICAS, "localized_replay": KEPT_LAYOUT, "rollback": ROLLBACK, "checkpoint": ()}
+    {"living_state": REPLICAS, "localized_replay": REPLAYS, "rollback": ROLLBACK, "checkpoint": ()}
 )
 """Requirements of each recovery strategy that ``recovery.strategies`` can name."""
 

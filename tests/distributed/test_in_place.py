@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # trains
 UNTIL = 10
 KEPT = {
     "recovery.keep_layout": True,
+    "recovery.strategies": ["localized_replay"],
     "nodes.restart_lost_nodes": True,
     "placement.algorithm": None,
     "placement.num_slots_per_rank": None,

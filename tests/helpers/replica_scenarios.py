@@ -17,9 +17,9 @@ from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 from megatron_ft.mcore.checkpoint.state import DenseState
 from megatron_ft.mcore.model.parameters import named_parameters
 from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager
+from megatron_ft.mcore.moe.router import routers
 from megatron_ft.mcore.optimizer.adamw import grad_scalers
 from megatron_ft.mcore.state.tensors import take_state, tensor_digest, tensor_digests
-from megatron_ft.mcore.training.engine import _routers
 from megatron_ft.testing import engines
 from megatron_ft.topology import Topology
 from tests.helpers.volatile import volatile_state
@@ -170,7 +170,7 @@ def train(
             "aux_losses": [vote.aux_loss for vote in votes],
             "load": (load + job.engine.expert_load()).tolist(),
             "num_padding": job.engine.batch.num_padding_microbatches,
-            "bias": [r.expert_bias.tolist() for r in _routers(job.engine.model_chunks) if r.enable_expert_bias],
+            "bias": [r.expert_bias.tolist() for r in routers(job.engine.model_chunks) if r.enable_expert_bias],
             "moved": moved,
             "experts": job.of_experts(),
             "evaluation": job.engine.evaluate(),

@@ -39,7 +39,7 @@ def watch(report: Callable[[dict[str, Any]], None]) -> None:
         if name in vars(Handle) and name not in ("barrier", "_get_backend", "_get_backend_name"):
             setattr(Handle, name, counting(name, getattr(Handle, name)))
 
-    run_iteration, recover = TrainingEngine.run_iteration, ElasticTrainer._recover_localized
+    run_iteration, recover = TrainingEngine.run_iteration, ElasticTrainer._recover_in_place
 
     def run_and_tell(engine: Any, iteration: int) -> Any:
         result = run_iteration(engine, iteration)
@@ -62,7 +62,7 @@ def watch(report: Callable[[dict[str, Any]], None]) -> None:
         report({"kind": "communicated", **about, "bytes": dict(counts)})
 
     TrainingEngine.run_iteration = run_and_tell  # type: ignore[method-assign]
-    ElasticTrainer._recover_localized = recover_and_tell  # type: ignore[method-assign]
+    ElasticTrainer._recover_in_place = recover_and_tell  # type: ignore[method-assign]
 
 
 def _num_bytes(value: Any) -> int:

@@ -11,12 +11,12 @@ def volatile_state(engine: Any) -> dict[str, str]:
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
     from megatron_ft.mcore.model.parameters import unwrap
+    from megatron_ft.mcore.moe.router import routers
     from megatron_ft.mcore.optimizer.adamw import _parts
-    from megatron_ft.mcore.training.engine import _routers
 
     state = {"cpu_rng": torch.get_rng_state(), "device_rng": torch.cuda.get_rng_state()}
     state |= {f"tracker.{name}": value for name, value in get_cuda_rng_tracker().get_states().items()}
-    state |= {f"load.{number}": router.load for number, router in enumerate(_routers(engine.model_chunks))}
+    state |= {f"load.{number}": router.load for number, router in enumerate(routers(engine.model_chunks))}
     for name, entry in get_moe_layer_wise_logging_tracker().items():
         if entry["values"].any():
             state[f"auxiliary.{name}"] = entry["values"]

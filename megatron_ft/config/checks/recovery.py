@@ -70,14 +70,17 @@ def _check_strategies(config: JobConfig) -> None:
         one_of(REQUIREMENTS, key, name)
     require(len(set(names)) == len(names), key, names, "must name each strategy once")
     feature = f"{key}=[{','.join(names)}]"
-    for name in names:
-        _check_requirements(config, REQUIREMENTS[name], feature)
     layout = recovery.keep_layout
-    is_needed = "localized_replay" in names
-    require(layout == is_needed, "recovery.keep_layout", layout, f"must be {show(is_needed)} with {feature}")
+    for name in names:
+        # In the same layout living state needs no replicas: the job declines it for a loss of which no copy lives.
+        needed = KEPT_LAYOUT if layout and name == "living_state" else REQUIREMENTS[name]
+        _check_requirements(config, needed, feature)
+    replays, keeps = "localized_replay" in names, bool({"localized_replay", "living_state"} & set(names))
+    require(layout or not replays, "recovery.keep_layout", layout, f"must be true with {feature}")
+    require(not layout or keeps, "recovery.keep_layout", layout, f"must be false with {feature}")
     changes = config.may_change_nodes and not layout
     require(
-        changes or "living_state" not in names,
+        changes or layout or "living_state" not in names,
         "recovery.min_nodes",
         recovery.min_nodes,
         f"must be below launch.num_nodes={config.launch.num_nodes} with {feature}",
@@ -219,7 +222,7 @@ def _check_upstream_log(config: JobConfig) -> None:
     """
     at_least(0, "upstream_log.commit_lag_iterations", config.upstream_log.commit_lag_iterations)
     at_least(1, "upstream_log.memory_limit_bytes", config.upstream_log.memory_limit_bytes)
-    if config.recovery.keep_layout:
+    if config.recovery.keep_layout and config.snapshot.policy is not None:
         _check_replays_exactly(config)
 
 

@@ -146,3 +146,33 @@ def plan_batches(training: TrainingConfig, data_parallel_size: int, num_microbat
         data_parallel_size=data_parallel_size,
         num_microbatches_multiple=num_microbatches_multiple,
     )
+
+
+LossResult = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def sum_of_losses(is_padding: bool, losses: torch.Tensor) -> LossResult:
+    """Sum the per-token ``losses`` [micro_batch_size, seq_length] of a microbatch.
+
+    Returns:
+        (loss_sum, num_tokens, report): sum of losses, int32 number of tokens, and both as float64 [2]. All are zero for
+        a padding microbatch.
+    """
+    num_tokens = 0 if is_padding else losses.numel()
+    # Not multiplied by zero, because zero times a loss that is not finite is NaN.
+    counted = torch.where(torch.zeros_like(losses, dtype=torch.bool), losses, 0.0) if is_padding else losses
+    loss_sum = counted.float().sum()
+    # Filled on the device, because a copy from the host would wait for all queued work.
+    tokens = losses.new_full((), num_tokens, dtype=torch.int32)
+    return loss_sum, tokens, torch.stack([loss_sum.detach().double(), tokens.double()])
+
+
+def padding_mask(batch: Microbatch) -> torch.Tensor | None:
+    """Return the mask of a padding microbatch, bool with the shape of its tokens, or [1, 1] if this rank has no tokens;
+    None for any other microbatch."""
+    # No mask of zeros, because the router treats any mask as padding. The embedding checks the shape of the mask.
+    if not batch.is_padding:
+        return None
+    if batch.tokens is None:
+        return torch.ones((1, 1), dtype=torch.bool)
+    return torch.ones_like(batch.tokens, dtype=torch.bool)

@@ -21,7 +21,7 @@ from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.mcore.device.install import resolve_device
 from megatron_ft.mcore.moe.replica_layer import Replicas
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
-from megatron_ft.mcore.state.tensors import NamedState
+from megatron_ft.mcore.state.tensors import NamedState, SavedExperts
 from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.operators import operators_of
 from megatron_ft.planning.cost.memory import RankParameters, expert_state_bytes
@@ -78,6 +78,8 @@ class PreviousPlacement:
     is_in_place: bool = False
     """Whether the migration overwrites experts in the tensors of the model, so that this rank no longer has the state
     of all experts that ``plans`` assigns to it."""
+    saved: SavedExperts | None = None
+    """Copies of the experts that this rank has overwritten; None if they are not kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

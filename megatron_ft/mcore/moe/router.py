@@ -213,7 +213,7 @@ def router_builder(config: JobConfig) -> RouterBuilder:
     return partial(_TraceRouter, trace=trace, seed=config.training.seed)
 
 
-def _routers(model_chunks: list[torch.nn.Module]) -> list[PaddingAwareRouter]:
+def routers(model_chunks: list[torch.nn.Module]) -> list[PaddingAwareRouter]:
     """Return the routers of all MoE layers of ``model_chunks``, in the order of the layers within each chunk."""
     return [m for chunk in model_chunks for m in unwrap(chunk).modules() if isinstance(m, PaddingAwareRouter)]
 
@@ -247,6 +247,6 @@ def routed_tokens(model_chunks: list[torch.nn.Module], num_layers: int, num_expe
     """Return the number of tokens that this rank has routed to each expert in this iteration. The result is int64
     [num_layers, num_experts], on the CPU."""
     load = torch.zeros((num_layers, num_experts), dtype=torch.int64)
-    for router in _routers(model_chunks):
+    for router in routers(model_chunks):
         load[router.layer_number - 1] = router.load.cpu()
     return load

@@ -60,13 +60,15 @@ class _Lending:
 class StateCopies:
     """The copies of optimizer state that this rank sends to other ranks, and those that it keeps for other ranks.
 
-    The constructor exchanges the whole state. ``exchange_gradients`` must be called before every vote. All ranks of
-    ``group`` must make these calls together. ``update`` needs no other rank.
+    The constructor sends the whole state to the ranks that lack copies. ``exchange_gradients`` must be called before
+    every vote. All ranks of ``group`` must make these calls together. ``update`` needs no other rank.
 
     Args:
         plan: for each shard, the ranks that have its state.
         placement: the assignment of experts to slots for which ``plan`` was made.
         group: the ranks of the pipeline stage, in the order of the plan.
+        former: earlier object of this rank for the same ranks, whose copies have the present state and stay; None if
+            this rank lacks copies.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class StateCopies:
         plan: StateCopyPlan,
         placement: PlacementPlan,
         group: dist.ProcessGroup,
+        former: "StateCopies | None" = None,
     ) -> None:
         self._group = group
         self._clip_grad = config.clip_grad
@@ -88,7 +91,7 @@ class StateCopies:
         self.ranges = {m.name: (m.start, m.start + m.tensor.numel()) for m in mine}
         """Range of the elements of each parameter that this rank updates. They stay the same until ranks change."""
         self._lent = self._lendings(mine, plan, placement)
-        self.kept = self._receive(config)
+        self.kept = self._receive(config, former)
 
     def exchange_gradients(self) -> None:
         """Send the reduced gradients of this rank's master weights to the ranks that copy them, and receive those of
@@ -129,21 +132,24 @@ class StateCopies:
                 lent.setdefault(keeper, _Lending(keeper=keeper)).masters.append(master)
         return [lent[keeper] for keeper in sorted(lent)]
 
-    def _receive(self, config: OptimizerConfig) -> list[_Kept]:
-        mine = {str(lent.keeper): [_describe(master) for master in lent.masters] for lent in self._lent}
+    def _receive(self, config: OptimizerConfig, former: "StateCopies | None") -> list[_Kept]:
+        collectives = Collectives(self._group)
+        lacking = {rank for rank, lacks in zip(self._ranks, collectives.gather(former is None), strict=True) if lacks}
+        sent = [lent for lent in self._lent if lent.keeper in lacking]
+        mine = {str(lent.keeper): [_describe(master) for master in lent.masters] for lent in sent}
         # Only owners know the shapes, because Megatron divides the distributed optimizer's flat buffers at any element.
-        offers = Collectives(self._group).gather(mine)
-        kept = []
+        offers = collectives.gather(mine)
+        received = []
         for position, owner in enumerate(self._ranks):
             described = offers[position].get(str(self._me))
             if described:
-                kept.append(_make_room(owner, described, config))
-        outgoing = {lent.keeper: [t for m in lent.masters for t in _state_of(m.tensor, m.state)] for lent in self._lent}
+                received.append(_make_room(owner, described, config))
+        outgoing = {lent.keeper: [t for m in lent.masters for t in _state_of(m.tensor, m.state)] for lent in sent}
         incoming = {
-            k.owner: [t for p in k.parameters for t in _state_of(p.detach(), k.optimizer.state[p])] for k in kept
+            k.owner: [t for p in k.parameters for t in _state_of(p.detach(), k.optimizer.state[p])] for k in received
         }
         exchange_tensors(self._by_rank(outgoing), self._by_rank(incoming), self._group)
-        return kept
+        return received if former is None else former.kept
 
     def _by_rank(self, tensors: Mapping[int, Sequence[Any]]) -> list[Sequence[Any]]:
         return [tensors.get(rank, ()) for rank in self._ranks]

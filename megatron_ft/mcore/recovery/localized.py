@@ -1,7 +1,8 @@
-"""Recovers with the same layout: pipeline stages that lost a rank's state replay, and all other stages wait.
+"""Recovers with the same layout: ranks in the places of lost ranks receive state, or their pipeline stages replay.
 
-``planning/recovery/localized.py`` makes the plan. Ranks that survive keep model, gradient buffers and optimizer; only
-their connections are replaced. A stage that did not lose state computes nothing. Adjacent stages that replay are a
+``planning/recovery/localized_replay.py`` makes the plan. Ranks that survive keep model, gradient buffers and optimizer;
+only their connections are replaced. If living ranks have all state of a stage, its joining ranks receive it, see
+``living_places.py``. Otherwise the stage replays; all other stages compute nothing. Adjacent stages that replay are a
 region. They load the newest committed window and run the later iterations again. Ranks inside a region communicate as
 usual. From stages outside, they receive logged messages. Ranks of a region that had state before the replay compare its
 digests with those of the result, to detect a wrong recovery.
@@ -21,23 +22,27 @@ from megatron_ft.control.node.worker_client import Abort, RankContext
 from megatron_ft.errors import RecoveryError
 from megatron_ft.events import StageRecovery
 from megatron_ft.mcore.groups import Collectives, Groups
+from megatron_ft.mcore.moe.placement_manager import PlacementState
 from megatron_ft.mcore.optimizer import adamw
+from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.pipeline.communicator import ReplayCommunicator, serve
+from megatron_ft.mcore.recovery.living_places import LivingPlaces, Received
 from megatron_ft.mcore.recovery.upstream_log import keep_room
-from megatron_ft.mcore.snapshot.local_window import LocalWindow, Replayer, carry_out
+from megatron_ft.mcore.snapshot.local_window import PLACEMENT, LocalWindow, Replayer, carry_out
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.mcore.state.carried import Carried
-from megatron_ft.mcore.state.tensors import state_bytes, tensor_digests
-from megatron_ft.mcore.state.train_state import TrainState
+from megatron_ft.mcore.state.tensors import is_non_expert, state_bytes, tensor_digests
+from megatron_ft.mcore.state.train_state import TrainState, generators_digest
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.iteration import Vote
-from megatron_ft.planning.recovery.localized_replay import LocalizedPlan, Standing
+from megatron_ft.planning.recovery.localized_replay import LocalizedPlan, Standing, shard_unit, units_of
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.state.declined import Declined
 from megatron_ft.records import Record
 from megatron_ft.runtime.transport.abort import Opening
 from megatron_ft.snapshot.server.client import KeeperClient
+from megatron_ft.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +133,11 @@ class _Region:
         *,
         open_restorer: Callable[[Collectives], SnapshotRestorer],
         report: Callable[[Record], None],
+        placement: PlacementState | None,
     ) -> None:
         self._engine = engine
         self._plan = plan
+        self._placement = placement
         self._open_restorer = open_restorer
         self._report = report
         self._stages = tuple(stages)
@@ -150,6 +157,7 @@ class _Region:
         """
         engine = self._engine
         window = self._find()
+        self._check_placement(window)
         # The replay logs the messages that it sends, for the next failure. So the log must be large enough before it.
         for needed in (window.plan_in_force, plan or window.plan_in_force):
             keep_room(engine, needed, self._report)
@@ -168,6 +176,18 @@ class _Region:
             reasons = "; ".join(restorer.chosen.declined) or "no rank has this window"
             raise RecoveryError(f"cannot load the committed window of iteration {kept.start_iteration}: {reasons}")
         return window
+
+    def _check_placement(self, window: LocalWindow) -> None:
+        """Raise RecoveryError if experts had other places when ``window`` was captured."""
+        recorded = window.header(0, PLACEMENT)
+        plans = None if recorded is None else PlacementState.from_json(recorded).plans
+        if plans is not None and self._placement is not None:
+            slots = [[plan.slots for plan in placed] for placed in (plans, self._placement.plans)]
+            if slots[0] != slots[1]:
+                raise RecoveryError(
+                    f"the window of iteration {window.window.start_iteration} has another placement of experts than "
+                    "the present one"
+                )
 
     @contextmanager
     def _alone(self) -> Iterator[ReplayCommunicator]:
@@ -212,7 +232,7 @@ class _Region:
         return num_real * batch.micro_batch_size * config.model.seq_length // engine.pg.cp.size()
 
 
-class LocalizedReplay:
+class KeptLayoutRecovery:
     """Recovers one rank in a membership with the same layout as the previous one. All ranks must make the same calls.
 
     Args:
@@ -221,9 +241,13 @@ class LocalizedReplay:
         collectives: collectives over all ranks of the job.
         carried: this rank's state from the previous membership; None on a rank without state.
         pp: process group of this rank's pipeline.
+        topology: positions of the ranks.
+        placement: placement of expert replicas; None without replicas, or on a rank that has had no placement yet.
+        placed_from: first iteration that was committed with this placement.
+        copies: copies of other ranks' optimizer state on this rank.
 
     Raises:
-        RecoveryError: the ranks lack a state, a window or a log that the replay needs. All ranks raise this error.
+        RecoveryError: the ranks lack a state, a window or a log that the recovery needs. All ranks raise this error.
     """
 
     def __init__(
@@ -234,29 +258,59 @@ class LocalizedReplay:
         collectives: Collectives,
         carried: Carried | None,
         pp: dist.ProcessGroup,
+        topology: Topology,
+        placement: PlacementState | None,
+        placed_from: int,
+        copies: StateCopies | None,
     ) -> None:
         self._engine = engine
+        self._copies = copies
         self._context = context
         self._collectives = collectives
         self._carried = carried
-        log = engine.boundaries.log
+        self._topology = topology
+        config, log = engine.config, engine.boundaries.log
+        owners = {kept.owner for kept in copies.kept if any(map(is_non_expert, kept.names))} if copies else ()
+        held = (*self._units(context.rank, placement), *map(shard_unit, sorted(owners)))
         mine = Standing(
             stage=pp.rank(),
             iteration=None if carried is None else carried.host.iteration,
             is_overwritten=carried is not None and carried.digests is not None,
             has_whole_weights=carried is None or carried.has_whole_weights,
             window=None if carried is None else carried.kept,
+            holds=() if carried is None else held,
+            has_copies=config.placement.state_copies is None
+            or (carried is not None and engine.state_copies is not None),
+            placed_from=placed_from,
+            has_first_generators=not engine.is_built or engine.first_generators == generators_digest(),
             logged=() if log is None else log.iterations,
             voted=() if log is None else tuple(sorted(log.votes)),
         )
         self._standings = [Standing.from_json(record) for record in collectives.gather(mine.to_json())]
-        is_ring = engine.config.parallel.virtual_pipeline_model_parallel_size is not None
-        plan = LocalizedPlan.of(self._standings, num_stages=pp.size(), is_ring=is_ring)
+        self.placement = self._share_placement(placement)
+        """Placement of expert replicas after the target iteration, the same on all ranks; None without replicas."""
+        needs = [self._units(rank, self.placement) for rank in range(topology.world_size)]
+        plan = LocalizedPlan.of(
+            self._standings,
+            num_stages=pp.size(),
+            is_ring=config.parallel.virtual_pipeline_model_parallel_size is not None,
+            needs=needs if config.recovery.may_use("living_state") else None,
+            may_replay=config.recovery.may_use("localized_replay"),
+        )
         if isinstance(plan, Declined):
-            raise RecoveryError(
-                f"generation {context.generation} cannot recover with a localized replay: {plan.summary()}"
-            )
+            raise RecoveryError(f"generation {context.generation} cannot keep its layout: {plan.summary()}")
         self.plan = plan
+
+    def _units(self, rank: int, placement: PlacementState | None) -> tuple[str, ...]:
+        stage, is_sharded = self._topology.coordinates(rank).pp, self._engine.config.parallel.use_distributed_optimizer
+        return units_of(rank, self._topology, plan=placement and placement.plans[stage], is_sharded=is_sharded)
+
+    def _share_placement(self, placement: PlacementState | None) -> PlacementState | None:
+        if self._engine.config.placement.algorithm is None:
+            return None
+        first = next(rank for rank, standing in enumerate(self._standings) if standing.iteration is not None)
+        shared = self._collectives.from_rank(first, None if placement is None else placement.to_json())
+        return PlacementState.from_json(shared)
 
     def share(self) -> tuple[TrainState, dict[int, Vote], WindowPlan | None, adamw.GroupKeys]:
         """Broadcast and return four values of the rank ``LocalizedPlan.voter``: its ``TrainState``, its logged votes,
@@ -281,7 +335,7 @@ class LocalizedReplay:
 
     def recover(
         self,
-        client: KeeperClient,
+        client: KeeperClient | None,
         votes: dict[int, Vote],
         window_plan: WindowPlan | None,
         *,
@@ -294,7 +348,7 @@ class LocalizedReplay:
         """Give this rank the state after the target iteration, and report its part of the recovery.
 
         Args:
-            client: this rank's connection to the snapshot server.
+            client: this rank's connection to the snapshot server; None in a job without windows.
             votes: logged votes, by iteration.
             window_plan: plan of the windows that are captured from now on.
             open_restorer: creates a ``SnapshotRestorer`` for the ranks of the given collectives.
@@ -313,19 +367,26 @@ class LocalizedReplay:
         engine, context, plan, pp = self._engine, self._context, self.plan, self._engine.pg.pp
         began, started, forwards = time.time(), time.monotonic(), engine.num_forward_passes
         requests: list[Any] = []
-        num_bytes, staged_bytes, kept, error = 0, 0, None, None
+        kept, error = None, None
+        role = self._role
+        # First, because a stage that receives state may send its log to a stage that replays.
+        received = self._receive(votes, window_plan, report)
+        num_bytes, staged_bytes = received.num_bytes, received.staged_bytes
         try:
             region = plan.region_of(pp.rank())
             stages = [standing.stage for standing in self._standings]
             groups = _form_region_groups(engine, plan, stages, break_with=break_with)
             if region is None or groups is None:
-                assert self._carried is not None, "a rank outside the replaying regions has no state"
                 # Sending begins before this rank restores its own state, because the region waits for the messages.
-                requests, num_bytes = self._serve()
-                kept = self._stay(self._carried, client)
+                requests, served_bytes = self._serve()
+                num_bytes += served_bytes
+                kept = self._stay(client)
             else:
                 self._note_digests()
-                replay = _Region(engine, plan, region, groups, open_restorer=open_restorer, report=report)
+                # A replay cannot update them, because other ranks send no gradients.
+                engine.end_copies()
+                about = {"open_restorer": open_restorer, "report": report, "placement": self.placement}
+                replay = _Region(engine, plan, region, groups, **about)
                 replayed = replay.replay(votes, window_plan)
                 num_bytes, staged_bytes, kept = replayed.num_bytes, replayed.staged_bytes, replayed.kept
                 self._compare()
@@ -340,16 +401,16 @@ class LocalizedReplay:
         # The sends read the memory of the log, which training must not overwrite before they have ended.
         for request in requests:
             request.wait()
-        is_healthy = region is None
+        replays = role == "replays"
         context.worker.report(
             StageRecovery(
                 generation=context.generation,
                 rank=context.rank,
                 stage=pp.rank(),
-                role="replays" if not is_healthy else "serves" if plan.serves(pp.rank()) else "waits",
-                start_iteration=plan.target if is_healthy or plan.window is None else plan.window.start_iteration,
+                role=role,
+                start_iteration=plan.window.start_iteration if replays and plan.window is not None else plan.target,
                 iteration=plan.target,
-                num_iterations=0 if is_healthy else len(plan.iterations),
+                num_iterations=len(plan.iterations) if replays else 0,
                 num_forward_passes=engine.num_forward_passes - forwards,
                 bytes_moved=num_bytes,
                 is_kept=built == "kept",
@@ -363,6 +424,53 @@ class LocalizedReplay:
         )
         return kept
 
+    @property
+    def lacks_copies(self) -> bool:
+        """Whether the ranks of this rank's stage must call ``TrainingEngine.keep_copies`` after ``recover``."""
+        return self.plan.lacks_copies(self._standings[self._context.rank].stage, self._standings)
+
+    @property
+    def _role(self) -> str:
+        plan, standing = self.plan, self._standings[self._context.rank]
+        if plan.replays(standing.stage):
+            return "replays"
+        if not standing.has_state:
+            return "receives"
+        return "serves" if plan.serves(standing.stage) or standing.stage in plan.receiving else "waits"
+
+    def _receive(
+        self, votes: Mapping[int, Vote], window_plan: WindowPlan | None, report: Callable[[Record], None]
+    ) -> Received:
+        """Give the ranks of receiving stages that lack state the tensors and the ``TrainState`` of living ranks."""
+        engine, me = self._engine, self._context.rank
+        if not self.plan.receiving:
+            return Received()
+        places = LivingPlaces(
+            engine,
+            self.plan,
+            collectives=self._collectives,
+            standings=self._standings,
+            topology=self._topology,
+            has_replicas=self.placement is not None,
+            copies=self._copies,
+        )
+        received = places.fill()
+        parts = self._topology.model_parts
+        first = {part: rank for rank, part in reversed(list(enumerate(parts))) if self._standings[rank].has_state}
+        is_sender = self._carried is not None and first.get(parts[me]) == me
+        mine = self._carried.host.to_json(own=False) if is_sender and self._carried is not None else None
+        hosts = self._collectives.gather(mine)
+        if self._role == "receives":
+            # Without generators: a new process in this place has the generators of the lost one, as all ranks of the
+            # stage have confirmed (``Standing.has_first_generators``).
+            engine.restore(TrainState.from_json(hosts[first[parts[me]]]))
+            if window_plan is not None:
+                keep_room(engine, window_plan, report)
+            if engine.boundaries.log is not None:
+                for vote in votes.values():
+                    engine.boundaries.log.commit(vote)
+        return received
+
     def _serve(self) -> tuple[list[Any], int]:
         engine = self._engine
         requests, num_bytes = [], 0
@@ -375,16 +483,20 @@ class LocalizedReplay:
             num_bytes += size
         return requests, num_bytes
 
-    def _stay(self, carried: Carried, client: KeeperClient) -> StoredWindow | None:
+    def _stay(self, client: KeeperClient | None) -> StoredWindow | None:
         """Keep the state of this rank, whose stage does not replay. Return the committed window."""
         engine, key, stage = self._engine, self.plan.window, self._engine.pg.pp.rank()
-        engine.restore(carried.host)
+        if self._role != "receives":
+            assert self._carried is not None, "a rank outside the replaying regions has no state"
+            engine.restore(self._carried.host)
         # If an iteration was finished after the failure, only this rank's shard of the parameters is updated. All ranks
-        # of the stage must gather if one has to.
-        if not all(standing.has_whole_weights for standing in self._standings if standing.stage == stage):
+        # of the stage must gather if one has to. A stage that receives state has gathered already.
+        is_whole = all(standing.has_whole_weights for standing in self._standings if standing.stage == stage)
+        if not is_whole and stage not in self.plan.receiving:
             adamw.gather(engine.optimizer, engine.model_chunks)
         if key is None:
             return None
+        assert client is not None, "a window is committed in a job without snapshots"
         for found in client.inventory(self._context.rank):
             if found.where == "own" and found.complete and found.key == key:
                 return found

@@ -3,7 +3,7 @@
 Experts of lost ranks have replicas on other ranks of the stage. All ranks of a model part (pipeline stage and tensor
 coordinate) have the same other state. A rank that keeps its part keeps its state and random number generators. Ranks
 that join, or come from another part, receive the state of their part. Jobs with ``recovery.keep_layout`` restore state
-with ``localized.py`` instead.
+with ``kept_layout.py`` instead.
 """
 
 import time
@@ -21,9 +21,8 @@ from megatron_ft.mcore.data.data_checks import check_newcomers_data, note_run_da
 from megatron_ft.mcore.groups import Collectives, Groups, dissolve_groups, open_store
 from megatron_ft.mcore.moe.placement_manager import PlacementManager, PlacementState
 from megatron_ft.mcore.optimizer.adamw import set_position
-from megatron_ft.mcore.recovery.localized import LocalizedReplay
+from megatron_ft.mcore.recovery.kept_layout import KeptLayoutTrainer
 from megatron_ft.mcore.recovery.membership_move import MembershipMove, Moved, context_in, first_of
-from megatron_ft.mcore.recovery.prebuilt import Prebuilder
 from megatron_ft.mcore.state.carried import (
     Carried,
     MembershipStart,
@@ -34,24 +33,20 @@ from megatron_ft.mcore.state.carried import (
 from megatron_ft.mcore.state.optimizer_shards import ShardMove, Shards
 from megatron_ft.mcore.state.rank_status import Holding, Key, Previous, RankStatus, choose_holding, resolve_iteration
 from megatron_ft.mcore.state.tensors import NamedState, by_expert, move_experts, put_state, take_state
-from megatron_ft.mcore.training.trainer import SNAPSHOT_SERVICE, Trainer
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.recovery.layout import JobLayouts, MembershipLayout
 from megatron_ft.planning.recovery.membership import NextMembership, Target
 from megatron_ft.planning.state.declined import Declined
 from megatron_ft.runtime.transport.abort import Opening
-from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.storage.checkpoints import iteration_of
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
 
 
-class ElasticTrainer(Trainer):
+class ElasticTrainer(KeptLayoutTrainer):
     """A trainer that continues in other memberships, in the same process."""
 
     evacuated: Shards | None = None
     """Shards of leaving ranks that this rank has received for the next membership."""
-    prebuilder: Prebuilder | None = None
-    """Engines that this process has built in advance; None if it has not waited to replace a lost rank."""
     spared: tuple[int, ...] = ()
     """Generations in which this process was a hot spare."""
 
@@ -108,7 +103,7 @@ class ElasticTrainer(Trainer):
         check_newcomers_data(self.job, self.context, fingerprints, first_of(previous))
         move = self._move(present, key, previous, moved)
         if in_place:
-            self._recover_localized(carried, groups, following.target.iteration)
+            self._recover_in_place(carried, groups, following.target.iteration)
         else:
             self._check_parts(move)
             shards = self._shard_move(carried, stated, following.target.iteration)
@@ -128,7 +123,7 @@ class ElasticTrainer(Trainer):
                 schedule=self.membership_start.changes,
             )
         )
-        if self.placement is not None:
+        if self.placement is not None and not in_place:
             self.report_placement("membership")
         # Rank 0 may have just joined. Then it has no record of the finished iteration and of abandoned saves.
         self.reporting_rank = move.reporting_rank
@@ -145,19 +140,6 @@ class ElasticTrainer(Trainer):
         self.spared = (*self.spared, following.generation)
         self.context = replace(self.context, generation=following.generation, is_joining=False)
 
-    def prebuild(self) -> None:
-        """Build on a spare what it will probably need when it replaces a node. Raises RankLost if this fails."""
-        self.prebuilder = Prebuilder(self.job, self.context, self.make_engine)
-        self.prebuilder.build()
-
-    def _take_prebuilt(self) -> Groups | None:
-        # Uses the engine that was built in advance for this rank, if there is one, and returns its groups.
-        taken = None if self.prebuilder is None else self.prebuilder.take(self.context.rank)
-        if taken is None:
-            return None
-        self.engine = taken.engine
-        return taken.groups
-
     def leave(self) -> None:
         """Release all resources without communication, because other ranks may have left already."""
         self.teardown()
@@ -165,9 +147,10 @@ class ElasticTrainer(Trainer):
 
     def _release_groups(self) -> Groups | None:
         # Releases the current groups, if there are any, and all objects that use them. If the layout is kept, the
-        # engine and its groups stay, without connections. Then these groups are returned.
-        self.placement = None
+        # engine, its placement and its groups stay, without connections. Then these groups are returned.
         keeps_engine = self.job.recovery.keep_layout and self.engine.is_built
+        if not keeps_engine:
+            self.placement = None
         if dist.is_initialized():
             self.teardown(keeps_engine=keeps_engine)
         if keeps_engine:
@@ -342,82 +325,6 @@ class ElasticTrainer(Trainer):
             )
         return found
 
-    def _recover_localized(self, carried: Carried | None, groups: Groups, target: int) -> None:
-        """Give every rank the state after the iteration ``target``. All ranks must call this.
-
-        Args:
-            carried: this rank's state from the previous membership; None on a rank without state.
-            target: iteration after which the membership begins. If a policy has stopped the run at this iteration, the
-                state before it is restored.
-
-        Raises:
-            RecoveryError: a replay is impossible, or computed another state than before the failure.
-        """
-        self.use(groups)
-        replay = LocalizedReplay(
-            self.engine,
-            context=self.context,
-            collectives=self.collectives,
-            carried=carried,
-            pp=groups.pg_collection.pp,
-        )
-        plan = replay.plan
-        generation = self.context.generation
-        self.report(RecoveryStarted(generation=generation, strategy="localized_replay", iteration=plan.target))
-        state, votes, window_plan, group_keys = replay.share()
-        failpoints.hit("reform_build", target)
-        engine = self.engine
-        engine.continue_after(plan.target, state.newest_vote)
-        is_kept = engine.is_built
-        # Only ranks that have no model yet build one. Those with a model do not take part.
-        built = None if self.prebuilder is None else self.prebuilder.finish(groups, group_keys)
-        if built is None and engine.is_built:
-            engine.reconnect(groups)
-        elif built is None:
-            engine.build(groups, group_keys=group_keys)
-        client = self._reopen_snapshot_client()
-        assert client is not None, "recovery.keep_layout needs a snapshot.policy"
-        failpoints.hit("reform_move", target)
-        kept = replay.recover(
-            client,
-            votes,
-            window_plan,
-            open_restorer=lambda region: self.open_restorer(client, region=region),
-            break_with=self.break_with,
-            report=self.report,
-            built=built or ("kept" if is_kept else "all"),
-            why_built="" if is_kept or self.prebuilder is None else self.prebuilder.why_not,
-        )
-        assert engine.iteration == plan.target, f"the recovery ended at iteration {engine.iteration}, not {plan.target}"
-        engine.continue_after(plan.target, state.newest_vote)
-        # Each rank keeps its own value, because a save or an evaluation that was due may be done on some ranks only.
-        self.rounded_off = state.rounded_off if carried is None else carried.host.rounded_off
-        set_position(engine.scheduler, plan.target * self.config.training.global_batch_size)
-        if carried is not None:
-            carried.kept = plan.window
-        resumed = None if kept is None or window_plan is None else (kept, window_plan)
-        snapshots = self.take_snapshots(client, resumed)
-        vote = votes.get(plan.target)
-        # The window in progress is lost. Without a new window, the next recovery would have to replay the same
-        # iterations again, and all later ones.
-        if resumed is not None and vote is not None and kept is not None and kept.start_iteration < plan.target:
-            snapshots.capture_whole(vote)
-        self.membership_start = MembershipStart(iteration=target, carried=carried or self._carried())
-        if carried is None and state.stopped is not None:
-            self.stop(plan.target + 1, state.stopped)
-
-    def _reopen_snapshot_client(self) -> KeeperClient | None:
-        """Connect to this node's snapshot server in a new membership. All ranks must call this to exchange addresses: a
-        joining node has those of the present nodes, but the present nodes do not have the address of a joining node."""
-        if self.config.snapshot.policy is None:
-            return None
-        context, service = self.context, self.context.sidecars[SNAPSHOT_SERVICE]
-        gathered = self.collectives.gather([context.node, service["addresses"][str(context.node)]])
-        addresses = {**service["addresses"], **{str(node): address for node, address in gathered}}
-        sidecars = {**context.sidecars, SNAPSHOT_SERVICE: {**service, "addresses": addresses}}
-        self.context = replace(context, sidecars=sidecars)
-        return self._open_snapshot_client()
-
     def _restart_snapshots(self) -> None:
         """Create the ``Snapshotter``, which copies windows to nodes of the new membership. All ranks must call this."""
         client = self._reopen_snapshot_client()
@@ -496,23 +403,27 @@ class ElasticTrainer(Trainer):
             return self._take(target, ()) if engine.is_built or is_moving else None
         if beginning.is_formed:
             return self._take(target, beginning.changes).after(beginning.carried)
-        self.previous_placement = None
         if self.job.recovery.keep_layout:
             engine.abort()  # the engine has the only copy of the state
+            self.undo_migration()
+        self.previous_placement = None
         return beginning.carried
 
     def _take(self, target: Target, changes: tuple[str, ...]) -> Carried:
         # Returns the state of a rank that has all state of its membership. ``changes`` is ``Holding.changes``.
-        placement, engine = self.placement, self.engine
+        engine = self.engine
         finished = resolve_iteration(engine, target)
         # Ranks that completed the iteration have observed its loads. All ranks must plan from the same loads.
         if finished is not None:
             self.observe(finished)
+        self.undo_migration()
         former, self.previous_placement = self.previous_placement, None
         if former is None or former.host is None:
             state, host = self._tensors(), engine.train_state()
         else:  # a migration failed, so the model or the optimizer may be missing
             state, host = {}, former.host
+        # A kept layout keeps its placement, too, which the trainer still has in the next membership.
+        placement = None if self.job.recovery.keep_layout else self.placement
         in_force = None
         if placement is not None:
             in_force = PlacementState(plans=placement.plans, loads=placement.loads)
@@ -551,42 +462,3 @@ class ElasticTrainer(Trainer):
             has_whole_weights=finished is None or not self.config.parallel.use_distributed_optimizer,
             **self._windows(),
         )
-
-    def _carried(self) -> Carried:
-        # Returns a copy of the state of a rank between two iterations. All ranks must be at the same iteration.
-        engine = self.engine
-        return Carried(
-            holdings=(self._holding(None),),
-            part=self._part,
-            state=self._tensors(),
-            host=replace(engine.train_state(), newest_vote=engine.newest_vote, rounded_off=self.rounded_off),
-            finished=None,
-            batch=engine.batch,
-            **self._windows(),
-        )
-
-    def _tensors(self) -> NamedState:
-        # If the layout is kept, the tensors stay where they are.
-        keeps = self.job.recovery.keep_layout
-        return {} if keeps else take_state(self.engine.model_chunks, self.engine.optimizer)
-
-    def _holding(self, placement: PlacementState | None, **more: Any) -> Holding:
-        context = self.context
-        # Without a placement, a rank has the same state in every membership, so the generation does not matter.
-        generation = 0 if placement is None else context.generation
-        here = {"rank": context.rank, "part": self._part, "nodes": self.members}
-        return Holding(generation=generation, placement=placement, **here, **more)
-
-    @property
-    def _part(self) -> int:
-        """Model part of this rank."""
-        return self.topology.model_parts[self.context.rank]
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Nodes of this membership, including nodes without a rank."""
-        return self.context.members or tuple(dict.fromkeys(self.nodes))
-
-    def _windows(self) -> dict[str, Any]:
-        snapshots = self.snapshots
-        return {} if snapshots is None else {"kept": snapshots.kept, "plan": snapshots.plan}

@@ -87,7 +87,7 @@ NamedState = dict[str, torch.Tensor]
 
 def take_state(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> NamedState:
     """Return copies of every parameter, buffer, master weight and moment of this rank, by name."""
-    return {name: tensor.detach().clone() for name, tensor in _distinct_state(model_chunks, optimizer)}
+    return {name: tensor.detach().clone() for name, tensor in distinct_state(model_chunks, optimizer)}
 
 
 def put_state(
@@ -106,16 +106,17 @@ def put_state(
         KeyError: ``state`` lacks a tensor that this rank needs.
     """
     with torch.no_grad():
-        for name, tensor in _distinct_state(model_chunks, optimizer):
+        for name, tensor in distinct_state(model_chunks, optimizer):
             # In place, because gradient buffers, hooks and the optimizer reference these tensors.
             if not (has_shards and is_non_expert(name)):
                 tensor.copy_(state[name])
 
 
-def _distinct_state(
+def distinct_state(
     model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    # Yields each tensor once: an FP32 weight is also its own master weight.
+    """Yield (name, tensor) as ``named_state``, but each tensor once: an FP32 weight is also its own master weight.
+    Allocate moments first."""
     allocate_state(optimizer)
     own_masters: set[str] = set()
     for name, tensor in named_state(model_chunks, optimizer):
@@ -193,6 +194,10 @@ def by_expert(state: Iterable[str]) -> dict[_ExpertId, list[str]]:
     return names
 
 
+SavedExperts = dict[_ExpertId, list[torch.Tensor]]
+"""Copies of the tensors of experts, in the order of their names."""
+
+
 class ExpertPlaces:
     """Replaces experts of this rank by experts of other ranks, in the tensors that the model and the optimizer use.
 
@@ -201,19 +206,25 @@ class ExpertPlaces:
     """
 
     def __init__(self, model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
-        tensors = dict(_distinct_state(model_chunks, optimizer))
+        tensors = dict(distinct_state(model_chunks, optimizer))
         self._places = {expert: [tensors[name] for name in names] for expert, names in by_expert(tensors).items()}
         # Experts have the same tensors in all layers.
         self._aside = [torch.empty_like(t, requires_grad=False) for t in next(iter(self._places.values()), ())]
 
     def carry_out(
-        self, steps: Iterable[Step], ranks: Sequence[int], group: dist.ProcessGroup, made: Callable[[Replacement], None]
+        self,
+        steps: Iterable[Step],
+        ranks: Sequence[int],
+        group: dist.ProcessGroup,
+        made: Callable[[Replacement], None],
+        saved: SavedExperts | None = None,
     ) -> int:
         """Carry out ``steps``. All ranks of ``group`` must call this.
 
         Args:
             ranks: for each rank of ``group``, in order, the number that it has in ``steps``.
             made: called after each replacement of an expert on this rank, so that the model uses the new name.
+            saved: receives copies of the experts that this rank drops; None makes no copies.
 
         Returns:
             Number of bytes that this rank received.
@@ -236,11 +247,19 @@ class ExpertPlaces:
             wait_for_all(group)
             if coming is not None:
                 layer = coming.transfer.layer_number
-                place = self._places[layer, coming.transfer.expert] = self._places.pop((layer, coming.dropped))
-                _copy(place, self._aside)
+                if saved is not None:
+                    saved[layer, coming.dropped] = [t.detach().clone() for t in self._places[layer, coming.dropped]]
+                place = self.put(layer, coming.dropped, coming.transfer.expert, self._aside)
                 num_received += sum(tensor.numel() * tensor.element_size() for tensor in place)
                 made(coming)
         return num_received
+
+    def put(self, layer: int, dropped: int, expert: int, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Overwrite the expert ``dropped`` of ``layer`` by ``expert``, which has the state ``tensors``. Return its
+        place."""
+        place = self._places[layer, expert] = self._places.pop((layer, dropped))
+        _copy(place, tensors)
+        return place
 
     def sort(self, layer: int, experts: Sequence[int]) -> None:
         """Move the experts of ``layer`` between their places, so that their ids are in ascending order.

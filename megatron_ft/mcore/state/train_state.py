@@ -1,6 +1,7 @@
 """The state of a rank besides parameters and optimizer state, after an iteration and while an iteration runs."""
 
 import base64
+import hashlib
 import json
 import math
 import random
@@ -249,6 +250,15 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
     _tracker().set_states({name: value.clone() for name, value in state["tracker"].items()})
+
+
+def generators_digest() -> str:
+    """Return the SHA-256 of the states of the generators that ``seed_rng`` seeds, as a hexadecimal number."""
+    state, digest = _capture_rng(), hashlib.sha256()
+    states = {"torch": state["torch"], **({"cuda": state["cuda"]} if "cuda" in state else {}), **state["tracker"]}
+    for name, value in sorted(states.items()):
+        digest.update(name.encode() + value.cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _tracker() -> Any:

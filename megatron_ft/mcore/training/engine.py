@@ -16,7 +16,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
-from megatron_ft.mcore.data.batches import BatchReader, Microbatch, Samples, plan_batches
+from megatron_ft.mcore.data.batches import (
+    BatchReader,
+    LossResult,
+    Microbatch,
+    Samples,
+    padding_mask,
+    plan_batches,
+    sum_of_losses,
+)
 from megatron_ft.mcore.groups import Groups, exchange
 from megatron_ft.mcore.model.build import build_model, forget_iteration, forget_shards, release_caches
 from megatron_ft.mcore.model.transformer_config import build_transformer_config, moe_layer_pattern
@@ -31,31 +39,21 @@ from megatron_ft.mcore.optimizer import adamw
 from megatron_ft.mcore.optimizer.adamw import build_optimizer, build_scheduler, masters_of, set_position, sub_optimizers
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.pipeline.communicator import Boundaries
-from megatron_ft.mcore.state.tensors import ExpertPlaces, NamedState, expert_of, move_experts, put_state, take_state
-from megatron_ft.mcore.state.train_state import IterationResult, IterationState, TrainState, seed_rng
+from megatron_ft.mcore.state.tensors import (
+    ExpertPlaces,
+    NamedState,
+    SavedExperts,
+    expert_of,
+    move_experts,
+    put_state,
+    take_state,
+)
+from megatron_ft.mcore.state.train_state import IterationResult, IterationState, TrainState, generators_digest, seed_rng
 from megatron_ft.mcore.training.reporting import StragglerTimer
 from megatron_ft.planning.iteration import Ballot, CommitPolicy, Decision, History, Vote, WindowReport
 from megatron_ft.planning.placement.copies import StateCopyPlan
 from megatron_ft.planning.placement.migration import MigrationPlan, Replacement, Step
 from megatron_ft.planning.placement.plan import PlacementPlan
-
-LossResult = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def _sum_of_losses(is_padding: bool, losses: torch.Tensor) -> LossResult:
-    """Sum the per-token ``losses`` [micro_batch_size, seq_length] of a microbatch.
-
-    Returns:
-        (loss_sum, num_tokens, report): sum of losses, int32 number of tokens, and both as float64 [2]. All are zero for
-        a padding microbatch.
-    """
-    num_tokens = 0 if is_padding else losses.numel()
-    # Not multiplied by zero, because zero times a loss that is not finite is NaN.
-    counted = torch.where(torch.zeros_like(losses, dtype=torch.bool), losses, 0.0) if is_padding else losses
-    loss_sum = counted.float().sum()
-    # Filled on the device, because a copy from the host would wait for all queued work.
-    tokens = losses.new_full((), num_tokens, dtype=torch.int32)
-    return loss_sum, tokens, torch.stack([loss_sum.detach().double(), tokens.double()])
 
 
 def forward_step(
@@ -64,20 +62,10 @@ def forward_step(
     """Run the next microbatch through one model chunk. Return its output and the loss function for this output."""
     failpoints.hit("forward", iteration)
     batch = next(microbatches)
-    output = model(batch.tokens, batch.position_ids, None, labels=batch.labels, padding_mask=_padding_mask(batch))
+    output = model(batch.tokens, batch.position_ids, None, labels=batch.labels, padding_mask=padding_mask(batch))
     if output.requires_grad:
         output.register_hook(lambda gradient: failpoints.hit("backward", iteration))
-    return output, partial(_sum_of_losses, batch.is_padding)
-
-
-def _padding_mask(batch: Microbatch) -> torch.Tensor | None:
-    # Returns a mask only for padding microbatches, because the router treats any mask as padding. The embedding checks
-    # the shape of the mask.
-    if not batch.is_padding:
-        return None
-    if batch.tokens is None:
-        return torch.ones((1, 1), dtype=torch.bool)
-    return torch.ones_like(batch.tokens, dtype=torch.bool)
+    return output, partial(sum_of_losses, batch.is_padding)
 
 
 _BUILT = ("model_chunks", "optimizer", "scheduler", "p2p", "transformer_config", "_mixture_layers")
@@ -167,6 +155,7 @@ class TrainingEngine:
         self.pg = groups.pg_collection
         seed_rng(self.config.training.seed, self.pg)
         self._assemble(replicas, group_keys, is_offline=is_offline)
+        self.first_generators = generators_digest()  # to see later whether anything has drawn random numbers
 
     def use_built(self, groups: Groups, group_keys: adamw.GroupKeys, *, has_moved: bool) -> bool:
         """Use ``groups``, which have been connected since ``build`` was called with ``is_offline``.
@@ -182,6 +171,7 @@ class TrainingEngine:
         known = [set(keys) for keys in self.group_keys] == [set(keys) for keys in group_keys]
         if has_moved or not known:
             self.groups, self.pg = groups, groups.pg_collection
+            self.first_generators = generators_digest()  # those of another rank, if the groups have moved
             forget_shards(self.model_chunks)
             self._equip(group_keys)
         self.group_keys = group_keys
@@ -229,16 +219,18 @@ class TrainingEngine:
         held = migration.placement.of_rank(self.pg.ep.rank())
         return {name: t for name, t in state.items() if (expert := expert_of(name)) is not None and expert not in held}
 
-    def replace_experts(self, steps: Iterable[Step], replicas: Replicas) -> int:
+    def replace_experts(self, steps: Iterable[Step], replicas: Replicas, *, saved: SavedExperts | None = None) -> int:
         """Carry out ``steps`` in the existing tensors, so that each rank has the experts that ``replicas`` gives it.
 
         All ranks of the stage must call this. If it fails, each rank has the complete state of the experts that its
         model names, and the state of every expert is on at least one rank.
 
+        Args:
+            saved: receives copies of the experts that this rank drops, for ``return_experts``; None makes no copies.
+
         Returns:
             Number of bytes that this rank received.
         """
-        layers = {m.layer_number: m for m in self._mixture_layers if isinstance(m, ReplicaMixtureLayer)}
 
         def announced() -> Iterator[Step]:
             for step in steps:
@@ -246,11 +238,33 @@ class TrainingEngine:
                 yield step
 
         def rename(replacement: Replacement) -> None:
-            layers[replacement.transfer.layer_number].replace(replacement.dropped, replacement.transfer.expert)
+            self._replica_layers[replacement.transfer.layer_number].replace(
+                replacement.dropped, replacement.transfer.expert
+            )
 
         places = ExpertPlaces(self.model_chunks, self.optimizer)
-        num_bytes = places.carry_out(announced(), replicas.plan.ranks, self.pg.ep, rename)
-        for number, layer in layers.items():
+        num_bytes = places.carry_out(announced(), replicas.plan.ranks, self.pg.ep, rename, saved)
+        self._settle(places, replicas)
+        return num_bytes
+
+    def return_experts(self, replicas: Replicas, saved: SavedExperts) -> None:
+        """Undo ``replace_experts``, also if it failed: give this rank the experts of ``replicas`` again, which it had
+        before. This needs no other rank."""
+        places, wanted = ExpertPlaces(self.model_chunks, self.optimizer), replicas.plan.of_rank(self.pg.ep.rank())
+        for number, layer in self._replica_layers.items():
+            before = {expert for of_layer, expert in wanted if of_layer == number}
+            here = set(layer.local_expert_indices)
+            for dropped, expert in zip(sorted(here - before), sorted(before - here), strict=True):
+                places.put(number, dropped, expert, saved[number, expert])
+                layer.replace(dropped, expert)
+        self._settle(places, replicas)
+
+    @property
+    def _replica_layers(self) -> dict[int, ReplicaMixtureLayer]:
+        return {m.layer_number: m for m in self._mixture_layers if isinstance(m, ReplicaMixtureLayer)}
+
+    def _settle(self, places: ExpertPlaces, replicas: Replicas) -> None:
+        for number, layer in self._replica_layers.items():
             # In the order in which a new model would have them, because sums over parameters depend on the order.
             places.sort(number, layer.local_expert_indices)
             layer.use(replicas.slots_of(number))
@@ -258,9 +272,8 @@ class TrainingEngine:
             for parameter, master in masters_of(member):
                 if hasattr(parameter, "shared"):
                     master.shared = parameter.shared  # type: ignore[attr-defined]
-        self._end_copies()
+        self.end_copies()
         self.replica_gradients = ReplicaGradients(self.model_chunks, replicas, self.pg.ep)
-        return num_bytes
 
     def rebuild(self, replicas: Replicas | None) -> None:
         """Build model and optimizer again on the same groups. The caller must then restore weights and moments."""
@@ -301,16 +314,14 @@ class TrainingEngine:
         ]
         self._straggler_timer.watch(self.model_chunks)
 
-    def keep_copies(self, plan: StateCopyPlan, placement: PlacementPlan) -> StateCopies:
-        """Copy optimizer state to the ranks that ``plan`` names, and update the copies with every iteration. All ranks
-        must call this."""
+    def keep_copies(
+        self, plan: StateCopyPlan, placement: PlacementPlan, *, former: StateCopies | None = None
+    ) -> StateCopies:
+        """Copy optimizer state to the ranks that ``plan`` names and that have no ``former`` copies, and update the
+        copies with every iteration. All ranks must call this."""
+        chunks, ranks = self.model_chunks, self.pg.ep
         self.state_copies = StateCopies(
-            self.model_chunks,
-            self.optimizer,
-            self.config.optimizer,
-            plan=plan,
-            placement=placement,
-            group=self.pg.ep,
+            chunks, self.optimizer, self.config.optimizer, plan=plan, placement=placement, group=ranks, former=former
         )
         return self.state_copies
 
@@ -319,13 +330,14 @@ class TrainingEngine:
         failpoints.hit("teardown", self.iteration)
         self._release("pg", "groups")
 
-    def _end_copies(self) -> None:
+    def end_copies(self) -> None:
+        """Drop the copies of optimizer state for other ranks, and make no updates of them until ``keep_copies``."""
         if self.state_copies is not None:
             self.state_copies.end()
         self.state_copies = None
 
     def _release(self, *others: str) -> None:
-        self._end_copies()
+        self.end_copies()
         forget_auxiliary_losses()
         release_caches()
         self.boundaries.release()
@@ -366,7 +378,7 @@ class TrainingEngine:
         return IterationResult(
             vote=vote,
             decision=self.policy.decide(vote, self.history),
-            learning_rate=self._learning_rate(),
+            learning_rate=float(max(group["lr"] for group in self.optimizer.param_groups)),
             median_loss=self.history.median_loss,
             expert_load=self._of(vote.iteration).expert_load,
             pass_seconds=self._of(vote.iteration).pass_seconds,
@@ -486,7 +498,9 @@ class TrainingEngine:
         with nullcontext() if self.in_progress is None else self.in_progress.updating():
             adamw.update(self.optimizer, self.config.optimizer.clip_grad, vote.grad_norm)
             if self.state_copies is not None:
-                self.state_copies.update(vote.grad_norm, self._learning_rate())
+                self.state_copies.update(
+                    vote.grad_norm, float(max(group["lr"] for group in self.optimizer.param_groups))
+                )
 
     def gather(self) -> None:
         """All-gather the updated compute weights."""
@@ -581,12 +595,8 @@ class TrainingEngine:
             self.replica_gradients.sum()
 
     def _own_share(self, reports: list[torch.Tensor]) -> tuple[float, int]:
-        # Returns the loss sum and the tokens for this rank's ballot. Tensor-parallel ranks have the same loss, so only
-        # one of them reports it.
-        if not reports or self.pg.tp.rank() != 0:
+        # Returns the loss sum and the tokens for this rank's ballot.
+        if not reports or self.pg.tp.rank() != 0:  # tensor-parallel ranks have the same loss
             return 0.0, 0
         loss_sum, num_tokens = torch.stack(reports).sum(dim=0).tolist()
         return loss_sum, int(num_tokens)
-
-    def _learning_rate(self) -> float:
-        return float(max(group["lr"] for group in self.optimizer.param_groups))

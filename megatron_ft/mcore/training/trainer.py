@@ -30,13 +30,14 @@ from megatron_ft.mcore.checkpoint.state import DenseState
 from megatron_ft.mcore.data.data_checks import check_known_data, check_same_data, job_identity, open_splits
 from megatron_ft.mcore.groups import Collectives, Groups
 from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager, PreviousPlacement
+from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.recovery.restart import recorded_placement, select_restore_source
 from megatron_ft.mcore.recovery.upstream_log import keep_log, replay_window
 from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, replay_config
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.mcore.state.carried import MembershipStart
-from megatron_ft.mcore.state.tensors import NamedState, state_digest
+from megatron_ft.mcore.state.tensors import NamedState, SavedExperts, state_digest
 from megatron_ft.mcore.state.train_state import IterationResult
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.mcore.training.reporting import (
@@ -97,6 +98,8 @@ class Trainer:
         """Shuts down the current connections to other ranks."""
         self.previous_placement: PreviousPlacement | None = None
         """The placement before the newest migration; None after an iteration with the new placement is committed."""
+        self.placed_from = 0
+        """First iteration that was committed with the present placement. Earlier windows have another one."""
         self.snapshots: Snapshotter | None = None
         self.ended = False
         """Whether the run has reached its last iteration, or a stop for which the ranks have voted."""
@@ -239,6 +242,8 @@ class Trainer:
         result = self.engine.run_iteration(iteration)
         if result.decision.action != "stop":
             # A recovery cannot go back before this iteration any more, so the states for that are freed.
+            if self.previous_placement is not None:
+                self.placed_from = iteration
             self.previous_placement = self.membership_start = None
         self.observe(result)
         seconds = time.perf_counter() - began
@@ -337,8 +342,10 @@ class Trainer:
         # An evacuation needs the placements before and after it, because ranks leave afterwards.
         steps = None if is_evacuation else self.placement.steps_to(change)
         if steps is not None:
-            self.previous_placement = former(state={}, is_in_place=True)
-            self.engine.replace_experts(steps, replicas)
+            # In a kept layout each rank returns to its former experts by itself, because it keeps its place.
+            saved: SavedExperts | None = {} if self.job.recovery.keep_layout else None
+            self.previous_placement = former(state={}, is_in_place=True, saved=saved)
+            self.engine.replace_experts(steps, replicas, saved=saved)
             return
 
         def keep(state: NamedState) -> None:
@@ -347,12 +354,13 @@ class Trainer:
         # During the migration the whole state of this rank is kept, after it only the state of experts that have left.
         self.previous_placement = former(state=self.engine.migrate(replicas, migration, keep=keep))
 
-    def keep_copies(self) -> None:
-        """Copy optimizer state to other ranks if ``placement.state_copies`` is set."""
+    def keep_copies(self, *, former: StateCopies | None = None) -> None:
+        """Copy optimizer state to other ranks if ``placement.state_copies`` is set. Ranks with ``former`` copies, which
+        have the present state, keep them."""
         plan = None if self.placement is None else self.placement.copy_plan()
         if plan is None or self.placement is None:
             return
-        self.engine.keep_copies(plan, self.placement.replicas().plan)
+        self.engine.keep_copies(plan, self.placement.replicas().plan, former=former)
         # Freed only now: until all copies are made again, a rank that is lost may have the only other copy.
         if self.previous_placement is not None:
             self.previous_placement = replace(self.previous_placement, copies=None)

@@ -53,6 +53,9 @@ class RecoveryFacts:
     """Estimate of the job's snapshots; None without snapshots."""
     state_bytes: int
     """Bytes of the state of the largest rank, without activations; a vocabulary of unknown size counts as one entry."""
+    received_bytes: tuple[int, ...] = ()
+    """Bytes of weights, master weights, moments and state copies of a rank, by pipeline stage. A rank in the place of a
+    lost rank receives them. A vocabulary of unknown size counts as one entry."""
     is_running: bool = True
     """Whether the job has running ranks, which could continue after a loss."""
     iteration_seconds: float | None = None
@@ -93,7 +96,8 @@ class RecoveryFacts:
             layout=layout,
             placements=tuple(plans),
             snapshot=snapshot,
-            state_bytes=_state_bytes(of_present, topology),
+            state_bytes=max(memory.state_bytes for memory in _memory(of_present, topology)),
+            received_bytes=tuple(map(_received_bytes, _memory(of_present, topology))),
             iteration_seconds=config.snapshot.iteration_seconds,
         )
 
@@ -149,6 +153,17 @@ class RecoveryFacts:
         """Return the pipeline stages in which the ranks on ``nodes`` train, ascending."""
         return tuple(sorted({stage for node in nodes for stage in self.stages[self.nodes.index(node)]}))
 
+    def stages_of_ranks(self, nodes: Collection[int]) -> tuple[int, ...]:
+        """Return the pipeline stage of each rank on ``nodes``."""
+        stage_size = len(self.layout.rank_nodes) // self.config.parallel.pipeline_model_parallel_size
+        return tuple(rank // stage_size for rank in sorted(_ranks_on(self.layout, nodes)))
+
+    def stages_with(self, operators: Iterable[OperatorId]) -> frozenset[int]:
+        """Return the pipeline stages of ``operators``."""
+        topology = Topology.of(self.config.parallel, len(self.layout.rank_nodes))
+        stage_of = _stage_of_layers(self.config, topology)
+        return frozenset(stage_of[operator.layer] for operator in operators)
+
     def domain_of(self, node: int) -> str:
         """Return the failure domain of ``node``."""
         return self.failure_domains[node]
@@ -179,15 +194,19 @@ def _ranks_on(layout: MembershipLayout, nodes: Collection[int]) -> frozenset[int
     return frozenset(rank for rank, node in enumerate(layout.rank_nodes) if node in nodes)
 
 
-def _state_bytes(config: JobConfig, topology: Topology) -> int:
+def _memory(config: JobConfig, topology: Topology) -> Iterator[RankMemory]:
+    # Yields the memory of a rank of each stage.
     vocab_size = config.model.vocab_size or 1
     operators = operators_of(config.model, vocab_size)
     num_slots = config.placement.num_slots_per_rank if config.placement.algorithm else None
-    sizes = []
     for stage in range(topology.pipeline_model_parallel_size):
         parameters = RankParameters.of_stage(config.model, operators, topology, stage, num_slots)
-        sizes.append(RankMemory.of_stage(config, parameters, topology, stage, vocab_size).state_bytes)
-    return max(sizes)
+        yield RankMemory.of_stage(config, parameters, topology, stage, vocab_size)
+
+
+def _received_bytes(memory: RankMemory) -> int:
+    # A quarter of the bytes of copies is their gradients.
+    return memory.weights_bytes + memory.master_bytes + memory.moments_bytes + memory.copies_bytes * 3 // 4
 
 
 def _stages(topology: Topology, ranks: Iterable[int]) -> tuple[int, ...]:

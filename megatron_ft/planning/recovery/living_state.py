@@ -1,7 +1,9 @@
 """Recovery strategy ``living_state``: the surviving ranks have all state, and continue without going back.
 
 All ranks of a model part have its non-expert state, or other nodes have copies of its shards, and experts have
-replicas. Experts and shards move if ranks are lost, leave or join, and ranks that change their model part receive it.
+replicas or expert-data-parallel peers. In a job that keeps its layout, the ranks in the places of lost ranks receive
+their state (``LocalizedPlan``). Otherwise experts and shards move if ranks are lost, leave or join, and ranks that
+change their model part receive it.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,7 +13,7 @@ from typing import ClassVar
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import config_of
-from megatron_ft.config.requirements import REQUIREMENTS, Requirement
+from megatron_ft.config.requirements import KEPT_LAYOUT, REQUIREMENTS, Requirement
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.cost.memory import expert_state_bytes
 from megatron_ft.planning.placement.layout import Holdings, OtherHoldings
@@ -19,7 +21,7 @@ from megatron_ft.planning.placement.migration import MigrationPlan, holdings, re
 from megatron_ft.planning.placement.plan import PlacementPlan, Slots
 from megatron_ft.planning.recovery.facts import RecoveryFacts
 from megatron_ft.planning.recovery.layout import MembershipLayout
-from megatron_ft.planning.recovery.strategy import NOT_RUNNING, Cost, Loss, Place
+from megatron_ft.planning.recovery.strategy import NOT_RUNNING, Cost, Loss, Place, why_no_replacement
 from megatron_ft.planning.state.declined import Declined
 from megatron_ft.topology import Topology
 
@@ -28,13 +30,16 @@ NO_HOLDER = "no surviving rank holds these operators"
 
 @dataclass(frozen=True, slots=True)
 class LivingState:
-    """The remaining ranks continue on fewer nodes with the state that they have (``recovery.min_nodes``)."""
+    """The remaining ranks continue with the state that they have: on fewer nodes (``recovery.min_nodes``), or together
+    with nodes in the places of the lost ones (``recovery.keep_layout``)."""
 
     name: ClassVar[str] = "living_state"
     requirements: ClassVar[tuple[Requirement, ...]] = REQUIREMENTS[name]
 
     def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
         """Compute the cost of the recovery; no iteration runs again."""
+        if facts.config.recovery.keep_layout:
+            return self._cost_in_place(loss, facts)
         if reason := _why_not(loss, facts):
             return Declined(strategy=self.name, reason=reason)
         # Joint over all operators: the loss of one expert of one layer is enough to end this strategy.
@@ -58,6 +63,40 @@ class LivingState:
             moved_bytes=num_bytes,
             is_bitwise=False,
         )
+
+    def _cost_in_place(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
+        if reason := why_no_living_places(loss, facts):
+            return Declined(strategy=self.name, reason=reason, missing=loss.missing if reason == NO_HOLDER else ())
+        received = [facts.received_bytes[stage] for stage in facts.stages_of_ranks(loss.nodes)]
+        return Cost.in_processes(
+            self.name,
+            loss,
+            facts,
+            0,
+            sent_bytes=max(received),
+            replaces_nodes=loss.is_gone,
+            lost_operators=(),
+            moved_bytes=sum(received),
+            is_bitwise=True,
+        )
+
+
+def why_no_living_places(loss: Loss, facts: RecoveryFacts) -> str:
+    """Return the reason why ranks in the places of lost ranks cannot receive all of their state from living ranks, in a
+    job that keeps its layout; empty if they can."""
+    config = facts.config
+    if reason := why_no_replicas(config):
+        return reason
+    if not facts.is_running:
+        return NOT_RUNNING
+    if not loss.remaining:
+        return "no rank survives"
+    if reason := why_no_replacement(loss, facts):
+        return reason
+    for key in ("hidden_dropout", "attention_dropout"):
+        if value := getattr(config.model, key):
+            return f"model.{key}={value:g}: the random number generators of lost ranks are not known"
+    return NO_HOLDER if loss.missing else ""
 
 
 def _moved_bytes(loss: Loss, facts: RecoveryFacts, place: Place) -> tuple[int, int] | Declined:
@@ -85,15 +124,17 @@ def _moved_bytes(loss: Loss, facts: RecoveryFacts, place: Place) -> tuple[int, i
 
 
 def why_no_replicas(config: JobConfig) -> str:
-    """Return the reason why the job cannot continue from expert replicas after the loss of a node; empty if it can.
+    """Return the reason why the job never continues from the state of the remaining ranks after the loss of a node,
+    expert replicas among it; empty if it may.
 
     Args:
         config: configuration of the job, in which ``training.device`` is not ``auto``.
     """
-    reasons = Requirement.unmet_values(config, LivingState.requirements)
+    keeps_layout = config.recovery.keep_layout
+    reasons = Requirement.unmet_values(config, KEPT_LAYOUT if keeps_layout else LivingState.requirements)
     if not config.recovery.may_use(LivingState.name):
         reasons.insert(0, f"recovery.strategies does not contain {LivingState.name}")
-    if config.recovery.min_nodes is None or not config.may_change_nodes:
+    if not keeps_layout and (config.recovery.min_nodes is None or not config.may_change_nodes):
         reasons.append("recovery.min_nodes=null: all nodes are needed")
     return "; ".join(reasons)
 

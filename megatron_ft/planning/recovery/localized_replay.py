@@ -1,21 +1,25 @@
 """Recovery strategy ``localized_replay``: only pipeline stages that lost a rank replay (``recovery.keep_layout``).
 
-If a rank lacks the state after the target iteration, its whole stage goes back to the newest committed window. Adjacent
-stages that go back form a *region* and replay jointly; separate regions replay at the same time. A healthy stage next
-to a region sends the tensors that it has logged. It keeps its state and computes nothing (MoEvement, section 3.4 and
+Other processes take the places of lost ranks. If living ranks have all state of these places, the ranks *receive* it
+from them, and no iteration runs again. Otherwise the whole stage goes back to the newest committed window. Adjacent
+stages that go back form a *region* and replay jointly; separate regions replay at the same time. A stage next to a
+region sends the tensors that it has logged. It keeps its state and computes nothing (MoEvement, section 3.4 and
 appendix A).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from megatron_ft.config.requirements import REQUIREMENTS, Requirement
 from megatron_ft.planning.pipeline import Direction
+from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.recovery.facts import RecoveryFacts
-from megatron_ft.planning.recovery.strategy import NOT_RUNNING, Cost, Loss
+from megatron_ft.planning.recovery.living_state import NO_HOLDER, LivingState, why_no_living_places
+from megatron_ft.planning.recovery.strategy import NOT_RUNNING, Cost, Loss, why_no_replacement
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.planning.state.declined import Declined
+from megatron_ft.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,24 @@ class LocalizedReplay:
             replaces_nodes=loss.is_gone,
             lost_operators=loss.missing,
             is_bitwise=True,
-            stages=facts.stages_of(loss.nodes),
+            stages=_replaying_stages(loss, facts),
         )
+
+
+def _replaying_stages(loss: Loss, facts: RecoveryFacts) -> tuple[int, ...]:
+    # Stages without all of their state replay. So do lost stages beside them, because their logs are lost.
+    lost = facts.stages_of(loss.nodes)
+    # If living ranks had all state but may not send it, every lost stage replays.
+    found = (
+        set(facts.stages_with(loss.missing)) & set(lost) if why_no_living_places(loss, facts) == NO_HOLDER else set()
+    )
+    if not found:
+        return lost
+    parallel = facts.config.parallel
+    num_stages, is_ring = parallel.pipeline_model_parallel_size, bool(parallel.virtual_pipeline_model_parallel_size)
+    for _ in lost:
+        found |= {to for stage in found for to in _neighbours(stage, num_stages, is_ring).values() if to in lost}
+    return tuple(sorted(found))
 
 
 def _why_not(loss: Loss, facts: RecoveryFacts) -> str:
@@ -59,11 +79,12 @@ def _why_not(loss: Loss, facts: RecoveryFacts) -> str:
         return NOT_RUNNING
     if not loss.remaining:
         return "no rank survives, so the logged votes are lost"
-    # If only ranks have died, their windows are in the memory of their own node, and no node has to be replaced.
+    if not why_no_living_places(loss, facts):
+        return "living ranks have all state, so that no iteration has to run again"
+    if reason := why_no_replacement(loss, facts):
+        return reason
+    # If only ranks have died, their windows are in the memory of their own node.
     if loss.is_gone:
-        spares = config.nodes.num_spare_nodes
-        if not config.nodes.restart_lost_nodes and len(loss.nodes) > spares:
-            return f"nodes.num_spare_nodes={spares} is less than the number of lost nodes, {len(loss.nodes)}"
         # A copy on a node that is lost as well cannot be used.
         alone = [node for node in loss.nodes if not set(facts.peers_of(node)) & set(loss.remaining)]
         if alone:
@@ -86,6 +107,16 @@ class Standing:
     """Whether all weights on this rank are up to date; see ``Carried.has_whole_weights``."""
     window: WindowKey | None = None
     """Newest window that the rank knows to be committed; another rank may know a newer window from the last vote."""
+    holds: tuple[str, ...] = ()
+    """Units of state that the rank has, see ``units_of``; not used without state."""
+    has_first_generators: bool = True
+    """Whether the seeded random number generators are as they were after the rank's model was built. If nothing draws
+    from them, a new process in the same place has the same generators."""
+    has_copies: bool = True
+    """Whether the rank has the copies of other ranks' optimizer state that it keeps (``placement.state_copies``)."""
+    placed_from: int = 0
+    """First iteration that was committed with the present placement of experts. A window that started before it has
+    experts at other places."""
     logged: tuple[int, ...] = ()
     """Iterations in the rank's upstream log, ascending."""
     voted: tuple[int, ...] = ()
@@ -102,7 +133,7 @@ class Standing:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Standing":
         window = None if content["window"] is None else WindowKey(**content["window"])
-        lists = {name: tuple(content[name]) for name in ("logged", "voted")}
+        lists = {name: tuple(content[name]) for name in ("logged", "voted", "holds")}
         return cls(**{**content, **lists, "window": window})
 
 
@@ -117,8 +148,20 @@ class LocalizedPlan:
     """Newest committed window; None if no window is committed and no rank needs one."""
     target: int
     """Iteration after which all ranks continue."""
+    placed_from: int = 0
+    """The largest ``Standing.placed_from``."""
     regions: tuple[tuple[int, ...], ...]
-    """Groups of adjacent stages that replay jointly, ascending within each group; empty if all ranks have state."""
+    """Groups of adjacent stages that replay jointly, ascending within each group; empty if no stage replays."""
+    receiving: tuple[int, ...] = ()
+    """Stages with ranks that receive their state from living ranks, ascending."""
+    reasons: tuple[str, ...] = ()
+    """Reason for which each replaying stage replays, except for stages that lost a rank in a job that may not use
+    ``living_state``."""
+
+    @property
+    def strategy(self) -> str:
+        """Name of the recovery strategy that serves."""
+        return LocalizedReplay.name if self.regions else LivingState.name
 
     @property
     def iterations(self) -> range:
@@ -133,6 +176,10 @@ class LocalizedPlan:
     def replays(self, stage: int) -> bool:
         """Whether a stage replays."""
         return self.region_of(stage) is not None
+
+    def lacks_copies(self, stage: int, standings: Sequence[Standing]) -> bool:
+        """Whether ranks of ``stage`` have to get copies of optimizer state again. A replay drops them."""
+        return self.replays(stage) or not all(found.has_copies for found in standings if found.stage == stage)
 
     def neighbours(self, stage: int) -> Mapping[Direction, int]:
         """Return, for each direction, the stage to which ``stage`` sends tensors."""
@@ -158,6 +205,7 @@ class LocalizedPlan:
             "a stage is in two regions or does not exist"
         )
         assert self.window is not None or not stages, "stages replay without a window"
+        assert not set(stages) & set(self.receiving), "a stage that replays receives state"
         assert self.window is None or self.target >= self.window.start_iteration, "the window starts after the target"
         for region in self.regions:
             beside = {to for stage in region for to in self.neighbours(stage).values()} - set(region)
@@ -165,7 +213,10 @@ class LocalizedPlan:
 
     def summary(self) -> str:
         if not self.regions or self.window is None:
-            return f"all stages have the state after iteration {self.target}"
+            if not self.receiving:
+                return f"all stages have the state after iteration {self.target}"
+            receiving = _named(self.receiving).removesuffix(" jointly")
+            return f"{receiving} of PP{self.num_stages} receive the state after iteration {self.target}"
         regions = " and ".join(_named(region) for region in self.regions)
         first, count = self.window.start_iteration, len(self.iterations)
         return (
@@ -174,47 +225,137 @@ class LocalizedPlan:
         )
 
     @classmethod
-    def of(cls, standings: Sequence[Standing], *, num_stages: int, is_ring: bool) -> "LocalizedPlan | Declined":
-        """Decide which stages replay, or return the reason why localized replay is impossible.
+    def of(
+        cls,
+        standings: Sequence[Standing],
+        *,
+        num_stages: int,
+        is_ring: bool,
+        needs: Sequence[Collection[str]] | None = None,
+        may_replay: bool = True,
+    ) -> "LocalizedPlan | Declined":
+        """Decide which stages receive state and which replay, or return the reason why the job cannot continue.
 
         Args:
             standings: report of every rank, by rank; at least one rank must have state.
             is_ring: see ``LocalizedPlan``.
+            needs: for each rank, the units of state that its place needs, see ``units_of``; None if ranks may not
+                receive state of living ranks.
+            may_replay: whether stages may replay.
         """
         targets = {standing.iteration for standing in standings if standing.iteration is not None}
         assert len(targets) == 1, f"surviving ranks are at different iterations: {sorted(targets)}"
-        target = targets.pop()
         # The whole stage goes back, because all of its ranks take part in every collective of the replay.
         behind = sorted({standing.stage for standing in standings if not standing.has_state})
+        reasons = dict.fromkeys(behind, "")
+        if needs is not None:
+            reasons = {stage: why for stage in behind if (why := _why_no_state(stage, standings, needs))}
         windows = [standing.window for standing in standings if standing.window is not None]
-        if behind and not windows:
-            return Declined(strategy=LocalizedReplay.name, reason="no window has been committed yet")
-        # The vote commits a window for the whole job: if one rank knows the newest, every rank has its part.
-        window = max(windows, key=lambda kept: kept.start_iteration, default=None)
         plan = cls(
             num_stages=num_stages,
             is_ring=is_ring,
-            window=window,
-            target=target,
-            regions=_regions(behind, num_stages, is_ring),
+            # The vote commits a window for the whole job: if one rank knows the newest, every rank has its part.
+            window=max(windows, key=lambda kept: kept.start_iteration, default=None),
+            target=targets.pop(),
+            placed_from=max(standing.placed_from for standing in standings),
+            regions=(),
         )
-        voter = plan.voter(standings)
-        unknown = sorted(set(plan.iterations) - set(standings[voter].voted)) if behind else []
-        if unknown:
-            reason = (
-                f"no rank has all votes since the window: rank {voter} lacks the votes of iterations {_span(unknown)}"
+        while True:
+            plan = replace(
+                plan,
+                regions=_regions(list(reasons), num_stages, is_ring),
+                receiving=tuple(stage for stage in behind if stage not in reasons),
+                reasons=tuple(why for _, why in sorted(reasons.items()) if why),
             )
-            return Declined(strategy=LocalizedReplay.name, reason=reason)
-        for rank, standing in enumerate(standings):
-            # Only logs at the edges of a region are read; stages inside it send each other what they compute.
-            lacking = sorted(set(plan.iterations) - set(standing.logged)) if plan.serves(standing.stage) else []
-            if lacking:
-                reason = (
-                    f"the upstream log of rank {rank} lacks iterations {_span(lacking)}, which an adjacent stage needs"
-                )
-                return Declined(strategy=LocalizedReplay.name, reason=reason)
+            why = plan._why_no_replay(standings) if may_replay else "recovery.strategies does not contain it"
+            if reasons and why:
+                return Declined(strategy=LocalizedReplay.name, reason="; ".join([why, *plan.reasons]))
+            # Logs contain the messages of their own rank, so no other rank can send them in its place.
+            unlogged = {stage: why for stage in range(num_stages) if (why := plan._why_no_log(stage, standings))}
+            if not unlogged:
+                break
+            reasons |= unlogged
         plan.validate()
         return plan
+
+    def _why_no_replay(self, standings: Sequence[Standing]) -> str:
+        if self.window is None:
+            return "no window has been committed yet"
+        if self.window.start_iteration < self.placed_from:
+            started = f"the newest committed window, that of iteration {self.window.start_iteration}"
+            return f"experts have moved before iteration {self.placed_from}, after {started}"
+        voter = self.voter(standings)
+        unknown = sorted(set(self.iterations) - set(standings[voter].voted))
+        if not unknown:
+            return ""
+        return f"no rank has all votes since the window: rank {voter} lacks the votes of iterations {_span(unknown)}"
+
+    def _why_no_log(self, stage: int, standings: Sequence[Standing]) -> str:
+        # Only logs at the edges of a region are read; stages inside it send each other what they compute.
+        if not self.serves(stage):
+            return ""
+        for rank, standing in enumerate(standings):
+            lacking = sorted(set(self.iterations) - set(standing.logged)) if standing.stage == stage else []
+            if lacking:
+                lacks = f"the upstream log of rank {rank} lacks iterations {_span(lacking)}"
+                return f"stage {stage}: {lacks}, which an adjacent stage needs"
+        return ""
+
+
+def units_of(rank: int, topology: Topology, *, plan: PlacementPlan | None, is_sharded: bool) -> tuple[str, ...]:
+    """Return the units of state that belong to the place of ``rank``. Ranks that have the same unit have the same bits.
+
+    Args:
+        plan: placement of expert replicas in the rank's stage; None if Megatron assigns experts to ranks.
+        is_sharded: whether the optimizer is sharded (``parallel.use_distributed_optimizer``). Then each rank has a unit
+            of its own, and the optimizer state of experts belongs to it unless they have replicas.
+    """
+    units = [part_unit(rank, topology)]
+    if plan is None:
+        units.append(experts_unit(rank, topology))
+    else:
+        units += [expert_unit(layer, expert) for layer, expert in sorted(plan.of_rank(plan.ranks.index(rank)))]
+    return (*units, shard_unit(rank)) if is_sharded else tuple(units)
+
+
+def part_unit(rank: int, topology: Topology) -> str:
+    """Return the unit of the non-expert state of ``rank``. If the optimizer is sharded, this is only the weights."""
+    return f"the non-expert state of {topology.describe_part(topology.model_parts[rank])}"
+
+
+def experts_unit(rank: int, topology: Topology) -> str:
+    """Return the unit of the experts that Megatron assigns to ``rank``. If the optimizer is sharded, this is only the
+    weights."""
+    place, part = topology.coordinates(rank), rank % topology.stage_size % topology.expert_tensor_parallel_size
+    return f"the experts of expert-parallel rank {place.ep}, pipeline stage {place.pp}, expert tensor part {part}"
+
+
+def expert_unit(layer: int, expert: int) -> str:
+    """Return the unit of the state of one expert with replicas; layers are numbered from 1."""
+    return f"expert {expert} of layer {layer}"
+
+
+def shard_unit(rank: int) -> str:
+    """Return the unit of the shard of the distributed optimizer that ``rank`` updates."""
+    return f"the optimizer shard of rank {rank}"
+
+
+def _why_no_state(stage: int, standings: Sequence[Standing], needs: Sequence[Collection[str]]) -> str:
+    held = {unit for standing in standings if standing.has_state for unit in standing.holds}
+    of_stage = [(rank, standing) for rank, standing in enumerate(standings) if standing.stage == stage]
+    for rank, standing in of_stage:
+        missing = [] if standing.has_state else [unit for unit in needs[rank] if unit not in held]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            return f"{LivingState.name}: stage {stage}: no living rank has {missing[0]}{more}"
+    # Ranks of a stage run the same code: if one of them has drawn random numbers, so has the lost one.
+    drawn = [rank for rank, standing in of_stage if not standing.has_first_generators]
+    if drawn:
+        return (
+            f"{LivingState.name}: stage {stage}: rank {drawn[0]} has drawn random numbers since its model was built, "
+            "so the generators of a lost rank are not known"
+        )
+    return ""
 
 
 def _neighbours(stage: int, num_stages: int, is_ring: bool) -> dict[Direction, int]:

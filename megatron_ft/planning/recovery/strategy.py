@@ -103,6 +103,15 @@ class Loss:
         )
 
 
+def why_no_replacement(loss: Loss, facts: RecoveryFacts) -> str:
+    """Return the reason why no nodes can take the places of the lost ones, in a job that keeps its layout; empty if
+    they can. If only ranks have died, no node has to be replaced."""
+    nodes = facts.config.nodes
+    if not loss.is_gone or nodes.restart_lost_nodes or len(loss.nodes) <= nodes.num_spare_nodes:
+        return ""
+    return f"nodes.num_spare_nodes={nodes.num_spare_nodes} is less than the number of lost nodes, {len(loss.nodes)}"
+
+
 def _restart(
     facts: RecoveryFacts, lost: Sequence[int], remaining: Sequence[int], is_gone: bool
 ) -> Literal["all", "fewer"] | None:
@@ -138,7 +147,8 @@ class Cost:
     max_iterations: int | None
     """Largest possible number of committed iterations that run again; None if the size of a window is not measured."""
     moved_bytes: int | None = None
-    """Bytes of expert state that surviving ranks send; None if they were not computed or no state is sent."""
+    """Bytes of state that surviving ranks send, only that of experts if the layout changes; None if they were not
+    computed or no state is sent."""
     is_bitwise: bool
     """Whether the run gives the same results as a run without failures, bit by bit. Otherwise sums are computed in
     another order, and results agree within a tolerance."""

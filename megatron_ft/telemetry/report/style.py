@@ -10,7 +10,7 @@ STYLE = """
   --between: #8c99a8; --rest: #ccd3db;
   --load-0: #2166ac; --load-1: #67a9cf; --load-2: #c6dcec; --load-3: #f1f1ef; --load-4: #fbceb1; --load-5: #ea8560;
   --load-6: #b2182b; --held-1: #4a7fb0; --held-2: #173f66;
-  --replays: #e8833a; --serves: #4aa3d6; --waits: #ffffff; --other: #d9d9d9; --bar: #10151c;
+  --replays: #e8833a; --receives: #56ad6a; --serves: #4aa3d6; --waits: #ffffff; --other: #d9d9d9; --bar: #10151c;
 }
 @media (prefers-color-scheme: dark) {
   :root {
@@ -21,7 +21,7 @@ STYLE = """
     --between: #6b7888; --rest: #3f4a58;
     --load-0: #4c9be8; --load-1: #33689c; --load-2: #243f58; --load-3: #2b313a; --load-4: #5d3b2a; --load-5: #a9573a;
     --load-6: #ee7262; --held-1: #4a7fb0; --held-2: #a9d2f7;
-    --replays: #a84f10; --serves: #1f77ad; --waits: #11161d; --other: #4a4a4a; --bar: #f2f5f9;
+    --replays: #a84f10; --receives: #2c7a3f; --serves: #1f77ad; --waits: #11161d; --other: #4a4a4a; --bar: #f2f5f9;
   }
 }
 * { box-sizing: border-box; }
@@ -60,6 +60,7 @@ svg .inbar { font-size: 11px; fill: var(--bar); }
 .badge { fill: var(--paper); stroke: var(--soft); }
 .lane { fill: var(--panel); }
 .trains { fill: var(--trains); } .loads { fill: var(--loads); } .replays { fill: var(--replays); }
+.receives { fill: var(--receives); }
 .serves { fill: var(--serves); } .other { fill: var(--other); } .forms, .starts { fill: var(--forms); }
 .waits, .unfinished { fill: var(--waits); stroke: var(--soft); stroke-dasharray: 3 2; }
 .useful { fill: var(--useful); } .stalled { fill: var(--stalled); } .again { fill: var(--again); }

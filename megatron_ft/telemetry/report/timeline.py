@@ -18,7 +18,8 @@ KINDS = {
     "starts": "processes start",
     "loads": "loads a checkpoint",
     "replays": "replays (computes again)",
-    "serves": "sends its upstream log to replaying ranks",
+    "receives": "receives the state of living ranks",
+    "serves": "sends its state, or its upstream log",
     "waits": "waits and keeps its state",
     "other": "other",
 }
@@ -290,7 +291,7 @@ def _during(lane: Lane, recovery: Recovery, course: Course) -> Iterator[_Span]:
 
 
 def _work(work: events.StageRecovery) -> str:
-    direction = {"replays": "received", "serves": "sent"}.get(work.role, "moved")
+    direction = {"replays": "received", "receives": "received", "serves": "sent"}.get(work.role, "moved")
     moved = f"{size(work.bytes_moved)} {direction}"
     if work.role == "replays":
         passes = f"{work.num_forward_passes} forward passes"
@@ -467,7 +468,7 @@ def _bar(span: _Span, x: Scale, y: float) -> Iterator[Element]:
 def _bytes(lane: Lane, x: float, y: float, most: int) -> Iterator[Element]:
     if lane.work is None or lane.work.bytes_moved <= 0 or most <= 0:
         return
-    arrow = {"serves": "↑", "replays": "↓"}.get(lane.work.role, "")
+    arrow = {"serves": "↑", "replays": "↓", "receives": "↓"}.get(lane.work.role, "")
     width = 40 * min(1.0, lane.work.bytes_moved / most)
     yield Element.of("rect", x=x, y=y + 7, width=max(1.0, width), height=8, class_="log")
     yield text(f"{arrow} {size(lane.work.bytes_moved)}", x + 46, y + LANE / 2 + 4, "side")

@@ -228,6 +228,13 @@ KEEP: dict[str, Any] = {
         {"model.num_layers": 6, "parallel.pipeline_model_parallel_size": 3, "parallel.tensor_model_parallel_size": 2},
         {"parallel.use_distributed_optimizer": True},
         {"testing.failpoints": ['kill(generation=7, phase="forward")']},
+        {"snapshot.policy": None, "recovery.strategies": ["living_state"]},
+        {
+            "placement.algorithm": SEARCH,
+            "placement.num_slots_per_rank": 4,
+            "placement.state_copies": 2,
+            "parallel.use_distributed_optimizer": True,
+        },
     ],
     ids=str,
 )
@@ -253,11 +260,10 @@ def test_a_layout_is_kept_with_every_kind_of_parallelism(changes: dict[str, Any]
         ({"testing.membership_schedule": LOSE_ONE}, "testing.membership_schedule", "recovery.keep_layout=true"),
         ({"training.device": "cuda"}, "training.device", "must be cpu"),
         (
-            {"placement.algorithm": SEARCH, "placement.num_slots_per_rank": 4},
-            "placement.algorithm",
-            "must be null.*replica slots",
+            {"snapshot.policy": None, "recovery.strategies": ["localized_replay"]},
+            "snapshot.policy",
+            "begins with a window",
         ),
-        ({"snapshot.policy": None}, "snapshot.policy", "restarts from a window"),
     ],
     ids=str,
 )

@@ -34,10 +34,11 @@ def train_state(seen: str) -> Any:
 def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, generation: int = 1) -> Any:
     """Return a rank in an evacuation before iteration 5. Its experts are still moving, or ``moved``."""
     from megatron_ft.mcore.moe.placement_manager import PreviousPlacement
+    from megatron_ft.mcore.recovery import kept_layout
     from megatron_ft.mcore.recovery import replicas as module
 
     monkeypatch.setattr(module, "resolve_iteration", lambda engine, target: None)
-    monkeypatch.setattr(module, "take_state", lambda *_: {"router": "new"})
+    monkeypatch.setattr(kept_layout, "take_state", lambda *_: {"router": "new"})
     former = PreviousPlacement(
         before_iteration=5,
         plans=[Plan("old")],

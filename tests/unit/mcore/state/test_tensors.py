@@ -16,7 +16,7 @@ def test_experts_are_sorted_in_place(order: tuple[int, ...], monkeypatch: pytest
         for expert in order
         for number, kind in enumerate(("weight", "weight/exp_avg"))
     }
-    monkeypatch.setattr(tensors, "_distinct_state", lambda *_: iter(state.items()))
+    monkeypatch.setattr(tensors, "distinct_state", lambda *_: iter(state.items()))
     addresses = [tensor.data_ptr() for tensor in state.values()]
     tensors.ExpertPlaces([], None).sort(3, order)  # type: ignore[arg-type]
     assert [tensor.data_ptr() for tensor in state.values()] == addresses

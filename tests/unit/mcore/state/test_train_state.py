@@ -43,8 +43,8 @@ def test_it_survives_json_and_names_what_is_missing() -> None:
 
 def test_it_fits_an_engine_that_never_ran() -> None:
     """Before its first forward pass, Megatron has the router bias in BF16. The restored bias must not be rounded."""
+    from megatron_ft.mcore.moe.router import routers
     from megatron_ft.mcore.state.train_state import TrainState
-    from megatron_ft.mcore.training.engine import _routers
 
     overrides = {
         "precision.params_dtype": "bf16",
@@ -54,11 +54,11 @@ def test_it_fits_an_engine_that_never_ran() -> None:
     with engines.engine_of(engines.micro_config(overrides)) as engine:
         engine.run_iteration(1)
         record = json.loads(json.dumps(engine.train_state().to_json()))
-        biases = [router.expert_bias.clone() for router in _routers(engine.model_chunks)]
+        biases = [router.expert_bias.clone() for router in routers(engine.model_chunks)]
     with engines.engine_of(engines.micro_config(overrides)) as engine:
-        assert all(router.expert_bias.dtype is torch.bfloat16 for router in _routers(engine.model_chunks))
+        assert all(router.expert_bias.dtype is torch.bfloat16 for router in routers(engine.model_chunks))
         engine.restore(TrainState.from_json(record))
-        for router, bias in zip(_routers(engine.model_chunks), biases, strict=True):
+        for router, bias in zip(routers(engine.model_chunks), biases, strict=True):
             assert bias.any() and torch.equal(router.expert_bias, bias)
             assert router.expert_bias.dtype is torch.float32
 

@@ -127,13 +127,13 @@ def test_evaluation_changes_nothing() -> None:
 
 def test_a_rebuild_keeps_the_router_bias_to_the_bit() -> None:
     """A model that has not run has the bias in BF16, which cannot represent the bits of the first updates."""
-    from megatron_ft.mcore.training.engine import _routers
+    from megatron_ft.mcore.moe.router import routers
 
     with engines.engine_of(engines.micro_config({**EVERYTHING, "precision.params_dtype": "bf16"})) as engine:
         engine.run_iteration(1)
-        before = [router.expert_bias.clone() for router in _routers(engine.model_chunks)]
+        before = [router.expert_bias.clone() for router in routers(engine.model_chunks)]
         engine.rebuild(None)
-        after = [router.expert_bias for router in _routers(engine.model_chunks)]
+        after = [router.expert_bias for router in routers(engine.model_chunks)]
         assert [bias.dtype for bias in after] == [torch.float32, torch.float32]
         assert all(bias.any() and torch.equal(bias, old) for bias, old in zip(after, before, strict=True))
 

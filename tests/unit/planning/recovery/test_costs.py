@@ -379,12 +379,21 @@ def test_each_node_has_a_cost_that_fits_in_a_line_and_in_json() -> None:
 # --- the layout is kept ------------------------------------------------------------------------------------------
 
 
-def keeping(**keys: Any) -> RecoveryFacts:
-    """Return four nodes of one rank each in two stages. Lost places are filled."""
+def keeping(groups: dict[str, dict[str, Any]] | None = None, **keys: Any) -> RecoveryFacts:
+    """Return four nodes of one rank each in two stages, with a sharded optimizer. Lost places are filled."""
     filled = {"num_nodes": 4, "ranks_per_node": 1, "keep_layout": True, "restart_lost_nodes": True, **keys}
-    measured = {"bandwidth_bytes_per_second": 1e12, "iteration_seconds": 1.0}
-    snapshot = {"policy": WINDOWS, "num_peer_copies": 1, **measured}
-    return facts_of(job(**grouped(**filled), snapshot=snapshot, parallel={"pipeline_model_parallel_size": 2}))
+    found = {**grouped(**filled), "parallel": {"pipeline_model_parallel_size": 2}, "model": MODEL}
+    found["snapshot"] = {"policy": WINDOWS, "num_peer_copies": 1, "iteration_seconds": 1.0}
+    found["snapshot"]["bandwidth_bytes_per_second"] = 1e12
+    for name, values in (groups or {}).items():
+        found[name] = {**found.get(name, {}), **values}
+    return facts_of(job(**found))
+
+
+def living(groups: dict[str, dict[str, Any]] | None = None, **keys: Any) -> RecoveryFacts:
+    """Return the same job with the whole optimizer on every rank."""
+    given = groups or {}
+    return keeping({**given, "parallel": {"use_distributed_optimizer": False, **given.get("parallel", {})}}, **keys)
 
 
 def test_the_stage_of_a_lost_node_goes_back_alone() -> None:
@@ -440,6 +449,47 @@ def test_a_stage_goes_back_to_what_has_been_committed() -> None:
     stored = Stored(iteration=30, memory_start=26)
     assert cost_of_loss(keeping(), [0], stored=stored).max_iterations == 4
     assert cost_of_loss(keeping(), [0], stored=Stored(iteration=30)).declined[1].reason.startswith("no window")
+
+
+def test_a_lost_place_receives_the_state_of_living_ranks() -> None:
+    held = living()
+    cost = cost_of_loss(held, [3])
+    assert (cost.strategy, cost.max_iterations, cost.is_bitwise) == ("living_state", 0, True)
+    assert cost.moved_bytes == held.received_bytes[1] and cost.declined == ()
+    both = cost_of_loss(held, [0, 3], is_gone=False)
+    assert (both.strategy, both.moved_bytes) == ("living_state", sum(held.received_bytes))
+    assert cost_of_loss(living({"snapshot": {"policy": None, "num_peer_copies": 0}}), [3]).strategy == "living_state"
+
+
+@pytest.mark.parametrize(
+    ("held", "lost", "reason"),
+    [
+        (keeping(), [3], "no surviving rank holds these operators"),
+        (living(), [2, 3], "no surviving rank holds these operators"),
+        (living({"parallel": {"expert_model_parallel_size": 2}}), [1], "no surviving rank holds these operators"),
+        (living(strategies=["localized_replay"]), [3], "not chosen: recovery.strategies=[localized_replay]"),
+        (living({"model": {"hidden_dropout": 0.1}}), [3], "model.hidden_dropout=0.1: the random number generators"),
+        (living(restart_lost_nodes=False, num_spare_nodes=1), [1, 3], "nodes.num_spare_nodes=1 is less than"),
+    ],
+)
+def test_living_state_declines_where_ranks_lack_it(held: RecoveryFacts, lost: list[int], reason: str) -> None:
+    cost = cost_of_loss(held, lost)
+    assert cost.strategy != "living_state"
+    assert cost.declined[0].strategy == "living_state" and reason in cost.declined[0].reason
+
+
+def test_only_the_stage_without_its_state_replays_and_lost_neighbours() -> None:
+    held = living({"parallel": {"pipeline_model_parallel_size": 4}}, num_nodes=8)
+    assert cost_of_loss(held, [0, 1, 6], is_gone=False).stages == (0,)
+    assert cost_of_loss(held, [0, 1, 2], is_gone=False).stages == (0, 1)
+
+
+def test_replicas_and_copies_serve_in_a_kept_layout() -> None:
+    copies = {**SPREAD, "state_copies": 2}
+    held = keeping({"placement": copies})
+    assert idle_copies(held.config) == ()
+    assert cost_of_loss(held, [3]).strategy == "living_state"
+    assert cost_of_loss(held, [2, 3], is_gone=False).strategy == "localized_replay"
 
 
 def test_copies_that_no_recovery_reads_are_named() -> None:

@@ -1,0 +1,199 @@
+"""Gives ranks that take the places of lost ranks the state of living ranks, which keep their own state in place.
+
+``LocalizedPlan`` names the stages whose ranks receive state, and the units of state that each rank has. The joining
+ranks state the tensors that they need. All ranks compute the same ``TransferPlan`` from this, and carry it out: each
+element is sent once, the senders of a unit share the work, and ranks that lack nothing receive nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_ft.mcore.groups import Collectives, exchange_tensors
+from megatron_ft.mcore.optimizer import adamw
+from megatron_ft.mcore.optimizer.state_copies import StateCopies
+from megatron_ft.mcore.state.tensors import distinct_state, expert_of
+from megatron_ft.mcore.training.engine import TrainingEngine
+from megatron_ft.operator_state import operator_of
+from megatron_ft.planning.recovery.localized_replay import (
+    LocalizedPlan,
+    Standing,
+    expert_unit,
+    experts_unit,
+    part_unit,
+    shard_unit,
+)
+from megatron_ft.planning.state.holdings import Holding, Holdings, Need, Needs
+from megatron_ft.planning.state.tensors import StateTensor, TensorIndex
+from megatron_ft.planning.state.transfers import STAGING_BYTES, TransferPlan
+from megatron_ft.topology import Topology
+
+_Tensors = dict[tuple[str, str], torch.Tensor]
+"""Flattened tensors of a rank by unit and name; views of the tensors with which it trains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """Cost of a transfer on one rank."""
+
+    num_bytes: int = 0
+    """Bytes that this rank has sent and received."""
+    staged_bytes: int = 0
+    """Largest number of bytes that it has copied at one time."""
+
+
+class LivingPlaces:
+    """The transfer of one recovery. All ranks of the job must make the same calls.
+
+    Args:
+        engine: engine of this rank, with model and optimizer.
+        collectives: collectives over all ranks of the job.
+        standings: report of every rank, by rank.
+        has_replicas: whether experts have replicas, so that each expert is a unit.
+        copies: copies of other ranks' optimizer state on this rank.
+    """
+
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        plan: LocalizedPlan,
+        *,
+        collectives: Collectives,
+        standings: Sequence[Standing],
+        topology: Topology,
+        has_replicas: bool,
+        copies: StateCopies | None,
+    ) -> None:
+        self._engine = engine
+        self._plan = plan
+        self._collectives = collectives
+        self._standings = standings
+        self._topology = topology
+        self._has_replicas = has_replicas
+        self._kept = [] if copies is None else copies.kept
+        self._rank = collectives.rank
+        self._is_sharded = engine.config.parallel.use_distributed_optimizer
+
+    def fill(self, *, limit_bytes: int = STAGING_BYTES) -> Received:
+        """Fill the tensors of the joining ranks. A rank sends and receives at most ``limit_bytes`` at a time."""
+        mine = self._tensors()
+        rows = list(self._needed(mine)) if self._receives(self._rank) else []
+        plan, units = self._transfers(self._collectives.gather(rows), limit_bytes)
+        received = self._carry_out(plan, units, mine | self._copies())
+        if self._standings[self._rank].stage in self._plan.receiving and not self._has_whole_weights:
+            adamw.refresh_weights(self._engine.optimizer, self._engine.model_chunks)
+        return received
+
+    def _receives(self, rank: int) -> bool:
+        standing = self._standings[rank]
+        return standing.stage in self._plan.receiving and not standing.has_state
+
+    @property
+    def _has_whole_weights(self) -> bool:
+        """Whether all ranks of this rank's stage that have state also have all of its weights. If not, the weights of
+        the stage are rounded from the master weights and gathered."""
+        stage = self._standings[self._rank].stage
+        return all(standing.has_whole_weights for standing in self._standings if standing.stage == stage)
+
+    def _needed(self, mine: _Tensors) -> Iterator[list[Any]]:
+        # Yields unit, name, number of elements and bytes of an element of each tensor that this rank receives.
+        dtypes = {name: tensor.dtype for (_, name), tensor in mine.items() if "/" not in name}
+        for (unit, name), tensor in mine.items():
+            parameter, _, kind = name.partition("/")
+            if self._is_sharded and not self._is_replica(name):
+                if not kind and not self._has_whole_weights:
+                    continue  # rounded from the master weights and gathered
+                if kind == "master" and self._has_whole_weights and dtypes[parameter] is torch.float32:
+                    continue  # a range of the weight itself, which is received as a whole
+            yield [unit, name, tensor.numel(), tensor.element_size()]
+
+    def _is_replica(self, name: str) -> bool:
+        return self._has_replicas and expert_of(name) is not None
+
+    def _tensors(self) -> _Tensors:
+        chunks, optimizer, found = self._engine.model_chunks, self._engine.optimizer, _Tensors()
+        for name, tensor in distinct_state(chunks, optimizer):
+            # Buffers are part of ``TrainState``, because their dtype can differ in a new model.
+            is_of_shard = self._is_sharded and "/" in name and not self._is_replica(name)
+            if not name.startswith("buffer.") and not is_of_shard:
+                found[self._unit_of(name), name] = tensor.detach().view(-1)
+        for master in adamw.masters(chunks, optimizer) if self._is_sharded else ():
+            if not self._is_replica(master.name):
+                tensors = {"master": master.tensor.detach(), **master.state}
+                found |= {(shard_unit(self._rank), f"{master.name}/{kind}"): t.view(-1) for kind, t in tensors.items()}
+        return found
+
+    def _copies(self) -> _Tensors:
+        # Returns the copies of other ranks' shards on this rank. Shards of experts are not used: experts have replicas.
+        return {
+            (shard_unit(kept.owner), name): tensor.view(-1)
+            for kept in self._kept
+            for name, tensor in kept.tensors().items()
+            if not self._is_replica(name)
+        }
+
+    def _unit_of(self, name: str) -> str:
+        expert = expert_of(name)
+        if expert is None:
+            return part_unit(self._rank, self._topology)
+        return expert_unit(*expert) if self._has_replicas else experts_unit(self._rank, self._topology)
+
+    def _transfers(self, rows: Sequence[Sequence[Any]], limit_bytes: int) -> tuple[TransferPlan, list[str]]:
+        units = sorted({unit for of_rank in rows for unit, *_ in of_rank})
+        num_layers, iteration = self._engine.config.model.num_layers, self._plan.target
+        tensors = {
+            (unit, name): StateTensor(
+                operator=operator_of(name.partition("/")[0], num_layers),
+                parameter=name,
+                tensor_part=units.index(unit),
+                kind="state",
+                num_elements=num_elements,
+                item_bytes=item_bytes,
+            )
+            for of_rank in rows
+            for unit, name, num_elements, item_bytes in of_rank
+        }
+        index = TensorIndex.of(tensors.values())
+        needs = Needs.of(
+            index,
+            (
+                Need(rank=rank, tensor=tensors[unit, name], start=0, stop=size, iteration=iteration)
+                for rank, of_rank in enumerate(rows)
+                for unit, name, size, _ in of_rank
+            ),
+        )
+        holders = {
+            unit: [rank for rank, found in enumerate(self._standings) if found.has_state and unit in found.holds]
+            for unit in units
+        }
+        held = Holdings.of(
+            index,
+            (
+                Holding(rank=rank, domain="", tensor=tensor, start=0, stop=tensor.num_elements, iteration=iteration)
+                for (unit, _), tensor in tensors.items()
+                for rank in holders[unit]
+            ),
+        )
+        plan = TransferPlan.of(held, needs, limit_bytes=limit_bytes)
+        assert isinstance(plan, TransferPlan), f"the recovery plan needs state that no rank has: {plan.summary()}"
+        return plan, units
+
+    def _carry_out(self, plan: TransferPlan, units: Sequence[str], mine: _Tensors) -> Received:
+        group, transfers = self._engine.groups.world, list(plan.transfers(self._rank))
+        num_bytes, staged_bytes = 0, 0
+        for turn in range(plan.num_rounds):
+            outgoing: list[list[torch.Tensor]] = [[] for _ in self._standings]
+            incoming: list[list[torch.Tensor]] = [[] for _ in self._standings]
+            in_turn = 0
+            for transfer in (found for found in transfers if found.round == turn):
+                whole = mine[units[transfer.tensor.tensor_part], transfer.tensor.parameter]
+                assert whole.numel() == transfer.tensor.num_elements, f"{transfer.tensor} has another size on this rank"
+                part = whole[transfer.start : transfer.stop]
+                (outgoing[transfer.target] if transfer.source == self._rank else incoming[transfer.source]).append(part)
+                in_turn += part.numel() * part.element_size()
+            with torch.no_grad():
+                exchange_tensors(outgoing, incoming, group)
+            num_bytes, staged_bytes = num_bytes + in_turn, max(staged_bytes, in_turn)
+        return Received(num_bytes=num_bytes, staged_bytes=staged_bytes)
