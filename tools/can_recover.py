@@ -327,7 +327,7 @@ def render(answer: Answer) -> str:
     """Format the result as text."""
     cost = answer.cost
     num_lost = len(cost.lost_operators)
-    moved = "" if cost.moved_bytes is None else f", {cost.moved_bytes:,} bytes of experts move"
+    moved = "" if cost.moved_bytes is None else f", {cost.moved_bytes:,} bytes of state move"
     lines = [
         f"on {answer.device}: {cost.summary()}{moved}",
         f"operators: {answer.num_operators - num_lost} of {answer.num_operators} {_held(cost)}",

@@ -115,9 +115,8 @@ def _switches(config: JobConfig, name: str) -> Iterator[KeyChange]:
     num_domains = len(set(config.member_domains))
     match name:
         case "living_state":
-            if recovery.keep_layout:
-                yield KeyChange("recovery.keep_layout", False)
-            if recovery.min_nodes is None or recovery.min_nodes > num_nodes - 1:
+            # In a kept layout, nodes take the places of lost ones, so fewer nodes need not be allowed.
+            if not recovery.keep_layout and (recovery.min_nodes is None or recovery.min_nodes > num_nodes - 1):
                 yield KeyChange("recovery.min_nodes", num_nodes - 1)
             if placement.min_replicas < 2:
                 yield KeyChange("placement.min_replicas", 2)

@@ -485,7 +485,7 @@ def test_only_the_stage_without_its_state_replays_and_lost_neighbours() -> None:
 
 
 def test_replicas_and_copies_serve_in_a_kept_layout() -> None:
-    copies = {**SPREAD, "state_copies": 2}
+    copies = {**SPREAD, "state_copies": 2, "num_slots_per_rank": 8}
     held = keeping({"placement": copies})
     assert idle_copies(held.config) == ()
     assert cost_of_loss(held, [3]).strategy == "living_state"

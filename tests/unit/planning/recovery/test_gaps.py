@@ -16,6 +16,7 @@ from tools.can_recover import ask_config
 DATA = DataSummary(sources=(), tokenizer_vocab_size=257, vocab_size=384, eod=256)
 FOUR = ("launch.num_nodes=4", "launch.ranks_per_node=1", "training.device=cpu")
 WHOLE = ("parallel.use_distributed_optimizer=false",)
+KEPT = ("recovery.keep_layout=true", "nodes.num_spare_nodes=1")
 ELASTIC = ("placement=overlap_search", "recovery.min_nodes=3")
 
 
@@ -42,6 +43,12 @@ def plan_of(*words: str) -> JobPlan:
             ["recovery.keep_layout=true", "nodes.num_spare_nodes=1", "snapshot.num_peer_copies=1"],
             "localized_replay",
         ),
+        (
+            (*WHOLE, *KEPT, "placement=overlap_search", "placement.min_replicas=1"),
+            ["placement.min_replicas=2"],
+            "living_state",
+        ),
+        (KEPT, ["snapshot=sparse_window"], "localized_replay"),
         (
             (*WHOLE, *ELASTIC, "recovery=checkpoint", "checkpoint.save_interval_iterations=5"),
             ["recovery=auto"],
