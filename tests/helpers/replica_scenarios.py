@@ -17,9 +17,9 @@ from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 from megatron_ft.mcore.checkpoint.state import DenseState
 from megatron_ft.mcore.model.parameters import named_parameters
 from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager
+from megatron_ft.mcore.moe.router import _routers
 from megatron_ft.mcore.optimizer.adamw import grad_scalers
 from megatron_ft.mcore.state.tensors import take_state, tensor_digest, tensor_digests
-from megatron_ft.mcore.training.engine import _routers
 from megatron_ft.testing import engines
 from megatron_ft.topology import Topology
 from tests.helpers.volatile import volatile_state

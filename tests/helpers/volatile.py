@@ -11,8 +11,8 @@ def volatile_state(engine: Any) -> dict[str, str]:
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
     from megatron_ft.mcore.model.parameters import unwrap
+    from megatron_ft.mcore.moe.router import _routers
     from megatron_ft.mcore.optimizer.adamw import _parts
-    from megatron_ft.mcore.training.engine import _routers
 
     state = {"cpu_rng": torch.get_rng_state(), "device_rng": torch.cuda.get_rng_state()}
     state |= {f"tracker.{name}": value for name, value in get_cuda_rng_tracker().get_states().items()}

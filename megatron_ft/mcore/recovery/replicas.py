@@ -21,7 +21,7 @@ from megatron_ft.mcore.data.data_checks import check_newcomers_data, note_run_da
 from megatron_ft.mcore.groups import Collectives, Groups, dissolve_groups, open_store
 from megatron_ft.mcore.moe.placement_manager import PlacementManager, PlacementState
 from megatron_ft.mcore.optimizer.adamw import set_position
-from megatron_ft.mcore.recovery.localized import LocalizedReplay
+from megatron_ft.mcore.recovery.localized import Built, LocalizedReplay
 from megatron_ft.mcore.recovery.membership_move import MembershipMove, Moved, context_in, first_of
 from megatron_ft.mcore.recovery.prebuilt import Prebuilder
 from megatron_ft.mcore.state.carried import (
@@ -38,6 +38,7 @@ from megatron_ft.mcore.training.trainer import SNAPSHOT_SERVICE, Trainer
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.recovery.layout import JobLayouts, MembershipLayout
 from megatron_ft.planning.recovery.membership import NextMembership, Target
+from megatron_ft.planning.recovery.prebuild import can_prebuild
 from megatron_ft.planning.state.declined import Declined
 from megatron_ft.runtime.transport.abort import Opening
 from megatron_ft.snapshot.server.client import KeeperClient
@@ -146,9 +147,10 @@ class ElasticTrainer(Trainer):
         self.context = replace(self.context, generation=following.generation, is_joining=False)
 
     def prebuild(self) -> None:
-        """Build on a spare what it will probably need when it replaces a node. Raises RankLost if this fails."""
-        self.prebuilder = Prebuilder(self.job, self.context, self.make_engine)
-        self.prebuilder.build()
+        """Build on a spare what it needs if it replaces a node. Raises RankLost if this fails."""
+        if can_prebuild(self.job):
+            self.prebuilder = Prebuilder(self.job, self.context, self.make_engine)
+            self.prebuilder.build()
 
     def _take_prebuilt(self) -> Groups | None:
         # Uses the engine that was built in advance for this rank, if there is one, and returns its groups.
@@ -368,13 +370,18 @@ class ElasticTrainer(Trainer):
         failpoints.hit("reform_build", target)
         engine = self.engine
         engine.continue_after(plan.target, state.newest_vote)
-        is_kept = engine.is_built
+        is_kept, build_began = engine.is_built, time.monotonic()
         # Only ranks that have no model yet build one. Those with a model do not take part.
         built = None if self.prebuilder is None else self.prebuilder.finish(groups, group_keys)
         if built is None and engine.is_built:
             engine.reconnect(groups)
         elif built is None:
             engine.build(groups, group_keys=group_keys)
+        prepared = Built(
+            built=built or ("kept" if is_kept else "all"),
+            why_built="" if is_kept or self.prebuilder is None else self.prebuilder.why_not,
+            seconds=time.monotonic() - build_began,
+        )
         client = self._reopen_snapshot_client()
         assert client is not None, "recovery.keep_layout needs a snapshot.policy"
         failpoints.hit("reform_move", target)
@@ -385,8 +392,7 @@ class ElasticTrainer(Trainer):
             open_restorer=lambda region: self.open_restorer(client, region=region),
             break_with=self.break_with,
             report=self.report,
-            built=built or ("kept" if is_kept else "all"),
-            why_built="" if is_kept or self.prebuilder is None else self.prebuilder.why_not,
+            built=prepared,
         )
         assert engine.iteration == plan.target, f"the recovery ended at iteration {engine.iteration}, not {plan.target}"
         engine.continue_after(plan.target, state.newest_vote)

@@ -43,8 +43,8 @@ def test_it_survives_json_and_names_what_is_missing() -> None:
 
 def test_it_fits_an_engine_that_never_ran() -> None:
     """Before its first forward pass, Megatron has the router bias in BF16. The restored bias must not be rounded."""
+    from megatron_ft.mcore.moe.router import _routers
     from megatron_ft.mcore.state.train_state import TrainState
-    from megatron_ft.mcore.training.engine import _routers
 
     overrides = {
         "precision.params_dtype": "bf16",

@@ -127,7 +127,7 @@ def test_evaluation_changes_nothing() -> None:
 
 def test_a_rebuild_keeps_the_router_bias_to_the_bit() -> None:
     """A model that has not run has the bias in BF16, which cannot represent the bits of the first updates."""
-    from megatron_ft.mcore.training.engine import _routers
+    from megatron_ft.mcore.moe.router import _routers
 
     with engines.engine_of(engines.micro_config({**EVERYTHING, "precision.params_dtype": "bf16"})) as engine:
         engine.run_iteration(1)
