@@ -94,6 +94,8 @@ class StageRecovery(Record):
     or ``all``. Empty in files of earlier versions."""
     why_built: str = ""
     """Reason why nothing was used that was built in advance, if ``built`` is ``all``."""
+    build_seconds: float = 0.0
+    """Duration of the build, or of the preparation of what was kept or built in advance, in seconds."""
     state_bytes: int = 0
     """Bytes of weights, gradients, master weights and moments on the rank."""
     staged_bytes: int = 0

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks import kill_peers
 from benchmarks.kill_peers import Fault, Measured, percentile
-from benchmarks.kill_to_commit import Job, judge
+from benchmarks.kill_to_commit import LAYOUTS, Job, judge
 
 PAUSE_SECONDS = 0.3
 
@@ -119,17 +119,43 @@ def faults(*seconds: float, lost: int = 0) -> Measured:
     return Measured(faults=[Fault(seconds=s, iterations_lost=lost, iteration_seconds=0.5) for s in seconds])
 
 
+def judged(tmp_path: Path, ours: Measured, stopped: Measured, layouts: dict[str, Measured]) -> dict[str, Any]:
+    out = tmp_path / "out.json"
+    missing = Measured(problems=["torchft 0.2.0 cannot be installed here: no network"])
+    peers = {"torchft": missing, "torchrun": faults(14.0)}
+    numbers = {"num_faults": 20, "num_stops": 2, "num_layout_faults": 2}
+    code = judge(argparse.Namespace(out=out, quick=False), ours, stopped, peers, layouts, **numbers)
+    result: dict[str, Any] = json.loads(out.read_text())
+    assert result["passed"] is (code == 0)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("seconds", "passes"),
+    [
+        ([(0.8, 1.3), (1.3, 1.3), (1.3, 1.3)], True),
+        ([(0.81, 1.3), (1.3, 1.3), (1.3, 1.3)], False),  # a spare that has built in advance has less time
+        ([(0.8, 1.31), (1.3, 1.3), (1.3, 1.3)], False),
+        ([(0.8, 1.3), (1.31, 1.31), (1.3, 1.3)], False),
+        ([(0.8, 1.3), (1.3, 1.3), (1.3,)], False),
+    ],
+)
+def test_each_kind_of_job_with_stages_is_judged(tmp_path: Path, seconds: list[tuple[float, ...]], passes: bool) -> None:
+    layouts = {scenario.name: faults(*found) for scenario, found in zip(LAYOUTS, seconds, strict=True)}
+    assert judged(tmp_path, faults(*[1.0] * 20), faults(3.0, 3.3), layouts)["passed"] is passes
+
+
 @pytest.mark.parametrize(
     ("ours", "stopped", "passes"),
     [
-        (faults(*[1.0] * 19, 2.6), faults(3.0, 3.7), True),
-        (faults(*[1.0] * 18, 1.8, 1.8), faults(3.0, 3.7), False),
-        (faults(*[0.9] * 9, *[1.1] * 11), faults(3.0, 3.7), False),
-        (faults(*[1.0] * 19, 5.0), faults(3.0, 3.7), False),
-        (faults(*[1.0] * 20, lost=1), faults(3.0, 3.7), False),
-        (faults(*[1.0] * 19), faults(3.0, 3.7), False),
-        (Measured(), faults(3.0, 3.7), False),
-        (faults(*[1.0] * 20), faults(3.0, 3.8), False),
+        (faults(*[1.0] * 19, 2.6), faults(3.0, 3.3), True),
+        (faults(*[1.0] * 18, 1.4, 1.4), faults(3.0, 3.3), False),
+        (faults(*[0.9] * 9, *[1.1] * 11), faults(3.0, 3.3), False),
+        (faults(*[1.0] * 19, 5.0), faults(3.0, 3.3), False),
+        (faults(*[1.0] * 20, lost=1), faults(3.0, 3.3), False),
+        (faults(*[1.0] * 19), faults(3.0, 3.3), False),
+        (Measured(), faults(3.0, 3.3), False),
+        (faults(*[1.0] * 20), faults(3.0, 3.4), False),
         (faults(*[1.0] * 20), faults(3.0), False),
     ],
     ids=[
@@ -145,11 +171,7 @@ def faults(*seconds: float, lost: int = 0) -> Measured:
     ],
 )
 def test_only_our_own_figures_are_judged(tmp_path: Path, ours: Measured, stopped: Measured, passes: bool) -> None:
-    out = tmp_path / "out.json"
-    missing = Measured(problems=["torchft 0.2.0 cannot be installed here: no network"])
-    peers = {"torchft": missing, "torchrun": faults(14.0)}
-    code = judge(argparse.Namespace(out=out, quick=False), ours, stopped, peers, num_faults=20, num_stops=2)
-    result = json.loads(out.read_text())
-    assert (code == 0) is passes is result["passed"]
+    result = judged(tmp_path, ours, stopped, {scenario.name: faults(0.6, 0.7) for scenario in LAYOUTS})
+    assert result["passed"] is passes
     assert "torchft not measured (torchft 0.2.0 cannot be installed here" in result["figure"]
     assert "torchrun p50 14.00 s" in result["figure"]

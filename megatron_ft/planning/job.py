@@ -77,8 +77,10 @@ class _JobMemory:
         upstream_log = UpstreamLogReport.of(config, snapshot)
         # On either device, both are in host memory, in addition to the memory of the ranks' processes.
         captured = sum(0 if report is None else report.host_bytes for report in (snapshot, upstream_log))
-        prebuilt = PrebuildPlan.of(config)
-        unused = extra_bytes(bytes_of_parts(prebuilt, config, _state_bytes(stages)), prebuilt.num_built)
+        unused = 0
+        if can_prebuild(config):
+            prebuilt = PrebuildPlan.of(config)
+            unused = extra_bytes(bytes_of_parts(prebuilt, config, _state_bytes(stages)), prebuilt.num_built)
         return cls(
             stages=stages,
             snapshot=snapshot,

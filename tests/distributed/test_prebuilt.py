@@ -1,10 +1,13 @@
 """Tests spares that build model and optimizer before a node is lost: the job ends with the bits of an undisturbed run,
 whatever the spare has built."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_ft.testing.engines import run_scenarios
+from megatron_ft.testing.jobs import run_job
 from tests.distributed.test_in_place import LAYOUTS, job, kill
 from tests.helpers.elastic_jobs import digests, figures, records
 from tests.helpers.elastic_ranks import run_jobs
@@ -66,12 +69,86 @@ def test_undisturbed_bits(outcomes: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_was_built_is_reported(outcomes: dict[str, Any], name: str) -> None:
     _, num_parts, _, expected = FAULTS[name]
-    parts = records(outcomes, name, "part_built")
+    everything = [record for rank in outcomes[name]["ranks"] for record in rank["records"]]
+    parts = [record for record in everything if record["kind"] == "part_built" and record["node"] == 4]
     assert len(parts) == num_parts
-    assert all(part["node"] == 4 and part["state_bytes"] > 0 for part in parts)
+    assert all(part["state_bytes"] > 0 for part in parts)
     shares = [share for share in records(outcomes, name, "stage_recovery") if share["built"] != "kept"]
     found = [(share["rank"], share["built"]) for share in shares]
     assert set(found) <= set(expected)
     assert found[0] == expected[0] or len(FAULTS[name][2]) > 1
     for share in shares:
-        assert bool(share["why_built"]) == (share["built"] == "all" and share["rank"] == expected[0][0])
+        assert bool(share["why_built"]) == (share["built"] == "all")
+
+
+LAYOUT = {"parallel.pipeline_model_parallel_size": 2, "model.untie_embeddings_and_output_weights": True}
+OPTIMIZERS = {
+    "sharded": {"parallel.use_distributed_optimizer": True, "precision.params_dtype": "bf16"},
+    "overlapped": {"parallel.use_distributed_optimizer": True, "parallel.overlap_grad_reduce": True},
+    "whole": {"parallel.use_distributed_optimizer": False},
+}
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, list[Any]]:
+    return run_scenarios(
+        {
+            f"{name} {has_moved}": (
+                "tests.helpers.prebuilt_scenarios:train",
+                4,
+                {"overrides": {**LAYOUT, **optimizer}, "has_moved": has_moved},
+            )
+            for name, optimizer in OPTIMIZERS.items()
+            for has_moved in (False, True)
+        },
+        timeout_seconds=400,
+    )
+
+
+@pytest.mark.parametrize("has_moved", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_engine_built_offline_trains_like_any_other(
+    trained: dict[str, list[Any]], name: str, has_moved: bool
+) -> None:
+    for rank in trained[f"{name} {has_moved}"]:
+        assert rank["found"] == rank["expected"]
+        assert rank["found"]["before"] != rank["found"]["after"]
+        assert rank["has_built"] == has_moved
+
+
+def test_spares_that_die_while_they_build_do_not_disturb_the_job(runs: Path, warm_forkserver: str) -> None:
+    """One spare is killed and one fails, each time that it is started."""
+    faults = ['kill(node=2,phase="prebuild")', 'raise(node=3,phase="prebuild")']
+    job = run_job(
+        [
+            "model=moe_micro",
+            "training.micro_batch_size=1",
+            "training.global_batch_size=4",
+            "training.train_iterations=60",
+            "training.eval_interval_iterations=0",
+            "checkpoint.save_at_end=false",
+            "telemetry.wandb=disabled",
+            "parallel.pipeline_model_parallel_size=2",
+            "parallel.use_distributed_optimizer=false",
+            "snapshot=sparse_window",
+            "snapshot.num_peer_copies=1",
+            "snapshot.bandwidth_bytes_per_second=6e6",
+            "launch.num_nodes=2",
+            "launch.ranks_per_node=1",
+            "recovery.keep_layout=true",
+            "nodes.num_spare_nodes=2",
+            "nodes.restart_lost_nodes=true",
+            "nodes.max_node_restarts=1",
+            "testing.failpoints=[" + ",".join(f"'{fault}'" for fault in faults) + "]",
+        ],
+        forkserver=warm_forkserver,
+        runs=runs,
+        timeout_seconds=200,
+    )
+    assert job.exit_code == 0, job.output
+    assert len(job.losses) == 60
+    found = job.records()
+    assert {record["node"] for record in found if record["kind"] == "failpoint_hit"} == {2, 3}
+    failed = [record for record in found if record["kind"] == "node_start_failed"]
+    assert {record["node"] for record in failed} == {2, 3}
+    assert not {"membership_changed", "part_built", "rank_failed"} & {record["kind"] for record in found}

@@ -302,7 +302,7 @@ class MembershipPolicy:
         """Make the policy from a configuration."""
         # Imported here, because agents import this module, and do not need numpy.
         from megatron_ft.planning.recovery.layout import JobLayouts
-        from megatron_ft.planning.recovery.prebuild import PrebuildPlan
+        from megatron_ft.planning.recovery.prebuild import PrebuildPlan, can_prebuild
 
         launch, recovery, nodes = config.launch, config.recovery, config.nodes
         return MembershipPolicy(
@@ -323,7 +323,7 @@ class MembershipPolicy:
             keeps_processes=config.keeps_processes,
             starts_nodes=starts_nodes,
             job_layouts=JobLayouts.of(config),
-            prebuilt=PrebuildPlan.of(config) if recovery.keep_layout else None,
+            prebuilt=PrebuildPlan.of(config) if can_prebuild(config) else None,
         )
 
     @property

@@ -3,6 +3,7 @@
 Ranks that survive keep their tensors where they are (``recovery.keep_layout``). ``localized.py`` restores the state.
 """
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +13,13 @@ from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.moe.placement_manager import PlacementManager, PlacementState
 from megatron_ft.mcore.optimizer.adamw import set_position
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
-from megatron_ft.mcore.recovery.localized import KeptLayoutRecovery
+from megatron_ft.mcore.recovery.localized import Built, KeptLayoutRecovery
 from megatron_ft.mcore.recovery.prebuilt import Prebuilder
 from megatron_ft.mcore.state.carried import Carried, MembershipStart
 from megatron_ft.mcore.state.rank_status import Holding
 from megatron_ft.mcore.state.tensors import NamedState, put_state, take_state
 from megatron_ft.mcore.training.trainer import SNAPSHOT_SERVICE, Trainer
+from megatron_ft.planning.recovery.prebuild import can_prebuild
 from megatron_ft.snapshot.server.client import KeeperClient
 
 
@@ -30,9 +32,10 @@ class KeptLayoutTrainer(Trainer):
     """Copies of optimizer state for another placement, which are used until there are new ones."""
 
     def prebuild(self) -> None:
-        """Build on a spare what it will probably need when it replaces a node. Raises RankLost if this fails."""
-        self.prebuilder = Prebuilder(self.job, self.context, self.make_engine)
-        self.prebuilder.build()
+        """Build on a spare what it needs if it replaces a node. Raises RankLost if this fails."""
+        if can_prebuild(self.job):
+            self.prebuilder = Prebuilder(self.job, self.context, self.make_engine)
+            self.prebuilder.build()
 
     def _take_prebuilt(self) -> Groups | None:
         # Uses the engine that was built in advance for this rank, if there is one, and returns its groups.
@@ -104,7 +107,7 @@ class KeptLayoutTrainer(Trainer):
             stage = self.topology.coordinates(self.context.rank).pp
             self.placement = PlacementManager(self.config, stage=stage, before=recovery.placement)
             self.placed_from = recovery.plan.placed_from
-        is_kept = engine.is_built
+        is_kept, build_began = engine.is_built, time.monotonic()
         # Only ranks that have no model yet build one. Those with a model do not take part.
         built = None if self.prebuilder is None else self.prebuilder.finish(groups, group_keys)
         if built is None and engine.is_built:
@@ -112,6 +115,11 @@ class KeptLayoutTrainer(Trainer):
         elif built is None:
             replicas = None if self.placement is None else self.placement.replicas()
             engine.build(groups, replicas, group_keys=group_keys)
+        prepared = Built(
+            built=built or ("kept" if is_kept else "all"),
+            why_built="" if is_kept or self.prebuilder is None else self.prebuilder.why_not,
+            seconds=time.monotonic() - build_began,
+        )
         client = self._reopen_snapshot_client()
         failpoints.hit("reform_move", target)
         kept = recovery.recover(
@@ -121,8 +129,7 @@ class KeptLayoutTrainer(Trainer):
             open_restorer=lambda region: self.open_restorer(client, region=region),
             break_with=self.break_with,
             report=self.report,
-            built=built or ("kept" if is_kept else "all"),
-            why_built="" if is_kept or self.prebuilder is None else self.prebuilder.why_not,
+            built=prepared,
         )
         if recovery.lacks_copies:
             # A joining rank whose own recovery was interrupted may have copies of another state.

@@ -46,6 +46,15 @@ from megatron_ft.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """Things that a rank has built for a recovery, see ``StageRecovery``."""
+
+    built: str
+    why_built: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Replayed:
     """Result of the replay of a region on one rank."""
 
@@ -342,8 +351,7 @@ class KeptLayoutRecovery:
         open_restorer: Callable[[Collectives], SnapshotRestorer],
         break_with: Callable[[Abort], None],
         report: Callable[[Record], None],
-        built: str,
-        why_built: str,
+        built: Built,
     ) -> StoredWindow | None:
         """Give this rank the state after the target iteration, and report its part of the recovery.
 
@@ -354,8 +362,7 @@ class KeptLayoutRecovery:
             open_restorer: creates a ``SnapshotRestorer`` for the ranks of the given collectives.
             break_with: registers the function that breaks the connections of this rank.
             report: reports an event once for the job.
-            built: ``built`` of the event ``StageRecovery``.
-            why_built: ``why_built`` of this event.
+            built: things that this rank has built before.
 
         Returns:
             The committed window, to be kept until the next window is committed.
@@ -413,9 +420,10 @@ class KeptLayoutRecovery:
                 num_iterations=len(plan.iterations) if replays else 0,
                 num_forward_passes=engine.num_forward_passes - forwards,
                 bytes_moved=num_bytes,
-                is_kept=built == "kept",
-                built=built,
-                why_built=why_built,
+                is_kept=built.built == "kept",
+                built=built.built,
+                why_built=built.why_built,
+                build_seconds=built.seconds,
                 state_bytes=state_bytes(engine.model_chunks, engine.optimizer),
                 staged_bytes=staged_bytes,
                 began_unix_seconds=began,

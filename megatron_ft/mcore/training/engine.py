@@ -168,15 +168,15 @@ class TrainingEngine:
             Whether the optimizer had to be built again: its shards belong to another rank, or other stages have
             parameter groups that this stage does not have.
         """
-        known = [set(keys) for keys in self.group_keys] == [set(keys) for keys in group_keys]
-        if has_moved or not known:
+        is_other = has_moved or [set(keys) for keys in self.group_keys] != [set(keys) for keys in group_keys]
+        if is_other:
             self.groups, self.pg = groups, groups.pg_collection
             self.first_generators = generators_digest()  # those of another rank, if the groups have moved
             forget_shards(self.model_chunks)
             self._equip(group_keys)
         self.group_keys = group_keys
         self.reconnect(groups)
-        return has_moved or not known
+        return is_other
 
     def reconnect(self, groups: Groups) -> None:
         """Use ``groups``, which are those of ``build`` with new connections. Model, gradient buffers and optimizer
@@ -208,9 +208,8 @@ class TrainingEngine:
             The tensors of the experts that this rank no longer has.
         """
         state = take_state(self.model_chunks, self.optimizer)
-        # A copy of the dict, because ``move_experts`` adds tensors to ``state``.
         if keep is not None:
-            keep(dict(state))
+            keep(dict(state))  # a copy, because ``move_experts`` adds tensors
         move_experts(state, migration.transfers, self.pg.ep, migration.placement.ranks)
         # Until ``put_state`` returns, the engine has no usable state. After a failure, the caller needs what ``keep``
         # got.
@@ -498,9 +497,8 @@ class TrainingEngine:
         with nullcontext() if self.in_progress is None else self.in_progress.updating():
             adamw.update(self.optimizer, self.config.optimizer.clip_grad, vote.grad_norm)
             if self.state_copies is not None:
-                self.state_copies.update(
-                    vote.grad_norm, float(max(group["lr"] for group in self.optimizer.param_groups))
-                )
+                rate = float(max(group["lr"] for group in self.optimizer.param_groups))
+                self.state_copies.update(vote.grad_norm, rate)
 
     def gather(self) -> None:
         """All-gather the updated compute weights."""
@@ -595,8 +593,8 @@ class TrainingEngine:
             self.replica_gradients.sum()
 
     def _own_share(self, reports: list[torch.Tensor]) -> tuple[float, int]:
-        # Returns the loss sum and the tokens for this rank's ballot.
-        if not reports or self.pg.tp.rank() != 0:  # tensor-parallel ranks have the same loss
+        # Returns the loss sum and the tokens for this rank's ballot. All tensor-parallel ranks have the same loss.
+        if not reports or self.pg.tp.rank() != 0:
             return 0.0, 0
         loss_sum, num_tokens = torch.stack(reports).sum(dim=0).tolist()
         return loss_sum, int(num_tokens)

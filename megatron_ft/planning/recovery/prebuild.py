@@ -111,8 +111,8 @@ class PrebuildReport:
             state_bytes: bytes of the state of a rank, for each pipeline stage.
             reason: reason for ``nodes.num_prebuilt_parts``.
         """
-        plan = PrebuildPlan.of(config)
-        if not plan.num_built:
+        plan = PrebuildPlan.of(config) if can_prebuild(config) else None
+        if plan is None or not plan.num_built:
             return None
         first = config.launch.num_nodes
         return cls(

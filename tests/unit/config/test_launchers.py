@@ -43,6 +43,7 @@ MEANT_ELSEWHERE = {
     "link_bytes_per_second": "predictions",
     "gpu_memory_bytes": "limits, and the number of slots",
     "host_memory_bytes": "limits, and the number of slots",
+    "num_prebuilt_parts": "only read with spares and a kept layout, which are refused",
     "join_window_seconds": "only read where nodes join, which is refused",
     "max_node_restarts": "only read with restart_lost_nodes",
     "position_timeout_seconds": "only read where nodes are lost",
