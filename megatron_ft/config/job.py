@@ -261,7 +261,12 @@ class RecoveryConfig:
     removed, and ranks on the other nodes continue without a restart. null: the job needs all nodes."""
     keep_layout: bool = False
     """Whether the job keeps its parallel layout when nodes are lost. A spare node, or the lost node after a restart,
-    replaces the lost one, and only pipeline stages that lost a rank replay."""
+    replaces the lost one, and only pipeline stages that lost a rank replay. With ``recovery.keep_processes=false`` all
+    ranks start again instead."""
+    keep_processes: bool | None = None
+    """Whether ranks on the remaining nodes continue in their processes after a loss. With false, which needs
+    ``recovery.keep_layout=true``, all ranks start again from the newest window as soon as other nodes have replaced the
+    lost ones. null: true on CPUs; false on CUDA, where NCCL communicators of a living process cannot be aborted."""
     position_timeout_seconds: float = 10.0
     """After nodes are lost, ranks report their positions (newest iterations). This is the longest time from the first
     report to the last. The node of a rank that reports later also counts as lost. Usually ranks report earlier,
@@ -556,13 +561,21 @@ class JobConfig:
 
     @property
     def keeps_processes(self) -> bool:
-        """Return whether ranks may continue in their processes after a loss, according to ``recovery.strategies``."""
-        return self.recovery.may_use("localized_replay" if self.recovery.keep_layout else "living_state")
+        """Return whether ranks may continue in their processes after a loss: ``recovery.keep_processes`` and
+        ``recovery.strategies`` allow it. ``training.device=auto`` counts as ``cpu``."""
+        keeps = self.recovery.keep_processes
+        is_able = self.training.device != "cuda" if keeps is None else keeps
+        return is_able and self.recovery.may_use("localized_replay" if self.recovery.keep_layout else "living_state")
 
     @property
     def may_lose_nodes(self) -> bool:
         """Return whether the job continues in running processes when nodes are lost, leave or join."""
         return self.may_change_nodes and self.keeps_processes
+
+    @property
+    def replays_stages(self) -> bool:
+        """Return whether only pipeline stages that lost a rank replay after a loss."""
+        return self.recovery.keep_layout and self.keeps_processes
 
     @property
     def why_nodes_change(self) -> str | None:

@@ -72,13 +72,7 @@ class Requirement:
         return [f"{key}={show(value_of(config, key))}" for key in keys]
 
 
-_NO_CUDA = Requirement(
-    key="training.device",
-    value="cuda",
-    is_excluded=True,
-    instead="cpu",
-    reason="this version cannot create NCCL communicators again after a rank was lost",
-)
+_NO_ABORT = "this version cannot abort NCCL communicators, so no process can continue after a rank was lost"
 
 
 _WINDOWS = KeyChange(
@@ -86,6 +80,9 @@ _WINDOWS = KeyChange(
     {"_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow"},
     "snapshot=sparse_window",
 )
+
+
+_PROCESSES = KeyChange("recovery.keep_processes", None)
 
 
 def _has_copies_of_shards(config: JobConfig) -> bool:
@@ -131,7 +128,21 @@ REPLICAS: tuple[Requirement, ...] = (
             "placement=overlap_search",
         ),
     ),
-    _NO_CUDA,
+    Requirement(
+        key="recovery.keep_processes",
+        value=False,
+        is_excluded=True,
+        instead="true or null",
+        reason="replicas are in the memory of running ranks; restarted ranks need recovery.keep_layout=true",
+        remedy=_PROCESSES,
+    ),
+    Requirement(
+        key="training.device",
+        value="cuda",
+        is_excluded=True,
+        instead="cpu",
+        reason=f"{_NO_ABORT}; recovery.keep_layout=true starts all ranks again instead",
+    ),
 )
 """Values that keys must have so that a job can continue on fewer nodes: with them non-expert state is on every rank, or
 each shard of it has copies on several nodes, and experts have replicas."""
@@ -143,19 +154,50 @@ KEPT_LAYOUT: tuple[Requirement, ...] = (
     Requirement(
         key="placement.algorithm",
         reason="with replica slots a job continues on fewer ranks and does not keep its layout",
+        unless=lambda config: not config.keeps_processes,
     ),
     Requirement(
         key="snapshot.policy",
         is_excluded=True,
         instead="given",
-        reason="a stage that loses a rank restarts from a window; choose e.g. snapshot=sparse_window",
+        reason="ranks that take a place restart from a window; choose e.g. snapshot=sparse_window",
         remedy=_WINDOWS,
     ),
-    _NO_CUDA,
+    Requirement(
+        key="recovery.keep_processes",
+        value=True,
+        is_excluded=True,
+        instead="false or null",
+        reason=f"{_NO_ABORT}; with training.device=cuda all ranks start again",
+        unless=lambda config: config.training.device != "cuda",
+    ),
+    Requirement(
+        key="recovery.max_restarts",
+        value=0,
+        is_excluded=True,
+        instead="above 0",
+        reason="all ranks start again after a loss (recovery.keep_processes=false, which null means on CUDA)",
+        # Without rollback, the check of ``recovery.strategies`` names the key that must change.
+        unless=lambda config: config.keeps_processes or not config.recovery.may_use("rollback"),
+        remedy=KeyChange("recovery.max_restarts", 3),
+    ),
 )
 """Values that keys must have so that a job can keep its layout: other nodes replace the lost nodes, and the pipeline
-stages of the lost nodes replay."""
+stages of the lost nodes replay, or all stages after a restart of all ranks."""
 
+LOCALIZED_REPLAY: tuple[Requirement, ...] = (
+    Requirement(
+        key="recovery.keep_processes",
+        value=False,
+        is_excluded=True,
+        instead="true or null",
+        reason="healthy stages keep their state in their processes",
+        remedy=_PROCESSES,
+    ),
+    Requirement(key="training.device", value="cuda", is_excluded=True, instead="cpu", reason=_NO_ABORT),
+    *KEPT_LAYOUT,
+)
+"""Values that keys must have so that only pipeline stages that lost a rank replay."""
 
 ROLLBACK: tuple[Requirement, ...] = (
     Requirement(
@@ -169,7 +211,7 @@ ROLLBACK: tuple[Requirement, ...] = (
 """Values that keys must have so that all ranks can go back to a window."""
 
 REQUIREMENTS: Mapping[str, tuple[Requirement, ...]] = MappingProxyType(
-    {"living_state": REPLICAS, "localized_replay": KEPT_LAYOUT, "rollback": ROLLBACK, "checkpoint": ()}
+    {"living_state": REPLICAS, "localized_replay": LOCALIZED_REPLAY, "rollback": ROLLBACK, "checkpoint": ()}
 )
 """Requirements of each recovery strategy that ``recovery.strategies`` can name."""
 

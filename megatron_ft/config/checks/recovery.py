@@ -32,6 +32,13 @@ def _check_survival(config: JobConfig) -> None:
         recovery.min_nodes,
         f"must be null or in 1..launch.num_nodes={launch.num_nodes}",
     )
+    require(
+        not recovery.keep_processes or config.may_change_nodes,
+        "recovery.keep_processes",
+        recovery.keep_processes,
+        "must be null or false without recovery.keep_layout=true, recovery.min_nodes below "
+        f"launch.num_nodes={launch.num_nodes}, spares or nodes.max_nodes: after a loss such a job ends all processes",
+    )
     changes = _check_schedule(config)
     # Slots are checked for the smallest membership that can occur, before the job starts.
     fewest = min(config.fewest_nodes, *(len(nodes) for nodes in nodes_over_time(launch.num_nodes, changes)))
@@ -71,7 +78,16 @@ def _check_strategies(config: JobConfig) -> None:
         _check_requirements(config, REQUIREMENTS[name], feature)
     layout = recovery.keep_layout
     is_needed = "localized_replay" in names
-    require(layout == is_needed, "recovery.keep_layout", layout, f"must be {show(is_needed)} with {feature}")
+    is_used = is_needed or "rollback" in names
+    is_right = is_used if layout else not is_needed
+    require(is_right, "recovery.keep_layout", layout, f"must be {show(is_needed)} with {feature}")
+    require(
+        not recovery.keep_processes or config.keeps_processes,
+        "recovery.keep_processes",
+        recovery.keep_processes,
+        f"must be null or false with {feature}, recovery.keep_layout={show(layout)}: no strategy among them keeps the "
+        "processes",
+    )
     changes = config.may_change_nodes and not layout
     require(
         changes or "living_state" not in names,
@@ -233,7 +249,7 @@ def _check_replays_exactly(config: JobConfig) -> None:
     )
     stages = config.parallel.pipeline_model_parallel_size
     require(
-        stages == 1 or config.model.untie_embeddings_and_output_weights,
+        stages == 1 or config.model.untie_embeddings_and_output_weights or not config.keeps_processes,
         "model.untie_embeddings_and_output_weights",
         config.model.untie_embeddings_and_output_weights,
         f"must be true with {feature} and parallel.pipeline_model_parallel_size={stages}: the upstream log does "

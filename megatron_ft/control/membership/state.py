@@ -218,6 +218,9 @@ class Phase(Enum):
     """All remaining ranks have reported; the job waits for nodes that take the places of lost ones."""
     STOPPING = "stopping"
     KILLING = "killing"
+    REPLACING = "replacing"
+    """All ranks have ended after a failure; the job waits for nodes that take the places of lost ones, and then starts
+    all ranks again."""
     ENDED = "ended"
 
 
@@ -287,8 +290,8 @@ class MembershipPolicy:
     keeps_layout: bool = False
     """Whether every membership has ``num_nodes`` nodes, so that other nodes take the places of lost ones."""
     keeps_processes: bool = True
-    """Whether ranks on the remaining nodes continue in their processes after a loss. Otherwise all ranks are
-    restarted."""
+    """Whether ranks on the remaining nodes continue in their processes after a loss. Otherwise all ranks are restarted,
+    and the ranks of a node are only started when the node is a member."""
     starts_nodes: bool = True
     """Whether the job starts agents; otherwise nodes start by themselves."""
     job_layouts: "JobLayouts | None" = None
@@ -335,6 +338,17 @@ class MembershipPolicy:
     def most_members(self) -> int:
         """Largest number of nodes of a membership."""
         return self.most_nodes - self.num_spare_nodes
+
+    @property
+    def replaces_by_restart(self) -> bool:
+        """Whether all ranks are restarted as soon as other nodes have taken the places of lost ones."""
+        return self.keeps_layout and not self.keeps_processes
+
+    @property
+    def admits_nodes(self) -> bool:
+        """Whether nodes can join the running job, as members or as spares. False if all ranks are restarted on the
+        remaining nodes after a loss."""
+        return self.keeps_layout or self.may_lose_nodes
 
     @property
     def may_lose_nodes(self) -> bool:
@@ -466,6 +480,8 @@ class State:
     num_reforms: int = 0
     """Number of generations after which ranks continued in their processes, without a restart."""
     interrupted: bool = False
+    reached_iteration: int = 0
+    """Latest iteration that an ended rank of this generation had reached."""
     furthest_iteration: int = 0
     """Latest iteration in which an earlier generation failed."""
     num_restarts: int = 0
@@ -491,11 +507,21 @@ class State:
     def num_restarts_without_progress(self) -> int:
         """Number of restarts of all ranks since the job last made progress.
 
-        It is 0 if this generation failed in a later iteration than all earlier generations. The iteration of the first
-        failed rank counts, because a fault that recurs occurs in the same iteration.
+        It is 0 if this generation failed in a later iteration than all earlier generations.
+        """
+        return 0 if self.failed_iteration > self.furthest_iteration else self.num_restarts
+
+    @property
+    def failed_iteration(self) -> int:
+        """Iteration in which this generation failed; 0 if it has not failed, or failed before its first iteration.
+
+        The iteration of the first failed rank counts, because a fault that recurs occurs in the same iteration. A lost
+        node reports no iteration, so the latest iteration of the other ranks counts.
         """
         first = self.first_failure
-        return 0 if first is not None and first.iteration > self.furthest_iteration else self.num_restarts
+        if first is None:
+            return 0
+        return self.reached_iteration if first.rank is None else first.iteration
 
     @property
     def outcome(self) -> Outcome:

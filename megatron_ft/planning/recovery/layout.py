@@ -167,10 +167,12 @@ class JobLayouts:
         has committed the newest iteration; None at the start of a job."""
         return _layout_on(self, tuple(nodes if self.keeps_layout else sorted(nodes)), base)
 
-    def history(self, changes: Iterable[tuple[int, Iterable[int]]]) -> list[MembershipLayout | Declined]:
-        """Return the layouts of the first membership, of all nodes, and of the memberships after each of ``changes``:
-        the iteration after which it begins, and its nodes."""
-        base, present = None, self.on(range(self.num_nodes))
+    def history(
+        self, changes: Iterable[tuple[int, Iterable[int]]], first: Iterable[int] | None = None
+    ) -> list[MembershipLayout | Declined]:
+        """Return the layouts of the first membership and of the memberships after each of ``changes``: the iteration
+        after which it begins, and its nodes. ``first`` are the nodes of the first membership; all if None."""
+        base, present = None, self.on(range(self.num_nodes) if first is None else first)
         found, begun = [present], 0
         for iteration, nodes in changes:
             # Memberships that begin after the same iteration have the same base: only the last one commits.

@@ -1,7 +1,8 @@
 """Recovery strategy ``rollback``: all ranks go back to the newest committed window and replay from there.
 
-The window is in the memory of the nodes if only ranks have died, otherwise on storage. It can only be loaded by as many
-ranks as captured it.
+The window is in the memory of the nodes: each rank loads its part from its own node or, if its node was replaced, from
+a peer of the lost node. If that is impossible, the window is on storage. It can only be loaded by as many ranks as
+captured it.
 """
 
 from dataclasses import dataclass
@@ -75,10 +76,10 @@ def _why_not_memory(loss: Loss, facts: RecoveryFacts) -> str:
         return NOT_RUNNING
     if loss.restart == "fewer":
         return _OTHER_SIZE
-    if loss.is_gone and loss.restart == "all":
-        return "windows and peer copies of the lost nodes are lost, or no window has been committed"
-    if loss.is_gone:
+    if loss.is_gone and loss.restart is None:
         return "the loss of a node ends the job, and windows in memory are lost with the job"
+    if loss.is_gone and (alone := facts.without_copies(loss.nodes, loss.remaining)):
+        return f"no remaining node has copies of the windows of nodes {alone}"
     if loss.restart is None:
         return "recovery.max_restarts=0: the job does not restart its ranks"
     if loss.stored is not None and loss.stored.memory_start is None:

@@ -14,15 +14,18 @@ from pretrain_moe import compose
 from tools.can_recover import ask_config
 
 DATA = DataSummary(sources=(), tokenizer_vocab_size=257, vocab_size=384, eod=256)
-FOUR = ("launch.num_nodes=4", "launch.ranks_per_node=1", "training.device=cpu")
+NODES = ("launch.num_nodes=4", "launch.ranks_per_node=1")
+FOUR = (*NODES, "training.device=cpu")
 WHOLE = ("parallel.use_distributed_optimizer=false",)
 ELASTIC = ("placement=overlap_search", "recovery.min_nodes=3")
+KEPT = ("recovery.max_restarts=3", "recovery.keep_layout=true", "nodes.num_spare_nodes=1")
 
 
 def plan_of(*words: str) -> JobPlan:
     given, _ = compose(list(words))
-    config, _ = with_slots(given, "cpu", lambda: DATA)
-    return JobPlan.of(config, DATA, device="cpu", with_losses=True, given=given)
+    device = given.training.device
+    config, _ = with_slots(given, device, lambda: DATA)
+    return JobPlan.of(config, DATA, device=device, with_losses=True, given=given)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +47,7 @@ def plan_of(*words: str) -> JobPlan:
         ),
         (
             (*WHOLE, *ELASTIC, "recovery=checkpoint", "checkpoint.save_interval_iterations=5"),
-            ["recovery=auto"],
+            ["recovery.strategies=null"],
             "living_state",
         ),
     ],
@@ -61,6 +64,59 @@ def test_the_proposed_words_close_the_gap(words: tuple[str, ...], changes: list[
     for node in range(4):
         cost = ask_config([*FOUR, *without, *changes], [node], is_gone=True).cost
         assert (cost.strategy, cost.max_iterations == 0 or strategy == "localized_replay") == (strategy, True)
+
+
+SLOTS = "placement.num_slots_per_rank=2"
+CUDA = (*NODES, "training.device=cuda")
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        (CUDA, ["snapshot=sparse_window", *KEPT]),
+        ((*CUDA, "snapshot=sparse_window", "checkpoint.save_interval_iterations=5"), list(KEPT)),
+        ((*CUDA, "snapshot=sparse_window", "recovery.max_restarts=1"), list(KEPT[1:])),
+        (
+            (*CUDA, "snapshot=sparse_window", "recovery=checkpoint", "snapshot.num_peer_copies=0"),
+            ["recovery.strategies=null", *KEPT[1:], "snapshot.num_peer_copies=1"],
+        ),
+        (
+            (*CUDA, "snapshot=sparse_window", *KEPT, "snapshot.num_peer_copies=0"),
+            ["snapshot.num_peer_copies=1"],
+        ),
+        # Three nodes have too few slots for all experts.
+        (
+            (*FOUR, *WHOLE, "placement=overlap_search", "placement.min_replicas=1", SLOTS, "snapshot=sparse_window"),
+            ["recovery.keep_processes=false", *KEPT],
+        ),
+    ],
+    ids=str,
+)
+def test_a_restart_on_replaced_nodes_is_proposed_where_no_process_can_continue(
+    words: tuple[str, ...], changes: list[str]
+) -> None:
+    (gap,) = plan_of(*words).gaps
+    assert (list(gap.changes), gap.strategy) == (changes, "rollback (memory)")
+    without = [word for word in words if word.partition("=")[0] not in {each.partition("=")[0] for each in changes}]
+    for node in range(4):
+        cost = ask_config([*without, *changes], [node], is_gone=True).cost
+        assert (cost.description, cost.is_bitwise) == ("rollback (memory)", True)
+
+
+def test_processes_that_need_not_end_are_kept() -> None:
+    for words in (("recovery.keep_processes=false", *KEPT), ("recovery=rollback", *KEPT)):
+        (gap,) = plan_of(*FOUR, "snapshot=sparse_window", *words).gaps
+        change = "recovery.strategies=null" if "recovery=rollback" in words else "recovery.keep_processes=null"
+        assert (gap.changes, gap.strategy) == ((change,), "localized_replay")
+
+
+def test_without_a_change_that_keeps_the_job_running_a_checkpoint_is_proposed() -> None:
+    (gap,) = plan_of(*FOUR, "launch.mode=torchrun").gaps
+    assert (gap.changes, gap.strategy) == (("checkpoint.save_interval_iterations=60",), "checkpoint, by hand")
+    (none,) = plan_of(*FOUR, "launch.mode=torchrun", "checkpoint.save_interval_iterations=5").gaps
+    assert none.changes == () and len(none.obstacles) >= 2
+    assert "living_state: launch.mode=torchrun" in none.summary()
+    assert "rollback on replaced nodes: launch.mode=torchrun" in none.summary()
 
 
 def test_a_job_that_keeps_all_iterations_has_no_gap() -> None:
