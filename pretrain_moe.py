@@ -186,7 +186,7 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     if not _another_rank_reports():
         for note in plan.notes:
             print(f"note: {note}", file=sys.stderr)
-    from megatron_ft.config.checks.placement import derive_placement
+    from megatron_ft.config.membership import derive_placement
 
     config = derive_placement(config)
     _check_resume(config, plan.data.vocab_size)

@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks import parity
 from benchmarks.report import finish, parse_arguments
-from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.membership import derive_placement
 from megatron_ft.corpus.samples import check_data
 from megatron_ft.testing.ranks import Rank, compose, join, run_ranks
 

@@ -14,9 +14,8 @@ from benchmarks.report import finish, parse_arguments
 from megatron_ft.planning.placement.algorithms import ALGORITHMS
 from megatron_ft.planning.placement.allocation import allocate
 from megatron_ft.planning.placement.maximum_rank_overlap import overlap
-from megatron_ft.planning.placement.objective import SurvivalObjective
 from megatron_ft.planning.placement.overlap_search import OverlapSearch
-from megatron_ft.planning.placement.survival import survival
+from megatron_ft.planning.placement.survival import SurvivalObjective, survival
 from megatron_ft.topology import Cluster
 
 ID = "survival-optimal"

@@ -17,10 +17,9 @@ from megatron_ft.expert_loads import SUFFIXES, ExpertLoads, Tokens
 from megatron_ft.planning.placement.algorithm import PlacementAlgorithm
 from megatron_ft.planning.placement.algorithms import ALGORITHMS
 from megatron_ft.planning.placement.allocation import Allocation, allocate
-from megatron_ft.planning.placement.objective import SurvivalObjective
 from megatron_ft.planning.placement.overlap_search import OverlapSearch
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.planning.placement.survival import Survival, survival
+from megatron_ft.planning.placement.survival import Survival, SurvivalObjective, survival
 from megatron_ft.planning.placement.tradeoff import TradeoffPoint, tradeoff
 from megatron_ft.topology import Cluster
 

@@ -11,10 +11,10 @@ the same iteration form several memberships, one after the other.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from megatron_ft.config.checks.placement import derive_placement, fewest_domains
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.reading import parse_call
+from megatron_ft.topology import Topology
 
 _KEY = "testing.membership_schedule"
 _KEYWORDS = {
@@ -162,4 +162,33 @@ def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
             ),
             snapshot=replace(job.snapshot, num_peer_copies=min(job.snapshot.num_peer_copies, len(set(domains)) - 1)),
         )
+    )
+
+
+def fewest_domains(config: JobConfig) -> int:
+    """Return the smallest number of failure domains that contain the ranks of a pipeline stage."""
+    topology, domains = Topology.of(config.parallel, config.world_size), config.rank_domains
+    # Every stage has to spread its replicas, so the one with the fewest domains decides.
+    return min(
+        len({domains[rank] for rank in topology.stage_ranks(stage)})
+        for stage in range(topology.pipeline_model_parallel_size)
+    )
+
+
+def derive_placement(config: JobConfig) -> JobConfig:
+    """Return ``config`` with the values that follow from replica slots.
+
+    With replica slots, all ranks of a pipeline stage form one expert group. By default, a stage has just enough slots
+    for ``placement.min_replicas`` replicas of every expert, and each rank has the same number.
+    """
+    placement, num_experts = config.placement, config.model.num_moe_experts or 0
+    if placement.algorithm is None:
+        return config
+    stage_size = Topology.of(config.parallel, config.world_size).stage_size
+    # A second copy on the same rank survives nothing more, so a rank never needs more slots than there are experts.
+    num_slots = placement.num_slots_per_rank or min(num_experts, -(-placement.min_replicas * num_experts // stage_size))
+    return replace(
+        config,
+        parallel=replace(config.parallel, expert_model_parallel_size=stage_size),
+        placement=replace(placement, num_slots_per_rank=num_slots),
     )

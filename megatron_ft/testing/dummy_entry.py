@@ -9,7 +9,7 @@ import os
 import sys
 
 import pretrain_moe
-from megatron_ft.config.checks.placement import derive_placement
+from megatron_ft.config.membership import derive_placement
 from megatron_ft.config.validate import validate
 from megatron_ft.control.launcher import launch
 from megatron_ft.errors import MegatronFtError

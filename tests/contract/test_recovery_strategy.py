@@ -13,9 +13,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.membership import derive_placement
 from megatron_ft.config.requirements import REQUIREMENTS, Requirement, value_of
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.planning.placement.stage import StageRequest, first_plans

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.membership import derive_placement
 from megatron_ft.control.node.worker_client import MembershipOrder, RankContext
 from megatron_ft.control.ports import free_port
 from megatron_ft.control.rundir import RUN_ID_NAME

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.membership import derive_placement
 from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 from megatron_ft.mcore.checkpoint.state import DenseState
 from megatron_ft.mcore.model.parameters import named_parameters

@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 import pretrain_moe
-from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.identity import settings_of
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.membership import derive_placement
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.control.rundir import RunId
 from megatron_ft.corpus.indexed import IndexedWriter

@@ -219,8 +219,7 @@ class Phase(Enum):
     STOPPING = "stopping"
     KILLING = "killing"
     REPLACING = "replacing"
-    """All ranks have ended after a failure; the job waits for nodes that take the places of lost ones, and then starts
-    all ranks again."""
+    """All ranks have ended after a failure; they start again as soon as other nodes take the places of lost ones."""
     ENDED = "ended"
 
 
@@ -290,8 +289,7 @@ class MembershipPolicy:
     keeps_layout: bool = False
     """Whether every membership has ``num_nodes`` nodes, so that other nodes take the places of lost ones."""
     keeps_processes: bool = True
-    """Whether ranks on the remaining nodes continue in their processes after a loss. Otherwise all ranks are restarted,
-    and the ranks of a node are only started when the node is a member."""
+    """Whether ranks on the remaining nodes continue in their processes after a loss. Otherwise all are restarted."""
     starts_nodes: bool = True
     """Whether the job starts agents; otherwise nodes start by themselves."""
     job_layouts: "JobLayouts | None" = None
@@ -346,8 +344,7 @@ class MembershipPolicy:
 
     @property
     def admits_nodes(self) -> bool:
-        """Whether nodes can join the running job, as members or as spares. False if all ranks are restarted on the
-        remaining nodes after a loss."""
+        """Whether nodes can join the running job, as members or as spares."""
         return self.keeps_layout or self.may_lose_nodes
 
     @property
@@ -505,19 +502,15 @@ class State:
 
     @property
     def num_restarts_without_progress(self) -> int:
-        """Number of restarts of all ranks since the job last made progress.
-
-        It is 0 if this generation failed in a later iteration than all earlier generations.
-        """
+        """Number of restarts of all ranks since the job last made progress. It is 0 if this generation failed in a
+        later iteration than all earlier generations."""
         return 0 if self.failed_iteration > self.furthest_iteration else self.num_restarts
 
     @property
     def failed_iteration(self) -> int:
-        """Iteration in which this generation failed; 0 if it has not failed, or failed before its first iteration.
-
-        The iteration of the first failed rank counts, because a fault that recurs occurs in the same iteration. A lost
-        node reports no iteration, so the latest iteration of the other ranks counts.
-        """
+        """Iteration in which this generation failed; 0 if it has not failed, or failed before its first iteration."""
+        # The iteration of the first failed rank counts, because a fault that recurs occurs in the same iteration. A lost
+        # node reports no iteration, so the latest iteration of the other ranks counts.
         first = self.first_failure
         if first is None:
             return 0

@@ -1,11 +1,25 @@
-"""Computes the number of replicas of each expert in a layer, in proportion to its tokens and with a minimum."""
+"""Computes the number of replicas of each expert in a layer, in proportion to its tokens and with a minimum, and
+divides them into base copies, which are placed for survival, and extra copies, which are placed by load.
 
+Every expert has the same small number of base copies. They are placed equally in all layers, because the model is lost
+as soon as one layer is lost. They do not depend on loads, so they do not move while the membership stays the same.
+Extra copies never reduce survival, so they can be placed by load. They connect the small groups of domains that share
+base copies, so that balanced shares (``planning/balanced_shares.py``) can even out the loads of all ranks.
+"""
+
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron_ft.errors import ConfigError
+from megatron_ft.planning.placement.layout import Counts
+
+Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,3 +112,130 @@ def integer_loads(loads: Sequence[float]) -> list[int]:
     exact = [Fraction(float(load)) for load in loads]
     scale = math.lcm(*(load.denominator for load in exact))
     return [int(load * scale) for load in exact]
+
+
+def base_counts(replica_counts: Sequence[int], floor: int, num_slots: int) -> tuple[int, ...]:
+    """Return the number of base copies of each expert, ``[E]``: ``floor``, or more if ``num_slots`` has room for more.
+
+    Experts with the fewest base copies get more first. No expert gets more base copies than its ``replica_counts``.
+    """
+    counts = np.asarray(replica_counts, dtype=np.int64)
+    base = np.minimum(counts, floor)
+    while (spare := num_slots - int(base.sum())) > 0 and (growing := np.nonzero(base < counts)[0]).size:
+        lowest = growing[base[growing] == base[growing].min()]
+        base[lowest[:spare]] += 1
+    return tuple(base.tolist())
+
+
+def base_capacities(capacities: Sequence[int], num_base: int) -> tuple[int, ...]:
+    """Return the number of slots of each domain for ``num_base`` base copies: in proportion to ``capacities``, rounded
+    up."""
+    total = sum(capacities)
+    return tuple(-(-capacity * num_base // total) for capacity in capacities)
+
+
+def add_extra_copies(
+    base: Counts,
+    replica_counts: Sequence[int],
+    capacities: Sequence[int],
+    loads: Sequence[float],
+    held: Counts | None = None,
+) -> Counts:
+    """Add copies to ``base`` ``[E, D]`` until every slot is in use.
+
+    Experts get copies until they have as many as ``replica_counts`` says, those with the most tokens per copy first.
+    Each copy goes to the domain with the smallest load per slot among those that have a free slot and no copy of its
+    expert. If there is no such domain, another expert gets the slot.
+
+    Args:
+        replica_counts: number of copies of each expert, ``[E]``.
+        capacities: number of slots of each domain, ``[D]``.
+        loads: tokens of each expert, ``[E]``.
+        held: copies in the previous placement, ``[E, D]``; those that the expert still needs stay in their domains.
+    """
+    result = base.copy()
+    left = np.asarray(replica_counts, dtype=np.int64) - base.sum(axis=1)
+    free = np.asarray(capacities, dtype=np.int64) - base.sum(axis=0)
+    weights = np.asarray(loads, dtype=np.float64) / np.asarray(replica_counts)
+    order = np.argsort(-weights, kind="stable").tolist()
+    if held is not None:
+        _keep(result, held, left, free, order)
+    sums = weights @ result
+    queue = [(float(sums[domain] / capacities[domain]), domain) for domain in np.nonzero(free)[0].tolist()]
+    heapq.heapify(queue)
+    for expert in order:
+        for _ in range(int(left[expert])):
+            if not _add_copy(result[expert], float(weights[expert]), queue, free, capacities):
+                break
+    _fill_up(result, free, np.asarray(loads, dtype=np.float64))
+    return result
+
+
+def _keep(result: Counts, held: Counts, left: Integers, free: Integers, order: Sequence[int]) -> None:
+    for expert in order:
+        for domain in np.nonzero(held[expert] > result[expert])[0].tolist():
+            kept = min(int(held[expert, domain] - result[expert, domain]), int(left[expert]), int(free[domain]))
+            result[expert, domain] += kept
+            left[expert] -= kept
+            free[domain] -= kept
+
+
+def _add_copy(
+    copies: Counts,
+    weight: float,
+    queue: list[tuple[float, int]],
+    free: Integers,
+    capacities: Sequence[int],
+) -> bool:
+    """Add one copy to the first domain in ``queue`` that has none. Return False if all of these domains have one.
+
+    Entries of ``queue`` are pairs (load per slot, domain with a free slot).
+    """
+    passed = []
+    while queue and copies[queue[0][1]]:
+        passed.append(heapq.heappop(queue))
+    is_added = bool(queue)
+    if is_added:
+        load, domain = heapq.heappop(queue)
+        copies[domain] += 1
+        free[domain] -= 1
+        if free[domain]:
+            passed.append((load + weight / capacities[domain], domain))
+    for entry in passed:
+        heapq.heappush(queue, entry)
+    return is_added
+
+
+def _fill_up(result: Counts, free: Integers, loads: npt.NDArray[np.float64]) -> None:
+    """Give each free slot to the expert with the most tokens per copy among those with the fewest copies in the slot's
+    domain: a second copy in a domain helps less than the first copy of another expert."""
+    for domain in np.nonzero(free)[0].tolist():
+        for _ in range(int(free[domain])):
+            fewest = np.nonzero(result[:, domain] == result[:, domain].min())[0]
+            per_copy = loads[fewest] / result[fewest].sum(axis=1)
+            result[fewest[per_copy.argmax()], domain] += 1
+        free[domain] = 0
+
+
+def match_domains(base: Sequence[Counts], held: Sequence[Counts], capacities: Sequence[int]) -> list[Counts]:
+    """Exchange domains of equal capacity, in the same way in all layers, so that the fewest base copies have to move.
+
+    Args:
+        base: base copies of each layer, ``[L][E, D]``.
+        held: copies in the previous placement, ``[L][E, D]``.
+        capacities: number of slots of each domain, ``[D]``.
+    """
+    if all((old >= new).all() for new, old in zip(base, held, strict=True)):
+        return list(base)
+    from scipy.optimize import linear_sum_assignment  # importing it takes a third of a second
+
+    present = sum(
+        np.minimum(old, 1).T.astype(np.float64) @ np.minimum(new, 1) for new, old in zip(base, held, strict=True)
+    )
+    sizes = np.asarray(capacities)
+    source = np.arange(len(sizes))
+    for size in np.unique(sizes):
+        alike = np.nonzero(sizes == size)[0]
+        rows, columns = linear_sum_assignment(-np.asarray(present)[np.ix_(alike, alike)])
+        source[alike[rows]] = alike[columns]
+    return [layer[:, source] for layer in base]

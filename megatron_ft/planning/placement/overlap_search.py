@@ -13,7 +13,7 @@ import numpy as np
 from megatron_ft.config.placement import BALANCED, EVEN
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.algorithm import PlacementBase, spread_to_floor
-from megatron_ft.planning.placement.extra_copies import add_extra_copies, base_capacities, base_counts, match_domains
+from megatron_ft.planning.placement.allocation import add_extra_copies, base_capacities, base_counts, match_domains
 from megatron_ft.planning.placement.layout import (
     Counts,
     Holdings,
@@ -24,9 +24,8 @@ from megatron_ft.planning.placement.layout import (
 )
 from megatron_ft.planning.placement.local_search import EPSILON, Bools, Losses, Search, support_masks
 from megatron_ft.planning.placement.maximum_rank_overlap import group_sizes, overlap, overlap_groups
-from megatron_ft.planning.placement.objective import SurvivalObjective
 from megatron_ft.planning.placement.plan import Slots
-from megatron_ft.planning.placement.survival import TooManyStates
+from megatron_ft.planning.placement.survival import SurvivalObjective, TooManyStates
 
 WORTH_MOVING = 0.02
 """Extra copies move only if this relieves the busiest rank of a layer by at least this fraction of its tokens."""
@@ -49,7 +48,7 @@ class OverlapSearch(PlacementBase):
 
     * Every expert is in ``min_domains`` distinct failure domains, or in as many as its replicas and the cluster allow.
     * If loads are given and slots are left when all experts have the smallest replica count, base copies are placed
-      for survival by the search, and extra copies by load (``extra_copies.py``). ``survival_share`` divides the slots
+      for survival by the search, and extra copies by load (``allocation.py``). ``survival_share`` divides the slots
       between base copies and extra copies.
     * If the number of slots of a domain divides the number of experts or is at least as large, maximum rank overlap is
       optimal and is used. Otherwise, a small layer is solved by enumeration of all placements, a medium layer by

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import gcd
 
-from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.membership import config_of
+from megatron_ft.config.membership import config_of, derive_placement
 from megatron_ft.planning.state.declined import Declined
 from megatron_ft.planning.state.parallel_layout import Group, ParallelLayout
 

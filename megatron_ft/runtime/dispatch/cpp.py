@@ -8,8 +8,14 @@ import torch
 from megatron_ft.config.placement import BALANCED
 from megatron_ft.planning.balanced_shares import MAX_TOKENS
 from megatron_ft.runtime.dispatch import extension
-from megatron_ft.runtime.dispatch.checks import Totals, check_matrices, check_plan
-from megatron_ft.runtime.dispatch.rows import ROW_DTYPES, DispatchHandle, RowOperations
+from megatron_ft.runtime.dispatch.rows import (
+    ROW_DTYPES,
+    DispatchHandle,
+    RowOperations,
+    Totals,
+    check_matrices,
+    check_plan,
+)
 
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
 SIGNATURES = {

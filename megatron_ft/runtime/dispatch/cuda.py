@@ -8,8 +8,14 @@ import torch
 from megatron_ft.config.placement import BALANCED
 from megatron_ft.errors import SoftwareError
 from megatron_ft.runtime.dispatch import extension
-from megatron_ft.runtime.dispatch.checks import Totals, check_matrices, check_plan
-from megatron_ft.runtime.dispatch.rows import ROW_DTYPES, DispatchHandle, RowOperations
+from megatron_ft.runtime.dispatch.rows import (
+    ROW_DTYPES,
+    DispatchHandle,
+    RowOperations,
+    Totals,
+    check_matrices,
+    check_plan,
+)
 
 MAX_RANKS = 3072
 """Largest number of ranks of a group: a block has 48 KiB of shared memory and needs two int64 for each rank."""

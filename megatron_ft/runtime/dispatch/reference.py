@@ -8,8 +8,15 @@ import torch
 from megatron_ft.config.placement import BALANCED
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning import dispatch as rule
-from megatron_ft.runtime.dispatch.checks import Totals, check_matrices, check_plan
-from megatron_ft.runtime.dispatch.rows import NO_ROW, DispatchHandle, RowOperations, sum_dtype
+from megatron_ft.runtime.dispatch.rows import (
+    NO_ROW,
+    DispatchHandle,
+    RowOperations,
+    Totals,
+    check_matrices,
+    check_plan,
+    sum_dtype,
+)
 
 
 class ReferenceDispatch(RowOperations):

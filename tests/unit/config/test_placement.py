@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.config.checks.placement import check_placement, derive_placement
+from megatron_ft.config.checks.placement import check_placement
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.membership import derive_placement
 from megatron_ft.config.serialize import build_policy, from_dict
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.placement.objective import SurvivalObjective
 from megatron_ft.planning.placement.overlap_search import OverlapSearch
 from megatron_ft.planning.placement.stage import algorithm_of
+from megatron_ft.planning.placement.survival import SurvivalObjective
 
 FOLDER = "megatron_ft.planning.placement"
 SEARCH = {"_target_": f"{FOLDER}.overlap_search.OverlapSearch"}
@@ -108,7 +109,7 @@ def test_builds_the_policy_that_is_named() -> None:
     assert build_policy("key", {**SEARCH, "seed": 7}) == OverlapSearch(seed=7)
 
 
-@pytest.mark.parametrize("target", [{}, {"_target_": f"{FOLDER}.objective.SurvivalObjective"}])
+@pytest.mark.parametrize("target", [{}, {"_target_": f"{FOLDER}.survival.SurvivalObjective"}])
 def test_builds_the_objective_inside_a_policy(target: dict[str, str]) -> None:
     built = build_policy("key", {**SEARCH, "objective": {**target, "lost_weights": [0.5, 0.25]}})
     assert built == OverlapSearch(objective=SurvivalObjective(lost_weights=(0.5, 0.25)))
@@ -144,7 +145,7 @@ def test_other_policies_are_refused(spec: dict[str, Any], key: str, output: str)
 
 
 def test_a_policy_of_another_kind_is_no_algorithm() -> None:
-    other = job({"placement.algorithm": {"_target_": f"{FOLDER}.objective.SurvivalObjective"}})
+    other = job({"placement.algorithm": {"_target_": f"{FOLDER}.survival.SurvivalObjective"}})
     with pytest.raises(ConfigError, match=r"placement\.algorithm\._target_=.* must be a class with a method 'place'"):
         algorithm_of(other)
 

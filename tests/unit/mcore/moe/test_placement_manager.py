@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_ft import durable
-from megatron_ft.config.checks.placement import derive_placement
+from megatron_ft.config.membership import derive_placement
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.mcore.moe.placement_manager import PlacementManager
 from tests.helpers.keys import grouped

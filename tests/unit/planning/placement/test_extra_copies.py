@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.planning.balanced_shares import least_load
-from megatron_ft.planning.placement.allocation import allocate
-from megatron_ft.planning.placement.extra_copies import (
+from megatron_ft.planning.placement.allocation import (
     add_extra_copies,
+    allocate,
     base_capacities,
     base_counts,
     match_domains,

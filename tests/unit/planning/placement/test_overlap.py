@@ -11,9 +11,8 @@ from megatron_ft.planning.placement.allocation import allocate
 from megatron_ft.planning.placement.layout import Counts
 from megatron_ft.planning.placement.local_search import Losses, support_masks
 from megatron_ft.planning.placement.maximum_rank_overlap import MaximumRankOverlap, overlap
-from megatron_ft.planning.placement.objective import SurvivalObjective
 from megatron_ft.planning.placement.overlap_search import OverlapSearch, _align, _even_out, placements
-from megatron_ft.planning.placement.survival import survival
+from megatron_ft.planning.placement.survival import SurvivalObjective, survival
 from megatron_ft.topology import Cluster
 
 

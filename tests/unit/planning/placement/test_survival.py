@@ -8,9 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.placement.objective import SurvivalObjective
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.planning.placement.survival import minimal_masks, single_loss_survival, survival, surviving_weights
+from megatron_ft.planning.placement.survival import (
+    SurvivalObjective,
+    minimal_masks,
+    single_loss_survival,
+    survival,
+    surviving_weights,
+)
 
 families = st.lists(st.integers(1, 2**7 - 1), max_size=12)
 

@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.membership import config_of
+from megatron_ft.config.membership import config_of, derive_placement
 from megatron_ft.config.requirements import REQUIREMENTS, Requirement
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.errors import ConfigError
@@ -179,6 +178,24 @@ def test_dead_ranks_are_started_again_from_memory() -> None:
     cost = cost_of_loss(held, [1], is_gone=False)
     assert (cost.strategy, cost.medium, cost.is_automatic, cost.is_bitwise) == ("rollback", "memory", True, True)
     assert cost.max_iterations == 3 + 1, "an interval, and the window that is not committed yet"
+
+
+def test_a_job_whose_snapshot_servers_outlive_it_goes_on_from_memory() -> None:
+    held = facts_of(restarting(outlive_job_seconds=600))
+    cost = cost_of_loss(held, held.nodes, is_gone=False, ends_job=True)
+    assert (cost.strategy, cost.medium, cost.is_automatic, cost.is_bitwise) == ("rollback", "memory", False, True)
+    assert cost.max_iterations == 3 + 1, "at most two windows"
+    assert cost.summary().startswith("death of all processes of the job on nodes 0, 1")
+    ended = cost_of_loss(facts_of(restarting()), held.nodes, is_gone=False, ends_job=True)
+    assert ended.medium != "memory"
+    reasons = [each.reason for each in ended.declined if each.strategy == "rollback"]
+    assert "snapshot.outlive_job_seconds=0: windows in memory are lost with the job" in reasons[0]
+    early = cost_of_loss(held, held.nodes, is_gone=False, ends_job=True, stored=Stored(iteration=2))
+    assert early.medium != "memory", "a server without a committed window ends with its job"
+    committed = Stored(iteration=9, memory_start=4)
+    assert cost_of_loss(held, held.nodes, is_gone=False, ends_job=True, stored=committed).max_iterations == 5
+    assert "which is not certain" in "".join(each.reason for each in cost_of_loss(held, [1]).declined)
+    assert "the death of the whole job" in windows_serve(held.config)
 
 
 def test_a_node_that_is_gone_takes_windows_in_memory_with_it() -> None:
@@ -440,6 +457,17 @@ def test_all_ranks_go_back_to_windows_in_memory_where_processes_are_not_kept(
     assert cost_of_loss(held, held.nodes, is_gone=False).description == "rollback (memory)"
 
 
+def test_a_node_in_the_place_of_a_lost_one_has_the_peers_of_this_place() -> None:
+    held = keeping(max_restarts=1, keep_processes=False)
+    places = held.layouts.on((0, 7, 2, 3))
+    assert isinstance(places, MembershipLayout)
+    replaced = RecoveryFacts.of(held.config, (), held.snapshot, places)
+    for node in held.nodes:
+        expected = tuple({1: 7}.get(peer, peer) for peer in held.peers_of(node))
+        assert expected and replaced.peers_of({1: 7}.get(node, node)) == expected
+    assert cost_of_loss(replaced, [7]).description == "rollback (memory)"
+
+
 def test_a_restart_from_windows_needs_a_replacement_and_a_copy() -> None:
     held = keeping(max_restarts=1, keep_processes=False, restart_lost_nodes=False, num_spare_nodes=1)
     cost = cost_of_loss(held, [0, 2])
@@ -484,7 +512,8 @@ def test_windows_serve_what_the_job_is_configured_for() -> None:
     )
     assert windows_serve(job(snapshot={"policy": WINDOWS})).startswith("no failure: recovery.max_restarts=0")
     assert windows_serve(changed(facts_of(restarting()), recovery={"strategies": ["checkpoint"]}).config) == (
-        "no failure: recovery.strategies does not contain rollback and snapshot.persist_interval_windows=0"
+        "no failure: recovery.strategies does not contain rollback, snapshot.persist_interval_windows=0 and "
+        "snapshot.outlive_job_seconds=0"
     )
     kept = grouped(num_nodes=2, keep_layout=True, num_spare_nodes=1)
     assert windows_serve(job(**kept, snapshot={"policy": WINDOWS})).startswith("the loss of a rank or a node")

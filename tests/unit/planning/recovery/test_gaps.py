@@ -132,3 +132,23 @@ def test_a_change_of_a_key_is_a_word() -> None:
     assert str(KeyChange("recovery.keep_layout", True)) == "recovery.keep_layout=true"
     changed = KeyChange("recovery.min_nodes", 3).apply(JobConfig())
     assert changed.recovery.min_nodes == 3 and JobConfig().recovery.min_nodes is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_mixtral_on_64_ranks_recovers_as_planned_with_and_without_a_spare(device: str) -> None:
+    words = ("experiment=mixtral_slurm", f"training.device={device}", "limits.host_memory_bytes=99000000000000")
+    replaced = ("recovery.keep_layout=true", "nodes.num_spare_nodes=1", "snapshot.num_peer_copies=1")
+    without, by_slurm, kept = (
+        plan_of(*words),
+        plan_of(*words, "launch.node_launcher=srun"),
+        plan_of(*words, *replaced),
+    )
+    assert {cost.description for cost in without.losses if cost.is_gone} == {"rollback (persisted), by hand"}
+    assert {cost.description for cost in by_slurm.losses if cost.is_gone} == {"rollback (persisted), by Slurm"}
+    found = {(cost.strategy, cost.medium, cost.is_automatic, cost.is_bitwise) for cost in kept.losses if cost.is_gone}
+    assert found == {
+        ("rollback", "memory", True, True) if device == "cuda" else ("localized_replay", None, True, True)
+    }
+    assert [cost.lost_nodes for cost in kept.losses if cost.is_gone] == [(node,) for node in range(8)]
+    (gap,) = without.gaps
+    assert gap.changes == replaced
