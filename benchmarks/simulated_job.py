@@ -39,6 +39,7 @@ def draw_policy(chance: random.Random, *, keeps_layout: bool = False) -> Members
             max_node_restarts=chance.randint(1, 3),
             restart_lost_nodes=num_spares == 0 or chance.random() < 0.5,
             keeps_layout=True,
+            keeps_processes=chance.random() < 0.7,
         )
     num_nodes, num_spares = chance.randint(3, 6), chance.choice((0, 0, 1, 2))
     return MembershipPolicy(

@@ -214,13 +214,18 @@ class RanksRestarted(Record):
     failed_ranks: tuple[int, ...]
     """Ranks that failed, in the order of failures, without ranks that ended as a consequence."""
     iteration: int
-    """Iteration in which the first rank failed; 0 before the first iteration."""
+    """Iteration in which the first rank failed, or the latest one of any rank if a node was lost; 0 before the first
+    iteration."""
     num_restarts_left: int
     """Number of restarts that are still allowed without progress. Progress resets it to ``recovery.max_restarts``."""
+    nodes: tuple[int, ...] = ()
+    """Nodes of the new generation, in the order of their ranks."""
 
     def describe(self) -> Note:
         where = f" in iteration {self.iteration}" if self.iteration else ""
         left = f"generation {self.generation}; restarts left without progress: {self.num_restarts_left}"
+        if self.nodes != tuple(range(len(self.nodes))):
+            left = f"nodes {', '.join(map(str, self.nodes))}; {left}"
         return Note("warning", f"starting all ranks again ({left}): {self.reason}{where}")
 
 

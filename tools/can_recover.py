@@ -31,7 +31,15 @@ from megatron_ft.control.admin import AdminClient, JobNotRunning
 from megatron_ft.control.rundir import RUN_ID_NAME, RunId
 from megatron_ft.corpus.samples import check_data
 from megatron_ft.errors import EXIT_OK, CheckpointError, ConfigError, DataError, MegatronFtError, RecoveryError
-from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record, RunStarted, WindowCommitted
+from megatron_ft.events import (
+    MembershipChanged,
+    PlacementInForce,
+    RanksReady,
+    RanksRestarted,
+    Record,
+    RunStarted,
+    WindowCommitted,
+)
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.devices import DeviceChoice, other_device
 from megatron_ft.planning.job import with_slots
@@ -210,16 +218,29 @@ def _on_its_device(config: JobConfig, events: Sequence[Record]) -> JobConfig:
 
 
 def since_start(events: Sequence[Record]) -> Sequence[Record]:
-    """Return the events since the last start of the ranks."""
-    starts = [index for index, event in enumerate(events) if isinstance(event, RanksReady)]
-    return events[starts[-1] :] if starts else []
+    """Return the events since the newest job has started its ranks for the first time."""
+    first, is_restarting = len(events), False
+    for index, event in enumerate(events):
+        if isinstance(event, RanksRestarted):
+            is_restarting = True
+        elif isinstance(event, RanksReady):
+            # Nodes and windows in memory outlive a restart of the ranks by the same job.
+            first, is_restarting = first if is_restarting else index, False
+    return events[first:]
 
 
 def layout_of(config: JobConfig, events: Sequence[Record], members: Sequence[int] | None = None) -> MembershipLayout:
     """Return the layout of the newest membership in the run's records; that of the start if there was no change. If the
     job runs, ``members`` are its nodes, which may have changed since the last record."""
-    layouts = JobLayouts.of(config)
-    layout = layouts.history(_memberships(since_start(events)))[-1]
+    layouts, first = JobLayouts.of(config), tuple[int, ...]()
+    changes: list[Record] = []
+    for event in since_start(events):
+        if isinstance(event, RanksRestarted):
+            first, changes = event.nodes, []
+        else:
+            changes.append(event)
+    # Earlier versions did not record the nodes of a restart.
+    layout = layouts.history(_memberships(changes), first or None)[-1]
     if members is not None and isinstance(layout, MembershipLayout) and set(members) != set(layout.nodes):
         layout = layouts.on(members, layout)
     if isinstance(layout, Declined):
@@ -302,7 +323,7 @@ def _device_of(config: JobConfig) -> tuple[str, tuple[str, ...]]:
         refused=refused,
         may_be_elsewhere=True,
     )
-    other = other_device(choice, refused)
+    other = other_device(choice, refused, config.recovery)
     return choice.device, (f"{choice.reason}; {other}",) if other else ()
 
 

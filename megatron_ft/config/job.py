@@ -266,7 +266,12 @@ class RecoveryConfig:
     removed, and ranks on the other nodes continue without a restart. null: the job needs all nodes."""
     keep_layout: bool = False
     """Whether the job keeps its parallel layout when nodes are lost. A spare node, or the lost node after a restart,
-    replaces the lost one. Its ranks receive the state of living ranks, or only stages that lost a rank replay."""
+    replaces the lost one. Its ranks receive the state of living ranks, or only stages that lost a rank replay. With
+    ``recovery.keep_processes=false`` all ranks start again instead."""
+    keep_processes: bool | None = None
+    """Whether ranks on the remaining nodes continue in their processes after a loss. With false, which needs
+    ``recovery.keep_layout=true``, all ranks start again from the newest window as soon as other nodes have replaced the
+    lost ones. null: true on CPUs; false on CUDA, where NCCL communicators of a living process cannot be aborted."""
     position_timeout_seconds: float = 10.0
     """After nodes are lost, ranks report their positions (newest iterations). This is the longest time from the first
     report to the last. The node of a rank that reports later also counts as lost. Usually ranks report earlier,
@@ -386,8 +391,7 @@ class SnapshotConfig:
     """Largest host memory that one node may use for windows and for copies of other nodes' windows, checked before the
     start. null sets no limit."""
     persist_interval_windows: int = 0
-    """Write every n-th committed window to storage, where n is this value. With 0, a window is written only when the
-    run is requested to stop."""
+    """Write every n-th committed window to storage. With 0, a window is written only when the run is asked to stop."""
     persist_url: str | None = None
     """Path or fsspec URL of the folder for windows on storage; each run has a subfolder with its name. null means
     ``windows`` in the run's folder."""
@@ -566,9 +570,11 @@ class JobConfig:
 
     @property
     def keeps_processes(self) -> bool:
-        """Return whether ranks may continue in their processes after a loss, according to ``recovery.strategies``."""
-        recovery = self.recovery
-        return recovery.may_use("living_state") or (recovery.keep_layout and recovery.may_use("localized_replay"))
+        """Return whether ranks may continue in their processes after a loss: ``recovery.keep_processes`` and
+        ``recovery.strategies`` allow it. ``training.device=auto`` counts as ``cpu``."""
+        keeps, may_use = self.recovery.keep_processes, self.recovery.may_use
+        is_used = may_use("living_state") or (self.recovery.keep_layout and may_use("localized_replay"))
+        return is_used and (self.training.device != "cuda" if keeps is None else keeps)
 
     @property
     def may_lose_nodes(self) -> bool:
@@ -576,9 +582,13 @@ class JobConfig:
         return self.may_change_nodes and self.keeps_processes
 
     @property
+    def replays_stages(self) -> bool:
+        """Return whether only pipeline stages that lost a rank replay after a loss."""
+        return self.recovery.keep_layout and self.keeps_processes
+
+    @property
     def why_nodes_change(self) -> str | None:
-        """Return the key and value that make ``may_change_nodes`` true, e.g. ``recovery.min_nodes=1``; otherwise
-        None."""
+        """Return the key and value because of which ``may_change_nodes`` is true; otherwise None."""
         if not self.may_change_nodes:
             return None
         if self.recovery.keep_layout:

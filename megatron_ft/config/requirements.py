@@ -85,13 +85,7 @@ _AGENTS = (
     ),
 )
 
-_NO_CUDA = Requirement(
-    key="training.device",
-    value="cuda",
-    is_excluded=True,
-    instead="cpu",
-    reason="this version cannot create NCCL communicators again after a rank was lost",
-)
+_NO_ABORT = "this version cannot abort NCCL communicators, so no process can continue after a rank was lost"
 
 
 _WINDOWS = KeyChange(
@@ -99,6 +93,9 @@ _WINDOWS = KeyChange(
     {"_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow"},
     "snapshot=sparse_window",
 )
+
+
+_PROCESSES = KeyChange("recovery.keep_processes", None)
 
 
 def _has_copies_of_shards(config: JobConfig) -> bool:
@@ -147,21 +144,78 @@ REPLICAS: tuple[Requirement, ...] = (
             "placement=overlap_search",
         ),
     ),
-    _NO_CUDA,
+    Requirement(
+        key="recovery.keep_processes",
+        value=False,
+        is_excluded=True,
+        instead="true or null",
+        reason="replicas are in the memory of running ranks; restarted ranks need recovery.keep_layout=true",
+        remedy=_PROCESSES,
+    ),
+    Requirement(
+        key="training.device",
+        value="cuda",
+        is_excluded=True,
+        instead="cpu",
+        reason=f"{_NO_ABORT}; recovery.keep_layout=true starts all ranks again instead",
+    ),
 )
 """Values that keys must have so that a job can continue on fewer nodes: with them non-expert state is on every rank, or
 each shard of it has copies on several nodes, and experts have replicas."""
 
-KEPT_LAYOUT: tuple[Requirement, ...] = (
+_REPLACED_NODES = (
     *_AGENTS,
     Requirement(key="nodes.max_nodes", reason="no nodes can join a job that keeps its layout"),
     _USED_COPIES,
-    _NO_CUDA,
+)
+
+KEPT_LAYOUT: tuple[Requirement, ...] = (
+    *_REPLACED_NODES,
+    Requirement(
+        key="snapshot.policy",
+        is_excluded=True,
+        instead="given",
+        reason="all ranks start again from a window; choose e.g. snapshot=sparse_window",
+        unless=lambda config: config.keeps_processes,
+        remedy=_WINDOWS,
+    ),
+    Requirement(
+        key="recovery.keep_processes",
+        value=True,
+        is_excluded=True,
+        instead="false or null",
+        reason=f"{_NO_ABORT}; with training.device=cuda all ranks start again",
+        unless=lambda config: config.training.device != "cuda",
+    ),
+    Requirement(
+        key="recovery.max_restarts",
+        value=0,
+        is_excluded=True,
+        instead="above 0",
+        reason="all ranks start again after a loss (recovery.keep_processes=false, which null means on CUDA)",
+        # Without rollback, the check of ``recovery.strategies`` names the key that must change.
+        unless=lambda config: config.keeps_processes or not config.recovery.may_use("rollback"),
+        remedy=KeyChange("recovery.max_restarts", 3),
+    ),
 )
 """Values that keys must have so that a job can keep its layout: other nodes replace the lost nodes."""
 
+LIVING_PLACES: tuple[Requirement, ...] = (
+    Requirement(
+        key="recovery.keep_processes",
+        value=False,
+        is_excluded=True,
+        instead="true or null",
+        reason="ranks that are not lost keep their state in their processes",
+        remedy=_PROCESSES,
+    ),
+    Requirement(key="training.device", value="cuda", is_excluded=True, instead="cpu", reason=_NO_ABORT),
+    *_REPLACED_NODES,
+)
+"""Values that keys must have so that ranks in the places of lost ranks can receive state from living ranks."""
+
 REPLAYS: tuple[Requirement, ...] = (
-    *KEPT_LAYOUT,
+    *LIVING_PLACES,
     Requirement(
         key="snapshot.policy",
         is_excluded=True,
@@ -170,8 +224,7 @@ REPLAYS: tuple[Requirement, ...] = (
         remedy=_WINDOWS,
     ),
 )
-"""Values that keys must have so that the pipeline stages of lost nodes can replay in the same layout."""
-
+"""Values that keys must have so that only pipeline stages that lost a rank replay in the same layout."""
 
 ROLLBACK: tuple[Requirement, ...] = (
     Requirement(

@@ -220,10 +220,15 @@ def restart_records(step: Step, details: dict[int, Message], policy: MembershipP
         generation=state.generation,
         reason=step.reason,
         failed_ranks=tuple(event.rank for event in failed),
-        iteration=first.iteration,
+        iteration=first.iteration if first.rank is not None else _latest_iteration(details),
         num_restarts_left=policy.max_restarts - state.num_restarts,
+        nodes=state.members,
     )
     return [*_lost_nodes(state.survived[-1]), *failed, restarted]
+
+
+def _latest_iteration(details: dict[int, Message]) -> int:
+    return max((about.get("iteration") or 0 for about in details.values()), default=0)
 
 
 def lost_records(step: Step, details: dict[int, Message], policy: MembershipPolicy) -> list[Record]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_ft.config.job import LaunchConfig
+from megatron_ft.config.job import LaunchConfig, RecoveryConfig
 from megatron_ft.errors import ConfigError
 
 
@@ -147,17 +147,22 @@ def gpus_needed(num_ranks: int, ranks_per_gpu: int) -> int:
     return -(-num_ranks // ranks_per_gpu)
 
 
-def other_device(choice: DeviceChoice, refused: Mapping[str, str]) -> str:
-    """State as text whether the job could run on the device that was not chosen; empty if the choice is certain."""
+def other_device(choice: DeviceChoice, refused: Mapping[str, str], recovery: RecoveryConfig) -> str:
+    """State as text whether the job could run on the device that was not chosen; empty if the choice is certain.
+
+    Args:
+        refused: for each possible device, the reason why it cannot run the configuration; empty if it can.
+    """
     if choice.is_certain:
         return ""
     other = "cuda" if choice.device == "cpu" else "cpu"
     if refused[other]:
         return f"on {other} this job would be refused before it starts: {refused[other]}"
-    return (
-        f"on {other} this job would also be accepted, with the same cost of losses; the plan shows memory for "
-        f"{choice.device} only"
-    )
+    losses = "with the same cost of losses"
+    if recovery.keep_layout and recovery.keep_processes is None:
+        does = "all ranks would start again" if other == "cuda" else "living ranks would continue in their processes"
+        losses = f"but after a loss {does} (recovery.keep_processes=null)"
+    return f"on {other} this job would also be accepted, {losses}; the plan shows memory for {choice.device} only"
 
 
 def _check_accepted(refusal: str, reason: str = "") -> None:

@@ -297,7 +297,7 @@ class JobPlan:
         gaps: tuple[Gap, ...] = ()
         if given is not None:
             gaps = find_gaps(on_device(given, device), losses, inputs or JobInputs(), data.tokenizer_vocab_size)
-        other = "" if choice is None else other_device(choice, refused or {})
+        other = "" if choice is None else other_device(choice, refused or {}, config.recovery)
         is_refused_there = choice is not None and not choice.is_certain and any((refused or {}).values())
         plan = cls(
             model=model.name,

@@ -62,7 +62,7 @@ class UpstreamLogReport:
         Raises:
             ConfigError: the logs of a node need more than ``upstream_log.memory_limit_bytes``.
         """
-        if not config.recovery.keep_layout or config.parallel.pipeline_model_parallel_size == 1:
+        if not config.replays_stages or config.parallel.pipeline_model_parallel_size == 1:
             return None
         stages, nodes = range(config.parallel.pipeline_model_parallel_size), range(config.launch.num_nodes)
         kept, lag = None, config.upstream_log.commit_lag_iterations

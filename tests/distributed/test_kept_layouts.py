@@ -5,12 +5,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.control.admin import AdminClient
 from megatron_ft.errors import EXIT_INTERRUPTED, ControlError
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.testing.jobs import start_dummy_job
 from tests.distributed.test_joining_nodes import reported, waiting
-from tests.distributed.test_launch import eventually, records, started
+from tests.distributed.test_launch import LIMIT_SECONDS, eventually, records, started
 from tests.distributed.test_lost_nodes import agent_process, decisions, failed, finish, reformed
+from tests.distributed.test_takeover import orders, signal_controller_when
 from tests.helpers.keys import dotted
 
 LAYOUT = {
@@ -96,3 +98,45 @@ def test_all_ranks_start_again_by_place_where_nobody_can_take_one(runs: Path) ->
     again = sorted((record["rank"], record["node"]) for record in started(runs)[2])
     assert again == list(enumerate((0, 0, 3, 3, 2, 2)))
     assert {tuple(record["nodes"]) for record in started(runs)[2]} == {(0, 0, 3, 3, 2, 2)}
+
+
+RESTARTED = {"keep_processes": False, "max_restarts": 5, "restart_lost_nodes": True}
+
+
+def nodes_of(runs: Path, generation: int) -> tuple[int, ...]:
+    """Return the node of each rank that started in a generation; empty until all six ranks have started."""
+    found = {record["rank"]: record["node"] for record in started(runs).get(generation, [])}
+    return tuple(found[rank] for rank in sorted(found)) if len(found) == 6 else ()
+
+
+def has_agent(runs: Path, node: int) -> bool:
+    with AdminClient(runs / "dummy") as client:
+        return str(node) in client.status()["nodes"]
+
+
+def test_without_keeping_processes_spares_and_lost_nodes_take_places_in_a_restart(runs: Path) -> None:
+    job = start(runs, iterations=10000, num_spare_nodes=1, **RESTARTED)
+    eventually(lambda: nodes_of(runs, 0) != () and has_agent(runs, 3), "the spare has an agent")
+    agent_process(runs, 1).send_signal(signal.SIGKILL)
+    eventually(lambda: nodes_of(runs, 1) == (0, 0, 3, 3, 2, 2), "the spare has the place")
+    eventually(lambda: has_agent(runs, 1), "the lost node is back, as a spare")
+    agent_process(runs, 0).send_signal(signal.SIGKILL)
+    eventually(lambda: nodes_of(runs, 2) == (1, 1, 3, 3, 2, 2), "the lost node has the next place")
+    for agent in [agent_process(runs, node) for node in (1, 2)]:  # at the same time
+        agent.send_signal(signal.SIGKILL)
+    eventually(lambda: len(nodes_of(runs, 3)) == 6, "two places are filled at once")
+    assert set(nodes_of(runs, 3)) <= {0, 1, 2, 3} and waiting(runs) == [], "no rank waits to join"
+    job.send_signal(signal.SIGINT)
+    finish(runs, job, EXIT_INTERRUPTED)
+
+
+def test_a_controller_that_is_killed_while_nodes_are_replaced_is_replaced_itself(runs: Path) -> None:
+    job = start(runs, iterations=10000, **RESTARTED)
+    eventually(lambda: nodes_of(runs, 0) != (), "all ranks run")
+    for agent in [agent_process(runs, node) for node in (1, 2)]:
+        agent.send_signal(signal.SIGKILL)
+    signal_controller_when(runs, lambda: "stop" in orders(runs), "the ranks are ended")
+    eventually(lambda: nodes_of(runs, 1) == (0, 0, 1, 1, 2, 2), "all ranks start again", seconds=LIMIT_SECONDS)
+    job.send_signal(signal.SIGINT)
+    finish(runs, job, EXIT_INTERRUPTED)
+    assert orders(runs)[:2] == ["start", "stop"] and orders(runs).count("start") == 2

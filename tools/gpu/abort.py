@@ -49,7 +49,7 @@ def surviving() -> dict[str, str]:
     rank ends when its communicators are aborted."""
     job = JobConfig()
     job.training.device = "cuda"
-    job.launch.num_nodes, job.recovery.min_nodes = 2, 1
+    job.launch.num_nodes, job.recovery.min_nodes, job.recovery.keep_processes = 2, 1, True
     return rank_environment(job)
 
 

@@ -116,7 +116,7 @@ def _check_nodes(config: JobConfig) -> None:
     at_least(0, "nodes.join_window_seconds", nodes.join_window_seconds)
     at_least(0, "nodes.max_node_restarts", nodes.max_node_restarts)
     require(
-        config.may_lose_nodes or not nodes.restart_lost_nodes,
+        config.may_change_nodes or not nodes.restart_lost_nodes,
         "nodes.restart_lost_nodes",
         nodes.restart_lost_nodes,
         f"must be false with recovery.min_nodes={show(min_nodes)}: the job ends when it loses a node; set "

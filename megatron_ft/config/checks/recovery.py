@@ -3,7 +3,7 @@
 from megatron_ft.config.checks.primitives import above, at_least, one_of, require, show
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import MembershipChange, derive_placement, nodes_over_time
-from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, REQUIREMENTS, Requirement, value_of
+from megatron_ft.config.requirements import KEPT_LAYOUT, LIVING_PLACES, REPLICAS, REQUIREMENTS, Requirement, value_of
 from megatron_ft.records import FORMER_STRATEGIES
 from megatron_ft.topology import Topology
 
@@ -34,6 +34,13 @@ def _check_survival(config: JobConfig) -> None:
         "recovery.min_nodes",
         recovery.min_nodes,
         f"must be null or in 1..launch.num_nodes={launch.num_nodes}",
+    )
+    require(
+        not recovery.keep_processes or config.may_change_nodes,
+        "recovery.keep_processes",
+        recovery.keep_processes,
+        "must be null or false without recovery.keep_layout=true, recovery.min_nodes below "
+        f"launch.num_nodes={launch.num_nodes}, spares or nodes.max_nodes: after a loss such a job ends all processes",
     )
     changes = _check_schedule(config)
     # Slots are checked for the smallest membership that can occur, before the job starts.
@@ -73,11 +80,18 @@ def _check_strategies(config: JobConfig) -> None:
     layout = recovery.keep_layout
     for name in names:
         # In the same layout living state needs no replicas: the job declines it for a loss of which no copy lives.
-        needed = KEPT_LAYOUT if layout and name == "living_state" else REQUIREMENTS[name]
+        needed = LIVING_PLACES if layout and name == "living_state" else REQUIREMENTS[name]
         _check_requirements(config, needed, feature)
-    replays, keeps = "localized_replay" in names, bool({"localized_replay", "living_state"} & set(names))
+    replays, is_used = "localized_replay" in names, bool({"localized_replay", "living_state", "rollback"} & set(names))
     require(layout or not replays, "recovery.keep_layout", layout, f"must be true with {feature}")
-    require(not layout or keeps, "recovery.keep_layout", layout, f"must be false with {feature}")
+    require(not layout or is_used, "recovery.keep_layout", layout, f"must be false with {feature}")
+    require(
+        not recovery.keep_processes or config.keeps_processes,
+        "recovery.keep_processes",
+        recovery.keep_processes,
+        f"must be null or false with {feature}, recovery.keep_layout={show(layout)}: no strategy among them keeps the "
+        "processes",
+    )
     changes = config.may_change_nodes and not layout
     require(
         changes or layout or "living_state" not in names,
@@ -239,7 +253,7 @@ def _check_replays_exactly(config: JobConfig) -> None:
     )
     stages = config.parallel.pipeline_model_parallel_size
     require(
-        stages == 1 or config.model.untie_embeddings_and_output_weights,
+        stages == 1 or config.model.untie_embeddings_and_output_weights or not config.keeps_processes,
         "model.untie_embeddings_and_output_weights",
         config.model.untie_embeddings_and_output_weights,
         f"must be true with {feature} and parallel.pipeline_model_parallel_size={stages}: the upstream log does "

@@ -415,7 +415,8 @@ class Controller:
             local_ranks=list(layout.local_ranks),
             members=list(state.members),
             is_joining=is_joining,
-            sidecars=by_name(self._sidecars),
+            # Without lost nodes: ranks would wait for the answers of their snapshot servers.
+            sidecars=by_name({n: found for n, found in self._sidecars.items() if n in state.nodes.registered}),
         )
         self._num_starts += 1
         self._order(order)

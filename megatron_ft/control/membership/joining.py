@@ -12,6 +12,10 @@ spare is ready for each lost place. If there are too few, lost nodes are started
 (``START_AGENTS``), then the ranks, when the old ranks have ended (``START_NODES``). A node that ends or does not become
 ready in time is killed and started again, as often as ``max_node_restarts`` allows. If a place cannot be filled, the
 job stops, like a job that needs all its nodes.
+
+If all ranks of such a job have ended, for example because they do not continue in their processes after a loss
+(``keeps_processes``), the job waits for agents instead of ranks (``REPLACING``). As soon as there is a node with an
+agent for each place, all ranks start again.
 """
 
 from dataclasses import dataclass, replace
@@ -51,6 +55,7 @@ class NodeRules:
             node,
             agent=AgentState.REGISTERED,
             was_registered=True,
+            is_wanted=False,
             has_unregistered_agent=False,
             not_before_seconds=0.0,
         )
@@ -63,7 +68,10 @@ class NodeRules:
         return replace(state, nodes=self._want(nodes, node))
 
     def _want(self, nodes: Nodes, node: int) -> Nodes:
-        if not self.policy.may_lose_nodes or nodes.is_member(node) or node in nodes.waiting:
+        if not self.policy.admits_nodes or nodes.is_member(node) or node in nodes.waiting:
+            return nodes
+        # Ranks of a spare could not continue with those of the other nodes, so a spare has only an agent.
+        if self.policy.replaces_by_restart and node in nodes.registered:
             return nodes
         # LEFT keeps a node out of restarts of all ranks. A new registration or an operator's request ends that.
         has_left = nodes[node].state is NodeState.LEFT
@@ -105,8 +113,11 @@ class NodeRules:
             return replace(state, nodes=state.nodes.change(node, has_unregistered_agent=False))
         # If the node had not become a member, its start has failed. Without this count, a node that dies at each start
         # would be started for ever.
-        never_came = record.agent is AgentState.UNKNOWN and not state.nodes.is_member(node)
-        if never_came or record.agent is AgentState.STARTING or node in state.nodes.waiting:
+        is_outside = not state.nodes.is_member(node)
+        never_came = record.agent is AgentState.UNKNOWN and is_outside
+        # No rank was started on these nodes, so their agents have nothing to do but to stay.
+        was_spare = is_outside and (self.policy.replaces_by_restart or state.phase is Phase.REPLACING)
+        if never_came or was_spare or record.agent is AgentState.STARTING or node in state.nodes.waiting:
             state = self._fail_start(state, node, reason, now)
         # ``_start`` would start a process for each node that is still wanted.
         elif not self.policy.restart_lost_nodes:
@@ -161,14 +172,15 @@ class NodeRules:
         """Return the reason why a node cannot be added, or None if it can."""
         if state.phase in _NOT_ALIVE or state.interrupted:
             return f"no node can join while the job is {'stopping' if state.interrupted else state.phase.value}"
-        if not self.policy.may_lose_nodes:
+        if not self.policy.admits_nodes:
             return (
                 f"recovery.min_nodes={self.policy.min_nodes} and nodes.max_nodes={self.policy.max_nodes} "
                 "fix the number of nodes, so no node can join"
             )
         if state.nodes.is_member(node):
             return f"node {node} is a member already"
-        if node in state.nodes.waiting or state.nodes[node].is_wanted:
+        is_spare = self.policy.replaces_by_restart and node in state.nodes.registered
+        if node in state.nodes.waiting or state.nodes[node].is_wanted or is_spare:
             return f"node {node} is waiting to join already"
         if not self.policy.starts_nodes and node not in state.nodes.registered:
             return (
@@ -188,13 +200,13 @@ class NodeRules:
         do."""
         if state.phase not in TRAINING or state.failures or state.broken or state.interrupted:
             return None
-        if not self.policy.may_lose_nodes or not self.policy.ranks_of_all(state.members).isdisjoint(state.gone):
+        if not self.policy.admits_nodes or not self.policy.ranks_of_all(state.members).isdisjoint(state.gone):
             return None  # ranks have done their work: the job is about to end
         return self._give_up_agents(state, now) or self._kill_or_start(state, now) or self._change(state, now)
 
     def set_wake_up(self, state: State, now: Moment) -> State:
         """Set the time at which ``decide`` must be called next if no event arrives."""
-        if state.phase not in TRAINING:
+        if state.phase not in (*TRAINING, Phase.REPLACING):
             return state if state.wake_up_seconds is None else replace(state, wake_up_seconds=None)
         # Each event yields one step. If another step is due already, an immediate tick makes it.
         if self.decide(state, now) is not None:
@@ -317,13 +329,57 @@ class NodeRules:
         coming = self._coming(state) | self._returning(state)
         if len(coming) >= len(places):
             return None
-        place = next(place for place in places if state.members[place] not in coming)
-        node = state.members[place]
+        return self._describe_empty(next(place for place in places if state.members[place] not in coming), state)
+
+    def _describe_empty(self, place: int, state: State) -> str:
         why = "nodes.restart_lost_nodes=false"
         if self.policy.restart_lost_nodes:
             most = self.policy.max_node_restarts
             why = f"it was lost, or failed to start, too often in a row (nodes.max_node_restarts={most})"
+        node = state.members[place]
         return f"node {node} (place {place}) has no replacement: no spare is left, and the node is not restarted: {why}"
+
+    def await_agents(self, state: State, now: Moment) -> Step | None:
+        """Wait, after all ranks of a job that keeps its layout have ended, until a node with an agent is there for each
+        place. Start the agents of lost nodes. Return None if too few nodes can come."""
+        timeout_seconds = self.policy.start_timeout_seconds
+        if state.phase is not Phase.REPLACING:
+            # Without ranks no node is a member, so each loss from here on counts as a failed start.
+            nodes = state.nodes.change(state.members, state=NodeState.LOST)
+            gone = [record.node for record in nodes.records if record.agent is AgentState.LOST]
+            for node in gone:
+                nodes = nodes.change(node, num_losses=max(1, nodes[node].num_losses))
+            deadline = now.seconds + timeout_seconds
+            state = replace(state, phase=Phase.REPLACING, nodes=nodes, deadline_seconds=deadline)
+        able = [
+            record.node
+            for record in state.nodes.records
+            if record.agent is AgentState.LOST and self.may_return(record) and record.state is not NodeState.LEFT
+        ]
+        nodes = state.nodes.change(state.nodes.registered, is_wanted=False).change(able, is_wanted=True)
+        state = replace(state, nodes=nodes)
+        step = self._give_up_agents(state, now) or self._start(state, now)
+        if step is not None:
+            # Each ordered start has the whole time, and so has the start that follows a failed one.
+            return replace(step, state=replace(step.state, deadline_seconds=now.seconds + timeout_seconds))
+        starting = {record.node for record in nodes.records if record.agent is AgentState.STARTING}
+        pausing = nodes.wanted - starting
+        if state.is_late(now):
+            if not pausing:
+                return None
+            # The pause before the next start must not use up the time of this start.
+            state = replace(state, deadline_seconds=now.seconds + timeout_seconds)
+        if len(pausing | starting | self._expected(state)) < self.policy.num_nodes - len(members_after_restart(state)):
+            return None
+        return Step(state, Decision.WAIT, "waiting for nodes that take the places of lost ones")
+
+    def why_agents_are_missing(self, state: State, now: Moment) -> str:
+        """Return the reason why ``await_agents`` does not wait any longer."""
+        empty = [place for place, node in enumerate(state.members) if node not in state.nodes.registered]
+        if state.phase is Phase.REPLACING and state.is_late(now):
+            limit = f"launch.start_timeout_seconds={self.policy.start_timeout_seconds:g}"
+            return f"{limit}: timed out waiting for nodes that take the places {empty}"
+        return self._describe_empty(empty[0], state)
 
     def give_up_late_nodes(self, state: State, now: Moment) -> State:
         """Give up nodes that should have taken a lost place but are late: their agent has not registered, or their old

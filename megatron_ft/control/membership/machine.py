@@ -148,7 +148,8 @@ def _observe_rank(
             )
             is_over = is_lost or rank in state.gone
             return state if is_over else reconfigure.lose(policy, _fail(state, failure), node)
-    state = replace(state, gone=state.gone | {rank})
+    reached = max(state.reached_iteration, event.iteration)
+    state = replace(state, gone=state.gone | {rank}, reached_iteration=reached)
     if is_lost or (event.done and event.returncode == 0):
         return state
     failure = Failure(
@@ -177,9 +178,11 @@ def _restart(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
     first = state.first_failure
     if first is None or first.final or state.interrupted or state.phase is Phase.FORMING or _any_lives(policy, state):
         return None
-    members = _restartable(policy, state)
-    if len(members) < policy.fewest_nodes or state.num_restarts_without_progress >= policy.max_restarts:
+    if state.num_restarts_without_progress >= policy.max_restarts:
         return None
+    members = _restartable(policy, state)
+    if len(members) < policy.fewest_nodes:
+        return NodeRules(policy).await_agents(state, now) if policy.keeps_layout else None
     try:
         policy.layout_on(members)
     except RecoveryError:
@@ -192,7 +195,7 @@ def _restart(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
         deadline_seconds=now.seconds + policy.start_timeout_seconds,
         num_reforms=state.num_reforms,
         survived=(*state.survived, state.failures),
-        furthest_iteration=max(state.furthest_iteration, first.iteration),
+        furthest_iteration=max(state.furthest_iteration, state.failed_iteration),
         num_restarts=state.num_restarts_without_progress + 1,
     )
     return Step(restarted, Decision.RESTART, first.detail)
@@ -221,6 +224,9 @@ def _restarted_nodes(policy: MembershipPolicy, nodes: Nodes, members: tuple[int,
         node, is_registered = record.node, record.agent is AgentState.REGISTERED
         has_left = record.state in (NodeState.LEFT, NodeState.DRAINING) or record.was_draining
         comes = policy.may_lose_nodes and (record.was_registered if policy.restart_lost_nodes else is_registered)
+        # If no process continues, a node outside the membership has no ranks: only its agent is started again.
+        if policy.replaces_by_restart:
+            comes = policy.restart_lost_nodes and record.was_registered and not is_registered
         found = found.change(
             node,
             agent=AgentState.LOST if record.agent is AgentState.STARTING else record.agent,
@@ -249,7 +255,24 @@ def _end(policy: MembershipPolicy, state: State, event: MachineEvent, now: Momen
     if not nothing_runs and not remaining <= state.gone:
         return None
     first = state.first_failure
-    return _ended(state, first.detail if first else _REASONS[state.outcome])
+    reason = _REASONS[state.outcome] if first is None else f"{first.detail}{_why_not_again(policy, state, now)}"
+    return _ended(state, reason)
+
+
+def _why_not_again(policy: MembershipPolicy, state: State, now: Moment) -> str:
+    """Return the reason why a job that replaces lost nodes by a restart does not start its ranks again."""
+    first = state.first_failure
+    if (
+        not policy.replaces_by_restart
+        or first is None
+        or first.final
+        or state.interrupted
+        or state.phase is Phase.FORMING
+    ):
+        return ""
+    if state.num_restarts_without_progress >= policy.max_restarts:
+        return f"; the ranks were restarted recovery.max_restarts={policy.max_restarts} times without progress"
+    return f"; {NodeRules(policy).why_agents_are_missing(state, now)}"
 
 
 def _ended(state: State, reason: str) -> Step:

@@ -262,7 +262,8 @@ def _reform(policy: MembershipPolicy, state: State, now: Moment) -> Step:
         failures=(),
         survived=(*state.survived, state.failures),
         num_reforms=state.num_reforms + 1,
-        furthest_iteration=max(state.furthest_iteration, first.iteration if first else 0),
+        furthest_iteration=max(state.furthest_iteration, state.failed_iteration),
+        reached_iteration=0,
         num_restarts=state.num_restarts_without_progress,
     )
     reason = describe_change(reform.joining, reform.leaving) if first is None else first.detail

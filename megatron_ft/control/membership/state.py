@@ -65,8 +65,7 @@ class NodeRecord:
     """Time on the controller's clock at which the node's ranks were started (``STARTING``) or became ready (``READY``).
     """
     queue_number: int = 0
-    """Position in the queue of joining nodes; a node moves to the end when it is started, and again when it is
-    ready."""
+    """Position in the queue of joining nodes; a node moves to the end when it is started and when it is ready."""
     is_announced: bool = False
     """Whether the other ranks were informed that this node is lost."""
     is_counted: bool = False
@@ -219,6 +218,8 @@ class Phase(Enum):
     """All remaining ranks have reported; the job waits for nodes that take the places of lost ones."""
     STOPPING = "stopping"
     KILLING = "killing"
+    REPLACING = "replacing"
+    """All ranks have ended after a failure; they start again as soon as other nodes take the places of lost ones."""
     ENDED = "ended"
 
 
@@ -236,13 +237,11 @@ class Decision(Enum):
     START = "start"
     RESTART = "restart"
     BREAK = "break"
-    """End the membership: kill remaining ranks of lost nodes, and order the other ranks to stop and report their
-    positions."""
+    """End the membership: kill ranks of lost nodes, and order the other ranks to stop and report their positions."""
     REFORM = "reform"
     """Begin the next membership, which consists of the remaining and the joining nodes."""
     CHANGE = "change"
-    """Order the members to stop at the next iteration boundary and report their positions, because nodes join or leave
-    at this boundary."""
+    """Order the members to stop at the next iteration boundary, where nodes join or leave, and to report positions."""
     START_NODES = "start_nodes"
     """Start the ranks of nodes that are not members (``Step.nodes``). The ranks wait until they are in a membership."""
     START_AGENTS = "start_agents"
@@ -265,8 +264,7 @@ class Outcome(Enum):
 # No slots: ``cached_property`` keeps its values in the dictionary of the instance.
 @dataclass(frozen=True, kw_only=True)
 class MembershipPolicy:
-    """Limits and settings of the state machine. A field without a docstring is the key of the same name in ``launch``,
-    ``recovery`` or ``nodes``."""
+    """Settings of the state machine. A field without a docstring is a key of ``launch``, ``recovery`` or ``nodes``."""
 
     num_nodes: int
     ranks_per_node: int
@@ -288,8 +286,7 @@ class MembershipPolicy:
     keeps_layout: bool = False
     """Whether every membership has ``num_nodes`` nodes, so that other nodes take the places of lost ones."""
     keeps_processes: bool = True
-    """Whether ranks on the remaining nodes continue in their processes after a loss. Otherwise all ranks are
-    restarted."""
+    """Whether ranks on the remaining nodes continue in their processes after a loss. Otherwise all are restarted."""
     starts_nodes: bool = True
     """Whether the job starts agents; otherwise nodes start by themselves."""
     job_layouts: "JobLayouts | None" = None
@@ -342,6 +339,16 @@ class MembershipPolicy:
         return self.most_nodes - self.num_spare_nodes
 
     @property
+    def replaces_by_restart(self) -> bool:
+        """Whether all ranks are restarted as soon as other nodes have taken the places of lost ones."""
+        return self.keeps_layout and not self.keeps_processes
+
+    @property
+    def admits_nodes(self) -> bool:
+        """Whether nodes can join the running job, as members or as spares."""
+        return self.keeps_layout or self.may_lose_nodes
+
+    @property
     def may_lose_nodes(self) -> bool:
         """Whether the job continues with the living ranks when nodes are lost, leave or join."""
         return self.keeps_processes and (self.keeps_layout or self.fewest_nodes < self.most_nodes)
@@ -389,8 +396,7 @@ class MembershipPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One failure: a rank failed, a node was lost (``rank`` is None), or the whole job failed (``node`` is None,
-    too)."""
+    """A failure of a rank, the loss of a node (``rank`` is None), or a failure of the job (``node`` is None, too)."""
 
     at_seconds: float
     """Time of the failure, on the clock of the machine that observed it."""
@@ -467,11 +473,12 @@ class State:
     failures: tuple[Failure, ...] = ()
     """Failures in this generation."""
     survived: tuple[tuple[Failure, ...], ...] = ()
-    """Failures of each earlier generation; empty for a generation that ended because nodes joined or left on
-    request."""
+    """Failures of each earlier generation; empty if it ended because nodes joined or left on request."""
     num_reforms: int = 0
     """Number of generations after which ranks continued in their processes, without a restart."""
     interrupted: bool = False
+    reached_iteration: int = 0
+    """Latest iteration that an ended rank of this generation had reached."""
     furthest_iteration: int = 0
     """Latest iteration in which an earlier generation failed."""
     num_restarts: int = 0
@@ -495,13 +502,19 @@ class State:
 
     @property
     def num_restarts_without_progress(self) -> int:
-        """Number of restarts of all ranks since the job last made progress.
+        """Number of restarts of all ranks since the job last made progress. It is 0 if this generation failed in a
+        later iteration than all earlier generations."""
+        return 0 if self.failed_iteration > self.furthest_iteration else self.num_restarts
 
-        It is 0 if this generation failed in a later iteration than all earlier generations. The iteration of the first
-        failed rank counts, because a fault that recurs occurs in the same iteration.
-        """
+    @property
+    def failed_iteration(self) -> int:
+        """Iteration in which this generation failed; 0 if it has not failed, or failed before its first iteration."""
+        # That of the first failed rank counts, because a fault that recurs occurs in the same iteration. A lost node
+        # reports no iteration, so the latest iteration of the other ranks counts.
         first = self.first_failure
-        return 0 if first is not None and first.iteration > self.furthest_iteration else self.num_restarts
+        if first is None:
+            return 0
+        return self.reached_iteration if first.rank is None else first.iteration
 
     @property
     def outcome(self) -> Outcome:

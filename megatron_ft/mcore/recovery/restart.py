@@ -56,6 +56,9 @@ def select_restore_source(
             restorer.report_start(None, context.generation)
             return None, window
         unusable = () if found is not None else (*checkpoints.unusable(folder), *restorer.unusable, *not_chosen)
+        # Memory that was lost with its nodes leaves no other trace.
+        if not unusable and found is None and context.generation > 0:
+            unusable = _lost_windows(context.run_dir)
         # Only the first start of the job must find a checkpoint. A restart may come before the run's first save.
         if found is None and run.resume == "must" and context.generation == 0:
             raise CheckpointError(
@@ -98,6 +101,17 @@ def _check_start_over(unusable: Sequence[str], *, run_dir: Path, start_over: boo
             f"{_listed(unusable)}. Repair one of them, or start at iteration 0 with run.start_over=true or with "
             "another run.name"
         )
+
+
+def _lost_windows(run_dir: Path) -> tuple[str, ...]:
+    """Return a reason if ``events.jsonl`` of a run records a committed window; otherwise nothing."""
+    try:
+        with (run_dir / "events.jsonl").open("rb") as file:
+            committed = [line for line in file if b'"window_committed"' in line]
+        start = json.loads(committed[-1])["start_iteration"]
+    except (OSError, IndexError, ValueError, KeyError):
+        return ()
+    return (f"window of iteration {start}: it was committed, but no node has it in its memory any more",)
 
 
 def _listed(reasons: Sequence[str]) -> str:

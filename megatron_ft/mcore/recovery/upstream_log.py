@@ -29,7 +29,7 @@ def keep_log(engine: TrainingEngine, snapshots: Snapshotter, report: Callable[[R
     Raises:
         ConfigError: the logs would need too much memory; see ``keep_room``.
     """
-    if not engine.config.recovery.keep_layout or snapshots.plan is None:
+    if not engine.config.replays_stages or snapshots.plan is None:
         return
     keep_room(engine, snapshots.plan, report)
     log, kept = engine.boundaries.log, snapshots.kept
@@ -50,7 +50,7 @@ def replay_window(
     Raises:
         RecoveryError: the window cannot be replayed; see ``SnapshotRestorer.replay``.
     """
-    if engine.config.recovery.keep_layout:
+    if engine.config.replays_stages:
         keep_room(engine, window.plan_in_force, report)
     restorer.replay(engine, window)
 

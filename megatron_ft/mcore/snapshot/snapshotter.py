@@ -162,6 +162,7 @@ class Snapshotter:
         self._stats = _SnapshotStats()
         self._num_problems = 0
         self._is_delayed = False
+        self._is_whole_due = False
         self._iteration_seconds: deque[float] = deque(maxlen=10)
         self._loads: deque[Rows] = deque(maxlen=_MAX_LOAD_RECORDS)
         self._plan: WindowPlan | None = None
@@ -224,6 +225,10 @@ class Snapshotter:
         capture.settle()
         return None
 
+    def capture_whole_next(self) -> None:
+        """Capture the whole state after the next iteration, see ``capture_whole``, before the planned windows."""
+        self._is_whole_due = True
+
     @property
     def plan(self) -> WindowPlan | None:
         """The current plan; None before the first plan."""
@@ -251,6 +256,9 @@ class Snapshotter:
             self._opened = self._open(iteration)
             # Memory that survived an earlier process may contain windows that are still being written to storage.
             has_buffer = self._collectives.all(bool(self._window_report().has_free_buffer))
+        if self._is_whole_due:
+            self._is_whole_due = False
+            self.capture_whole(vote)
         if self._start is None and not self._begin_window(iteration, self._opened, has_buffer=has_buffer):
             return
         assert self._start is not None, "no window has begun"

@@ -33,7 +33,7 @@ from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager, Pr
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.recovery.restart import recorded_placement, select_restore_source
 from megatron_ft.mcore.recovery.upstream_log import keep_log, replay_window
-from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, replay_config
+from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, LocalWindow, replay_config
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.mcore.state.carried import MembershipStart
@@ -156,7 +156,7 @@ class Trainer:
             self.report_placement("resumed" if source is not None or window is not None else "first")
         # Only after the replay, because new windows may need the memory of the window that was replayed.
         if client is not None:
-            self.take_snapshots(client, None if window is None else (window.stored, window.plan_in_force))
+            self._continue_snapshots(client, window)
         # The gather is also a barrier: the job is ready when its slowest rank has loaded its state.
         process_ids = tuple(self.collectives.gather(os.getpid()))
         seconds = time.monotonic() - started
@@ -527,6 +527,13 @@ class Trainer:
         # Other records are dropped, because the recovery that replays these stages is reported as a whole.
         if isinstance(record, SnapshotProblem):
             self.report_own(record)
+
+    def _continue_snapshots(self, client: KeeperClient, window: LocalWindow | None) -> None:
+        snapshots = self.take_snapshots(client, None if window is None else (window.stored, window.plan_in_force))
+        # A part that was fetched from a peer has no other copy, and the loss of that peer would end the run. This must
+        # not last until all slices of a planned window are captured.
+        if window is not None and self.collectives.any(window.stored.where == "copy"):
+            snapshots.capture_whole_next()
 
     def take_snapshots(self, client: KeeperClient, resumed: tuple[StoredWindow, WindowPlan] | None) -> Snapshotter:
         """Create the ``Snapshotter`` of this rank, which captures windows from now on.

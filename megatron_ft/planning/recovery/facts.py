@@ -134,7 +134,16 @@ class RecoveryFacts:
 
     def peers_of(self, node: int) -> tuple[int, ...]:
         """Return the nodes that store copies of the windows of ``node``."""
-        return self.snapshot.peers[node] if self.snapshot is not None and self.snapshot.peers else ()
+        if self.snapshot is None or not self.snapshot.peers:
+            return ()
+        # A node that has taken the place of a lost one has the peers of this place.
+        members = self.layout.nodes
+        return tuple(members[place] for place in self.snapshot.peers[members.index(node)])
+
+    def without_copies(self, lost: Iterable[int], remaining: Iterable[int]) -> list[int]:
+        """Return the nodes in ``lost`` whose windows are on no node in ``remaining``."""
+        left = set(remaining)
+        return [node for node in lost if not left & set(self.peers_of(node))]
 
     def ranks_without(self, lost: Collection[int]) -> frozenset[int]:
         """Return the ranks that continue without the nodes ``lost``. If the job cannot continue without them, these are

@@ -11,7 +11,7 @@ from math import inf
 from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import derive_placement
-from megatron_ft.config.requirements import REQUIREMENTS, KeyChange, Requirement
+from megatron_ft.config.requirements import KEPT_LAYOUT, REQUIREMENTS, KeyChange, Requirement
 from megatron_ft.config.validate import validate
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.stage import StageRequest, first_plans
@@ -23,6 +23,9 @@ from megatron_ft.planning.snapshot.report import SnapshotReport
 _SHOWN_NODES = 8
 _SAVE_INTERVAL = 100
 """Proposed number of iterations between two dense checkpoints."""
+_ON_REPLACED_NODES = "rollback on replaced nodes"
+"""Name of the strategy ``rollback`` with ``recovery.keep_layout``: all ranks restart on spare or restarted nodes."""
+_REQUIREMENTS = {**REQUIREMENTS, _ON_REPLACED_NODES: KEPT_LAYOUT}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,7 @@ def find_gaps(config: JobConfig, costs: Sequence[Cost], inputs: JobInputs, vocab
     now = max(_badness(cost) for cost in open_costs)
     found: list[tuple[float, int, float, tuple[KeyChange, ...], str]] = []
     obstacles: list[str] = []
-    for name in REQUIREMENTS:
+    for name in _REQUIREMENTS:
         changes = _changes(config, name)
         if isinstance(changes, str):
             obstacles.append(f"{name}: {changes}")
@@ -84,21 +87,32 @@ def find_gaps(config: JobConfig, costs: Sequence[Cost], inputs: JobInputs, vocab
 
 
 def _badness(cost: Cost) -> float:
-    # 0: all committed iterations are kept; 1 to 3: they are given up, the job ends, or all iterations are lost.
+    # 0: all committed iterations are kept; 1 and 2: those since a window in memory, or since older state, are given up;
+    # 3: the job ends; 4: all iterations are lost.
     if cost.keeps_processes:
         return 0
-    return 3 if not cost.is_recoverable else 2 if not cost.is_automatic else 1
+    if not cost.is_recoverable:
+        return 4
+    if not cost.is_automatic:
+        return 3
+    return 1 if cost.medium == "memory" else 2
 
 
 def _changes(config: JobConfig, name: str) -> tuple[KeyChange, ...] | str:
     """Return the changes with which the strategy ``name`` may serve the loss of a node, or why there are none."""
     changed, changes = config, list[KeyChange]()
-    if not config.recovery.may_use(name):
-        changes.append(KeyChange("recovery.strategies", None, "recovery=auto"))
+    if not config.recovery.may_use("rollback" if name == _ON_REPLACED_NODES else name):
+        # Not ``recovery=auto``, which would also replace other keys of the group.
+        changes.append(KeyChange("recovery.strategies", None))
         changed = changes[0].apply(config)
-    # Applied in two passes, because the remedy of one requirement can make another one necessary.
+    if name == _ON_REPLACED_NODES and changed.keeps_processes:
+        changes.append(KeyChange("recovery.keep_processes", False))
+        changed = changes[-1].apply(changed)
+    # Applied in two passes, because the remedy of one requirement can make another one necessary or unnecessary.
     for _ in range(2):
-        for requirement in Requirement.unmet(changed, REQUIREMENTS[name]):
+        for requirement in _REQUIREMENTS[name]:
+            if requirement.is_met(changed):
+                continue
             if requirement.remedy is None:
                 return ", ".join(Requirement.unmet_values(changed, [requirement]))
             changes.append(requirement.remedy)
@@ -120,7 +134,7 @@ def _switches(config: JobConfig, name: str) -> Iterator[KeyChange]:
                 yield KeyChange("recovery.min_nodes", num_nodes - 1)
             if placement.min_replicas < 2:
                 yield KeyChange("placement.min_replicas", 2)
-        case "localized_replay":
+        case "localized_replay" | "rollback on replaced nodes":
             if not recovery.keep_layout:
                 yield KeyChange("recovery.keep_layout", True)
             if recovery.min_nodes is not None and recovery.min_nodes < num_nodes:
@@ -130,6 +144,8 @@ def _switches(config: JobConfig, name: str) -> Iterator[KeyChange]:
             copies = config.snapshot.num_peer_copies
             if not copies or copies > num_domains - 1:
                 yield KeyChange("snapshot.num_peer_copies", 1)
+            if name == _ON_REPLACED_NODES and not recovery.max_restarts:
+                yield KeyChange("recovery.max_restarts", 3)
         case "rollback":
             if not config.snapshot.persist_interval_windows:
                 yield KeyChange("snapshot.persist_interval_windows", 1)

@@ -166,10 +166,12 @@ class JobLayouts:
         layout whose ranks all had received their state; None at the start of a job."""
         return _layout_on(self, tuple(nodes if self.keeps_layout else sorted(nodes)), base)
 
-    def history(self, memberships: Iterable[Iterable[int]]) -> list[MembershipLayout | Declined]:
-        """Return the layouts of the first membership, of all nodes, and of the following memberships, of the given
-        nodes, if all ranks of each had received their state."""
-        found = [self.on(range(self.num_nodes))]
+    def history(
+        self, memberships: Iterable[Iterable[int]], first: Iterable[int] | None = None
+    ) -> list[MembershipLayout | Declined]:
+        """Return the layouts of the first membership and of the following memberships, of the given nodes, if all ranks
+        of each had received their state. ``first`` are the nodes of the first membership; all if None."""
+        found = [self.on(range(self.num_nodes) if first is None else first)]
         base: MembershipLayout | None = None
         for nodes in memberships:
             base = found[-1] if isinstance(found[-1], MembershipLayout) else base

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import config_of
-from megatron_ft.config.requirements import KEPT_LAYOUT, REQUIREMENTS, Requirement
+from megatron_ft.config.requirements import LIVING_PLACES, REQUIREMENTS, Requirement
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.cost.memory import expert_state_bytes
 from megatron_ft.planning.placement.layout import Holdings, OtherHoldings
@@ -131,7 +131,7 @@ def why_no_replicas(config: JobConfig) -> str:
         config: configuration of the job, in which ``training.device`` is not ``auto``.
     """
     keeps_layout = config.recovery.keep_layout
-    reasons = Requirement.unmet_values(config, KEPT_LAYOUT if keeps_layout else LivingState.requirements)
+    reasons = Requirement.unmet_values(config, LIVING_PLACES if keeps_layout else LivingState.requirements)
     if not config.recovery.may_use(LivingState.name):
         reasons.insert(0, f"recovery.strategies does not contain {LivingState.name}")
     if not keeps_layout and (config.recovery.min_nodes is None or not config.may_change_nodes):

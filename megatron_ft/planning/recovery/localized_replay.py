@@ -73,6 +73,10 @@ def _why_not(loss: Loss, facts: RecoveryFacts) -> str:
     config = facts.config
     if not config.recovery.keep_layout:
         return "recovery.keep_layout=false: no node takes the place of a lost one"
+    if not config.keeps_processes:
+        is_chosen = config.recovery.keep_processes is False
+        key = "recovery.keep_processes=false" if is_chosen else f"training.device={config.training.device}"
+        return f"{key}: all ranks start again"
     if unmet := Requirement.unmet_values(config, LocalizedReplay.requirements):
         return "; ".join(unmet)
     if not facts.is_running:
@@ -83,12 +87,9 @@ def _why_not(loss: Loss, facts: RecoveryFacts) -> str:
         return "living ranks have all state, so that no iteration has to run again"
     if reason := why_no_replacement(loss, facts):
         return reason
-    # If only ranks have died, their windows are in the memory of their own node.
-    if loss.is_gone:
-        # A copy on a node that is lost as well cannot be used.
-        alone = [node for node in loss.nodes if not set(facts.peers_of(node)) & set(loss.remaining)]
-        if alone:
-            return f"no remaining node has copies of the windows of nodes {alone}"
+    # If only ranks have died, their windows are in the memory of their own node. A copy on a lost node cannot be used.
+    if loss.is_gone and (alone := facts.without_copies(loss.nodes, loss.remaining)):
+        return f"no remaining node has copies of the windows of nodes {alone}"
     if loss.stored is not None and loss.stored.memory_start is None:
         return "no window has been committed yet"
     return ""

@@ -1,7 +1,8 @@
 """Recovery strategy ``rollback``: all ranks go back to the newest committed window and replay from there.
 
-The window is in the memory of the nodes if only ranks have died, or if snapshot servers outlive their job; otherwise on
-storage. It can only be loaded by as many ranks as captured it.
+The window is in the memory of the nodes: each rank loads its part from its own node or, if its node was replaced, from
+a peer of the lost node. After the end of the job it is there only if snapshot servers outlive the job. Otherwise the
+window is on storage. It can only be loaded by as many ranks as captured it.
 """
 
 from dataclasses import dataclass
@@ -75,17 +76,17 @@ def _why_not_memory(loss: Loss, facts: RecoveryFacts) -> str:
         return NOT_RUNNING
     if loss.restart == "fewer":
         return _OTHER_SIZE
-    if loss.is_gone and loss.restart == "all":
-        return "windows and peer copies of the lost nodes are lost, or no window has been committed"
     if loss.ends_job and not facts.config.snapshot.outlive_job_seconds:
         return "snapshot.outlive_job_seconds=0: windows in memory are lost with the job"
-    if loss.is_gone and facts.config.snapshot.outlive_job_seconds:
+    if loss.is_gone and loss.restart is None and facts.config.snapshot.outlive_job_seconds:
         return (
             "the loss of a node ends the job; a new start uses windows in the memory of the other nodes if they are "
             "complete (snapshot.outlive_job_seconds), which is not certain"
         )
-    if loss.is_gone:
+    if loss.is_gone and loss.restart is None:
         return "the loss of a node ends the job, and windows in memory are lost with the job"
+    if loss.is_gone and (alone := facts.without_copies(loss.nodes, loss.remaining)):
+        return f"no remaining node has copies of the windows of nodes {alone}"
     # After the end of the job, the next one takes the snapshot servers over.
     if loss.restart is None and not loss.ends_job:
         return "recovery.max_restarts=0: the job does not restart its ranks"

@@ -254,7 +254,9 @@ class Cost:
         """Assert that the fields are consistent."""
         assert self.is_automatic or not self.keeps_processes, "processes continue, but not without intervention"
         assert self.is_recoverable or not self.keeps_processes, "processes continue from no state"
-        assert not (self.is_gone and self.medium == "memory"), "windows in the memory of lost nodes cannot be loaded"
+        # After the end of the job, only its snapshot servers can still have windows in memory.
+        keeps_memory = self.is_automatic or self.ends_job
+        assert keeps_memory or self.medium != "memory", "windows in memory are lost with the job"
 
     def summary(self) -> str:
         nodes = ", ".join(map(str, self.lost_nodes))

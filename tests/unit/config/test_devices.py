@@ -14,8 +14,6 @@ RECOVERIES = {
     "max_nodes": (*REPLICAS, "nodes.max_nodes=5"),
     "spares": (*REPLICAS, "nodes.num_spare_nodes=1"),
     "membership_schedule": (*REPLICAS, "testing.membership_schedule=['lose(nodes=[2],before_iteration=5)']"),
-    "keep_layout with a spare": (*WINDOWS, "recovery.keep_layout=true", "nodes.num_spare_nodes=1"),
-    "keep_layout with restarts": (*WINDOWS, "recovery.keep_layout=true", "nodes.restart_lost_nodes=true"),
 }
 
 
@@ -29,9 +27,29 @@ def test_recoveries_that_ranks_on_cuda_refuse_are_refused_for_cuda(name: str) ->
         validate(on_device(config, "cuda"))
 
 
-def test_a_job_without_them_is_accepted_on_both() -> None:
-    config, _ = compose([*WINDOWS, "recovery.max_restarts=1"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["recovery.max_restarts=1"],
+        ["recovery.max_restarts=1", "recovery.keep_layout=true", "nodes.num_spare_nodes=1"],
+        ["recovery.max_restarts=1", "recovery.keep_layout=true", "nodes.restart_lost_nodes=true"],
+    ],
+    ids=" ".join,
+)
+def test_a_job_that_restarts_its_ranks_is_accepted_on_both(overrides: list[str]) -> None:
+    config, _ = compose([*WINDOWS, *overrides])
     assert refused_devices(config) == {"cpu": "", "cuda": ""}
+    assert on_device(config, "cpu").keeps_processes and not on_device(config, "cuda").keeps_processes
+
+
+def test_processes_are_not_kept_on_cuda() -> None:
+    kept = ["recovery.keep_layout=true", "nodes.num_spare_nodes=1", "recovery.max_restarts=1"]
+    refused = refused_devices(compose([*WINDOWS, *kept, "recovery.keep_processes=true"])[0])
+    assert refused["cpu"] == ""
+    assert refused["cuda"].startswith("recovery.keep_processes=true: must be false or null with recovery.keep_layout")
+    refused = refused_devices(compose([*WINDOWS, *kept, "recovery.max_restarts=0"])[0])
+    assert refused["cpu"] == ""
+    assert refused["cuda"].startswith("recovery.max_restarts=0: must be above 0 with recovery.keep_layout=true")
 
 
 def test_what_needs_cuda_is_refused_for_cpu() -> None:

@@ -19,6 +19,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "max_restarts": ({"max_restarts": 1}, "recovery.max_restarts"),
     "min_nodes": ({"min_nodes": 1}, "launch.mode"),
     "max_nodes": ({"max_nodes": 3}, "launch.mode"),
+    "keep_processes": ({"keep_processes": True}, "recovery.keep_processes"),
     "num_spare_nodes": ({"num_spare_nodes": 1}, "launch.mode"),
     "restart_lost_nodes": ({"restart_lost_nodes": True}, "nodes.restart_lost_nodes"),
     "keep_layout": ({"keep_layout": True, "num_spare_nodes": 1}, "launch.mode"),

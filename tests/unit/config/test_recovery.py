@@ -35,6 +35,7 @@ UNCOVERED: list[tuple[dict[str, Any], str]] = [
     ({"placement.algorithm": None, "placement.num_slots_per_rank": None}, "placement.algorithm"),
     ({"placement.schedule": ["3:plan.json"]}, "placement.schedule"),
     ({"placement.state_copies": 2}, "placement.state_copies"),
+    ({"recovery.keep_processes": False}, "recovery.keep_processes"),
     ({"training.device": "cuda"}, "training.device"),
 ]
 
@@ -242,6 +243,12 @@ def test_a_layout_is_kept_with_every_kind_of_parallelism(changes: dict[str, Any]
     config = job(KEEP | changes)
     validate(config)
     assert config.may_lose_nodes
+    if config.recovery.strategies is not None:
+        return  # these strategies keep processes
+    for restarted in ({"recovery.keep_processes": False}, {"training.device": "cuda"}):
+        config = job(KEEP | {"recovery.max_restarts": 2} | changes | restarted)
+        validate(config)
+        assert config.may_change_nodes and not config.may_lose_nodes
 
 
 @pytest.mark.parametrize(
@@ -258,11 +265,18 @@ def test_a_layout_is_kept_with_every_kind_of_parallelism(changes: dict[str, Any]
         ({"launch.mode": "torchrun"}, "snapshot.policy", "launch.mode"),
         ({"launch.master_port": 20001}, "launch.master_port", "must be 0"),
         ({"testing.membership_schedule": LOSE_ONE}, "testing.membership_schedule", "recovery.keep_layout=true"),
-        ({"training.device": "cuda"}, "training.device", "must be cpu"),
+        ({"training.device": "cuda"}, "recovery.max_restarts", "must be above 0"),
+        ({"recovery.keep_processes": False}, "recovery.max_restarts", "must be above 0"),
+        ({"training.device": "cuda", "recovery.keep_processes": True}, "recovery.keep_processes", "must be false"),
         (
             {"snapshot.policy": None, "recovery.strategies": ["localized_replay"]},
             "snapshot.policy",
             "begins with a window",
+        ),
+        (
+            {"snapshot.policy": None, "recovery.keep_processes": False, "recovery.max_restarts": 2},
+            "snapshot.policy",
+            "start again from a window",
         ),
     ],
     ids=str,
@@ -311,6 +325,48 @@ ELASTIC = {"recovery.min_nodes": 2, "model.num_layers": 6}
 def test_strategies_are_known_and_possible(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(job(changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"recovery.strategies": ["checkpoint"]},
+            r"recovery\.keep_layout=true: must be false with recovery\.strategies=\[checkpoint\]",
+        ),
+        (
+            {"recovery.strategies": ["rollback"], "recovery.keep_processes": True},
+            r"recovery\.keep_processes=true: must be null or false with .*: no strategy among them keeps the processes",
+        ),
+        (
+            {"recovery.strategies": ["rollback"], "recovery.max_restarts": 0},
+            r"recovery\.max_restarts=0: must be above 0 with recovery\.keep_layout=true",
+        ),
+        (
+            {"recovery.strategies": ["localized_replay"], "recovery.max_restarts": 0, "training.device": "cuda"},
+            r"training\.device=cuda: must be cpu with recovery\.strategies=\[localized_replay\]",
+        ),
+        (
+            {"recovery.strategies": ["localized_replay", "rollback"], "recovery.keep_processes": False},
+            r"recovery\.keep_processes=false: must be true or null with recovery\.strategies",
+        ),
+    ],
+    ids=str,
+)
+def test_strategies_fit_the_processes_that_a_kept_layout_keeps(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(job(KEEP | {"recovery.max_restarts": 2} | changes))
+
+
+def test_a_layout_can_be_kept_by_rollback_alone() -> None:
+    for device in ("cpu", "cuda"):
+        chosen = {"recovery.strategies": ["rollback"], "recovery.max_restarts": 2, "training.device": device}
+        config = job(KEEP | chosen)
+        validate(config)
+        assert config.may_change_nodes and not config.keeps_processes and not config.replays_stages
+    every = job(KEEP | {"recovery.strategies": ["rollback", "localized_replay"], "recovery.max_restarts": 2})
+    validate(every)
+    assert every.keeps_processes and every.replays_stages
 
 
 def test_only_chosen_strategies_keep_processes() -> None:

@@ -21,6 +21,7 @@ VIOLATIONS: dict[str, Any] = {
     "placement.schedule": ["3:plan.json"],
     "placement.state_copies": 2,
     "placement.algorithm": None,
+    "recovery.keep_processes": False,
     "training.device": "cuda",
 }
 

@@ -40,6 +40,7 @@ def job(changes: dict[str, Any]) -> JobConfig:
         KEEP | PP2 | {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1},
         KEEP | PP2 | {"precision.params_dtype": "fp16"},
         KEEP | PP2 | {"precision.fp8_recipe": "delayed"},
+        KEEP | PP2 | TIED | {"recovery.keep_processes": False, "recovery.max_restarts": 1},
     ],
     ids=str,
 )

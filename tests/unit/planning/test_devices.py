@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ft.config.job import LaunchConfig
+from megatron_ft.config.job import LaunchConfig, RecoveryConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.devices import (
     DeviceChoice,
@@ -93,14 +93,18 @@ def test_a_named_device_is_taken_and_its_refusal_is_raised(device: str) -> None:
 
 
 def test_the_other_device_is_described_where_ranks_may_find_it() -> None:
-    for refused, expected in (
-        (CPU_ONLY, "on cuda this job would be refused"),
-        (BOTH, "on cuda this job would also be accepted"),
+    any_kind, kept = RecoveryConfig(), RecoveryConfig(keep_layout=True)
+    accepted = "on cuda this job would also be accepted"
+    for refused, recovery, expected in (
+        (CPU_ONLY, any_kind, "on cuda this job would be refused"),
+        (BOTH, any_kind, f"{accepted}, with the same cost of losses"),
+        (BOTH, kept, f"{accepted}, but after a loss all ranks would start again (recovery.keep_processes=null)"),
+        (BOTH, replace(kept, keep_processes=False), f"{accepted}, with the same cost of losses"),
     ):
         choice = DeviceChoice.of("auto", NONE, gpu_memory_bytes=None, refused=refused, may_be_elsewhere=True)
-        assert other_device(choice, refused).startswith(expected)
+        assert other_device(choice, refused, recovery).startswith(expected)
     known = DeviceChoice.of("auto", NONE, gpu_memory_bytes=None, refused=CPU_ONLY, may_be_elsewhere=False)
-    assert other_device(known, CPU_ONLY) == ""
+    assert other_device(known, CPU_ONLY, any_kind) == ""
 
 
 @pytest.mark.parametrize(

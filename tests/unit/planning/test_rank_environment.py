@@ -40,9 +40,10 @@ def test_ranks_that_share_a_gpu_are_hosts_of_their_own_for_nccl() -> None:
 
 
 def test_a_job_that_outlives_losses_keeps_its_processes_when_a_communicator_fails() -> None:
-    elastic = rank_environment(job(launch={"num_nodes": 2}, recovery={"min_nodes": 1}))
+    elastic = rank_environment(job(launch={"num_nodes": 2}, recovery={"min_nodes": 1, "keep_processes": True}))
     assert elastic["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0" and elastic["TORCH_NCCL_ENABLE_MONITORING"] == "0"
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in rank_environment(job())
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in rank_environment(job(recovery={"keep_layout": True}))
 
 
 def test_variables_that_the_user_has_set_are_named() -> None:

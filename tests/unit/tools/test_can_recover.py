@@ -14,7 +14,15 @@ from megatron_ft.config.serialize import from_dict, to_dict
 from megatron_ft.control.rpc import RpcServer, new_token
 from megatron_ft.control.rundir import RunId
 from megatron_ft.errors import ConfigError, DataError, RecoveryError
-from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record, RunStarted
+from megatron_ft.events import (
+    MembershipChanged,
+    PlacementInForce,
+    RanksReady,
+    RanksRestarted,
+    Record,
+    RunStarted,
+    WindowCommitted,
+)
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.devices import DeviceFacts
 from megatron_ft.planning.placement.stage import StageRequest, first_plans
@@ -200,6 +208,29 @@ def test_ranks_that_were_started_again_are_on_all_nodes(run: MadeUpRun, ask: Ask
     run.say(RanksReady(seconds=1.0, world_size=4))
     run.change((0, 1, 2, 3), 8)
     assert ask(str(run.path), "--lose", "2", "--as-if-running")["strategy"] == "living_state"
+
+
+def test_nodes_and_windows_in_memory_outlive_a_restart_of_the_ranks(run: MadeUpRun) -> None:
+    ready = RanksReady(seconds=1.0, world_size=4)
+    restarted = RanksRestarted(
+        generation=1, reason="killed", failed_ranks=(1,), iteration=9, num_restarts_left=2, nodes=(0, 4, 2, 3)
+    )
+    window = WindowCommitted(
+        iteration=8,
+        start_iteration=4,
+        num_iterations=3,
+        stalled_seconds=0.0,
+        captured_bytes=1,
+        replicated_bytes=1,
+        persisted_bytes=0,
+    )
+    changed = MembershipChanged(
+        iteration=3, nodes=(0, 1), world_size=2, generation=1, reason="lost by an earlier job", seconds=1.0
+    )
+    events = [ready, changed, ready, window, restarted, ready]
+    assert list(can_recover.since_start(events)) == [ready, window, restarted, ready]
+    assert can_recover.layout_of(run.config, events).nodes == (0, 2, 3, 4)
+    assert can_recover.layout_of(run.config, [*events, ready]).nodes == (0, 1, 2, 3), "another job has started"
 
 
 def test_a_placement_of_another_membership_is_refused(run: MadeUpRun, ask: Ask) -> None:

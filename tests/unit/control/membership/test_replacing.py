@@ -1,6 +1,7 @@
 """Tests which nodes take the places of lost nodes in jobs that keep their layout, with chosen and with random
 events."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,7 +26,7 @@ from tests.helpers.node_states import of_agents
 from tests.unit.control.membership.test_joining import ready, shape
 from tests.unit.control.membership.test_reconfigure import Job
 
-WAIT, REFORM, BREAK, STOP = Decision.WAIT, Decision.REFORM, Decision.BREAK, Decision.STOP
+WAIT, REFORM, BREAK, STOP, RESTART = Decision.WAIT, Decision.REFORM, Decision.BREAK, Decision.STOP, Decision.RESTART
 SPARES = MembershipPolicy(
     num_nodes=3,
     ranks_per_node=2,
@@ -437,11 +438,12 @@ def check(policy: MembershipPolicy, before: State, step: Step) -> None:
     """Check the rules that every step of a job that keeps its layout must follow."""
     after = step.state
     assert len(after.members) == len(set(after.members)) == policy.num_nodes
-    assert after.generation - before.generation == (step.decision in (REFORM, Decision.RESTART))
-    if step.decision not in (REFORM, Decision.RESTART):
+    assert after.generation - before.generation == (step.decision in (REFORM, RESTART))
+    if step.decision not in (REFORM, RESTART):
         assert after.members == before.members
         assert step.decision is not Decision.CHANGE, "no node changes its place without a loss"
-    if after.phase in (Phase.REFORMING, Phase.FILLING, Phase.STARTING, Phase.STOPPING, Phase.KILLING):
+    waiting = (Phase.REFORMING, Phase.FILLING, Phase.STARTING, Phase.STOPPING, Phase.KILLING, Phase.REPLACING)
+    if after.phase in waiting:
         assert after.wake_seconds is not None or not after.failures, (
             f"the state has failures and no wake-up time: {after}"
         )
@@ -449,6 +451,11 @@ def check(policy: MembershipPolicy, before: State, step: Step) -> None:
         assert not set(step.nodes) & (set(before.members) - before.nodes.lost), "members were treated as joining nodes"
     if step.decision in (BREAK, REFORM):
         assert not set(step.nodes) & after.nodes.waiting, "ranks that were started for a place would be killed"
+    if step.decision is RESTART:
+        assert not set(after.members) & of_agents(before, AgentState.LOST), "ranks are started on a node that is lost"
+    if not policy.keeps_processes:
+        forbidden = (BREAK, REFORM, Decision.START_NODES, Decision.KILL_NODES)
+        assert step.decision not in forbidden, f"{step.decision} needs processes that continue"
     if step.reform is not None:
         check_reform(policy, before, step)
 
@@ -500,7 +507,8 @@ def play(seed: int) -> Job:
         num_spare_nodes=chance.randint(0, 2),
         restart_lost_nodes=chance.random() < 0.7,
         max_node_restarts=chance.randint(0, 4),
-        max_restarts=chance.randint(0, 1),
+        max_restarts=chance.randint(0, 3),
+        keeps_processes=chance.random() < 0.7,
     )
     job = Job(policy)
     for _ in range(200):
@@ -518,7 +526,9 @@ def test_whatever_happens_all_places_are_filled_by_the_living_or_the_job_ends() 
     steps = [step for job in jobs for step in job.steps]
     reforms = [step.reform for step in steps if step.reform is not None]
     assert len(reforms) > 300, "nothing was shown"
+    pairs = [pair for job in jobs for pair in itertools.pairwise(job.steps)]
+    again = [after for before, after in pairs if before.state.phase is Phase.REPLACING and after.decision is RESTART]
     in_place = [reform for reform in reforms if set(reform.lost) & set(reform.joining)]
     several = [reform for reform in reforms if len(reform.lost) > 1]
     during_wait = [step for step in steps if step.decision is Decision.START_AGENTS]
-    assert min(len(in_place), len(several), len(during_wait)) > 30
+    assert min(len(in_place), len(several), len(during_wait), len(again)) > 30

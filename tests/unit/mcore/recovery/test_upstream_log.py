@@ -171,3 +171,10 @@ def test_nothing_is_logged_where_no_layout_is_kept() -> None:
     run.config.recovery.keep_layout = False
     run.train(2)
     assert run.boundaries.log is None and not run.output
+
+
+def test_nothing_is_logged_where_all_ranks_start_again_after_a_loss() -> None:
+    run = Run(windows(2))
+    run.config.recovery.keep_processes = False
+    run.train(2)
+    assert run.boundaries.log is None and not run.output

@@ -379,12 +379,13 @@ def test_each_node_has_a_cost_that_fits_in_a_line_and_in_json() -> None:
 # --- the layout is kept ------------------------------------------------------------------------------------------
 
 
-def keeping(groups: dict[str, dict[str, Any]] | None = None, **keys: Any) -> RecoveryFacts:
+def keeping(groups: dict[str, dict[str, Any]] | None = None, *, device: str = "cpu", **keys: Any) -> RecoveryFacts:
     """Return four nodes of one rank each in two stages, with a sharded optimizer. Lost places are filled."""
     filled = {"num_nodes": 4, "ranks_per_node": 1, "keep_layout": True, "restart_lost_nodes": True, **keys}
     found = {**grouped(**filled), "parallel": {"pipeline_model_parallel_size": 2}, "model": MODEL}
     found["snapshot"] = {"policy": WINDOWS, "num_peer_copies": 1, "iteration_seconds": 1.0}
     found["snapshot"]["bandwidth_bytes_per_second"] = 1e12
+    found["training"] = {"device": device}
     for name, values in (groups or {}).items():
         found[name] = {**found.get(name, {}), **values}
     return facts_of(job(**found))
@@ -442,7 +443,46 @@ def test_all_ranks_start_again_where_the_places_of_lost_nodes_are_filled(
     assert (cost.strategy, cost.max_iterations, cost.is_automatic) == ("checkpoint", 10, is_automatic)
     assert cost.is_bitwise, "it starts again at the same size"
     if is_automatic:
-        assert "peer copies of the lost nodes are lost" in cost.declined[2].reason
+        assert "no remaining node has copies of the windows of nodes [0]" in cost.declined[2].reason
+
+
+@pytest.mark.parametrize(
+    "device", [{"keep_processes": False}, {"device": "cuda"}, {"device": "cuda", "keep_processes": False}], ids=str
+)
+@pytest.mark.parametrize("replaced", [{}, {"restart_lost_nodes": False, "num_spare_nodes": 1}], ids=str)
+def test_all_ranks_go_back_to_windows_in_memory_where_processes_are_not_kept(
+    device: dict[str, Any], replaced: dict[str, Any]
+) -> None:
+    held = keeping(max_restarts=1, **device, **replaced)
+    for node in held.nodes:
+        cost = cost_of_loss(held, [node])
+        assert (cost.description, cost.is_automatic, cost.is_bitwise) == ("rollback (memory)", True, True)
+        assert not cost.keeps_processes and cost.max_iterations == held.window_bound(1)
+        assert "all ranks start again" in cost.declined[1].reason
+    stored = Stored(iteration=30, memory_start=26)
+    assert cost_of_loss(held, [0], stored=stored).max_iterations == 4
+    assert cost_of_loss(held, [0], stored=Stored(iteration=30)).strategy == "start_over"
+    assert cost_of_loss(held, held.nodes, is_gone=False).description == "rollback (memory)"
+
+
+def test_a_node_in_the_place_of_a_lost_one_has_the_peers_of_this_place() -> None:
+    held = keeping(max_restarts=1, keep_processes=False)
+    places = held.layouts.on((0, 7, 2, 3))
+    assert isinstance(places, MembershipLayout)
+    replaced = RecoveryFacts.of(held.config, (), held.snapshot, places)
+    for node in held.nodes:
+        expected = tuple({1: 7}.get(peer, peer) for peer in held.peers_of(node))
+        assert expected and replaced.peers_of({1: 7}.get(node, node)) == expected
+    assert cost_of_loss(replaced, [7]).description == "rollback (memory)"
+
+
+def test_a_restart_from_windows_needs_a_replacement_and_a_copy() -> None:
+    held = keeping(max_restarts=1, keep_processes=False, restart_lost_nodes=False, num_spare_nodes=1)
+    cost = cost_of_loss(held, [0, 2])
+    assert not cost.is_automatic and "the loss of a node ends the job" in cost.declined[2].reason
+    held = keeping(max_restarts=1, keep_processes=False)
+    assert cost_of_loss(held, [0, 2]).description == "rollback (memory)"
+    assert "copies of the windows of nodes [0]" in cost_of_loss(held, [0, 1]).declined[2].reason
 
 
 def test_a_stage_goes_back_to_what_has_been_committed() -> None:

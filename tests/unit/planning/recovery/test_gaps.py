@@ -14,16 +14,19 @@ from pretrain_moe import compose
 from tools.can_recover import ask_config
 
 DATA = DataSummary(sources=(), tokenizer_vocab_size=257, vocab_size=384, eod=256)
-FOUR = ("launch.num_nodes=4", "launch.ranks_per_node=1", "training.device=cpu")
+NODES = ("launch.num_nodes=4", "launch.ranks_per_node=1")
+FOUR = (*NODES, "training.device=cpu")
 WHOLE = ("parallel.use_distributed_optimizer=false",)
 KEPT = ("recovery.keep_layout=true", "nodes.num_spare_nodes=1")
 ELASTIC = ("placement=overlap_search", "recovery.min_nodes=3")
+KEPT = ("recovery.max_restarts=3", "recovery.keep_layout=true", "nodes.num_spare_nodes=1")
 
 
 def plan_of(*words: str) -> JobPlan:
     given, _ = compose(list(words))
-    config, _ = with_slots(given, "cpu", lambda: DATA)
-    return JobPlan.of(config, DATA, device="cpu", with_losses=True, given=given)
+    device = given.training.device
+    config, _ = with_slots(given, device, lambda: DATA)
+    return JobPlan.of(config, DATA, device=device, with_losses=True, given=given)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +54,7 @@ def plan_of(*words: str) -> JobPlan:
         (KEPT, ["snapshot=sparse_window"], "localized_replay"),
         (
             (*WHOLE, *ELASTIC, "recovery=checkpoint", "checkpoint.save_interval_iterations=5"),
-            ["recovery=auto"],
+            ["recovery.strategies=null"],
             "living_state",
         ),
     ],
@@ -70,6 +73,53 @@ def test_the_proposed_words_close_the_gap(words: tuple[str, ...], changes: list[
         assert (cost.strategy, cost.max_iterations == 0 or strategy == "localized_replay") == (strategy, True)
 
 
+CUDA = (*NODES, "training.device=cuda")
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        (CUDA, ["snapshot=sparse_window", *KEPT]),
+        ((*CUDA, "snapshot=sparse_window", "checkpoint.save_interval_iterations=5"), list(KEPT)),
+        ((*CUDA, "snapshot=sparse_window", "recovery.max_restarts=1"), list(KEPT[1:])),
+        (
+            (*CUDA, "snapshot=sparse_window", "recovery=checkpoint", "snapshot.num_peer_copies=0"),
+            ["recovery.strategies=null", *KEPT[1:], "snapshot.num_peer_copies=1"],
+        ),
+        (
+            (*CUDA, "snapshot=sparse_window", *KEPT, "snapshot.num_peer_copies=0"),
+            ["snapshot.num_peer_copies=1"],
+        ),
+    ],
+    ids=str,
+)
+def test_a_restart_on_replaced_nodes_is_proposed_where_no_process_can_continue(
+    words: tuple[str, ...], changes: list[str]
+) -> None:
+    (gap,) = plan_of(*words).gaps
+    assert (list(gap.changes), gap.strategy) == (changes, "rollback (memory)")
+    without = [word for word in words if word.partition("=")[0] not in {each.partition("=")[0] for each in changes}]
+    for node in range(4):
+        cost = ask_config([*without, *changes], [node], is_gone=True).cost
+        assert (cost.description, cost.is_bitwise) == ("rollback (memory)", True)
+
+
+def test_processes_that_need_not_end_are_kept() -> None:
+    for words in (("recovery.keep_processes=false", *KEPT), ("recovery=rollback", *KEPT)):
+        (gap,) = plan_of(*FOUR, "snapshot=sparse_window", *words).gaps
+        change = "recovery.strategies=null" if "recovery=rollback" in words else "recovery.keep_processes=null"
+        assert (gap.changes, gap.strategy) == ((change,), "localized_replay")
+
+
+def test_without_a_change_that_keeps_the_job_running_a_checkpoint_is_proposed() -> None:
+    (gap,) = plan_of(*FOUR, "launch.mode=torchrun").gaps
+    assert (gap.changes, gap.strategy) == (("checkpoint.save_interval_iterations=60",), "checkpoint, by hand")
+    (none,) = plan_of(*FOUR, "launch.mode=torchrun", "checkpoint.save_interval_iterations=5").gaps
+    assert none.changes == () and len(none.obstacles) >= 2
+    assert "living_state: launch.mode=torchrun" in none.summary()
+    assert "rollback on replaced nodes: launch.mode=torchrun" in none.summary()
+
+
 def test_a_job_that_keeps_all_iterations_has_no_gap() -> None:
     assert plan_of(*FOUR, *WHOLE, *ELASTIC).gaps == ()
 
@@ -83,3 +133,21 @@ def test_a_change_of_a_key_is_a_word() -> None:
     assert str(KeyChange("recovery.keep_layout", True)) == "recovery.keep_layout=true"
     changed = KeyChange("recovery.min_nodes", 3).apply(JobConfig())
     assert changed.recovery.min_nodes == 3 and JobConfig().recovery.min_nodes is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_mixtral_on_64_ranks_recovers_as_planned_with_and_without_a_spare(device: str) -> None:
+    words = ("experiment=mixtral_slurm", f"training.device={device}", "limits.host_memory_bytes=99000000000000")
+    replaced = ("recovery.keep_layout=true", "nodes.num_spare_nodes=1", "snapshot.num_peer_copies=1")
+    without, by_slurm, kept = (
+        plan_of(*words),
+        plan_of(*words, "launch.node_launcher=srun"),
+        plan_of(*words, *replaced),
+    )
+    assert {cost.description for cost in without.losses if cost.is_gone} == {"rollback (persisted), by hand"}
+    assert {cost.description for cost in by_slurm.losses if cost.is_gone} == {"rollback (persisted), by Slurm"}
+    found = {(cost.strategy, cost.medium, cost.is_automatic, cost.is_bitwise) for cost in kept.losses if cost.is_gone}
+    assert found == {("rollback", "memory", True, True) if device == "cuda" else ("localized_replay", None, True, True)}
+    assert [cost.lost_nodes for cost in kept.losses if cost.is_gone] == [(node,) for node in range(8)]
+    (gap,) = without.gaps
+    assert gap.changes == replaced
