@@ -262,7 +262,13 @@ def _end(policy: MembershipPolicy, state: State, event: MachineEvent, now: Momen
 def _why_not_again(policy: MembershipPolicy, state: State, now: Moment) -> str:
     """Return the reason why a job that replaces lost nodes by a restart does not start its ranks again."""
     first = state.first_failure
-    if not policy.replaces_by_restart or first is None or first.final or state.interrupted or state.phase is Phase.FORMING:
+    if (
+        not policy.replaces_by_restart
+        or first is None
+        or first.final
+        or state.interrupted
+        or state.phase is Phase.FORMING
+    ):
         return ""
     if state.num_restarts_without_progress >= policy.max_restarts:
         return f"; the ranks were restarted recovery.max_restarts={policy.max_restarts} times without progress"

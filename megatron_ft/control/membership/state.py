@@ -509,8 +509,8 @@ class State:
     @property
     def failed_iteration(self) -> int:
         """Iteration in which this generation failed; 0 if it has not failed, or failed before its first iteration."""
-        # The iteration of the first failed rank counts, because a fault that recurs occurs in the same iteration. A lost
-        # node reports no iteration, so the latest iteration of the other ranks counts.
+        # The iteration of the first failed rank counts, because a fault that recurs occurs in the same iteration. A
+        # lost node reports no iteration, so the latest iteration of the other ranks counts.
         first = self.first_failure
         if first is None:
             return 0

@@ -146,9 +146,7 @@ def test_mixtral_on_64_ranks_recovers_as_planned_with_and_without_a_spare(device
     assert {cost.description for cost in without.losses if cost.is_gone} == {"rollback (persisted), by hand"}
     assert {cost.description for cost in by_slurm.losses if cost.is_gone} == {"rollback (persisted), by Slurm"}
     found = {(cost.strategy, cost.medium, cost.is_automatic, cost.is_bitwise) for cost in kept.losses if cost.is_gone}
-    assert found == {
-        ("rollback", "memory", True, True) if device == "cuda" else ("localized_replay", None, True, True)
-    }
+    assert found == {("rollback", "memory", True, True) if device == "cuda" else ("localized_replay", None, True, True)}
     assert [cost.lost_nodes for cost in kept.losses if cost.is_gone] == [(node,) for node in range(8)]
     (gap,) = without.gaps
     assert gap.changes == replaced
