@@ -62,10 +62,10 @@ class KeptLayoutTrainer(Trainer):
         if former.saved is not None:
             engine.return_experts(self.placement.replicas(), former.saved)
             return
-        # If the migration has failed, the model may be missing, and ``former`` has the whole state.
-        is_whole, chunks = former.host is not None, [] if former.host is not None else engine.model_chunks
-        state = former.state if is_whole else {**take_state(chunks, engine.optimizer), **former.state}
-        host = former.host or engine.train_state()
+        if former.host is not None:  # the migration has failed, so the model or the optimizer may be missing
+            state, host = former.state, former.host
+        else:
+            state, host = {**take_state(engine.model_chunks, engine.optimizer), **former.state}, engine.train_state()
         engine.build(engine.groups, self.placement.replicas(), group_keys=engine.group_keys)
         put_state(engine.model_chunks, engine.optimizer, state)
         engine.restore(host)
