@@ -240,9 +240,9 @@ def _memberships(events: Sequence[Record]) -> list[tuple[int, ...]]:
     return [event.nodes for event in found]
 
 
-def ask_run(path: Path, lost: Sequence[int], *, is_gone: bool, as_if_running: bool) -> Answer:
-    """Analyse a loss of nodes for the run in a folder. Raise a MegatronFtError if the folder cannot be read or ``lost``
-    is invalid."""
+def ask_run(path: Path, lost: Sequence[int] | None, *, is_gone: bool, as_if_running: bool) -> Answer:
+    """Analyse a loss of nodes for the run in a folder; the death of all processes of the job if ``lost`` is None. Raise
+    a MegatronFtError if the folder cannot be read or ``lost`` is invalid."""
     run = Run.of(path, as_if_running=as_if_running)
     snapshot = SnapshotReport.of(run.config, _VOCABULARY)
     plans, loads = run.placement()
@@ -251,14 +251,15 @@ def ask_run(path: Path, lost: Sequence[int], *, is_gone: bool, as_if_running: bo
     facts = dataclasses.replace(facts, is_running=run.is_running, iteration_seconds=pace or facts.iteration_seconds)
     stored, notes = run.stored()
     place = placer(run.config, JobInputs.read(run.config), loads or None)
-    found = cost_of_loss(facts, lost, is_gone=is_gone, place=place, stored=stored)
+    nodes, ends_job = (facts.nodes, True) if lost is None else (lost, False)
+    found = cost_of_loss(facts, nodes, is_gone=is_gone, ends_job=ends_job, place=place, stored=stored)
     device = run.config.training.device
     if device == "auto":
         device, notes = "cpu", (*notes, "no rank has reported its device yet; this result assumes cpu")
     return Answer(cost=found, num_operators=len(facts.operators), notes=notes, device=device, **seconds_of(run, found))
 
 
-def ask_config(overrides: Sequence[str], lost: Sequence[int], *, is_gone: bool) -> Answer:
+def ask_config(overrides: Sequence[str], lost: Sequence[int] | None, *, is_gone: bool) -> Answer:
     """Analyse a loss of nodes for a job that has not been started. Raise the same errors as ``ask_run``."""
     from megatron_ft.config.validate import validate
     from pretrain_moe import compose
@@ -271,7 +272,9 @@ def ask_config(overrides: Sequence[str], lost: Sequence[int], *, is_gone: bool) 
     if config.placement.algorithm is not None:
         plans = first_plans(config, StageRequest.of_job(config), JobInputs.read(config))
     facts = RecoveryFacts.of(config, plans, SnapshotReport.of(config, _VOCABULARY))
-    found = cost_of_loss(facts, lost, is_gone=is_gone, place=placer(config, JobInputs.read(config)))
+    nodes, ends_job = (facts.nodes, True) if lost is None else (lost, False)
+    place = placer(config, JobInputs.read(config))
+    found = cost_of_loss(facts, nodes, is_gone=is_gone, ends_job=ends_job, place=place)
     again = 0.0 if found.max_iterations == 0 else None
     return Answer(
         cost=found,
@@ -379,8 +382,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="overrides of a job that has not been started; used instead of a run's folder",
     )
-    result.add_argument(
-        "--lose", required=True, metavar="2,5", help="numbers of the nodes that are lost at the same time"
+    what = result.add_mutually_exclusive_group(required=True)
+    what.add_argument("--lose", metavar="2,5", help="numbers of the nodes that are lost at the same time")
+    what.add_argument(
+        "--all-processes",
+        action="store_true",
+        help="all processes of the job die, except snapshot servers that outlive it (snapshot.outlive_job_seconds)",
     )
     result.add_argument(
         "--ranks-only", action="store_true", help="only the ranks of these nodes die; the node agents continue"
@@ -397,14 +404,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (options.run_dir is None) == (options.config is None):
         command.error("either a run's folder or --config must be given")
     try:
-        lost = [int(number) for number in options.lose.split(",")]
+        lost = None if options.all_processes else [int(number) for number in options.lose.split(",")]
     except ValueError:
         command.error(f"--lose {options.lose}: must be node numbers separated by commas")
+    is_gone = not options.ranks_only and not options.all_processes
     try:
         if options.config is not None:
-            answer = ask_config(options.config, lost, is_gone=not options.ranks_only)
+            answer = ask_config(options.config, lost, is_gone=is_gone)
         else:
-            answer = ask_run(options.run_dir, lost, is_gone=not options.ranks_only, as_if_running=options.as_if_running)
+            answer = ask_run(options.run_dir, lost, is_gone=is_gone, as_if_running=options.as_if_running)
     except MegatronFtError as error:
         print(f"can_recover: {error}", file=sys.stderr)
         return error.exit_code

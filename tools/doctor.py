@@ -68,7 +68,7 @@ def _examine_machine(needs: "JobNeeds | None") -> list[Finding]:
 
     return [
         *NetworkFacts.observe(needs).check(needs),
-        *MemoryFacts.observe().check(needs),
+        *MemoryFacts.observe(run=None if needs.run_name is None else Path(needs.run_dir, needs.run_name)).check(needs),
         *StorageFacts.observe(needs).check(needs),
         *ClockFacts.observe().check(),
         *check_devices(observe_here(asks_memory=needs.device == "cuda"), needs),

@@ -388,6 +388,11 @@ class SnapshotConfig:
     ``windows`` in the run's folder."""
     keep_persisted: int = 2
     """Number of newest complete windows to keep on storage; 0 keeps all windows."""
+    outlive_job_seconds: int = 0
+    """Seconds for which snapshot servers stay after their job has ended without finishing, however it ended. A new
+    start of the run on the same nodes takes them over and continues from windows in their memory (``run.resume``). The
+    memory of a server does not grow meanwhile. It ends by itself after this time, at most 604800 (one week). 0 ends
+    servers with the job. Not with ``launch.node_launcher=srun``, because Slurm ends all processes of a step."""
     replan_interval_windows: int = 4
     """Number of windows after which the plan is compared with measured bandwidth, iteration time and expert loads, and
     replaced if necessary. 0 keeps the first plan."""

@@ -7,6 +7,8 @@ leaves no process behind. The ``NodeLauncher`` of ``launch.node_launcher`` decid
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import json
 import os
 import signal
 import socket
@@ -32,13 +34,15 @@ from megatron_ft.control.membership import events
 from megatron_ft.control.membership.state import MembershipPolicy, Outcome
 from megatron_ft.control.node.agent import AgentSpec
 from megatron_ft.control.node.fork_server import SINGLE_THREAD_ENVIRONMENT
+from megatron_ft.control.node.kept import KeptServers
 from megatron_ft.control.node.ranks import tail_of
 from megatron_ft.control.node.sidecars import STOP_SECONDS
 from megatron_ft.control.ports import free_port
 from megatron_ft.control.report import JobResult
 from megatron_ft.control.rpc import check_interface, join_address, new_token
-from megatron_ft.control.rundir import RunDir, has_complete_state
+from megatron_ft.control.rundir import RunDir, RunId, has_complete_state
 from megatron_ft.control.runtime_dir import make_runtime_dir
+from megatron_ft.durable import replace_file
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES, ConfigError, ControlError, RankFailed
 from megatron_ft.events import ControllerGoesOn, ControllerReplaced, ControllerWaits, RunFolderMissing, StopRequested
 from megatron_ft.framing import Message
@@ -99,7 +103,12 @@ def launch(
     launcher = open_launcher(config, os.environ)
     config = dataclasses.replace(config, control=dataclasses.replace(config.control, interface=launcher.interface))
     _check_places(config, is_local=launcher.is_local)
-    run_dir = RunDir.claim(config.run, model_name=config.model.name, config_yaml=config_yaml)
+    run_dir = RunDir.claim(
+        config.run,
+        model_name=config.model.name,
+        config_yaml=config_yaml,
+        may_be_in_memory=config.snapshot.outlive_job_seconds > 0,
+    )
     try:
         world_size = config.launch.num_nodes * config.launch.ranks_per_node
         sinks = open_sinks(config, run_dir.path, world_size=world_size)
@@ -159,6 +168,7 @@ class _Job:
         self._token = new_token()
         self._port = free_port(config.control.interface)
         self._job = config
+        self._kept_servers = _kept_servers(config, run_dir.path) if sidecars else None
         self._launcher = launcher
         self._fork_server: subprocess.Popen[bytes] | None = None
 
@@ -248,6 +258,7 @@ class _Job:
             runtime_dir=str(processes.runtime_dir),
             forkserver_socket=self._job.launch.forkserver_socket or str(processes.forkserver_socket),
             sidecars=self._sidecars,
+            kept_servers=self._kept_servers,
             interface=self._job.control.interface,
             log_dir=str(processes.log_dir),
             tls_dir=self._job.control.tls_dir,
@@ -337,6 +348,31 @@ class _Job:
             own = f"node-{node:03d}"
             names = [f"{own}.log", *(f"{own}-{service}.log" for service in self._sidecars), *names]
         return "\n".join(f"{name}:\n{tail_of(logs / name)}" for name in names if (logs / name).exists())
+
+
+_GENERATIONS_FILE = "window_generations"
+_GENERATIONS_OF_JOB = 1_000_000
+"""Number of generations that no job reaches."""
+
+
+def _kept_servers(config: JobConfig, run_dir: Path) -> KeptServers:
+    """Describe the snapshot servers that this job leaves behind, and those of earlier jobs that it takes over."""
+    seconds, first_generation = config.snapshot.outlive_job_seconds, 0
+    if seconds:
+        path = run_dir / FOLDER / _GENERATIONS_FILE
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        # Counts the jobs of the run. The file is written before any window of this job is captured.
+        first_generation = int(path.read_text()) + _GENERATIONS_OF_JOB if path.exists() else 0
+        replace_file(path, b"%d\n" % first_generation)
+    content = to_dict(config)
+    same = {name: content[name] for name in ("model", "parallel", "precision", "optimizer")}
+    same["layout"] = {"num_nodes": config.launch.num_nodes, "ranks_per_node": config.launch.ranks_per_node}
+    return KeptServers(
+        seconds=seconds,
+        run_id=RunId.read(run_dir).run_id,
+        fingerprint=hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest(),
+        first_generation=first_generation,
+    )
 
 
 def _exit_code_of(result: JobResult, *, run_finished: bool) -> int:

@@ -327,6 +327,8 @@ class End(Order):
     """Order agents to end, because the job has ended."""
 
     op: ClassVar[str] = "end"
+    has_finished: bool = False
+    """Whether all ranks have finished, so that the run's windows are not needed any more."""
 
 
 _ORDERS: dict[object, type[Order]] = {kind.op: kind for kind in (Start, Break, Change, Reform, Stop, Kill, End)}

@@ -127,11 +127,15 @@ class RunDir:
         os.close(self._lock)
 
     @classmethod
-    def claim(cls, run: RunConfig, *, model_name: str, config_yaml: str) -> "RunDir":
+    def claim(cls, run: RunConfig, *, model_name: str, config_yaml: str, may_be_in_memory: bool = False) -> "RunDir":
         """Create or reopen the folder that ``run`` names, lock it, and write the run's random id and ``config.yaml``.
 
         Without ``run.name``, the folder gets the next free name ``<model_name>-001``, ``-002`` and so on. If the
         configuration of an earlier job differs, its file is renamed to ``config-001.yaml`` and so on.
+
+        Args:
+            may_be_in_memory: whether the run's state may be in memory only, so that ``run.resume=must`` does not need
+                a checkpoint in the folder.
 
         Raises:
             ConfigError: the name is invalid, ``run.resume`` does not allow this state of the folder, or another job
@@ -150,7 +154,7 @@ class RunDir:
         # The lock comes before anything in the folder is read or written.
         claimed = cls(path, None, _lock(path))
         try:
-            claimed.resume_from = _resume(run, path) if existed else None
+            claimed.resume_from = _resume(run, path, may_be_in_memory=may_be_in_memory) if existed else None
             RunId.make(path, is_older=_has_state(path))
         except ConfigError:
             claimed.release()
@@ -232,7 +236,7 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-def _resume(run: RunConfig, path: Path) -> Path | None:
+def _resume(run: RunConfig, path: Path, *, may_be_in_memory: bool) -> Path | None:
     if run.resume == "never":
         constraint = (
             f"exists in {path.parent}; to continue it set run.resume=must or auto, otherwise choose another name"
@@ -241,7 +245,7 @@ def _resume(run: RunConfig, path: Path) -> Path | None:
     checkpoints = path / "checkpoints"
     if _has_state(path):
         return checkpoints
-    if run.resume == "must":
+    if run.resume == "must" and not may_be_in_memory:
         raise ConfigError.of("run.resume", "must", f"needs a checkpoint to continue from, but {checkpoints} has none")
     return None
 

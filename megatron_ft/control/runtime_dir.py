@@ -23,7 +23,8 @@ from megatron_ft.errors import ConfigError
 _MAX_PARENT_BYTES = 55
 """Largest length of the path of the folder's parent. A socket's path has at most 107 bytes, which must also contain
 ``/megatron-ft-XXXXXXXX`` and the longest name of a socket."""
-_PREFIX = "megatron-ft-"
+PREFIX = "megatron-ft-"
+"""Beginning of the name of every such folder."""
 _LOCK_FILE = ".in-use"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SOCKET = re.compile(r"(?P<node>[0-9]{3,})-(?P<process_id>[0-9]+)(-.+)?\.sock")
@@ -68,7 +69,7 @@ def make_runtime_dir() -> Iterator[Path]:
         reason = f"must have at most {_MAX_PARENT_BYTES} bytes: the job's sockets are made below it. Set TMPDIR=/tmp"
         raise ConfigError.of("TMPDIR", str(parent), reason)
     _remove_left_over(parent)
-    path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     new = path / f"{_LOCK_FILE}.new"
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -77,13 +78,25 @@ def make_runtime_dir() -> Iterator[Path]:
         os.rename(new, path / _LOCK_FILE)  # no process ever sees it without the lock
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        # A snapshot server that outlives the job still uses the folder, and removes it at its end.
+        if not _is_used(descriptor):
+            shutil.rmtree(path, ignore_errors=True)
         os.close(descriptor)
+
+
+def _is_used(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # its file system has no such locks
+        return False
+    return False
 
 
 def _remove_left_over(parent: Path) -> None:
     # Remove unused folders. Locks only show use by processes under the same kernel.
-    for path in parent.glob(f"{_PREFIX}*"):
+    for path in parent.glob(f"{PREFIX}*"):
         try:
             descriptor = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:  # no folder of sockets, being made, of another user, or gone meanwhile
@@ -113,13 +126,16 @@ def remove_stale_sockets(runtime_dir: Path, node: int) -> None:
     """Remove the sockets of earlier agents of ``node`` and of their sidecars; call it before the agent makes its own.
 
     Only sockets of agents that have ended are removed. A sidecar may outlive its agent for a moment, but no rank
-    connects to it any more, because the ranks of the node end with the agent.
+    connects to it any more, because the ranks of the node end with the agent. Sockets of snapshot servers that stay for
+    the next job have a record (``node/kept.py``) and are not removed.
     """
     for path in runtime_dir.glob("*.sock"):
         match = _SOCKET.fullmatch(path.name)
         if match is None or int(match["node"]) != node:
             continue
         process_id = int(match["process_id"])
+        if path.with_suffix(".json").exists():
+            continue
         if process_id == os.getpid() or not _is_alive(process_id):
             path.unlink(missing_ok=True)
 

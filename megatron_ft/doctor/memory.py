@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ft.control.node.kept import held_bytes
+from megatron_ft.control.rundir import RUN_ID_NAME, RunId
 from megatron_ft.doctor.findings import Finding, amount, count
 from megatron_ft.doctor.needs import JobNeeds
 
@@ -52,6 +54,8 @@ class MemoryFacts:
     """Size of ``/dev/shm``; None if it does not exist."""
     shared_free_bytes: int | None
     has_infiniband: bool
+    kept_bytes: int = 0
+    """Memory of snapshot servers of earlier jobs of the run. A start of the run takes them over, or ends them."""
 
     def check(self, needs: JobNeeds) -> list[Finding]:
         """Check memory, and limits on file sizes, address space, open files and locked memory."""
@@ -63,8 +67,13 @@ class MemoryFacts:
         ]
 
     @classmethod
-    def observe(cls, root: Path = Path("/")) -> "MemoryFacts":
-        """Observe memory and limits. ``root`` is the parent of ``proc``, ``sys`` and ``dev``."""
+    def observe(cls, root: Path = Path("/"), *, run: Path | None = None) -> "MemoryFacts":
+        """Observe memory and limits.
+
+        Args:
+            root: parent of ``proc``, ``sys`` and ``dev``.
+            run: folder of the run; None for a new run.
+        """
         import psutil
 
         memory, limit = psutil.virtual_memory(), _cgroup_limit(root)
@@ -79,6 +88,7 @@ class MemoryFacts:
             shared_total_bytes=None if shared is None else shared.f_blocks * shared.f_frsize,
             shared_free_bytes=None if shared is None else shared.f_bavail * shared.f_frsize,
             has_infiniband=fabric.is_dir() and any(fabric.iterdir()),
+            kept_bytes=0 if run is None or not (run / RUN_ID_NAME).exists() else held_bytes(RunId.read(run).run_id),
         )
 
 
@@ -127,9 +137,12 @@ def _check_fits(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
     if facts.cgroup_limit_bytes is not None and facts.cgroup_limit_bytes < limit:
         limit, whose = facts.cgroup_limit_bytes, "the control group (container, Slurm step) of this shell"
         free = min(free, limit - facts.cgroup_used_bytes)
+    free += facts.kept_bytes
     nodes = f"{needs.nodes_here} nodes here need" if needs.nodes_here > 1 else "1 node here needs"
     of_it = f", {amount(for_servers)} of it for windows and copies" if for_servers else ""
     has = f"{whose} has {amount(limit)}, of which {amount(free)} are free"
+    if facts.kept_bytes:
+        has += f" (with {amount(facts.kept_bytes)} in snapshot servers of earlier jobs of this run)"
     what = f"{nodes} {amount(needed)}{of_it} (estimated); {has}"
     less = "lower launch.ranks_per_node or the model's size, or spread the job over more machines"
     if for_servers:

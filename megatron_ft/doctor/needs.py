@@ -22,6 +22,8 @@ class JobNeeds:
     interface: str
     master_port: int
     run_dir: str
+    run_name: str | None
+    """Name of the run; None for a new run that gets the next free name."""
     nodes_here: int
     """Number of the job's nodes on this machine."""
     num_nodes: int
@@ -93,6 +95,7 @@ class JobNeeds:
             interface=config.control.interface,
             master_port=launch.master_port,
             run_dir=config.run.dir,
+            run_name=config.run.name,
             nodes_here=nodes_here,
             num_nodes=config.most_nodes,
             ranks_per_node=launch.ranks_per_node,

@@ -286,7 +286,7 @@ def _losses(losses: Sequence[Cost], gaps: Sequence[Gap], device: str) -> str:
     gone = [cost for cost in losses if cost.is_gone]
     rows: list[Sequence[str]] = [("lost", "recovers by", "iterations again", "bytes moved", "predicted", "result")]
     for cost in [*gone[:SHOWN_RANKS], *(cost for cost in losses if not cost.is_gone)]:
-        name = f"node {cost.lost_nodes[0]}" if cost.is_gone else "ranks only"
+        name = f"node {cost.lost_nodes[0]}" if cost.is_gone else "all processes" if cost.ends_job else "ranks only"
         moved = "-" if cost.moved_bytes is None else _readable_bytes(cost.moved_bytes)
         rows.append((name, cost.description, cost.iterations, moved, cost.predicted, cost.result))
     hidden = len(gone) - SHOWN_RANKS

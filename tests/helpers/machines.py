@@ -18,6 +18,7 @@ NEEDS = JobNeeds(
     interface="10.0.0.5",
     master_port=0,
     run_dir="runs",
+    run_name=None,
     nodes_here=2,
     num_nodes=2,
     ranks_per_node=4,

@@ -7,6 +7,10 @@ from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, REQUIREMENTS,
 from megatron_ft.records import FORMER_STRATEGIES
 from megatron_ft.topology import Topology
 
+MAX_OUTLIVE_SECONDS = 7 * 24 * 3600
+"""Largest value of ``snapshot.outlive_job_seconds``: servers that no job takes over do not stay for ever."""
+_OUTLIVE = "snapshot.outlive_job_seconds"
+
 
 def check(config: JobConfig) -> None:
     """Check ``snapshot``, ``recovery`` and ``upstream_log``."""
@@ -261,7 +265,17 @@ def _check_snapshot(config: JobConfig) -> None:
     at_least(0, "snapshot.persist_interval_windows", snapshot.persist_interval_windows)
     at_least(0, "snapshot.keep_persisted", snapshot.keep_persisted)
     at_least(0, "snapshot.replan_interval_windows", snapshot.replan_interval_windows)
+    outlive = snapshot.outlive_job_seconds
+    require(0 <= outlive <= MAX_OUTLIVE_SECONDS, _OUTLIVE, outlive, f"must be from 0 to {MAX_OUTLIVE_SECONDS}")
+    require(
+        not outlive or launch.node_launcher != "srun",
+        _OUTLIVE,
+        outlive,
+        "must be 0 with launch.node_launcher=srun: Slurm ends all processes of a step with its task; use "
+        "launch=slurm_array, whose tasks continue",
+    )
     if snapshot.policy is None:
+        require(not outlive, _OUTLIVE, outlive, "must be 0 with snapshot.policy=null: no windows are captured")
         return
     require(
         launch.mode == "local" or config.dry_run,

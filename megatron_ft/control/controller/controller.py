@@ -17,7 +17,7 @@ from megatron_ft.control.controller.server import ControllerServer, Item, Origin
 from megatron_ft.control.detector import Detector, DetectorPolicy, Place
 from megatron_ft.control.membership import machine
 from megatron_ft.control.membership.events import MachineEvent, NodeJoined, NodeLost, RankHung, Tick
-from megatron_ft.control.membership.state import Decision, MembershipPolicy, Phase, State, Step, layout_of
+from megatron_ft.control.membership.state import Decision, MembershipPolicy, Outcome, Phase, State, Step, layout_of
 from megatron_ft.control.messages import EndReport, LaunchSpec, Order, Progress, RecordWritten, Report, to_message
 from megatron_ft.control.node.sidecars import by_name
 from megatron_ft.control.ports import StoreEndpoint
@@ -368,7 +368,8 @@ class Controller:
                 # The order names all nodes, because joining nodes have ranks, too, although they are not members.
                 self._order(messages.Kill(nodes=list(range(self._policy.most_nodes)), reason=reason))
             case Decision.END:
-                self._order(messages.End(reason=reason))
+                has_finished = step.state.outcome is Outcome.FINISHED
+                self._order(messages.End(reason=reason, has_finished=has_finished))
 
     def _reform(self, before: State, step: Step) -> None:
         assert step.reform is not None, "the step has no reform plan"

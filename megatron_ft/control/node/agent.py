@@ -23,6 +23,7 @@ from megatron_ft.config.serialize import from_dict
 from megatron_ft.control import messages
 from megatron_ft.control.messages import Join, Order, to_message
 from megatron_ft.control.node.fork_server import listen
+from megatron_ft.control.node.kept import KeptServers, end_unused
 from megatron_ft.control.node.ranks import Outbox, Ranks
 from megatron_ft.control.node.sidecars import Sidecars
 from megatron_ft.control.ports import StoreEndpoint
@@ -52,6 +53,9 @@ class AgentSpec:
     answered by then. Time in which the node itself was suspended does not count."""
     sidecars: dict[str, str] = field(default_factory=dict)
     """Maps the name of each sidecar to its module. The node runs sidecars beside its ranks, see ``sidecars``."""
+    kept_servers: KeptServers | None = None
+    """Whether the snapshot server outlives the agent, and which one the agent may take over; null starts and ends a
+    server with the agent."""
     interface: str = ""
     """Address that the sidecars bind to."""
     log_dir: str = ""
@@ -107,6 +111,10 @@ class _Agent:
         self._orders: deque[Order | _Refused] = deque()
         self._outbox = Outbox(self._wake)
         self._exit_code: int | None = None
+        self._has_started = False
+        """Whether ranks of this node were started."""
+        self._has_finished = False
+        """Whether the run has ended with its last iteration, so that no job continues it."""
         self._socket_path = socket_path(Path(spec.runtime_dir), spec.node)
         self._listener = listen(self._socket_path)
         self._listener.setblocking(False)
@@ -177,7 +185,7 @@ class _Agent:
     def close(self) -> None:
         """Disconnect from the fork server, which then kills the ranks. End the sidecars, and remove the socket file."""
         self._forkserver.close()
-        self._sidecars.close()
+        self._sidecars.close(has_finished=self._has_finished)
         self._listener.close()
         if self._presence is not None:
             self._presence.close()
@@ -270,7 +278,7 @@ class _Agent:
                 if node in order.nodes:
                     self._signal(self._ranks.numbers, signal.SIGKILL)
             case messages.End():
-                self._exit_code = 0
+                self._exit_code, self._has_finished = 0, order.has_finished
             case _Refused(reason):
                 self._lose_controller(reason)
 
@@ -292,6 +300,9 @@ class _Agent:
         numbers = order.ranks.get(str(node))
         if numbers is None:
             return
+        if self._spec.kept_servers is not None and not self._has_started:
+            self._has_started = True
+            end_unused(self._spec.kept_servers, token=self._spec.token)
         kept = [field.name for field in fields(order) if field.name not in ("ranks", "sidecars", "reason")]
         shared = {name: getattr(order, name) for name in kept}
         processes = zip(order.nodes, order.local_ranks, strict=True)
@@ -353,6 +364,7 @@ def _start_sidecars(spec: AgentSpec) -> Sidecars:
         log_dir=Path(spec.log_dir),
         interface=spec.interface,
         token=spec.token,
+        kept=spec.kept_servers,
     )
 
 

@@ -3,13 +3,14 @@
 The agent starts ``python -m MODULE`` with one line of JSON on standard input: ``socket_path`` (Unix socket for the
 node's ranks), ``interface`` (address to bind to for other nodes), ``token`` and ``node``. The sidecar answers with one
 line ``{"address": "host:port"}`` on standard output and ends when its standard input closes. Its standard error is kept
-in ``logs/node-000-NAME.log``.
+in ``logs/node-000-NAME.log``. The snapshot server may instead be one of an earlier job of the run, see ``kept``.
 """
 
 import contextlib
 import functools
 import json
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -21,11 +22,13 @@ from pathlib import Path
 
 from megatron_ft.control.membership.machine import describe_returncode
 from megatron_ft.control.messages import SidecarAddress
+from megatron_ft.control.node import kept as kept_servers
 from megatron_ft.control.node.fork_server import die_with_parent
+from megatron_ft.control.node.kept import Adopted, KeptServers
 from megatron_ft.control.node.ranks import last_line
-from megatron_ft.control.runtime_dir import socket_path
+from megatron_ft.control.runtime_dir import Use, socket_path
 from megatron_ft.errors import ControlError
-from megatron_ft.framing import decode
+from megatron_ft.framing import decode, send
 
 START_SECONDS = 60.0
 """Longest wait for the address of a sidecar."""
@@ -40,13 +43,18 @@ class _Sidecar:
     """A sidecar of a node."""
 
     name: str
-    process: "subprocess.Popen[bytes]"
+    process: "subprocess.Popen[bytes] | None"
+    """None for a server of an earlier job, which has another parent."""
     pidfd: int
     socket_path: Path
     log: Path
     log_begin_bytes: int
     """Size of the log in bytes when this sidecar started; earlier sidecars of the node wrote this part of the log."""
     address: str | None = None
+    adopted: Adopted | None = None
+    outlives: bool = False
+    """Whether the sidecar may outlive this agent."""
+    is_recorded: bool = False
     line: bytearray = field(default_factory=bytearray)
 
     def read(self) -> bool:
@@ -55,7 +63,7 @@ class _Sidecar:
         Raises:
             ControlError: the first line contains no address.
         """
-        assert self.process.stdout is not None, "the sidecar's standard output is not a pipe"
+        assert self.process is not None and self.process.stdout is not None, "the sidecar has no pipe to this process"
         data = os.read(self.process.stdout.fileno(), _READ_BYTES)
         # Later output is read and dropped, because a full pipe would block the sidecar.
         if self.address is not None:
@@ -74,10 +82,27 @@ class _Sidecar:
             raise ControlError(f"sidecar {self.name}: its first line must contain its address, but is {line!r}")
         return address
 
+    def request_end(self) -> None:
+        """Ask a sidecar that may outlive this process to end."""
+        if self.adopted is not None:
+            send(self.adopted.connection, {"op": "end", "reason": "the job has finished"})
+        else:
+            assert self.process is not None and self.process.stdin is not None, "the sidecar has no pipe"
+            self.process.stdin.write(b"end\n")
+
+    def hang_up(self) -> None:
+        """Close the connection whose end is the end of this process for the sidecar."""
+        if self.adopted is not None:
+            self.adopted.connection.close()
+        else:
+            assert self.process is not None and self.process.stdin is not None, "the sidecar has no pipe"
+            self.process.stdin.close()
+
     def how_it_ended(self) -> str:
         """Wait for the end of the sidecar's process, and describe it."""
-        returncode = self.process.wait()
-        how = "exited with code 0" if returncode == 0 else describe_returncode(returncode)
+        returncode = None if self.process is None else self.process.wait()
+        how = "exited with code 0" if returncode == 0 else "ended" if returncode is None else ""
+        how = how or describe_returncode(int(returncode or 0))
         last = last_line(self.log, self.log_begin_bytes)
         cause = f", the last line of its log: {last}" if last else ""
         return f"sidecar {self.name} {how} while the job ran{cause}; its log: {self.log}"
@@ -95,15 +120,17 @@ class Sidecars:
         log_dir: Path,
         interface: str,
         token: str,
+        kept: KeptServers | None = None,
         start_seconds: float = START_SECONDS,
     ) -> None:
         """Start the sidecars. Call this before the process has other threads, because it forks.
 
         Args:
             modules: maps the name of each sidecar to its Python module.
+            kept: whether the snapshot server outlives this process, and which one may be taken over.
             start_seconds: longest wait for the sidecars' addresses.
         """
-        self._token = token
+        self._token, self._node, self._kept = token, node, kept
         self._start_seconds = start_seconds
         self._deadline = time.monotonic() + start_seconds
         self._all: list[_Sidecar] = []
@@ -111,7 +138,14 @@ class Sidecars:
             path = socket_path(runtime_dir, node, name)
             about = {"socket_path": str(path), "interface": interface, "token": token, "node": node}
             log = log_dir / f"node-{node:03d}-{name}.log"
-            self._all.append(_start(name, module, path, log, json.dumps(about).encode() + b"\n"))
+            of_servers = kept if name == kept_servers.NAME else None
+            adopted = None
+            if of_servers is not None:
+                adopted = kept_servers.take_over(of_servers, node, token=token, interface=interface)
+            if adopted is not None:
+                self._all.append(_of_earlier_job(name, adopted, log))
+            else:
+                self._all.append(_start(name, module, path, log, about, of_servers))
 
     @property
     def ready(self) -> bool:
@@ -139,16 +173,28 @@ class Sidecars:
         The callbacks raise ControlError for a sidecar that sends no address or ends.
         """
         for service in self._all:
-            read = functools.partial(self._read, service, selector, on_ready)
-            selector.register(service.process.stdout, selectors.EVENT_READ, read)  # type: ignore[arg-type]
+            if service.process is not None:
+                read = functools.partial(self._read, service, selector, on_ready)
+                selector.register(service.process.stdout, selectors.EVENT_READ, read)  # type: ignore[arg-type]
             selector.register(service.pidfd, selectors.EVENT_READ, functools.partial(_ended, service))
-        if not self._all:
+        if self.ready:
             on_ready()
 
     def _read(self, service: _Sidecar, selector: selectors.BaseSelector, on_ready: Callable[[], None]) -> None:
         was_ready = self.ready
         if not service.read():
-            selector.unregister(service.process.stdout)  # type: ignore[arg-type]
+            selector.unregister(service.process.stdout)  # type: ignore[arg-type,union-attr]
+        if service.outlives and service.address is not None and not service.is_recorded:
+            service.is_recorded = True
+            assert self._kept is not None and service.process is not None, "started to outlive this process"
+            kept_servers.write_record(
+                self._kept,
+                self._node,
+                process_id=service.process.pid,
+                socket_path=service.socket_path,
+                address=service.address,
+                token=self._token,
+            )
         if self.ready and not was_ready:
             on_ready()
 
@@ -167,22 +213,39 @@ class Sidecars:
                 "socket": str(service.socket_path),
                 "token": self._token,
                 "addresses": dict(addresses[service.name]),
+                "first_generation": 0 if self._kept is None else self._kept.first_generation,
             }
             for service in self._all
         }
 
-    def close(self) -> None:
-        """Ask all sidecars to end and wait for them; kill those that do not end in time."""
+    def close(self, *, has_finished: bool = True) -> None:
+        """Ask all sidecars to end and wait for them; kill those that do not end in time.
+
+        Args:
+            has_finished: whether the job needs no saved state any more. If not, sidecars that may outlive this process
+                are not ended.
+        """
         # All sidecars are asked before the first wait, so that they end at the same time.
         for service in self._all:
-            with contextlib.suppress(BrokenPipeError):
-                service.process.stdin.close()  # type: ignore[union-attr]
+            with contextlib.suppress(OSError):
+                if has_finished and service.outlives:
+                    service.request_end()
+                service.hang_up()
         deadline = time.monotonic() + STOP_SECONDS
         for service in self._all:
-            _wait_or_kill(service, deadline)
+            if has_finished or not service.outlives:
+                _wait_or_kill(service, deadline)
 
 
-def _start(name: str, module: str, socket_path: Path, log: Path, line: bytes) -> _Sidecar:
+def _start(
+    name: str, module: str, socket_path: Path, log: Path, about: dict[str, object], kept: KeptServers | None
+) -> _Sidecar:
+    outlives = kept is not None and kept.seconds > 0
+    lock: int | None = None
+    if kept is not None and outlives:
+        # Its own open file, because the locks of this process end with this process.
+        lock = Use(socket_path.parent).descriptor
+        about = {**about, "outlive": _outlive(kept, socket_path, about), "lock_descriptor": lock}
     with log.open("ab") as errors:
         log_begin_bytes = errors.tell()
         process = subprocess.Popen(
@@ -192,12 +255,42 @@ def _start(name: str, module: str, socket_path: Path, log: Path, line: bytes) ->
             stderr=errors,
             bufsize=0,
             # The kernel watches the thread that forks, not its process (prctl(2)): here the agent's main thread.
-            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+            preexec_fn=None if outlives else functools.partial(die_with_parent, os.getpid()),
+            # The launcher kills the agent's session, and a terminal sends signals to it.
+            start_new_session=outlives,
+            pass_fds=() if lock is None else (lock,),
         )
-    service = _Sidecar(name, process, os.pidfd_open(process.pid), socket_path, log, log_begin_bytes)
+    if lock is not None:
+        os.close(lock)
+    service = _Sidecar(name, process, os.pidfd_open(process.pid), socket_path, log, log_begin_bytes, outlives=outlives)
     with contextlib.suppress(BrokenPipeError):  # the sidecar has ended, which the selector reports
-        process.stdin.write(line)  # type: ignore[union-attr]
+        process.stdin.write(json.dumps(about).encode() + b"\n")  # type: ignore[union-attr]
     return service
+
+
+def _outlive(kept: KeptServers, socket_path: Path, about: dict[str, object]) -> dict[str, object]:
+    return {
+        "seconds": kept.seconds,
+        "run_id": kept.run_id,
+        "fingerprint": kept.fingerprint,
+        "interface": about["interface"],
+        "record_path": str(kept_servers.record_path(socket_path)),
+    }
+
+
+def _of_earlier_job(name: str, adopted: Adopted, log: Path) -> _Sidecar:
+    log_begin_bytes = log.stat().st_size if log.exists() else 0
+    return _Sidecar(
+        name,
+        None,
+        os.pidfd_open(adopted.process_id),
+        adopted.socket_path,
+        log,
+        log_begin_bytes,
+        address=adopted.address,
+        adopted=adopted,
+        outlives=True,
+    )
 
 
 def _ended(service: _Sidecar) -> None:
@@ -205,15 +298,15 @@ def _ended(service: _Sidecar) -> None:
 
 
 def _wait_or_kill(service: _Sidecar, deadline: float) -> None:
-    try:
-        service.process.wait(timeout=max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
+    if not select.select([service.pidfd], [], [], max(0.0, deadline - time.monotonic()))[0]:
         print(
             f"sidecar {service.name} did not end within {STOP_SECONDS:g} s and was killed", file=sys.stderr, flush=True
         )
-        service.process.send_signal(signal.SIGKILL)
+        signal.pidfd_send_signal(service.pidfd, signal.SIGKILL)
+        select.select([service.pidfd], [], [], STOP_SECONDS)
+    if service.process is not None:
         service.process.wait()
-    service.process.stdout.close()  # type: ignore[union-attr]
+        service.process.stdout.close()  # type: ignore[union-attr]
     os.close(service.pidfd)
     service.socket_path.unlink(missing_ok=True)
 

@@ -32,8 +32,9 @@ def select_restore_source(
     """
     found, run = None, config.run
     not_chosen: tuple[str, ...] = ()
-    has_remote_windows = run.resume != "never" and config.snapshot.persist_url is not None
-    if context.resume_from is not None or has_remote_windows:
+    # Windows that are not in the run's folder: at a URL, or in the memory of snapshot servers that outlived their job.
+    has_other_windows = config.snapshot.persist_url is not None or config.snapshot.outlive_job_seconds > 0
+    if context.resume_from is not None or (run.resume != "never" and has_other_windows):
         folder = context.resume_from or checkpoints.folder
         found = checkpoints.newest(folder)
         if found is not None and not _may_use("checkpoint", config, context):
@@ -61,7 +62,8 @@ def select_restore_source(
                 f"run.resume=must: {folder} has no usable checkpoint, and there is no usable window{_listed(unusable)}"
             )
         _check_start_over(unusable, run_dir=context.run_dir, start_over=run.start_over)
-    elif run.resume == "auto" and (iteration := _newest_iteration(context.run_dir)):
+    has_no_state = found is None and context.resume_from is None and not restorer.chosen.declined
+    if has_no_state and run.resume == "auto" and (iteration := _newest_iteration(context.run_dir)):
         restorer.choose_nothing(
             f"{context.run_dir} has records of iterations up to {iteration}, but no saved state, so the run starts at "
             "iteration 0"

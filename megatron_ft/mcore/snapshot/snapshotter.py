@@ -322,7 +322,7 @@ class Snapshotter:
         if self._buffers.committed > before.committed:
             failpoints.hit("replicate", iteration)
             self._client.committed(self._buffers.committed)
-            self._kept_generation = self._engine.groups.generation
+            self._kept_generation = self._client.generation
             self._report_committed(iteration)
         # If one rank has abandoned a window, all ranks must drop it at the same vote, because bit i of a later ballot
         # stands for the i-th oldest window of its rank.

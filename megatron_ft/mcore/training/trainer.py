@@ -473,7 +473,8 @@ class Trainer:
             "rank": context.rank,
             "world_size": context.world_size,
             "node": context.node,
-            "generation": context.generation,
+            # Windows of an earlier job may be in the server's memory: generations of windows rise over the run's jobs.
+            "generation": int(service.get("first_generation", 0)) + context.generation,
             "run_id": self.identity.run_id,
             "topology": self.topology_record,
             "peers": service["addresses"],

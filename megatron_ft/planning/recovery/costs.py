@@ -30,6 +30,7 @@ def cost_of_loss(
     lost: Iterable[int],
     *,
     is_gone: bool = True,
+    ends_job: bool = False,
     place: Place | None = None,
     stored: Stored | None = None,
 ) -> Cost:
@@ -42,7 +43,7 @@ def cost_of_loss(
     Raises:
         ConfigError: ``lost`` contains a node that is not present.
     """
-    loss = Loss.of(facts, lost, is_gone=is_gone, place=place, stored=stored)
+    loss = Loss.of(facts, lost, is_gone=is_gone, ends_job=ends_job, place=place, stored=stored)
     found = [_cost_by(strategy, loss, facts) for strategy in STRATEGIES]
     costs = [cost for cost in found if isinstance(cost, Cost)]
     assert costs, "every strategy declined, although a job can always start over"
@@ -69,15 +70,17 @@ def _cost_by(strategy: Strategy, loss: Loss, facts: RecoveryFacts) -> Cost | Dec
 
 
 def costs_of_nodes(facts: RecoveryFacts, inputs: JobInputs) -> tuple[Cost, ...]:
-    """Compute the cost of losing each present node alone and, if the job restarts ranks, of the death of all ranks."""
+    """Compute the cost of losing each present node alone, of the death of all ranks if the job restarts ranks, and of
+    the death of all processes of the job if its snapshot servers outlive it."""
     wanted = placer(facts.config, inputs)
     gone = tuple(
         cost_of_loss(facts, [node], place=wanted if position < MAX_PLANNED_NODES else None)
         for position, node in enumerate(facts.nodes)
     )
-    if not facts.config.recovery.max_restarts:
-        return gone
-    return (*gone, cost_of_loss(facts, facts.nodes, is_gone=False))
+    ranks_only = [cost_of_loss(facts, facts.nodes, is_gone=False)] if facts.config.recovery.max_restarts else []
+    outlives = facts.config.snapshot.outlive_job_seconds > 0
+    job = [cost_of_loss(facts, facts.nodes, is_gone=False, ends_job=True)] if outlives else []
+    return (*gone, *ranks_only, *job)
 
 
 def placer(config: JobConfig, inputs: JobInputs, loads: Sequence[Sequence[Sequence[float]]] | None = None) -> Place:
@@ -101,6 +104,8 @@ def idle_copies(config: JobConfig) -> tuple[str, ...]:
         notes.append(f"{copies}: no recovery uses these copies; they only cost memory and time")
     if config.snapshot.policy is not None and config.snapshot.num_peer_copies and not config.recovery.keep_layout:
         after = "the loss of a node ends the job, and windows in memory are lost with the job"
+        if config.snapshot.outlive_job_seconds:
+            after = "after the loss of a node a new start may find them (snapshot.outlive_job_seconds)"
         if not why_no_replicas(config):
             after = "after the loss of a node the job continues from replicas, or from a dense checkpoint"
         copies = f"snapshot.num_peer_copies={config.snapshot.num_peer_copies}"
@@ -116,8 +121,12 @@ def windows_serve(config: JobConfig) -> str:
         served.append("the loss of a rank or a node (recovery.keep_layout=true)")
     if recovery.max_restarts and recovery.may_use("rollback"):
         served.append(f"the death of ranks on running nodes (recovery.max_restarts={recovery.max_restarts})")
+    if snapshot.outlive_job_seconds:
+        seconds = f"snapshot.outlive_job_seconds={snapshot.outlive_job_seconds}"
+        served.append(f"the death of the whole job: run.resume on the same nodes within this time ({seconds})")
     if snapshot.persist_interval_windows:
         served.append("the end of the job: run.resume with the same number of ranks loads persisted windows")
     restarts = f"recovery.max_restarts={recovery.max_restarts}"
     unused = restarts if recovery.may_use("rollback") else "recovery.strategies does not contain rollback"
-    return "; ".join(served) or f"no failure: {unused} and snapshot.persist_interval_windows=0"
+    unset = f"{unused}, snapshot.persist_interval_windows=0 and snapshot.outlive_job_seconds=0"
+    return "; ".join(served) or f"no failure: {unset}"

@@ -1,7 +1,7 @@
 """Recovery strategy ``rollback``: all ranks go back to the newest committed window and replay from there.
 
-The window is in the memory of the nodes if only ranks have died, otherwise on storage. It can only be loaded by as many
-ranks as captured it.
+The window is in the memory of the nodes if only ranks have died, or if snapshot servers outlive their job; otherwise on
+storage. It can only be loaded by as many ranks as captured it.
 """
 
 from dataclasses import dataclass
@@ -77,9 +77,17 @@ def _why_not_memory(loss: Loss, facts: RecoveryFacts) -> str:
         return _OTHER_SIZE
     if loss.is_gone and loss.restart == "all":
         return "windows and peer copies of the lost nodes are lost, or no window has been committed"
+    if loss.ends_job and not facts.config.snapshot.outlive_job_seconds:
+        return "snapshot.outlive_job_seconds=0: windows in memory are lost with the job"
+    if loss.is_gone and facts.config.snapshot.outlive_job_seconds:
+        return (
+            "the loss of a node ends the job; a new start uses windows in the memory of the other nodes if they are "
+            "complete (snapshot.outlive_job_seconds), which is not certain"
+        )
     if loss.is_gone:
         return "the loss of a node ends the job, and windows in memory are lost with the job"
-    if loss.restart is None:
+    # After the end of the job, the next one takes the snapshot servers over.
+    if loss.restart is None and not loss.ends_job:
         return "recovery.max_restarts=0: the job does not restart its ranks"
     if loss.stored is not None and loss.stored.memory_start is None:
         return "no window has been committed yet"

@@ -58,6 +58,8 @@ class Loss:
     missing: tuple[OperatorId, ...]
     """Operators whose state is not complete on the ranks that continue. If the remaining nodes are too few for the
     layout, all of their ranks count."""
+    ends_job: bool = False
+    """Whether all processes of the job die, except snapshot servers that outlive it."""
     restart: Literal["all", "fewer"] | None
     """Nodes on which the job itself can start its ranks again: as many as before, or only the remaining nodes; None if
     the job ends."""
@@ -74,6 +76,7 @@ class Loss:
         nodes: Iterable[int],
         *,
         is_gone: bool = True,
+        ends_job: bool = False,
         place: Place | None = None,
         stored: Stored | None = None,
     ) -> "Loss":
@@ -85,6 +88,7 @@ class Loss:
         lost = tuple(sorted(set(nodes)))
         if foreign := [node for node in lost if node not in facts.nodes]:
             raise ConfigError.of("lost node", foreign[0], f"must be one of the present nodes {list(facts.nodes)}")
+        assert not ends_job or (lost == facts.nodes and not is_gone), "the end of a job leaves all nodes, without ranks"
         remaining = tuple(node for node in facts.nodes if node not in lost)
         living = facts.ranks_without(lost)
         return cls(
@@ -92,7 +96,8 @@ class Loss:
             remaining=remaining,
             is_gone=is_gone,
             missing=tuple(held.operator for held in facts.operators if not held.lives_on(living)),
-            restart=_restart(facts, lost, remaining, is_gone),
+            ends_job=ends_job,
+            restart=None if ends_job else _restart(facts, lost, remaining, is_gone),
             stored=stored,
             place=place,
         )
@@ -118,6 +123,8 @@ class Cost:
     lost_nodes: tuple[int, ...]
     is_gone: bool
     """Whether the nodes are lost with their memory; otherwise only their ranks have died."""
+    ends_job: bool = False
+    """Whether all processes of the job die, except snapshot servers that outlive it."""
     strategy: str
     """Strategy that recovers the job."""
     is_automatic: bool
@@ -221,6 +228,7 @@ class Cost:
             strategy=strategy,
             lost_nodes=loss.nodes,
             is_gone=loss.is_gone,
+            ends_job=loss.ends_job,
             lost_operators=loss.missing,
             max_iterations=max_iterations,
             # Fewer ranks add the same numbers in another order.
@@ -241,6 +249,7 @@ class Cost:
     def summary(self) -> str:
         nodes = ", ".join(map(str, self.lost_nodes))
         what = "loss of" if self.is_gone else "death of all ranks of"
+        what = "death of all processes of the job on" if self.ends_job else what
         noun = "node" if len(self.lost_nodes) == 1 else "nodes"
         return f"{what} {noun} {nodes}: {self.description}; iterations run again: {self.iterations}; {self.result}"
 

@@ -109,6 +109,8 @@ class KeeperClient:
         self._num_unread = 0
         self._arena: Arena | None = None
         self._socket_path = socket_path
+        self.generation: int = hello["generation"]
+        """Generation in the windows that this rank captures."""
         self._committed = -1
         """Start iteration of the newest window that was reported as committed since the arena was allocated."""
         try:

@@ -50,6 +50,13 @@ class PeerSessions:
             oldest.abort()
         session.start()
 
+    def end_all(self) -> None:
+        """End all connections that may write copies. Threads that serve them end soon after."""
+        with self._lock:
+            writing = [session for sessions in self._of_node.values() for session in sessions]
+        for session in writing:
+            session.abort()
+
     def greeted(self, session: "_PeerSession") -> None:
         """Record that a connection has presented the token or has ended."""
         with self._lock:

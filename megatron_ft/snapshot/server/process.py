@@ -1,12 +1,16 @@
-"""Process of a node's snapshot server. It serves ranks of its node and servers of other nodes until its parent ends.
+"""Process of a node's snapshot server. It serves ranks of its node and servers of other nodes, see ``lifeline`` for how
+long.
 
 The main thread only accepts connections. Connections, peers, hashing and storage have separate threads.
 """
 
+import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import stat
@@ -20,13 +24,13 @@ from typing import Any
 from megatron_ft.errors import ConfigError, ControlError, MegatronFtError
 from megatron_ft.framing import read_line
 from megatron_ft.reading import means_every_interface
+from megatron_ft.snapshot.server.lifeline import MIN_TOKEN_LENGTH, Lifeline, Outlive
 from megatron_ft.snapshot.server.peer_session import PeerSessions
 from megatron_ft.snapshot.server.rank_session import RankSession
 from megatron_ft.snapshot.server.store import Memory, Store
-from megatron_ft.snapshot.server.wire import MAX_BYTES, MAX_RANK, integer, text
+from megatron_ft.snapshot.server.wire import MAX_BYTES, MAX_RANK, integer, mapping, text
 from megatron_ft.snapshot.server.workers import Hasher, Persister, Sender
 
-MIN_TOKEN_LENGTH = 32
 MAX_LINE_BYTES = 64 * 1024
 _PR_SET_PDEATHSIG = 1
 _BACKLOG = 128
@@ -46,6 +50,10 @@ class _KeeperSpec:
     memory_limit_bytes: int | None = None
     """Limit of the memory for windows of this node's ranks and copies for other nodes. With None, each allocation is
     limited by the memory then available."""
+    outlive: Outlive | None = None
+    """Whether and how long the server outlives its agent."""
+    lock_descriptor: int | None = None
+    """Descriptor with a shared lock of the socket's directory, which the server removes if it is the last user."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "_KeeperSpec":
@@ -62,6 +70,8 @@ class _KeeperSpec:
             token=token,
             node=integer(content, "node", most=MAX_RANK),
             memory_limit_bytes=None if limit is None else integer(content, "memory_limit_bytes", most=MAX_BYTES),
+            outlive=None if content.get("outlive") is None else Outlive.from_json(mapping(content, "outlive")),
+            lock_descriptor=None if content.get("lock_descriptor") is None else integer(content, "lock_descriptor"),
         )
 
 
@@ -73,6 +83,11 @@ class _Keeper:
         self._spec = spec
         self._store = Store(spec.node, spec.token, Memory(spec.memory_limit_bytes))
         self._store.on_peers = self._set_peers
+        self._store.on_adopted = self._adopted
+        self._woken, waker = os.pipe()
+        self._lifeline = self._store.lifeline = Lifeline(
+            spec.outlive, self._store.report, wake=lambda: _write_byte(waker)
+        )
         self._senders: dict[int, Sender] = {}
         self._sessions = PeerSessions()
         self._persister = Persister(self._store)
@@ -82,20 +97,33 @@ class _Keeper:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def serve(self) -> None:
-        """Accept connections until standard input closes."""
+        """Accept connections until the server has to end, see ``lifeline``."""
         for worker in (Hasher(self._store), self._persister):
             worker.start()
         with selectors.DefaultSelector() as selector:
             selector.register(self._ranks, selectors.EVENT_READ)
             selector.register(self._peers, selectors.EVENT_READ)
             selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
-            while True:
-                for key, _ in selector.select(self._sessions.expire()):
+            selector.register(self._woken, selectors.EVENT_READ)
+            while (left := self._lifeline.seconds_left()) != 0.0:
+                limits = [seconds for seconds in (left, self._sessions.expire()) if seconds is not None]
+                for key, _ in selector.select(min(limits, default=None)):
                     if isinstance(key.fileobj, socket.socket):
                         self._accept(key.fileobj)
-                    elif not os.read(sys.stdin.fileno(), 4096):
-                        # Standard input closes when the parent ends, even if it ended without a signal to this process.
-                        return
+                    elif key.fd == self._woken:
+                        os.read(key.fd, 4096)
+                    else:
+                        self._read_input(selector)
+
+    def _read_input(self, selector: selectors.BaseSelector) -> None:
+        if os.read(sys.stdin.fileno(), 4096):
+            self._lifeline.end("the job has finished")
+            return
+        # Standard input closes when the parent ends, even if it ended without a signal to this process.
+        selector.unregister(sys.stdin.fileno())
+        with self._store.lock:
+            has_windows = self._store.has_windows
+        self._lifeline.release(self._lifeline.initial_holder, has_windows=has_windows)
 
     def _accept(self, listener: socket.socket) -> None:
         # A connection that the peer has reset before it was accepted must not end the server.
@@ -110,10 +138,26 @@ class _Keeper:
             self._sessions.accept(connection, self._store)
 
     def close(self) -> None:
-        """Stop listening and remove the socket."""
+        """Stop listening and remove the socket. Remove its directory, too, if no other process uses it."""
         self._ranks.close()
         self._peers.close()
-        Path(self._spec.socket_path).unlink(missing_ok=True)
+        path = Path(self._spec.socket_path)
+        path.unlink(missing_ok=True)
+        if self._spec.outlive is not None:
+            Path(self._spec.outlive.record_path).unlink(missing_ok=True)
+        if self._spec.lock_descriptor is not None:
+            with contextlib.suppress(OSError):  # other processes of the node use the directory
+                fcntl.flock(self._spec.lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path.parent, ignore_errors=True)
+
+    def _adopted(self, token: str) -> None:
+        # The lock of the store is held. Connections of the earlier job end; the next job makes its own.
+        self._store.token = token
+        for own in self._store.ranks.values():
+            if own.abort is not None:
+                own.abort()
+        self._set_peers({})
+        self._sessions.end_all()
 
     def _set_peers(self, peers: Mapping[int, str]) -> None:
         # The lock of the store is held.
@@ -125,6 +169,10 @@ class _Keeper:
             if node not in self._senders:
                 self._senders[node] = Sender(node, address, self._store)
                 self._senders[node].start()
+
+
+def _write_byte(descriptor: int) -> None:
+    os.write(descriptor, b"\0")
 
 
 def _check_interface(interface: str) -> str:
@@ -195,8 +243,13 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.excepthook = _end_with_traceback
     try:
-        _die_with_parent()
-        keeper = _Keeper(_read_spec())
+        spec = _read_spec()
+        if spec.outlive is None:
+            _die_with_parent()
+        else:
+            # Slurm sends it at the end of an allocation. The exception lets this thread remove the server's files.
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        keeper = _Keeper(spec)
     except MegatronFtError as error:
         print(f"snapshot server: {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -15,6 +15,7 @@ from megatron_ft.planning.snapshot.memory import NUM_BUFFERS
 from megatron_ft.planning.snapshot.plan import align
 from megatron_ft.snapshot.server import wire as fields
 from megatron_ft.snapshot.server.client import FLUSH_SECONDS
+from megatron_ft.snapshot.server.lifeline import Unusable, read_adoption
 from megatron_ft.snapshot.server.store import PAGE_BYTES, Memory, OwnRank, Segment, Settings, Store
 from megatron_ft.snapshot.server.windows import HeldWindow, OwnWindows
 from megatron_ft.snapshot.server.wire import Refused, abort, connect, is_token
@@ -38,6 +39,10 @@ class RankSession(threading.Thread):
         self._own: OwnRank | None = None
         self._settings: Settings | None = None
         self._rank_listens = True
+        self._is_agent = False
+        """Whether an agent has taken the server over by this connection."""
+        self._end_reason: str | None = None
+        """Reason why the server ends after the next answer was sent."""
 
     def run(self) -> None:
         """Answer requests until the rank's process ends or another process replaces it."""
@@ -57,7 +62,9 @@ class RankSession(threading.Thread):
                 # If a newer connection acts for the rank by now, its entry must stay.
                 if self._own is not None and self._own.abort == self.abort:
                     self._own.abort = None
+                has_windows = self._store.has_windows
                 self._reader.close()
+            self._store.lifeline.release(self, has_windows=has_windows)
 
     def abort(self) -> None:
         """Shut the connection down. Other threads may call this."""
@@ -77,7 +84,9 @@ class RankSession(threading.Thread):
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        if self._own is None:
+        if self._end_reason is not None:
+            self._store.lifeline.end(self._end_reason)
+        if self._own is None and not self._is_agent:
             raise ControlError(f"its first message was refused: {answer.get('reason')}")
 
     def _send(self, answer: Message, descriptors: list[int]) -> None:
@@ -92,6 +101,8 @@ class RankSession(threading.Thread):
 
     def _answer(self, message: Message, descriptors: list[int]) -> Message:
         operation = message.get("op")
+        if self._is_agent:
+            return self._end(message)
         if self._own is None or self._settings is None:
             return self._hello(message)
         with self._store.lock:
@@ -117,6 +128,10 @@ class RankSession(threading.Thread):
         # Check the token first, so that nothing else in a message without the token is read.
         if not is_token(message.get("token"), self._store.token):
             raise Refused("wrong or missing token")
+        if message.get("op") == "adopt":
+            return self._adopt(message)
+        if message.get("op") == "end":
+            return self._end(message)
         if message.get("op") != "hello":
             raise ControlError(f"op={message.get('op')!r:.100}: must be hello in the first message")
         settings = _read_settings(message)
@@ -125,6 +140,24 @@ class RankSession(threading.Thread):
         with self._store.lock:
             self._own, self._settings = self._store.register(settings, self.abort), settings
         return {"op": "welcome"}
+
+    def _adopt(self, message: Message) -> Message:
+        token = read_adoption(message)
+        with self._store.lock:
+            try:
+                self._store.lifeline.take(self, message)
+            except Unusable as error:
+                self._end_reason = f"the next job cannot use its windows: {error}"
+                raise
+            self._store.on_adopted(token)
+            self._is_agent = True
+        return {"op": "adopted"}
+
+    def _end(self, message: Message) -> Message:
+        if message.get("op") != "end":
+            raise ControlError(f"op={message.get('op')!r:.100}: must be end in a message of an agent")
+        self._end_reason, self._is_agent = fields.text(message, "reason"), True
+        return _OK
 
     def _allocate(self, own: OwnRank, message: Message, descriptors: list[int]) -> Message:
         window_bytes = align(fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES))

@@ -21,6 +21,7 @@ from megatron_ft.errors import ControlError
 from megatron_ft.planning.recovery.sources import StoredWindow, Where
 from megatron_ft.planning.snapshot.memory import NUM_BUFFERS
 from megatron_ft.planning.snapshot.plan import WindowKey
+from megatron_ft.snapshot.server.lifeline import Lifeline
 from megatron_ft.snapshot.server.windows import NUM_COPY_BUFFERS, CopyWindows, HeldWindow, OwnWindows
 from megatron_ft.snapshot.server.wire import Refused
 from megatron_ft.snapshot.window import Origin, Slice
@@ -244,6 +245,15 @@ class Store:
         """Newest generation that a rank of this node has presented."""
         self.on_peers: Callable[[Mapping[int, str]], None] = lambda peers: None
         """Function that receives the addresses of all nodes to which windows are replicated. The lock is held."""
+        self.on_adopted: Callable[[str], None] = lambda token: None
+        """Function that receives the token of the job that has taken this server over. The lock is held."""
+        self.lifeline = Lifeline(None, self.report)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether this server has a complete window of any rank. The lock must be held."""
+        ranks = {*self.ranks, *self.copies}
+        return any(window.complete for rank in ranks for _, window in self._windows_of(rank))
 
     def changed(self) -> None:
         """Wake all threads that wait for a change. The lock must be held."""

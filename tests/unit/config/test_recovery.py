@@ -143,6 +143,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"detector.heartbeat_interval_seconds": 0.0}, "detector.heartbeat_interval_seconds"),
     ({"detector.heartbeat_timeout_seconds": 1.9}, "detector.heartbeat_timeout_seconds"),
     ({"detector.vanished_seconds": 0.9}, "detector.vanished_seconds"),
+    ({"snapshot.policy": POLICY, "snapshot.outlive_job_seconds": -1}, "snapshot.outlive_job_seconds"),
+    ({"snapshot.policy": POLICY, "snapshot.outlive_job_seconds": 604801}, "snapshot.outlive_job_seconds"),
+    ({"snapshot.outlive_job_seconds": 60}, "snapshot.outlive_job_seconds"),
+    (
+        {"snapshot.policy": POLICY, "snapshot.outlive_job_seconds": 60, "launch.node_launcher": "srun"},
+        "snapshot.outlive_job_seconds",
+    ),
     ({"detector.vanished_seconds": 10.0}, "detector.vanished_seconds"),
     ({"detector.heartbeat_timeout_seconds": 2.0}, "detector.vanished_seconds"),
     ({"detector.hang_seconds": 0.0}, "detector.hang_seconds"),

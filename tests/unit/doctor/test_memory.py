@@ -54,6 +54,7 @@ def test_a_finding_appears_with_its_cause(cause: str) -> None:
 
 FINE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "as it should be": ({}, {}),
+    "memory of servers that the job takes over": ({"available_bytes": 4 * GIB, "kept_bytes": 12 * GIB}, {}),
     "on CUDA": ({}, CUDA),
     "a wide control group": ({"cgroup_limit_bytes": 128 * GIB, "cgroup_used_bytes": 1}, {}),
     "small shared memory on CPU": ({"shared_free_bytes": 0}, {}),

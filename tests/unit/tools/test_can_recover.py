@@ -224,6 +224,10 @@ def test_a_configuration_is_judged_before_it_runs(ask: Ask) -> None:
     found = ask("--config", *windows, "--lose", "0", "--ranks-only")
     assert (found["code"], found["strategy"], found["medium"]) == (0, "rollback", "memory")
     assert found["max_iterations"] is None
+    found = ask("--config", *windows, "--all-processes")
+    assert (found["code"], found["strategy"]) == (RecoveryError.exit_code, "start_over")
+    found = ask("--config", *windows, "snapshot.outlive_job_seconds=60", "--all-processes")
+    assert (found["code"], found["strategy"], found["medium"]) == (0, "rollback", "memory")
 
 
 def test_text_says_what_is_unknown_and_never_a_number(capsys: pytest.CaptureFixture[str]) -> None:

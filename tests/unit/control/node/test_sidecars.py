@@ -55,7 +55,8 @@ def test_a_service_is_ready_when_it_has_said_its_address(start: Callable[..., Si
     host, _, port = str(about.address).rpartition(":")
     socket.create_connection((host, int(port)), timeout=10).close()
     reported = sidecars.for_ranks({"dummy": {"3": "a:1", "4": "b:2"}})["dummy"]
-    assert reported == {"socket": about.socket, "token": "t", "addresses": {"3": "a:1", "4": "b:2"}}
+    addresses = {"3": "a:1", "4": "b:2"}
+    assert reported == {"socket": about.socket, "token": "t", "addresses": addresses, "first_generation": 0}
     json.dumps(reported)
 
 

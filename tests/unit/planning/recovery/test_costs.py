@@ -180,6 +180,24 @@ def test_dead_ranks_are_started_again_from_memory() -> None:
     assert cost.max_iterations == 3 + 1, "an interval, and the window that is not committed yet"
 
 
+def test_a_job_whose_snapshot_servers_outlive_it_goes_on_from_memory() -> None:
+    held = facts_of(restarting(outlive_job_seconds=600))
+    cost = cost_of_loss(held, held.nodes, is_gone=False, ends_job=True)
+    assert (cost.strategy, cost.medium, cost.is_automatic, cost.is_bitwise) == ("rollback", "memory", False, True)
+    assert cost.max_iterations == 3 + 1, "at most two windows"
+    assert cost.summary().startswith("death of all processes of the job on nodes 0, 1")
+    ended = cost_of_loss(facts_of(restarting()), held.nodes, is_gone=False, ends_job=True)
+    assert ended.medium != "memory"
+    reasons = [each.reason for each in ended.declined if each.strategy == "rollback"]
+    assert "snapshot.outlive_job_seconds=0: windows in memory are lost with the job" in reasons[0]
+    early = cost_of_loss(held, held.nodes, is_gone=False, ends_job=True, stored=Stored(iteration=2))
+    assert early.medium != "memory", "a server without a committed window ends with its job"
+    committed = Stored(iteration=9, memory_start=4)
+    assert cost_of_loss(held, held.nodes, is_gone=False, ends_job=True, stored=committed).max_iterations == 5
+    assert "which is not certain" in "".join(each.reason for each in cost_of_loss(held, [1]).declined)
+    assert "the death of the whole job" in windows_serve(held.config)
+
+
 def test_a_node_that_is_gone_takes_windows_in_memory_with_it() -> None:
     cost = cost_of_loss(facts_of(restarting(persist_interval_windows=2)), [1])
     assert (cost.strategy, cost.medium, cost.is_automatic) == ("rollback", "persisted", False)
@@ -453,7 +471,8 @@ def test_windows_serve_what_the_job_is_configured_for() -> None:
     )
     assert windows_serve(job(snapshot={"policy": WINDOWS})).startswith("no failure: recovery.max_restarts=0")
     assert windows_serve(changed(facts_of(restarting()), recovery={"strategies": ["checkpoint"]}).config) == (
-        "no failure: recovery.strategies does not contain rollback and snapshot.persist_interval_windows=0"
+        "no failure: recovery.strategies does not contain rollback, snapshot.persist_interval_windows=0 and "
+        "snapshot.outlive_job_seconds=0"
     )
     kept = grouped(num_nodes=2, keep_layout=True, num_spare_nodes=1)
     assert windows_serve(job(**kept, snapshot={"policy": WINDOWS})).startswith("the loss of a rank or a node")
