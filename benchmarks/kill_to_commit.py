@@ -89,6 +89,7 @@ ELASTIC = (
     "nodes.join_window_seconds=0.1",
     "detector.heartbeat_interval_seconds=0.5",
     f"detector.heartbeat_timeout_seconds={HEARTBEAT_SECONDS:g}",
+    f"detector.vanished_seconds={HEARTBEAT_SECONDS - 0.5:g}",  # must be below the timeout
 )
 _FEWER = ("snapshot.bandwidth_bytes_per_second=3e5", f"recovery.min_nodes={MIN_RANKS}")
 _KEPT = (

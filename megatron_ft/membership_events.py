@@ -136,8 +136,9 @@ class PartBuilt(Record):
     seconds: float
     """Duration of the build in seconds."""
 
-    def describe(self) -> Note | None:
-        return None  # every rank of every spare reports this event
+    def describe(self) -> Note:
+        built = f"local rank {self.local_rank} of spare node {self.node} has built stage {self.stage} in advance"
+        return Note("info", f"{built} in {seconds(self.seconds)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
