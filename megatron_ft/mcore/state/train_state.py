@@ -253,11 +253,11 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 
 def generators_digest() -> str:
-    """Return the SHA-256 of the states of the generators that ``seed_rng`` seeds, as a hexadecimal number."""
+    """Return the SHA-256 of the states (uint8) of the generators that ``seed_rng`` seeds, as a hexadecimal number."""
     state, digest = _capture_rng(), hashlib.sha256()
     states = {"torch": state["torch"], **({"cuda": state["cuda"]} if "cuda" in state else {}), **state["tracker"]}
     for name, value in sorted(states.items()):
-        digest.update(name.encode() + value.cpu().numpy().tobytes())
+        digest.update(name.encode() + bytes(value.tolist()))
     return digest.hexdigest()
 
 
