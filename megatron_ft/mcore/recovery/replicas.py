@@ -22,11 +22,14 @@ from megatron_ft.mcore.groups import Collectives, Groups, dissolve_groups, open_
 from megatron_ft.mcore.moe.placement_manager import PlacementManager, PlacementState
 from megatron_ft.mcore.optimizer.adamw import set_position
 from megatron_ft.mcore.recovery.kept_layout import KeptLayoutTrainer
-from megatron_ft.mcore.recovery.membership_move import MembershipMove, Moved, context_in, first_of
 from megatron_ft.mcore.state.carried import (
     Carried,
+    MembershipMove,
     MembershipStart,
+    Moved,
+    context_in,
     expert_like,
+    first_of,
     hand_over,
     seed_newcomer,
 )

@@ -15,8 +15,16 @@ from megatron_ft.planning.snapshot.memory import NUM_BUFFERS
 from megatron_ft.planning.snapshot.plan import align
 from megatron_ft.snapshot.server import wire as fields
 from megatron_ft.snapshot.server.client import FLUSH_SECONDS
-from megatron_ft.snapshot.server.lifeline import Unusable, read_adoption
-from megatron_ft.snapshot.server.store import PAGE_BYTES, Memory, OwnRank, Segment, Settings, Store
+from megatron_ft.snapshot.server.store import (
+    PAGE_BYTES,
+    Memory,
+    OwnRank,
+    Segment,
+    Settings,
+    Store,
+    Unusable,
+    read_adoption,
+)
 from megatron_ft.snapshot.server.windows import HeldWindow, OwnWindows
 from megatron_ft.snapshot.server.wire import Refused, abort, connect, is_token
 from megatron_ft.snapshot.server.workers import Persister
