@@ -159,7 +159,7 @@ def _shrinking(number: int, cell: Cell) -> Job:
     limits = LaneLimits(most=layout.dp)
     living, now = set(range(num_nodes)), first
     faults: list[Row] = []
-    # With one lane, nobody has another copy of what its ranks hold.
+    # With one lane, no rank has another copy of what its ranks hold.
     while now.num_lanes > 1:
         victim = rng.choice(now.ranks)
         following = choose_layout(first, living - {victim}, {node: node for node in range(num_nodes)}, limits)

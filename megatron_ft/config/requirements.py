@@ -98,6 +98,35 @@ _WINDOWS = KeyChange(
 _PROCESSES = KeyChange("recovery.keep_processes", None)
 
 
+def _windows(reason: str, *, unless: Callable[[JobConfig], bool] = lambda config: False) -> Requirement:
+    """Require windows, because of ``reason``."""
+    return Requirement(
+        key="snapshot.policy",
+        is_excluded=True,
+        instead="given",
+        reason=f"{reason}; choose e.g. snapshot=sparse_window",
+        unless=unless,
+        remedy=_WINDOWS,
+    )
+
+
+def _processes(reason: str, *, on_cuda: str = "") -> tuple[Requirement, ...]:
+    """Require that processes continue, because of ``reason``. ``on_cuda`` is added to the reason for refusing CUDA."""
+    return (
+        Requirement(
+            key="recovery.keep_processes",
+            value=False,
+            is_excluded=True,
+            instead="true or null",
+            reason=reason,
+            remedy=_PROCESSES,
+        ),
+        Requirement(
+            key="training.device", value="cuda", is_excluded=True, instead="cpu", reason=f"{_NO_ABORT}{on_cuda}"
+        ),
+    )
+
+
 def _has_copies_of_shards(config: JobConfig) -> bool:
     return (config.placement.state_copies or 0) >= 2
 
@@ -144,20 +173,9 @@ REPLICAS: tuple[Requirement, ...] = (
             "placement=overlap_search",
         ),
     ),
-    Requirement(
-        key="recovery.keep_processes",
-        value=False,
-        is_excluded=True,
-        instead="true or null",
-        reason="replicas are in the memory of running ranks; restarted ranks need recovery.keep_layout=true",
-        remedy=_PROCESSES,
-    ),
-    Requirement(
-        key="training.device",
-        value="cuda",
-        is_excluded=True,
-        instead="cpu",
-        reason=f"{_NO_ABORT}; recovery.keep_layout=true starts all ranks again instead",
+    *_processes(
+        "replicas are in the memory of running ranks; restarted ranks need recovery.keep_layout=true",
+        on_cuda="; recovery.keep_layout=true starts all ranks again instead",
     ),
 )
 """Values that keys must have so that a job can continue on fewer nodes: with them non-expert state is on every rank, or
@@ -171,14 +189,7 @@ _REPLACED_NODES = (
 
 KEPT_LAYOUT: tuple[Requirement, ...] = (
     *_REPLACED_NODES,
-    Requirement(
-        key="snapshot.policy",
-        is_excluded=True,
-        instead="given",
-        reason="all ranks start again from a window; choose e.g. snapshot=sparse_window",
-        unless=lambda config: config.keeps_processes,
-        remedy=_WINDOWS,
-    ),
+    _windows("all ranks start again from a window", unless=lambda config: config.keeps_processes),
     Requirement(
         key="recovery.keep_processes",
         value=True,
@@ -201,40 +212,18 @@ KEPT_LAYOUT: tuple[Requirement, ...] = (
 """Values that keys must have so that a job can keep its layout: other nodes replace the lost nodes."""
 
 LIVING_PLACES: tuple[Requirement, ...] = (
-    Requirement(
-        key="recovery.keep_processes",
-        value=False,
-        is_excluded=True,
-        instead="true or null",
-        reason="ranks that are not lost keep their state in their processes",
-        remedy=_PROCESSES,
-    ),
-    Requirement(key="training.device", value="cuda", is_excluded=True, instead="cpu", reason=_NO_ABORT),
+    *_processes("ranks that are not lost keep their state in their processes"),
     *_REPLACED_NODES,
 )
 """Values that keys must have so that ranks in the places of lost ranks can receive state from living ranks."""
 
 REPLAYS: tuple[Requirement, ...] = (
     *LIVING_PLACES,
-    Requirement(
-        key="snapshot.policy",
-        is_excluded=True,
-        instead="given",
-        reason="a stage that replays begins with a window; choose e.g. snapshot=sparse_window",
-        remedy=_WINDOWS,
-    ),
+    _windows("a stage that replays begins with a window"),
 )
 """Values that keys must have so that only pipeline stages that lost a rank replay in the same layout."""
 
-ROLLBACK: tuple[Requirement, ...] = (
-    Requirement(
-        key="snapshot.policy",
-        is_excluded=True,
-        instead="given",
-        reason="ranks go back to a window; choose e.g. snapshot=sparse_window",
-        remedy=_WINDOWS,
-    ),
-)
+ROLLBACK: tuple[Requirement, ...] = (_windows("ranks go back to a window"),)
 """Values that keys must have so that all ranks can go back to a window."""
 
 REQUIREMENTS: Mapping[str, tuple[Requirement, ...]] = MappingProxyType(
