@@ -17,12 +17,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.serialize import from_dict, to_dict
+from megatron_ft.config.serialize import from_dict
 from megatron_ft.control import report
 from megatron_ft.control.admin import CONTROLLER_FILE
 from megatron_ft.control.certificates import Certificates
@@ -43,37 +43,26 @@ from megatron_ft.framing import FrameReader, Message, read_line, send
 
 
 def _launch_spec(
-    config: JobConfig,
-    run_dir: Path,
-    entry: str,
-    generation: int,
-    nodes: Sequence[int],
-    stores: Mapping[int, StoreEndpoint],
-    *,
-    resume_from: Path | None,
-    working_dir: str,
+    first: LaunchSpec, generation: int, nodes: Sequence[int], stores: Mapping[int, StoreEndpoint]
 ) -> LaunchSpec:
     """Return the specification that is common to all ranks that start in ``generation``.
 
     Args:
+        first: specification of the first generation on this machine. Its port is 0 if none is configured.
         nodes: node of each rank of the membership.
         stores: endpoints at which nodes can serve the rendezvous store; nodes on this machine need none.
     """
     store = stores.get(nodes[0])
-    address = config.control.interface if store is None else store.address
+    address = first.master_addr if store is None else store.address
     # Each generation gets another port where none is configured: the store of the last one may still be closing.
-    port = config.launch.master_port or (free_port(address) if store is None else store.port_of(generation))
+    port = first.master_port or (free_port(address) if store is None else store.port_of(generation))
     # Later generations continue this run, whatever ``run.resume`` was at its start.
-    source = resume_from if generation == 0 else run_dir / "checkpoints"
-    return LaunchSpec(
-        entry=entry,
-        config=to_dict(config),
-        run_dir=str(run_dir),
-        resume_from=None if source is None else str(source),
-        working_dir=working_dir,
+    source = first.resume_from if generation == 0 else str(Path(first.run_dir, "checkpoints"))
+    return replace(
+        first,
+        resume_from=source,
         world_size=len(nodes),
         num_nodes=len(set(nodes)),
-        can_survive=config.may_lose_nodes,
         master_addr=address,
         master_port=port,
     )
@@ -235,15 +224,24 @@ class _ControllerProcess:
         check_descriptors(self._policy.most_nodes)
         journal = Journal(folder / JOURNAL, self._writes.do)
         self._writes.clock = StandingClock(_clock_after(journal.entries))
-        resume_from = None if spec.resume_from is None else Path(spec.resume_from)
+        first = LaunchSpec(
+            entry=spec.entry,
+            config=spec.config,
+            run_dir=str(run_dir),
+            working_dir=spec.working_dir,
+            world_size=config.world_size,
+            num_nodes=config.launch.num_nodes,
+            can_survive=config.may_lose_nodes,
+            master_addr=config.control.interface,
+            master_port=config.launch.master_port,
+            resume_from=spec.resume_from,
+        )
         self._decisions_path = run_dir / "decisions.jsonl"
         self._controller = Controller(
             self._policy,
             interface=config.control.interface,
             token=spec.token,
-            launch_spec=functools.partial(
-                _launch_spec, config, run_dir, spec.entry, resume_from=resume_from, working_dir=spec.working_dir
-            ),
+            launch_spec=functools.partial(_launch_spec, first),
             record_decision=self._record_decision,
             detection=DetectorPolicy(**asdict(config.detector)),
             journal=journal,

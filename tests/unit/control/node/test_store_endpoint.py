@@ -1,12 +1,11 @@
 """Tests where the store of a membership runs if its first rank is on another machine than the controller."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_ft.config.job import JobConfig
 from megatron_ft.control.controller.main import _launch_spec
+from megatron_ft.control.messages import LaunchSpec
 from megatron_ft.control.ports import NUM_PORTS, StoreEndpoint
 from megatron_ft.serde import decode, encode
 
@@ -15,8 +14,18 @@ PLACES = {node: StoreEndpoint(f"10.0.0.{node}", (21000 + node, 22000 + node)) fo
 
 def order(generation: int, members: list[int], places: dict[int, StoreEndpoint]) -> tuple[str, int]:
     """Return address and port of the store of a generation."""
-    about = {"resume_from": None, "working_dir": "."}
-    found = _launch_spec(JobConfig(), Path("run"), "entry", generation, members, places, **about)
+    first = LaunchSpec(
+        entry="package.module:function",
+        config={},
+        run_dir="run",
+        working_dir=".",
+        world_size=2,
+        num_nodes=2,
+        can_survive=True,
+        master_addr="127.0.0.1",
+        master_port=0,
+    )
+    found = _launch_spec(first, generation, members, places)
     return found.master_addr, found.master_port
 
 
