@@ -15,6 +15,7 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import config_of
 from megatron_ft.events import MembershipChanged
 from megatron_ft.planning.recovery.layout import JobLayouts, MembershipLayout
+from megatron_ft.snapshot.storage.manifest import Manifest
 from megatron_ft.telemetry.read import read_events
 from tools.can_recover import read_config
 
@@ -107,11 +108,10 @@ def _other_placement(reference: Path, fresh: Path, iteration: int) -> list[str]:
 
 def _placement(run_dir: Path, iteration: int) -> Any:
     """Return the placement and the loads in the checkpoint of an iteration."""
-    import torch
+    from megatron.core import dist_checkpointing
 
-    from megatron_ft.mcore.checkpoint.manager import COMMON_NAME
     from megatron_ft.mcore.checkpoint.state import OURS_KEY
 
-    path = run_dir / "checkpoints" / f"iter_{iteration:07d}" / COMMON_NAME
-    # The job that wrote this file was started here, so its pickle can be trusted.
-    return torch.load(path, weights_only=False)[OURS_KEY]["extra"]["placement"]
+    directory = run_dir / "checkpoints" / f"iter_{iteration:07d}"
+    Manifest.verified(directory)  # Megatron reads a pickle
+    return dist_checkpointing.load_common_state_dict(str(directory))[OURS_KEY]["extra"]["placement"]

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.elastic_jobs import digests, figures, records
+from tests.helpers.elastic_jobs import check_undisturbed, records
 from tests.helpers.elastic_ranks import run_jobs
+from tests.helpers.sharing import chosen, runs_extended
 from tests.helpers.state_watch import INCOMING
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # trains
@@ -78,6 +79,14 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "pp4: side by side": ("pp4", [kill(1, 8, "backward"), kill(2, 7, "reform_move", 1)]),
 }
 """Layout and faults by name. A fault is (rank, iteration, phase), and the generation if it is not 0."""
+EXTENDED = (
+    "pp2 overlap: backward",
+    "pp2 global loss: forward",
+    "pp2: next door",
+    "pp2: a spare",
+    "pp4: side by side",
+)
+"""Faults whose path another fault also takes."""
 SPARES: dict[str, dict[str, Any]] = {
     "pp2: a spare": {"spares": [4], "keepers_live": True},
     "pp2: a spare for a dead node": {"spares": [4]},
@@ -96,10 +105,12 @@ WATCHED = {
 their tensors, and what they communicate."""
 
 
-def _jobs() -> dict[str, Any]:
-    jobs = {name: job([], **overrides) for name, overrides in LAYOUTS.items()}
+def _jobs(*, extended: bool) -> dict[str, Any]:
+    wanted = {name: fault for name, fault in FAULTS.items() if extended or name not in EXTENDED}
+    used = {layout for layout, _ in wanted.values()}
+    jobs = {name: job([], **overrides) for name, overrides in LAYOUTS.items() if name in used}
     jobs["too early"] = job([kill(0, 1, "forward")], **PP2)
-    for name, (layout, faults) in FAULTS.items():
+    for name, (layout, faults) in wanted.items():
         spares = SPARES.get(name, {})
         taken = {"nodes.num_spare_nodes": 1} if spares else {}
         made = {**job(faults, **LAYOUTS[layout], **taken), **spares, "num_keepers": 4 + len(taken)}
@@ -108,22 +119,19 @@ def _jobs() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_jobs(_jobs(), tmp_path_factory.mktemp("in-place"), timeout_seconds=580)
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    jobs = _jobs(extended=runs_extended(request))
+    return run_jobs(jobs, tmp_path_factory.mktemp("in-place"), timeout_seconds=580)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", chosen(FAULTS, EXTENDED))
 def test_undisturbed_bits(outcomes: dict[str, Any], name: str) -> None:
-    """Compare losses, and the state of every rank after every iteration."""
     reference, faults = FAULTS[name]
-    assert "error" not in outcomes[name], outcomes[name]["error"]
-    assert digests(outcomes, name) == digests(outcomes, reference)
-    assert figures(outcomes, name) == figures(outcomes, reference)
-    assert len(records(outcomes, name, "failpoint_hit")) == len(faults)
+    check_undisturbed(outcomes, name, reference, len(faults))
     assert {record["strategy"] for record in records(outcomes, name, "recovery_started")} == {"localized_replay"}
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", chosen(FAULTS, EXTENDED))
 def test_healthy_stages_compute_nothing(outcomes: dict[str, Any], name: str) -> None:
     """Replaying stages run every microbatch since the window exactly once, and healthy stages run none."""
     shares = records(outcomes, name, "stage_recovery")

@@ -1,5 +1,6 @@
 """Tests that jobs with pipeline and tensor parallelism continue on fewer nodes, bit by bit."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.helpers.elastic_jobs import (
     write_skewed,
 )
 from tests.helpers.elastic_ranks import run_jobs
+from tests.helpers.sharing import chosen, runs_extended
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # trains
 
@@ -42,7 +44,15 @@ SHARDED = {
 }
 TENSOR = {**NARROW, "launch.ranks_per_node": 2, "parallel.tensor_model_parallel_size": 2}
 TIED = {"model.untie_embeddings_and_output_weights": False}
+LEFT = {"narrow": [0, 2, 3], "wide": [1, 2, 3]}
+"""Nodes that remain without rank 1."""
 PHASES = ("grad_sync", "vote_before", "vote_inside", "vote_after", "update", "gather")
+EXTENDED = {
+    *(("narrow", phase) for phase in ("vote_before", "vote_inside", "update", "gather")),
+    *(("wide", phase) for phase in ("vote_before", "update")),
+    "reform_join",
+}
+"""Layouts and phases of losses, and phases of second losses, whose path another loss also takes."""
 INTERLEAVED = {
     "model.num_layers": 4,
     "parallel.virtual_pipeline_model_parallel_size": 2,
@@ -76,7 +86,7 @@ def _fresh(folder: Path, name: str, nodes: tuple[int, ...], loaded: int, **overr
     return found
 
 
-def _jobs(folder: Path) -> dict[str, Any]:
+def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
     jobs = {
         "narrow": job({**NARROW, **lose((1, 3)), **SAVING}, until=6),
         "narrow:3": job({**NARROW, **lose((1, 3))}),
@@ -112,19 +122,22 @@ def _jobs(folder: Path) -> dict[str, Any]:
         moving = {**WIDE, **SHARDED, **skewed, **EAGER, **more}
         jobs[f"moved:{phase}"] = job({**moving, **lose((rank // 2, before))}, until=6)
         jobs[f"killed:{phase}"] = job({**moving, **faults(kill(rank, before, phase))}, until=6)
-    for phase in PHASES:
-        jobs[f"killed:narrow:{phase}"] = job({**NARROW, **faults(kill(1, 3, phase))})
-        jobs[f"killed:wide:{phase}"] = job({**WIDE, **SHARDED, **faults(kill(1, 3, phase))})
+    for name, phase in product(("narrow", "wide"), PHASES):
+        if extended or (name, phase) not in EXTENDED:
+            keys = NARROW if name == "narrow" else {**WIDE, **SHARDED}
+            jobs[f"killed:{name}:{phase}"] = job({**keys, **faults(kill(1, 3, phase))})
     for phase in FORMING:
+        if phase in EXTENDED and not extended:
+            continue
         jobs[f"killed:twice:{phase}"] = job({**WIDE, **SHARDED, **faults(kill(0, 3, "backward"), kill(5, 2, phase))})
         jobs[f"twice:{phase}"] = job({**WIDE, **SHARDED, **repeats(f"killed:twice:{phase}")})
     return jobs
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("lanes")
-    return run_jobs(_jobs(folder), folder, timeout_seconds=880)
+    return run_jobs(_jobs(folder, extended=runs_extended(request)), folder, timeout_seconds=880)
 
 
 def _check_ranks(outcomes: dict[str, Any], name: str) -> None:
@@ -132,17 +145,15 @@ def _check_ranks(outcomes: dict[str, Any], name: str) -> None:
     assert [rank["error"] for rank in outcomes[name]["ranks"] if rank["error"]] == []
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize(("name", "left"), [("narrow", [0, 2, 3]), ("wide", [1, 2, 3])])
-def test_a_killed_rank_leaves_the_bits_of_its_history(
-    outcomes: dict[str, Any], name: str, left: list[int], phase: str
-) -> None:
+@pytest.mark.parametrize("loss", chosen(product(LEFT, PHASES), EXTENDED), ids="-".join)
+def test_a_killed_rank_leaves_the_bits_of_its_history(outcomes: dict[str, Any], loss: tuple[str, str]) -> None:
     """A rank of stage 0 is killed in iteration 3, before or after the vote is complete."""
+    name, phase = loss
     killed = f"killed:{name}:{phase}"
     _check_ranks(outcomes, killed)
     (target,) = outcomes[killed]["targets"]
     check_same(outcomes, killed, f"{name}:{target['iteration'] + 1}")
-    assert memberships(outcomes, killed) == [(1, left, target["iteration"])]
+    assert memberships(outcomes, killed) == [(1, LEFT[name], target["iteration"])]
 
 
 def test_hot_spares_have_no_rank(outcomes: dict[str, Any]) -> None:
@@ -197,7 +208,7 @@ def test_a_rank_dies_while_experts_move(outcomes: dict[str, Any], phase: str) ->
     check_same(outcomes, name, f"moved:{phase}")
 
 
-@pytest.mark.parametrize("phase", FORMING)
+@pytest.mark.parametrize("phase", chosen(FORMING, EXTENDED))
 def test_a_second_rank_dies_while_ranks_change_their_stages(outcomes: dict[str, Any], phase: str) -> None:
     """The state that a rank had in its former stage is used after the interruption."""
     name = f"killed:twice:{phase}"

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from tests.distributed.test_in_place import KEPT, PP2, PP4, kill
-from tests.helpers.elastic_jobs import digests, figures, records, write_skewed
+from tests.helpers.elastic_jobs import check_undisturbed, records, write_skewed
 from tests.helpers.elastic_ranks import run_jobs
+from tests.helpers.sharing import chosen, runs_extended
 from tests.helpers.state_watch import INCOMING
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # trains
@@ -70,6 +71,8 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "rebuilt: moving": ("rebuilt", [kill(2, 3, "migrate_build"), kill(1, 3, "forward", 1)]),
 }
 """Layout and faults by name."""
+EXTENDED = ("pp2: in recoveries", "tp2 ep2: twice")
+"""Faults whose path another fault also takes."""
 SERVED = {
     "pp2: the sender": ["living_state", "localized_replay"],
     "pp4: beside a replay": ["living_state", "localized_replay", "localized_replay"],
@@ -87,9 +90,11 @@ WHY = {
 """Part of the reason for which the last recovery replays."""
 
 
-def _jobs(folder: Path) -> dict[str, Any]:
+def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
     made, skewed = {}, write_skewed(folder)
-    for name, (layout, faults) in {**{name: (name, []) for name in LAYOUTS}, **FAULTS}.items():
+    wanted = {name: fault for name, fault in FAULTS.items() if extended or name not in EXTENDED}
+    references: dict[str, tuple[str, list[str]]] = {layout: (layout, []) for layout, _ in wanted.values()}
+    for name, (layout, faults) in {**references, **wanted}.items():
         keys = {**LIVING, **LAYOUTS[layout], "testing.failpoints": faults}
         keys |= NO_WINDOWS if "no windows" in name else {}
         nodes = keys.pop("nodes", 4)
@@ -100,29 +105,25 @@ def _jobs(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("living-places")
-    return run_jobs(_jobs(folder), folder, timeout_seconds=880)
+    return run_jobs(_jobs(folder, extended=runs_extended(request)), folder, timeout_seconds=880)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", chosen(FAULTS, EXTENDED))
 def test_undisturbed_bits(outcomes: dict[str, Any], name: str) -> None:
-    """Compare losses, and the state of every rank after every iteration."""
     reference, faults = FAULTS[name]
-    assert "error" not in outcomes[name], outcomes[name]["error"]
-    assert digests(outcomes, name) == digests(outcomes, reference)
-    assert figures(outcomes, name) == figures(outcomes, reference)
-    assert len(records(outcomes, name, "failpoint_hit")) == len(faults)
+    check_undisturbed(outcomes, name, reference, len(faults))
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", chosen(FAULTS, EXTENDED))
 def test_living_state_serves_while_it_can(outcomes: dict[str, Any], name: str) -> None:
     started = sorted(records(outcomes, name, "recovery_started"), key=lambda record: record["generation"])
     assert [record["strategy"] for record in started] == SERVED.get(name, ["living_state"] * len(FAULTS[name][1]))
     assert WHY.get(name, "") in "; ".join(started[-1].get("declined", ()))
 
 
-@pytest.mark.parametrize("name", sorted(set(FAULTS) - set(SERVED)))
+@pytest.mark.parametrize("name", chosen(sorted(set(FAULTS) - set(SERVED)), EXTENDED))
 def test_nothing_runs_again(outcomes: dict[str, Any], name: str) -> None:
     shares = records(outcomes, name, "stage_recovery")
     assert shares and not any(share["num_forward_passes"] or share["num_iterations"] for share in shares)
@@ -131,7 +132,7 @@ def test_nothing_runs_again(outcomes: dict[str, Any], name: str) -> None:
     assert "receives" in roles.values() and "serves" in roles.values()
 
 
-@pytest.mark.parametrize("name", [name for name in FAULTS if name.startswith(("pp", "tp"))])
+@pytest.mark.parametrize("name", chosen([name for name in FAULTS if name.startswith(("pp", "tp"))], EXTENDED))
 def test_only_joining_ranks_receive(outcomes: dict[str, Any], name: str) -> None:
     """All other ranks keep their tensors at the same addresses, and receive nothing."""
     shares = {(share["generation"], share["rank"]): share for share in records(outcomes, name, "stage_recovery")}

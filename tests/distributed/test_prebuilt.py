@@ -9,8 +9,9 @@ import pytest
 from megatron_ft.testing.engines import run_scenarios
 from megatron_ft.testing.jobs import run_job
 from tests.distributed.test_in_place import LAYOUTS, job, kill
-from tests.helpers.elastic_jobs import digests, figures, records
+from tests.helpers.elastic_jobs import check_undisturbed, records
 from tests.helpers.elastic_ranks import run_jobs
+from tests.helpers.sharing import chosen, runs_extended
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # trains
 
@@ -42,9 +43,14 @@ FAULTS: dict[str, tuple[str, int, list[str], list[tuple[int, str]]]] = {
 """Layout, number of parts that the spare builds in advance, faults, and what substitutes report to have built."""
 
 
-def _jobs() -> dict[str, Any]:
-    jobs = {name: job([], **overrides) for name, overrides in REFERENCES.items()}
-    for name, (reference, num_parts, faults, _) in FAULTS.items():
+EXTENDED = ("sharded: another stage", "vpp2: another rank of the stage", "overlap: the same rank")
+"""Faults whose path another fault also takes."""
+
+
+def _jobs(*, extended: bool) -> dict[str, Any]:
+    wanted = {name: fault for name, fault in FAULTS.items() if extended or name not in EXTENDED}
+    jobs = {fault[0]: job([], **REFERENCES[fault[0]]) for fault in wanted.values()}
+    for name, (reference, num_parts, faults, _) in wanted.items():
         about = {"nodes.num_spare_nodes": 1, "nodes.num_prebuilt_parts": num_parts}
         made = job(faults, **REFERENCES[reference], **about)
         jobs[name] = {**made, "spares": [4], "num_prebuilt": num_parts, "keepers_live": True, "num_keepers": 5}
@@ -52,21 +58,18 @@ def _jobs() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_jobs(_jobs(), tmp_path_factory.mktemp("prebuilt"), timeout_seconds=580)
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    jobs = _jobs(extended=runs_extended(request))
+    return run_jobs(jobs, tmp_path_factory.mktemp("prebuilt"), timeout_seconds=580)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", chosen(FAULTS, EXTENDED))
 def test_undisturbed_bits(outcomes: dict[str, Any], name: str) -> None:
-    """Compare losses, and the state of every rank after every iteration."""
     reference, _, faults, _ = FAULTS[name]
-    assert "error" not in outcomes[name], outcomes[name]["error"]
-    assert digests(outcomes, name) == digests(outcomes, reference)
-    assert figures(outcomes, name) == figures(outcomes, reference)
-    assert len(records(outcomes, name, "failpoint_hit")) == len(faults)
+    check_undisturbed(outcomes, name, reference, len(faults))
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", chosen(FAULTS, EXTENDED))
 def test_what_was_built_is_reported(outcomes: dict[str, Any], name: str) -> None:
     _, num_parts, _, expected = FAULTS[name]
     everything = [record for rank in outcomes[name]["ranks"] for record in rank["records"]]

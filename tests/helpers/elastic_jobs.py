@@ -104,6 +104,15 @@ def check_same(outcomes: dict[str, Any], faulty: str, scripted: str) -> None:
     assert figures(outcomes, faulty) == figures(outcomes, scripted)
 
 
+def check_undisturbed(outcomes: dict[str, Any], name: str, reference: str, num_faults: int) -> None:
+    """Assert that all faults of a job have happened, and that its losses and the state of every rank after every
+    iteration are those of job ``reference``, which had none."""
+    assert "error" not in outcomes[name], outcomes[name]["error"]
+    assert len(records(outcomes, name, "failpoint_hit")) == num_faults
+    assert digests(outcomes, name) == digests(outcomes, reference)
+    assert figures(outcomes, name) == figures(outcomes, reference)
+
+
 def memberships(outcomes: dict[str, Any], name: str) -> list[tuple[int, list[int], int]]:
     """Return (generation, nodes, iteration after which it begins) of each later membership."""
     changed = records(outcomes, name, "membership_changed")
