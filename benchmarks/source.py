@@ -1,4 +1,7 @@
-"""Computes the digest of the source of a claim's result: of all files that the claim's script imports or starts."""
+"""Computes the digest of the source of a claim's result: of all files that the claim's script imports or starts.
+
+Docstrings and lines with only a comment do not count, because they influence no measurement.
+"""
 
 import ast
 import hashlib
@@ -20,16 +23,42 @@ _TARGET = re.compile(rf"\b{_MODULE.pattern}")
 
 
 def source_digest(script: Path, *, root: Path = ROOT) -> str:
-    """Return the first 16 hexadecimal digits of the SHA-256 over names and bytes of all files that a script uses.
+    """Return the first 16 hexadecimal digits of the SHA-256 over names and contents of all files that a script uses.
 
-    ``used_files`` lists the files. Results in ``benchmarks/results`` and the tables made from them do not count.
+    ``used_files`` lists the files. In Python files, docstrings, empty lines and lines with only a comment do not count.
+    Results in ``benchmarks/results`` and the tables made from them do not count either.
     """
     digest = hashlib.sha256()
     for path in used_files(script, root=root):
-        data = path.read_bytes()
+        data = _content(path, path.stat().st_mtime_ns)
         digest.update(f"{path.relative_to(root).as_posix()}\0{len(data)}\0".encode())
         digest.update(data)
     return digest.hexdigest()[:16]
+
+
+@cache
+def _content(path: Path, _changed_at: int) -> bytes:
+    """Return the part of a file that can influence a measurement. ``_changed_at`` makes the cache read a changed file
+    again."""
+    data = path.read_bytes()
+    if path.suffix != ".py":
+        return data
+    texts, docstrings = set[int](), set[int]()
+    for node in ast.walk(ast.parse(data)):
+        match node:
+            # An expression that is only a string: a docstring of a module, class, function or attribute.
+            case ast.Expr(value=ast.Constant(value=str())):
+                docstrings.update(range(node.lineno, (node.end_lineno or 0) + 1))
+            case ast.Constant(value=str()) | ast.JoinedStr():
+                texts.update(range(node.lineno + 1, (node.end_lineno or 0) + 1))
+    lines = enumerate(data.decode("utf-8").splitlines(), start=1)
+    return "\n".join(
+        line for number, line in lines if number not in docstrings and (number in texts or _counts(line))
+    ).encode()
+
+
+def _counts(line: str) -> bool:
+    return not line.isspace() and line != "" and not line.lstrip().startswith("#")
 
 
 def used_files(script: Path, *, root: Path = ROOT) -> list[Path]:

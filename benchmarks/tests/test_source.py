@@ -45,8 +45,29 @@ def test_the_digest_changes_with_the_files_that_are_used(tree: Path, name: str) 
     script = tree / "benchmarks" / "script.py"
     before = source_digest(script, root=tree)
     assert source_digest(script, root=tree) == before
-    (tree / name).write_text(FILES[name] + "\n# changed\n")
+    (tree / name).write_text(FILES[name] + "\nchanged = 1\n")
     assert (source_digest(script, root=tree) == before) == (name in UNUSED)
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        (
+            '"""Other text."""\n\nA = """b  # c"""\n"""About A."""\n\n\ndef f():\n    """Do it."""\n    return A\n',
+            False,
+        ),
+        ('A = """b  # c"""\n# why\ndef f():\n    # why\n    return A\n', False),
+        ('A = """b  # c\n# why"""\ndef f():\n    return A\n', True),
+        ('A = """b  # d"""\ndef f():\n    return A\n', True),
+        ('A = """b  # c"""\ndef f():\n    "A"\n    return "A"\n', True),
+    ],
+)
+def test_comments_and_docstrings_do_not_change_the_digest(tree: Path, text: str, changes: bool) -> None:
+    script = tree / "benchmarks" / "script.py"
+    (tree / "megatron_ft" / "used.py").write_text('A = """b  # c"""\ndef f():\n    return A\n')
+    before = source_digest(script, root=tree)
+    (tree / "megatron_ft" / "used.py").write_text(text)
+    assert (source_digest(script, root=tree) != before) == changes
 
 
 def test_jobs_use_the_training_loop_and_planners_do_not() -> None:
