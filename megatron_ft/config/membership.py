@@ -129,7 +129,8 @@ def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
 
     Failure domains keep their names; a node without a name is its own domain. ``placement.min_replicas``,
     ``placement.state_copies`` and ``snapshot.num_peer_copies`` are lowered if there are too few domains. With
-    ``recovery.keep_layout`` only the failure domains change, because the number of nodes stays the same.
+    ``recovery.keep_layout`` only the failure domains and ``placement.state_copies`` change, because the number of nodes
+    stays the same.
     """
     # With a kept layout the order of ``nodes`` determines the ranks of each node: a spare has those of the lost node.
     present = list(dict.fromkeys(nodes)) if job.recovery.keep_layout else sorted(set(nodes))
@@ -137,7 +138,11 @@ def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
     domains = [names.get(node, f"node{node}") for node in present]
     topology = replace(job.topology, failure_domains=domains)
     if job.recovery.keep_layout:
-        return replace(job, topology=topology)
+        kept, copies = replace(job, topology=topology), job.placement.state_copies
+        if copies is None:
+            return kept
+        # A spare may be in the failure domain of another node.
+        return replace(kept, placement=replace(job.placement, state_copies=min(copies, fewest_domains(kept))))
     place_of = {node: place for place, node in enumerate(present)}
     groups = {field.name: getattr(job, field.name) for field in fields(JobConfig)}
     config = MembershipConfig(

@@ -25,7 +25,8 @@ class PlacementConfig:
     failure domains of a pipeline stage. If there are too few slots, the number is lowered, with a note."""
     state_copies: int | None = None
     """Number of copies of each optimizer shard, on different failure domains. null keeps a copy with each expert
-    replica. With the distributed optimizer, a job needs at least 2 to continue without a lost node."""
+    replica. With the distributed optimizer, a job needs at least 2 to continue without a lost node, or to replace one
+    (``recovery.keep_layout``) without running iterations again."""
     rebalance_interval_iterations: int | None = None
     """Number of iterations after which the placement is planned again from the observed loads; 0 plans only once. null:
     200, or 0 with a ``schedule``."""

@@ -36,6 +36,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dropout": {"model.hidden_dropout": 0.1},
     "replicas": {**REPLICAS, **BF16},
     "pp2 copies": {**PP2, **REPLICAS, **BF16, **COPIES},
+    "pp2 copies without replicas": {**PP2, **BF16, **COPIES},
+    "pp2 ep2 copies without replicas": {**PP2, **COPIES, "parallel.expert_model_parallel_size": 2},
     "rebalanced": {**REPLICAS, **COPIES, **SEARCH, **EAGER},
     "rebuilt": {**REPLICAS, **BF16, **COPIES, **EAGER, "placement.num_slots_per_rank": 3, "skewed": True},
 }
@@ -64,6 +66,20 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         "pp2 copies",
         [kill(2, 7, "gather"), kill(3, 7, "reform_move", 1), kill(2, 9, "forward", 2), kill(1, 10, "grad_sync", 3)],
     ),
+    "pp2 copies without replicas: in phases": (
+        "pp2 copies without replicas",
+        [
+            kill(0, 1, "forward"),
+            kill(2, 5, "vote_after", 1),
+            kill(3, 7, "update", 2),
+            kill(1, 8, "gather", 3),
+            kill(3, 8, "reform_move", 4),
+        ],
+    ),
+    "pp2 ep2 copies without replicas: in phases": (
+        "pp2 ep2 copies without replicas",
+        [kill(3, 5, "grad_sync"), kill(0, 7, "gather", 1), kill(1, 8, "vote_inside", 2)],
+    ),
     "rebalanced: moving": (
         "rebalanced",
         [kill(2, 5, "migrate_step"), kill(1, 5, "migrate", 1), kill(3, 7, "forward", 2), kill(1, 8, "vote_inside", 3)],
@@ -88,6 +104,12 @@ WHY = {
     "replicas: all copies": "stage 0: no living rank has expert 0 of layer 1",
 }
 """Part of the reason for which the last recovery replays."""
+GATHERED = {
+    "pp2 copies without replicas: in phases": {(2, 1), (3, 1), (5, 0)},
+    "pp2 ep2 copies without replicas: in phases": {(1, 1), (2, 0), (3, 0)},
+}
+"""Generations and stages in which all ranks of the stage receive weights, which are rounded from the master weights: an
+iteration was finished after its vote, or no living rank has the experts of the lost rank."""
 
 
 def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
@@ -142,8 +164,9 @@ def test_only_joining_ranks_receive(outcomes: dict[str, Any], name: str) -> None
         if generation in replayed:
             continue
         share, received = shares[generation, rank], sum(moved.get(method, 0) for method in INCOMING)
-        assert (received > 0) == (share["role"] == "receives")
-        if received:
+        gathers = (generation, share["stage"]) in GATHERED.get(name, ()) and share["role"] == "serves"
+        assert (received > 0) == (share["role"] == "receives" or gathers)
+        if received and not gathers:
             # Joining ranks also receive the copies that they keep for other ranks.
             assert (received > share["bytes_moved"]) == ("copies" in name)
     sent = [

@@ -52,17 +52,27 @@ def _check_backend(config: JobConfig) -> None:
 
 def _check_unused(config: JobConfig) -> None:
     # A key without effect is refused: the user would believe that experts have replicas.
-    for name in ("rebalance_interval_iterations", "schedule", "loads_file", "state_copies", "num_slots_per_rank"):
+    for name in ("rebalance_interval_iterations", "schedule", "loads_file", "num_slots_per_rank"):
         value = getattr(config.placement, name)
         if value:
             raise ConfigError.of(
                 f"placement.{name}", value, "must not be set without placement.algorithm, e.g. placement=overlap_search"
             )
+    copies = config.placement.state_copies
+    if copies is not None:
+        if not config.recovery.keep_layout:
+            raise ConfigError.of(
+                "placement.state_copies",
+                copies,
+                "must be null without placement.algorithm, unless recovery.keep_layout=true: only processes in the "
+                "places of lost ranks can receive copies of optimizer shards in a job without expert replicas",
+            )
+        _check_copies(config, "state_copies", copies)
 
 
 def _check_slots(config: JobConfig) -> None:
     placement, num_experts = config.placement, config.model.num_moe_experts or 0
-    stage_size, num_domains = Topology.of(config.parallel, config.world_size).stage_size, fewest_domains(config)
+    stage_size = Topology.of(config.parallel, config.world_size).stage_size
     if placement.num_slots_per_rank is not None:
         slots = placement.num_slots_per_rank * stage_size
         if placement.num_slots_per_rank < 1 or slots < num_experts:
@@ -72,13 +82,18 @@ def _check_slots(config: JobConfig) -> None:
                 f"must be large enough that the {stage_size} ranks of a stage have at least "
                 f"model.num_moe_experts={num_experts} slots",
             )
-    for name, value in (("min_replicas", placement.min_replicas), ("state_copies", placement.state_copies)):
-        if value is not None and not 1 <= value <= num_domains:
-            raise ConfigError.of(
-                f"placement.{name}",
-                value,
-                f"must be in 1..{num_domains}, the number of failure domains of a pipeline stage",
-            )
+    _check_copies(config, "min_replicas", placement.min_replicas)
+    _check_copies(config, "state_copies", placement.state_copies)
+
+
+def _check_copies(config: JobConfig, name: str, value: int | None) -> None:
+    num_domains = fewest_domains(config)
+    if value is not None and not 1 <= value <= num_domains:
+        raise ConfigError.of(
+            f"placement.{name}",
+            value,
+            f"must be in 1..{num_domains}, the number of failure domains of a pipeline stage",
+        )
 
 
 def _check_rebalancing(config: JobConfig) -> None:

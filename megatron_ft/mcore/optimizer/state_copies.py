@@ -8,7 +8,8 @@ the iteration of the rank, and stay equal to the original bit for bit. No other 
 a vote is complete, each living rank can finish the iteration, also for shards of ranks that are lost.
 
 All replicas of an expert have its whole optimizer state. If the replicas are on fewer than f failure domains, ranks on
-other failure domains get copies of the expert's state in the same way.
+other failure domains get copies of the expert's state in the same way. In a job without replicas, the shard of a rank
+contains the optimizer state of its experts, and the whole shard is copied.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,10 +66,10 @@ class StateCopies:
 
     Args:
         plan: for each shard, the ranks that have its state.
-        placement: the assignment of experts to slots for which ``plan`` was made.
+        placement: the assignment of experts to slots for which ``plan`` was made; None without replica slots.
         group: the ranks of the pipeline stage, in the order of the plan.
-        former: earlier object of this rank for the same ranks, whose copies have the present state and stay; None if
-            this rank lacks copies.
+        former: earlier object of this rank for the same ranks, whose copies have the present state; None if this rank
+            lacks copies. The copies stay if ``plan`` has the same owners as before.
     """
 
     def __init__(
@@ -78,10 +79,11 @@ class StateCopies:
         config: OptimizerConfig,
         *,
         plan: StateCopyPlan,
-        placement: PlacementPlan,
+        placement: PlacementPlan | None,
         group: dist.ProcessGroup,
         former: "StateCopies | None" = None,
     ) -> None:
+        self._plan = plan
         self._group = group
         self._clip_grad = config.clip_grad
         self._ranks = plan.ranks
@@ -91,7 +93,9 @@ class StateCopies:
         self.ranges = {m.name: (m.start, m.start + m.tensor.numel()) for m in mine}
         """Range of the elements of each parameter that this rank updates. They stay the same until ranks change."""
         self._lent = self._lendings(mine, plan, placement)
-        self.kept = self._receive(config, former)
+        # A process in the place of a lost rank may be in another failure domain, so that shards have other owners.
+        is_current = former is not None and former._plan.operators == plan.operators
+        self.kept = self._receive(config, former if is_current else None)
 
     def exchange_gradients(self) -> None:
         """Send the reduced gradients of this rank's master weights to the ranks that copy them, and receive those of
@@ -124,11 +128,14 @@ class StateCopies:
 
     # -- parts --------------------------------------------------------------------------------------------
 
-    def _lendings(self, mine: Sequence[Master], plan: StateCopyPlan, placement: PlacementPlan) -> list[_Lending]:
+    def _lendings(
+        self, mine: Sequence[Master], plan: StateCopyPlan, placement: PlacementPlan | None
+    ) -> list[_Lending]:
         keepers = _keepers(plan, placement, self._me)
         lent: dict[int, _Lending] = {}
         for master in mine:
-            for keeper in keepers.get(expert_of(master.name) or NON_EXPERT, ()):
+            expert = None if placement is None else expert_of(master.name)
+            for keeper in keepers.get(expert or NON_EXPERT, ()):
                 lent.setdefault(keeper, _Lending(keeper=keeper)).masters.append(master)
         return [lent[keeper] for keeper in sorted(lent)]
 
@@ -155,16 +162,19 @@ class StateCopies:
         return [tensors.get(rank, ()) for rank in self._ranks]
 
 
-def _keepers(plan: StateCopyPlan, placement: PlacementPlan, me: int) -> dict[int | tuple[int, int], tuple[int, ...]]:
+def _keepers(
+    plan: StateCopyPlan, placement: PlacementPlan | None, me: int
+) -> dict[int | tuple[int, int], tuple[int, ...]]:
     """Return, for each part of the state that rank ``me`` sends, the ranks that receive it. The parts are the
-    non-expert shard (key ``NON_EXPERT``) and each expert whose first replica is on ``me`` (key: layer number,
-    expert)."""
+    non-expert shard (key ``NON_EXPERT``; without replicas, the whole shard) and each expert whose first replica is on
+    ``me`` (key: layer number, expert)."""
     found: dict[int | tuple[int, int], tuple[int, ...]] = {}
     position = plan.ranks.index(me)
     for operator in plan.operators:
         if operator.expert == NON_EXPERT:
             found[NON_EXPERT] = tuple(rank for rank in operator.owners[position] if rank != me)
             continue
+        assert placement is not None, "a plan with copies of experts needs their placement"
         by_rank = placement.slots[placement.layer_numbers.index(operator.layer_number)]
         holders = [rank for rank, experts in zip(placement.ranks, by_rank, strict=True) if operator.expert in experts]
         others = sorted({rank for owners in operator.owners for rank in owners} - set(holders))

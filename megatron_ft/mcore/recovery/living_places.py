@@ -92,10 +92,16 @@ class LivingPlaces:
 
     @property
     def _has_whole_weights(self) -> bool:
-        """Whether all ranks of this rank's stage that have state also have all of its weights. If not, the weights of
-        the stage are rounded from the master weights and gathered."""
+        """Whether the living ranks of this rank's stage have all weights of the stage, those of experts included. If
+        not, the weights of the stage are rounded from the master weights and gathered."""
         stage = self._standings[self._rank].stage
-        return all(standing.has_whole_weights for standing in self._standings if standing.stage == stage)
+        living = [found for found in self._standings if found.stage == stage and found.has_state]
+        if not all(standing.has_whole_weights for standing in living):
+            return False
+        if self._has_replicas or not self._is_sharded:
+            return True  # otherwise ``LocalizedPlan`` has made sure that a living rank has the experts
+        held = {unit for standing in living for unit in standing.holds}
+        return all(experts_unit(rank, self._topology) in held for rank in self._topology.stage_ranks(stage))
 
     def _needed(self, mine: _Tensors) -> Iterator[list[Any]]:
         # Yields unit, name, number of elements and bytes of an element of each tensor that this rank receives.

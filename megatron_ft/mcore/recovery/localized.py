@@ -35,7 +35,7 @@ from megatron_ft.mcore.state.tensors import is_non_expert, state_bytes, tensor_d
 from megatron_ft.mcore.state.train_state import TrainState, generators_digest
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.iteration import Vote
-from megatron_ft.planning.recovery.localized_replay import LocalizedPlan, Standing, shard_unit, units_of
+from megatron_ft.planning.recovery.localized_replay import LocalizedPlan, Standing, needs_of, shard_unit, units_of
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.state.declined import Declined
@@ -279,7 +279,10 @@ class KeptLayoutRecovery:
         self._carried = carried
         self._topology = topology
         config, log = engine.config, engine.boundaries.log
-        owners = {kept.owner for kept in copies.kept if any(map(is_non_expert, kept.names))} if copies else ()
+        # With replicas, copies of experts alone are not copies of a shard.
+        is_whole = config.placement.algorithm is None
+        kept_here = copies.kept if copies else ()
+        owners = {kept.owner for kept in kept_here if is_whole or any(map(is_non_expert, kept.names))}
         held = (*self._units(context.rank, placement), *map(shard_unit, sorted(owners)))
         mine = Standing(
             stage=pp.rank(),
@@ -298,7 +301,7 @@ class KeptLayoutRecovery:
         self._standings = [Standing.from_json(record) for record in collectives.gather(mine.to_json())]
         self.placement = self._share_placement(placement)
         """Placement of expert replicas after the target iteration, the same on all ranks; None without replicas."""
-        needs = [self._units(rank, self.placement) for rank in range(topology.world_size)]
+        needs = [self._units(rank, self.placement, needs_of) for rank in range(topology.world_size)]
         plan = LocalizedPlan.of(
             self._standings,
             num_stages=pp.size(),
@@ -310,9 +313,11 @@ class KeptLayoutRecovery:
             raise RecoveryError(f"generation {context.generation} cannot keep its layout: {plan.summary()}")
         self.plan = plan
 
-    def _units(self, rank: int, placement: PlacementState | None) -> tuple[str, ...]:
+    def _units(
+        self, rank: int, placement: PlacementState | None, units: Callable[..., tuple[str, ...]] = units_of
+    ) -> tuple[str, ...]:
         stage, is_sharded = self._topology.coordinates(rank).pp, self._engine.config.parallel.use_distributed_optimizer
-        return units_of(rank, self._topology, plan=placement and placement.plans[stage], is_sharded=is_sharded)
+        return units(rank, self._topology, plan=placement and placement.plans[stage], is_sharded=is_sharded)
 
     def _share_placement(self, placement: PlacementState | None) -> PlacementState | None:
         if self._engine.config.placement.algorithm is None:

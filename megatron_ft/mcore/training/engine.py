@@ -314,11 +314,11 @@ class TrainingEngine:
         self._straggler_timer.watch(self.model_chunks)
 
     def keep_copies(
-        self, plan: StateCopyPlan, placement: PlacementPlan, *, former: StateCopies | None = None
+        self, plan: StateCopyPlan, placement: PlacementPlan | None, *, former: StateCopies | None = None
     ) -> StateCopies:
         """Copy optimizer state to the ranks that ``plan`` names and that have no ``former`` copies, and update the
-        copies with every iteration. All ranks must call this."""
-        chunks, ranks = self.model_chunks, self.pg.ep
+        copies with every iteration. All ranks must call this. ``placement`` is None without replica slots."""
+        chunks, ranks = self.model_chunks, self.pg.tp_dp_cp
         self.state_copies = StateCopies(
             chunks, self.optimizer, self.config.optimizer, plan=plan, placement=placement, group=ranks, former=former
         )

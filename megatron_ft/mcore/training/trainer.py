@@ -47,6 +47,8 @@ from megatron_ft.mcore.training.reporting import (
     run_started,
 )
 from megatron_ft.planning.iteration import BatchPlan
+from megatron_ft.planning.placement.copies import StateCopyPlan
+from megatron_ft.planning.placement.report import plan_shard_copies
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.memory import PeerAssignment
 from megatron_ft.planning.snapshot.plan import WindowPlan
@@ -357,13 +359,18 @@ class Trainer:
     def keep_copies(self, *, former: StateCopies | None = None) -> None:
         """Copy optimizer state to other ranks if ``placement.state_copies`` is set. Ranks with ``former`` copies, which
         have the present state, keep them."""
-        plan = None if self.placement is None else self.placement.copy_plan()
-        if plan is None or self.placement is None:
+        placement, plan = self.placement, self._copy_plan()
+        if plan is None:
             return
-        self.engine.keep_copies(plan, self.placement.replicas().plan, former=former)
+        self.engine.keep_copies(plan, None if placement is None else placement.replicas().plan, former=former)
         # Freed only now: until all copies are made again, a rank that is lost may have the only other copy.
         if self.previous_placement is not None:
             self.previous_placement = replace(self.previous_placement, copies=None)
+
+    def _copy_plan(self) -> StateCopyPlan | None:
+        if self.placement is not None:
+            return self.placement.copy_plan()
+        return plan_shard_copies(self.config, self.topology.coordinates(self.context.rank).pp)
 
     def report_placement(self, reason: str, *, change: Change | None = None, seconds: float = 0.0) -> None:
         """Report the placement that applies from the next iteration on, and write it to a file."""

@@ -152,6 +152,8 @@ def _copied_here(config: JobConfig, parameters: RankParameters, topology: Topolo
     placement, stage_size = config.placement, topology.stage_size
     if placement.state_copies is None:
         return 0
+    if placement.algorithm is None:  # the shard of a rank contains the state of its experts
+        return _updated_here(config, parameters, topology) * (placement.state_copies - 1)
     # Without the distributed optimizer every rank has all non-expert state, and every replica all state of its expert.
     shard = -(-parameters.num_dense // (topology.data_parallel_size * topology.context_parallel_size))
     num_dense = shard * (placement.state_copies - 1) if config.parallel.use_distributed_optimizer else 0

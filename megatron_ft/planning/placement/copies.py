@@ -111,12 +111,7 @@ class StateCopyPlan:
         Raises:
             ConfigError: ``num_state_copies`` is below 1 or above the number of failure domains.
         """
-        num_domains = len(set(plan.domains))
-        if num_state_copies is not None and not 1 <= num_state_copies <= num_domains:
-            raise ConfigError.of(
-                "num_state_copies", num_state_copies, f"must be from 1 to {num_domains}, the number of failure domains"
-            )
-        ring = _Ring(plan, num_state_copies)
+        ring = _Ring(plan.ranks, plan.domains, num_state_copies)
         operators = []
         for turn, (layer, size) in enumerate(non_expert_bytes):
             operators.append(ring.operator(layer, NON_EXPERT, size, list(range(len(plan.ranks))), turn))
@@ -130,15 +125,43 @@ class StateCopyPlan:
         result.validate()
         return result
 
+    @classmethod
+    def of_shards(
+        cls, ranks: Sequence[int], domains: Sequence[str], num_state_copies: int, *, num_bytes: int
+    ) -> "StateCopyPlan":
+        """Assign owners to the shards of a stage's distributed optimizer in a job without replica slots. The shard of a
+        rank contains the state of its experts, too, so the plan has one part, ``NON_EXPERT``.
+
+        Args:
+            ranks: ranks of the stage.
+            domains: failure domain of each rank.
+            num_state_copies: number of copies of every shard, in distinct failure domains.
+            num_bytes: bytes of one copy of the optimizer state of the whole stage.
+
+        Raises:
+            ConfigError: ``num_state_copies`` is below 1 or above the number of failure domains.
+        """
+        ring = _Ring(ranks, domains, num_state_copies)
+        shards = ring.operator(0, NON_EXPERT, num_bytes, list(range(len(ranks))), 0)
+        result = cls(
+            num_state_copies=num_state_copies, ranks=tuple(ranks), domains=tuple(domains), operators=(shards,)
+        )
+        result.validate()
+        return result
+
 
 class _Ring:
-    """Chooses owners cyclically from the ranks of a plan."""
+    """Chooses owners cyclically from the ranks of a stage. Raises ConfigError if there are too few failure domains."""
 
-    def __init__(self, plan: PlacementPlan, num_copies: int | None) -> None:
-        self.ranks, self.domains, self.num_copies = plan.ranks, plan.domains, num_copies
+    def __init__(self, ranks: Sequence[int], domains: Sequence[str], num_copies: int | None) -> None:
+        self.ranks, self.domains, self.num_copies = ranks, domains, num_copies
         self.members: dict[str, list[int]] = {}
-        for position, name in enumerate(plan.domains):
+        for position, name in enumerate(domains):
             self.members.setdefault(name, []).append(position)
+        if num_copies is not None and not 1 <= num_copies <= len(self.members):
+            raise ConfigError.of(
+                "num_state_copies", num_copies, f"must be from 1 to {len(self.members)}, the number of failure domains"
+            )
 
     def operator(self, layer: int, expert: int, num_bytes: int, holders: list[int], turn: int) -> _OperatorCopies:
         if self.num_copies is None:

@@ -14,6 +14,7 @@ from megatron_ft.planning.placement.overlap_search import OverlapSearch
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.stage import StageRequest, first_plans, scripted_plans
 from megatron_ft.planning.placement.survival import Survival, survival
+from megatron_ft.topology import Topology
 
 Domains = frozenset[str]
 
@@ -171,6 +172,18 @@ def plan_state_copies(config: JobConfig, plan: PlacementPlan, num_dense: int) ->
     expert_bytes, dense_bytes = _optimizer_bytes(config, num_dense)
     dense = [(0, dense_bytes)] if config.parallel.use_distributed_optimizer else []
     return StateCopyPlan.of(plan, config.placement.state_copies, expert_bytes=expert_bytes, non_expert_bytes=dense)
+
+
+def plan_shard_copies(config: JobConfig, stage: int, num_bytes: int = 0) -> StateCopyPlan | None:
+    """Plan the copies of a stage's optimizer shards in a job without replica slots; return None without
+    ``placement.state_copies``. ``num_bytes`` are the bytes of the optimizer state of the stage; the owners of shards do
+    not depend on them."""
+    copies = config.placement.state_copies
+    if copies is None:
+        return None
+    ranks = Topology.of(config.parallel, config.world_size).stage_ranks(stage)
+    domains = [config.rank_domains[rank] for rank in ranks]
+    return StateCopyPlan.of_shards(ranks, domains, copies, num_bytes=num_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from megatron_ft.operators import OperatorId, operators_of
 from megatron_ft.planning.cost.memory import RankMemory, RankParameters
 from megatron_ft.planning.placement.copies import NON_EXPERT
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.planning.placement.report import plan_state_copies
+from megatron_ft.planning.placement.report import plan_shard_copies, plan_state_copies
 from megatron_ft.planning.recovery.layout import JobLayouts, MembershipLayout
 from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.planning.state.declined import Declined
@@ -226,7 +226,8 @@ def _held(config: JobConfig, topology: Topology, plans: Sequence[PlacementPlan])
     sharded = config.parallel.use_distributed_optimizer
     stage_of = _stage_of_layers(config, topology)
     is_copied = sharded and config.placement.state_copies is not None
-    copied = [_holders_of_copies(config, plan) for plan in plans] if is_copied else []
+    stages = range(topology.pipeline_model_parallel_size) if is_copied else ()
+    copied = [_holders_of_copies(config, stage, plans[stage] if plans else None) for stage in stages]
     # The size of the vocabulary changes how much state there is, not which ranks hold it.
     for operator in operators_of(config.model, 1):
         stage = stage_of[operator.id.layer]
@@ -238,14 +239,20 @@ def _held(config: JobConfig, topology: Topology, plans: Sequence[PlacementPlan])
         if copied and operator.id.kind != "expert":
             # The weights themselves are only on the ranks of each tensor part.
             groups, sharded_here = [*copied[stage], *groups], False
+        elif copied and not plans:
+            # The weights of experts can be rounded from the master weights in the shards.
+            first = topology.stage_ranks(stage)[0]
+            owners = sorted(rank for group in groups for rank in group)
+            groups, sharded_here = [copied[stage][rank - first] for rank in owners], False
         # Each shard of the distributed optimizer is on one rank; otherwise every rank of a group has all of it.
         parts = [frozenset((rank,)) for group in groups for rank in sorted(group)] if sharded_here else groups
         yield HeldOperator(operator=operator.id, holders=tuple(parts))
 
 
-def _holders_of_copies(config: JobConfig, plan: PlacementPlan) -> list[frozenset[int]]:
-    # Returns the ranks that have each shard of the non-expert optimizer state, as the ranks of the job plan them.
-    copies = plan_state_copies(config, plan, 0)
+def _holders_of_copies(config: JobConfig, stage: int, plan: PlacementPlan | None) -> list[frozenset[int]]:
+    # Returns the ranks that have the optimizer shard of each rank of a stage, as the ranks of the job plan them. With a
+    # placement, the state of experts does not belong to the shards.
+    copies = plan_shard_copies(config, stage) if plan is None else plan_state_copies(config, plan, 0)
     assert copies is not None, "the job makes no copies of optimizer state"
     (non_expert,) = (operator for operator in copies.operators if operator.expert == NON_EXPERT)
     return [frozenset(owners) for owners in non_expert.owners]

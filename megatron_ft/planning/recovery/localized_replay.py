@@ -303,6 +303,13 @@ class LocalizedPlan:
         return ""
 
 
+def needs_of(rank: int, topology: Topology, *, plan: PlacementPlan | None, is_sharded: bool) -> tuple[str, ...]:
+    """Return the units of state that a joining process in the place of ``rank`` has to receive; see ``units_of``."""
+    units = units_of(rank, topology, plan=plan, is_sharded=is_sharded)
+    # Weights of experts can be rounded from the master weights in the shards, if no living rank has them.
+    return tuple(unit for unit in units if not is_sharded or unit != experts_unit(rank, topology))
+
+
 def units_of(rank: int, topology: Topology, *, plan: PlacementPlan | None, is_sharded: bool) -> tuple[str, ...]:
     """Return the units of state that belong to the place of ``rank``. Ranks that have the same unit have the same bits.
 
