@@ -128,9 +128,7 @@ class StateCopies:
 
     # -- parts --------------------------------------------------------------------------------------------
 
-    def _lendings(
-        self, mine: Sequence[Master], plan: StateCopyPlan, placement: PlacementPlan | None
-    ) -> list[_Lending]:
+    def _lendings(self, mine: Sequence[Master], plan: StateCopyPlan, placement: PlacementPlan | None) -> list[_Lending]:
         keepers = _keepers(plan, placement, self._me)
         lent: dict[int, _Lending] = {}
         for master in mine:

@@ -143,9 +143,7 @@ class StateCopyPlan:
         """
         ring = _Ring(ranks, domains, num_state_copies)
         shards = ring.operator(0, NON_EXPERT, num_bytes, list(range(len(ranks))), 0)
-        result = cls(
-            num_state_copies=num_state_copies, ranks=tuple(ranks), domains=tuple(domains), operators=(shards,)
-        )
+        result = cls(num_state_copies=num_state_copies, ranks=tuple(ranks), domains=tuple(domains), operators=(shards,))
         result.validate()
         return result
 

@@ -11,7 +11,7 @@ from math import inf
 from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import derive_placement
-from megatron_ft.config.requirements import KEPT_LAYOUT, REQUIREMENTS, KeyChange, Requirement
+from megatron_ft.config.requirements import KEPT_LAYOUT, LIVING_PLACES, REQUIREMENTS, KeyChange, Requirement
 from megatron_ft.config.validate import validate
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.stage import StageRequest, first_plans
@@ -25,7 +25,11 @@ _SAVE_INTERVAL = 100
 """Proposed number of iterations between two dense checkpoints."""
 _ON_REPLACED_NODES = "rollback on replaced nodes"
 """Name of the strategy ``rollback`` with ``recovery.keep_layout``: all ranks restart on spare or restarted nodes."""
-_REQUIREMENTS = {**REQUIREMENTS, _ON_REPLACED_NODES: KEPT_LAYOUT}
+_ON_REPLACED_RANKS = "living_state on replaced nodes"
+"""Name of the strategy ``living_state`` with ``recovery.keep_layout``: new processes receive the lost ranks' state."""
+_REQUIREMENTS = {**REQUIREMENTS, _ON_REPLACED_NODES: KEPT_LAYOUT, _ON_REPLACED_RANKS: LIVING_PLACES}
+_STRATEGY = {_ON_REPLACED_NODES: "rollback", _ON_REPLACED_RANKS: "living_state"}
+"""Name of the strategy, if it is not the name in ``_REQUIREMENTS``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +105,7 @@ def _badness(cost: Cost) -> float:
 def _changes(config: JobConfig, name: str) -> tuple[KeyChange, ...] | str:
     """Return the changes with which the strategy ``name`` may serve the loss of a node, or why there are none."""
     changed, changes = config, list[KeyChange]()
-    if not config.recovery.may_use("rollback" if name == _ON_REPLACED_NODES else name):
+    if not config.recovery.may_use(_STRATEGY.get(name, name)):
         # Not ``recovery=auto``, which would also replace other keys of the group.
         changes.append(KeyChange("recovery.strategies", None))
         changed = changes[0].apply(config)
@@ -134,13 +138,17 @@ def _switches(config: JobConfig, name: str) -> Iterator[KeyChange]:
                 yield KeyChange("recovery.min_nodes", num_nodes - 1)
             if placement.min_replicas < 2:
                 yield KeyChange("placement.min_replicas", 2)
-        case "localized_replay" | "rollback on replaced nodes":
+        case "localized_replay" | "rollback on replaced nodes" | "living_state on replaced nodes":
             if not recovery.keep_layout:
                 yield KeyChange("recovery.keep_layout", True)
             if recovery.min_nodes is not None and recovery.min_nodes < num_nodes:
                 yield KeyChange("recovery.min_nodes", None)
             if not config.nodes.num_spare_nodes and not config.nodes.restart_lost_nodes:
                 yield KeyChange("nodes.num_spare_nodes", 1)
+            if name == _ON_REPLACED_RANKS:
+                if config.parallel.use_distributed_optimizer and (placement.state_copies or 1) < 2:
+                    yield KeyChange("placement.state_copies", 2)
+                return
             copies = config.snapshot.num_peer_copies
             if not copies or copies > num_domains - 1:
                 yield KeyChange("snapshot.num_peer_copies", 1)

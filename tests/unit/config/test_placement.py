@@ -30,6 +30,14 @@ def job(changes: dict[str, Any]) -> JobConfig:
     return from_dict(values)
 
 
+SHARDS: dict[str, Any] = {
+    "placement.algorithm": None,
+    "placement.state_copies": 2,
+    "parallel.use_distributed_optimizer": True,
+    "recovery.keep_layout": True,
+    "nodes.restart_lost_nodes": True,
+}
+"""Copies of optimizer shards in a job without expert replicas."""
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"placement.dispatch_backend": "fortran"}, "placement.dispatch_backend"),
     ({"placement.dispatch_backend": "cuda", "training.device": "cpu"}, "placement.dispatch_backend"),
@@ -62,6 +70,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"placement.algorithm": None, "placement.schedule": ["3:x.json"]}, "placement.schedule"),
     ({"placement.algorithm": None, "placement.loads_file": "x.json"}, "placement.loads_file"),
     ({"placement.algorithm": None, "placement.state_copies": 2}, "placement.state_copies"),
+    ({**SHARDS, "placement.state_copies": 4}, "placement.state_copies"),
+    ({**SHARDS, "placement.state_copies": 0}, "placement.state_copies"),
+    ({**SHARDS, "recovery.keep_layout": False}, "placement.state_copies"),
 ]
 
 

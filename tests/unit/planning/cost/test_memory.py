@@ -89,3 +89,21 @@ def test_copies_of_optimizer_state_are_counted(copies: int | None, is_sharded: b
         VOCABULARY,
     )
     assert found.copies_bytes == num_copied * 16
+
+
+@pytest.mark.parametrize(("copies", "num_copied"), [(1, 0), (2, 20 + 12), (3, 2 * (20 + 12))])
+def test_copied_shards_contain_experts_without_replicas(copies: int, num_copied: int) -> None:
+    """Each of 4 ranks updates 20 of 80 dense parameters, and 12 of 24 of its experts."""
+    config = job()
+    found = RankMemory.of_stage(
+        replace(
+            config,
+            placement=replace(config.placement, algorithm=None, state_copies=copies),
+            parallel=replace(config.parallel, use_distributed_optimizer=True),
+        ),
+        RankParameters(num_dense=80, num_expert=24),
+        Topology(world_size=4, expert_model_parallel_size=2),
+        0,
+        VOCABULARY,
+    )
+    assert found.copies_bytes == num_copied * 16

@@ -72,7 +72,21 @@ def test_non_expert_state_is_shared_evenly() -> None:
     assert [operator.shard_range(shard, 3001) for shard in range(3)] == [(0, 1000), (1000, 2000), (2000, 3001)]
 
 
+@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_shards_without_replicas_are_copied_to_other_domains(copies: int) -> None:
+    """The ranks 4 to 9 of a stage are in three domains of two ranks."""
+    ranks, domains = range(4, 10), ["a", "a", "b", "b", "c", "c"]
+    owned = StateCopyPlan.of_shards(ranks, domains, copies, num_bytes=6000)
+    (shards,) = owned.operators
+    assert (owned.ranks, shards.expert, owned.num_bytes) == (tuple(ranks), NON_EXPERT, copies * 6000)
+    assert set(owned.bytes_per_rank().values()) == {copies * 1000}
+    for rank, owners in zip(ranks, shards.owners, strict=True):
+        assert owners[0] == rank and len({domains[owner - 4] for owner in owners}) == copies
+
+
 @pytest.mark.parametrize("copies", [0, 4])
 def test_more_copies_than_domains_are_refused(copies: int) -> None:
     with pytest.raises(ConfigError, match=f"num_state_copies={copies}"):
         StateCopyPlan.of(place(3, 1, 2, [1, 1]), copies, expert_bytes=1)
+    with pytest.raises(ConfigError, match=f"num_state_copies={copies}"):
+        StateCopyPlan.of_shards(range(3), ["a", "b", "c"], copies, num_bytes=1)

@@ -407,6 +407,18 @@ def test_the_stage_of_a_lost_node_goes_back_alone() -> None:
     assert [declined.strategy for declined in cost.declined] == ["living_state"]
 
 
+@pytest.mark.parametrize("expert_size", [1, 2])
+def test_copies_of_shards_replace_a_replay(expert_size: int) -> None:
+    """With two expert-parallel ranks, only the copies have the experts of a lost rank."""
+    parallel = {"expert_model_parallel_size": expert_size}
+    held = keeping({"placement": {"state_copies": 2}, "parallel": parallel})
+    cost = cost_of_loss(held, [3])
+    assert (cost.strategy, cost.max_iterations, cost.is_bitwise) == ("living_state", 0, True)
+    assert cost.moved_bytes == held.received_bytes[1]
+    assert cost_of_loss(keeping({"parallel": parallel}), [3]).strategy == "localized_replay"
+    assert cost_of_loss(held, [2, 3]).strategy != "living_state", "both copies are lost"
+
+
 @pytest.mark.parametrize(
     ("lost", "keys", "output"),
     [

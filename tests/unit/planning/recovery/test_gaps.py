@@ -53,6 +53,11 @@ def plan_of(*words: str) -> JobPlan:
         ),
         (KEPT, ["snapshot=sparse_window"], "localized_replay"),
         (
+            (*KEPT[1:], "recovery.strategies=[living_state]"),
+            ["placement.state_copies=2"],
+            "living_state",
+        ),
+        (
             (*WHOLE, *ELASTIC, "recovery=checkpoint", "checkpoint.save_interval_iterations=5"),
             ["recovery.strategies=null"],
             "living_state",
