@@ -217,10 +217,14 @@ def _check_resume(config: JobConfig, vocab_size: int) -> None:
 
     run_dir = None if config.run.name is None else Path(config.run.dir).absolute() / config.run.name
     if run_dir is None or config.run.resume == "never" or not (run_dir / RUN_ID_NAME).exists():
-        if config.checkpoint.load is not None:
-            from megatron_ft.snapshot.storage.checkpoints import has_manifest
+        checkpoint = config.checkpoint
+        source = checkpoint.load or checkpoint.load_weights
+        if source is not None:
+            from megatron_ft.config.identity import settings_of
+            from megatron_ft.snapshot.storage.run_settings import check_source
 
-            has_manifest(Path(config.checkpoint.load), trust=config.checkpoint.trust)
+            model = settings_of(config, data_fingerprint="", vocab_size=vocab_size)
+            check_source(Path(source), model, weights_only=checkpoint.load is None, trust=checkpoint.trust)
         return
     from megatron_ft.config.identity import JobIdentity, settings_of
     from megatron_ft.corpus.samples import SplitPlan

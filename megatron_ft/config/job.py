@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_ft.config.checkpoint import CheckpointConfig
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.config.placement import PlacementConfig
 
@@ -346,33 +347,6 @@ class DetectorConfig:
     saves. null always uses ``detector.hang_seconds``."""
     min_hang_seconds: float = 30.0
     """Smallest value of the limit that follows from ``detector.hang_iterations``."""
-
-
-@dataclass
-class CheckpointConfig:
-    """Saving, retention and loading of dense checkpoints."""
-
-    save_interval_iterations: int = 0
-    """Number of iterations between two saves; 0 saves only after the last iteration."""
-    save_at_end: bool = True
-    """Save a checkpoint after the last iteration."""
-    async_save: bool = True
-    """Write checkpoints in the background while training continues."""
-    keep_last: int = 2
-    """Number of newest complete checkpoints to keep; 0 keeps all checkpoints."""
-    keep_every_iterations: int = 0
-    """Also keep every checkpoint whose iteration is a multiple of this number; 0 keeps only the newest."""
-    load: str | None = None
-    """Checkpoint directory from which a new run starts. Weights, optimizer state and data position are loaded;
-    differences between its configuration and the job's are printed. The checkpoint may belong to another run. null
-    starts without a checkpoint."""
-    trust: bool = False
-    """Allow ``checkpoint.load`` to name a checkpoint without this project's manifest. Loading unpickles its metadata,
-    so a malicious checkpoint can run code."""
-    fully_parallel: bool = True
-    """Split writing and reading of a checkpoint over the data-parallel ranks."""
-    allow_other_data: bool = False
-    """Allow a run to resume from its own checkpoint although the training data has changed."""
 
 
 @dataclass

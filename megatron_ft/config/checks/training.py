@@ -122,6 +122,13 @@ def _check_checkpoint(config: JobConfig) -> None:
     """Check intervals of saves and the number of kept checkpoints."""
     for name in ("save_interval_iterations", "keep_last", "keep_every_iterations"):
         at_least(0, f"checkpoint.{name}", getattr(config.checkpoint, name))
+    weights = config.checkpoint.load_weights
+    require(
+        weights is None or config.checkpoint.load is None,
+        "checkpoint.load_weights",
+        weights,
+        "must be null with checkpoint.load, which loads the weights, too",
+    )
     interval, keep = config.checkpoint.save_interval_iterations, config.checkpoint.keep_every_iterations
     # A multiple that no save ever hits would keep nothing.
     if keep and interval:

@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_ft.config.identity import JobIdentity
-from megatron_ft.config.job import CheckpointConfig
+from megatron_ft.config.checkpoint import CheckpointConfig
 from megatron_ft.errors import CheckpointError
 from megatron_ft.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved
 from megatron_ft.mcore.checkpoint.files import (
@@ -35,6 +37,7 @@ from megatron_ft.mcore.checkpoint.files import (
 )
 from megatron_ft.mcore.checkpoint.state import OURS_KEY, RANK_STATE_KEY, DenseState, install, rank_state
 from megatron_ft.mcore.groups import Collectives
+from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.mcore.optimizer.adamw import SHARDING_METADATA, split_shards
 from megatron_ft.planning.retention import RetentionPolicy
 from megatron_ft.snapshot.storage import checkpoints
@@ -42,6 +45,7 @@ from megatron_ft.snapshot.storage.files import FileEntry, fsync_directory, write
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 
 _RANK_STATE_PREFIX = "rank_state"
+_WEIGHTS = ("embedding.", "decoder.", "output_layer.")
 
 
 def _load_shards(
@@ -435,6 +439,41 @@ class CheckpointManager:
             ).to_record()
         )
         return _LoadResult(iteration=iteration, rng_restored=same_layout, manifest=manifest)
+
+    def load_weights(self, model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer, directory: Path) -> None:
+        """Fill the weights of the model from the checkpoint in ``directory``, which may contain other state, too. All
+        ranks must call this.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, it is from another project and ``checkpoint.trust`` is false, or
+                its weights are not exactly those of the model.
+        """
+        self._finder.check(directory, trust=self._config.trust)
+        frames = [unwrap(chunk).sharded_state_dict(metadata=self._metadata()) for chunk in model_chunks]
+        # Megatron's layers have objects besides tensors, e.g. scales of FP8, which weights of other projects lack.
+        wanted = {
+            str(number): {key: shard for key, shard in frame.items() if not isinstance(shard, ShardedObject)}
+            for number, frame in enumerate(frames)
+        }
+        try:
+            loaded, unclaimed, absent = dist_checkpointing.load(
+                wanted, str(directory), strict=StrictHandling.RETURN_ALL
+            )
+        except (CheckpointingException, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{directory}: {error}") from error
+        # ``unclaimed`` are the stored tensors of other ranks' layers only if no rank has requested them.
+        everywhere = self._collectives.gather(sorted(key for key in unclaimed if key.startswith(_WEIGHTS)))
+        unknown = sorted(set.intersection(*map(set, everywhere)))
+        if absent or unknown:
+            raise CheckpointError(
+                f"{directory} does not match this model: the checkpoint lacks the weights {sorted(absent)[:3]}, and the "
+                f"model lacks the weights {unknown[:3]} (the first 3 of each are shown)"
+            )
+        for number, (chunk, frame) in enumerate(zip(model_chunks, frames, strict=True)):
+            others = {key: None for key, shard in frame.items() if isinstance(shard, ShardedObject)}
+            unwrap(chunk).load_state_dict({**loaded[str(number)], **others}, strict=True)
+        # Master weights are copies of the weights with which the optimizer was built.
+        optimizer.reload_model_params()
 
     def read_extra(self, directory: Path) -> dict[str, Any]:
         """Read ``DenseState.extra`` and the history from the checkpoint in ``directory``, without loading the rest. The

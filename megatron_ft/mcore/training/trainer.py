@@ -47,7 +47,6 @@ from megatron_ft.mcore.training.reporting import (
     run_started,
 )
 from megatron_ft.planning.iteration import BatchPlan
-from megatron_ft.planning.placement.copies import StateCopyPlan
 from megatron_ft.planning.placement.report import plan_shard_copies
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.memory import PeerAssignment
@@ -141,8 +140,11 @@ class Trainer:
         if self.placement is not None and (source is not None or window is not None):
             self.placement.restore(recorded_placement(self.checkpoints, source, window))
         self.engine.build(groups, None if self.placement is None else self.placement.replicas())
+        weights = self.config.checkpoint.load_weights
         if source is not None:
             self.load(source)
+        elif window is None and weights is not None:
+            self.checkpoints.load_weights(self.engine.model_chunks, self.engine.optimizer, Path(weights))
         if window is not None:
             replay_window(self.engine, restorer, window, self.report)
         # Only after the state is loaded, so that a start that cannot load it does not rename windows.
@@ -359,18 +361,14 @@ class Trainer:
     def keep_copies(self, *, former: StateCopies | None = None) -> None:
         """Copy optimizer state to other ranks if ``placement.state_copies`` is set. Ranks with ``former`` copies, which
         have the present state, keep them."""
-        placement, plan = self.placement, self._copy_plan()
+        placement, stage = self.placement, self.topology.coordinates(self.context.rank).pp
+        plan = plan_shard_copies(self.config, stage) if placement is None else placement.copy_plan()
         if plan is None:
             return
         self.engine.keep_copies(plan, None if placement is None else placement.replicas().plan, former=former)
         # Freed only now: until all copies are made again, a rank that is lost may have the only other copy.
         if self.previous_placement is not None:
             self.previous_placement = replace(self.previous_placement, copies=None)
-
-    def _copy_plan(self) -> StateCopyPlan | None:
-        if self.placement is not None:
-            return self.placement.copy_plan()
-        return plan_shard_copies(self.config, self.topology.coordinates(self.context.rank).pp)
 
     def report_placement(self, reason: str, *, change: Change | None = None, seconds: float = 0.0) -> None:
         """Report the placement that applies from the next iteration on, and write it to a file."""

@@ -67,14 +67,14 @@ def iteration_of(path: Path) -> int:
     return int(match[1])
 
 
-def has_manifest(directory: Path, *, trust: bool) -> bool:
-    """Return whether ``directory``, a value of ``checkpoint.load``, has a manifest, by which it can be verified.
+def has_manifest(directory: Path, *, trust: bool, key: str = "checkpoint.load") -> bool:
+    """Return whether ``directory``, the value of ``key``, has a manifest, by which it can be verified.
 
     Raises:
         CheckpointError: there is no such directory, or it has no manifest and ``trust`` is false.
     """
     if not directory.is_dir():
-        raise CheckpointError(f"checkpoint.load={directory}: must be an existing directory")
+        raise CheckpointError(f"{key}={directory}: must be an existing directory")
     found = (directory / MANIFEST_NAME).exists()
     if not found and not trust:
         raise CheckpointError(

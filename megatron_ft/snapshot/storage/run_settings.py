@@ -1,11 +1,13 @@
 """Compares the settings of a job with those of its run's saved state, which are in the manifests."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_ft.config.identity import Difference, JobIdentity, Settings
 from megatron_ft.errors import CheckpointError
 from megatron_ft.serde import parse_json
-from megatron_ft.snapshot.storage.checkpoints import list_checkpoints, other_iteration
+from megatron_ft.snapshot.storage.checkpoints import has_manifest, list_checkpoints, other_iteration
 from megatron_ft.snapshot.storage.manifest import Manifest
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.snapshot.window import Window
@@ -48,6 +50,68 @@ def check_same_settings(
         error = other_window(*window, identity.settings, ignores_data=not compares_data)
         if error is not None:
             raise CheckpointError(error)
+
+
+def check_source(directory: Path, model: Settings, *, weights_only: bool, trust: bool) -> None:
+    """Check that a new run can start from ``directory``, before any rank starts. Only the manifest is read.
+
+    Args:
+        model: settings of the job's model (concern ``model`` of ``settings_of``).
+        weights_only: whether only the weights are loaded (``checkpoint.load_weights``).
+        trust: ``checkpoint.trust``.
+
+    Raises:
+        CheckpointError: there is no such directory; it has no manifest and ``trust`` is false; its weights belong to
+            another model; or it contains only weights, and more is to be loaded.
+    """
+    if not has_manifest(directory, trust=trust, key="checkpoint.load_weights" if weights_only else "checkpoint.load"):
+        return
+    stored = Manifest.read(directory).settings
+    if not weights_only:
+        if stored and not stored.keys() & {"optimizer"}:
+            raise CheckpointError(
+                f"checkpoint.load={directory}: contains only weights; set checkpoint.load_weights instead"
+            )
+        return
+    found = Difference.between(
+        {"model": {key: _normal(key, stored.get("model", {})) for key in _FUNCTION}},
+        {"model": {key: _normal(key, model.get("model", {})) for key in _FUNCTION}},
+    )
+    if stored.get("model") and found:
+        differences = "; ".join(map(str, found))
+        raise CheckpointError(
+            f"checkpoint.load_weights={directory}: its weights belong to another model: {differences}. Set these keys to "
+            "the values of the checkpoint"
+        )
+
+
+_EQUAL_IF_NULL = {
+    "model.num_query_groups": "model.num_attention_heads",
+    "model.moe_ffn_hidden_size": "model.ffn_hidden_size",
+}
+"""Keys for which null means the value of another key."""
+_FUNCTION = tuple(
+    f"model.{name}"
+    for name in (
+        *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size"),
+        *("untie_embeddings_and_output_weights", "position_embedding_type", "rotary_base", "rotary_percent"),
+        *("normalization", "layernorm_epsilon", "gated_linear_unit", "activation", "add_bias_linear", "add_qkv_bias"),
+        *("qk_layernorm", "num_moe_experts", "moe_layer_freq", "moe_first_dense_layers", "moe_ffn_hidden_size"),
+        *("moe_router_topk", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+        *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk"),
+        *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias", "multi_latent_attention"),
+    )
+)
+"""Keys of the model that determine the shapes of weights, or the outputs that are computed with them."""
+
+
+def _normal(key: str, values: Mapping[str, Any]) -> Any:
+    value = values.get(key)
+    if value is None and key in _EQUAL_IF_NULL:
+        return values.get(_EQUAL_IF_NULL[key])
+    if value is None and key == "model.kv_channels" and values.get("model.num_attention_heads"):
+        return values.get("model.hidden_size", 0) // values["model.num_attention_heads"]
+    return value
 
 
 def other_checkpoint(path: Path, manifest: Manifest, settings: Settings, *, ignores_data: bool) -> str | None:

@@ -1,0 +1,1 @@
+"""Converts weights between dense checkpoints and folders of other projects."""

@@ -1,0 +1,371 @@
+"""Converts the weights of dense checkpoints to Hugging Face folders, and the weights of such folders to checkpoints.
+
+Tensors are converted one file at a time, so the memory that is needed is that of one file. Values are not rounded,
+unless another dtype is requested.
+"""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ft.config.model import ModelConfig
+from megatron_ft.errors import CheckpointError, ConfigError
+from megatron_ft.mcore.convert import mixtral, qwen_moe
+from megatron_ft.mcore.convert.dense_files import WEIGHTS_ONLY, DenseReader, WeightsWriter
+from megatron_ft.mcore.convert.family import Family, Rule
+from megatron_ft.mcore.convert.folder import CONFIG, DTYPES, Folder, FolderPlan, FolderWriter, PlannedFile, free_bytes
+from megatron_ft.serde import parse_json
+from megatron_ft.snapshot.storage.files import hash_file, write_atomically
+from megatron_ft.snapshot.storage.manifest import Manifest
+
+FAMILIES: Mapping[str, Family] = {
+    family.name: family for family in (mixtral.FAMILY, qwen_moe.QWEN2, qwen_moe.QWEN3)
+}
+"""Families by the ``model_type`` in ``config.json``."""
+MOST_FILE_BYTES = 5_000_000_000
+"""Default size of a file, as in Hugging Face folders."""
+RECORD = "megatron_ft_conversion.json"
+"""File in an exported folder with the checkpoint from which it was made, and the checksums of its files."""
+_IGNORED = ("_extra_state",)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json")
+_TOKENIZER_FILES += ("vocab.json", "merges.txt", "added_tokens.json", "generation_config.json")
+Progress = Callable[[str], None]
+
+
+def family_named(name: str) -> Family:
+    """Return the family with this ``model_type``. Raises ConfigError if it is not known."""
+    if name not in FAMILIES:
+        raise ConfigError.of("family", name, f"must be one of {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """Plan of a conversion from a dense checkpoint to a Hugging Face folder."""
+
+    family: Family
+    model: ModelConfig
+    rules: tuple[Rule, ...]
+    """All tensors, in the order in which they are written."""
+    plan: FolderPlan
+
+    @classmethod
+    def of(
+        cls,
+        reader: DenseReader,
+        family: Family,
+        *,
+        dtype: torch.dtype | None = None,
+        vocab_size: int | None = None,
+        most_file_bytes: int = MOST_FILE_BYTES,
+    ) -> "Export":
+        """Plan the conversion.
+
+        Args:
+            dtype: dtype of the written tensors; None for that of the checkpoint.
+            vocab_size: number of rows of embedding and head that are written; None for all of them, with padding.
+            most_file_bytes: largest size of a file, unless one tensor is larger.
+
+        Raises:
+            CheckpointError: the model does not belong to the family, or the checkpoint has other tensors than it.
+            ConfigError: ``vocab_size`` or ``most_file_bytes`` is out of range.
+        """
+        model = reader.model()
+        family.check(model)
+        rows = model.vocab_size or 0
+        if vocab_size is not None and not 1 <= vocab_size <= rows:
+            raise ConfigError.of("--vocab-size", vocab_size, f"must be from 1 to {rows}, the rows of the embedding")
+        if most_file_bytes < 1:
+            raise ConfigError.of("--file-bytes", most_file_bytes, "must be at least 1")
+        rules = family.tensors(model)
+        _check_tensors(reader, rules, model)
+        written = model if vocab_size is None else replace(model, vocab_size=vocab_size)
+        dtypes = {reader.weights[rule.ours].properties.dtype for rule in rules}
+        if dtype is None and len(dtypes) > 1:
+            raise ConfigError.of("--dtype", None, f"must be given, because the checkpoint has tensors of {len(dtypes)} dtypes")
+        tensors = [
+            (name, shape) for rule in rules for name, shape in zip(rule.theirs, rule.their_shapes(written), strict=True)
+        ]
+        plan = FolderPlan.of(tensors, dtype or dtypes.pop(), most_file_bytes)
+        return cls(family=family, model=written, rules=rules, plan=plan)
+
+    def tensors_of(self, file: PlannedFile, reader: DenseReader) -> dict[str, torch.Tensor]:
+        """Return the tensors of one file, in the dtype and with the number of rows of the plan."""
+        wanted, found = dict(file.tensors), dict[str, torch.Tensor]()
+        for rule in self.rules:
+            if not wanted.keys() & set(rule.theirs):
+                continue
+            parts = rule.layout.split(reader.read(rule.ours), self.model)
+            for name, part in zip(rule.theirs, parts, strict=True):
+                if name in wanted:
+                    rows = part[: wanted[name][0]]  # without the padding of the vocabulary
+                    found[name] = rows.to(self.plan.dtype)
+        return found
+
+    def config(self) -> dict[str, Any]:
+        """Return the content of ``config.json``."""
+        return {
+            "architectures": [self.family.architecture],
+            "model_type": self.family.name,
+            "torch_dtype": str(self.plan.dtype).removeprefix("torch."),
+            **self.family.settings(self.model),
+        }
+
+    def summary(self) -> str:
+        """Describe the conversion in one line."""
+        return f"{self.family.name}: {self.plan.summary()}, {str(self.plan.dtype).removeprefix('torch.')}"
+
+
+def _check_tensors(reader: DenseReader, rules: Sequence[Rule], model: ModelConfig) -> None:
+    found = {name: entry for name, entry in reader.weights.items() if not name.endswith(_IGNORED)}
+    wanted = {rule.ours: rule for rule in rules}
+    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    if missing or unknown:
+        raise CheckpointError(
+            f"{reader.directory}: does not have the tensors of this family: it lacks {missing[:3]}, and the family lacks "
+            f"{unknown[:3]} (the first 3 of each are shown)"
+        )
+    for name, rule in wanted.items():
+        if tuple(found[name].size) != rule.shape(model):
+            raise CheckpointError(
+                f"{reader.directory}: {name} has the shape {tuple(found[name].size)}, but the model of its manifest has "
+                f"{rule.shape(model)}"
+            )
+
+
+def export_checkpoint(
+    reader: DenseReader, export: Export, out: Path, *, tokenizer: Path | None = None, progress: Progress = print
+) -> None:
+    """Write the folder ``out``. Files that an interrupted conversion of the same checkpoint has completed are verified
+    and kept.
+
+    Args:
+        tokenizer: folder whose tokenizer files are copied; None for no tokenizer.
+        progress: receives one line for each file.
+
+    Raises:
+        CheckpointError: a tensor cannot be read, or a written file does not contain what was written.
+        ConfigError: ``out`` contains other files, ``tokenizer`` has no tokenizer, or the disk has too little space.
+        OSError: a file cannot be written.
+    """
+    source = {"family": export.family.name, "plan": asdict(export.plan) | {"dtype": str(export.plan.dtype)}}
+    source["source"] = "" if reader.manifest is None else reader.manifest.to_bytes().decode()
+    writer = FolderWriter(path=out, plan=export.plan)
+    copied = _tokenizer_files(tokenizer)
+    kept = _resume(out, json.loads(json.dumps(source)), writer)
+    left = [file for file in export.plan.files if file.name not in kept]
+    _check_space(out, sum(map(export.plan.bytes_of, left)))
+    for number, file in enumerate(export.plan.files, 1):
+        where = f"{number}/{len(export.plan.files)} {file.name}"
+        if file.name in kept:
+            progress(f"{where}: complete already")
+            continue
+        writer.write(file, export.tensors_of(file, reader))
+        _write_record(out, source, writer)
+        progress(f"{where}: {len(file.tensors)} tensors, {export.plan.bytes_of(file):,} bytes")
+    for path in copied:
+        write_atomically(out, path.name, path.read_bytes())
+    writer.finish(export.config())
+    verify_folder(out)
+
+
+def _tokenizer_files(folder: Path | None) -> list[Path]:
+    if folder is None:
+        return []
+    found = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    if not found:
+        raise ConfigError.of("--tokenizer", str(folder), f"must be a folder with one of {', '.join(_TOKENIZER_FILES)}")
+    return found
+
+
+def _resume(out: Path, source: Mapping[str, Any], writer: FolderWriter) -> set[str]:
+    """Create ``out``, or return the files in it that an earlier conversion has completed."""
+    out.mkdir(parents=True, exist_ok=True)
+    present = sorted(path.name for path in out.iterdir() if not path.name.endswith(".tmp"))
+    if not present:
+        _write_record(out, source, writer)
+        return set()
+    record = _record(out)
+    if record is None or {**record, "files": {}} != {**source, "files": {}}:
+        raise ConfigError.of(
+            "--out", str(out), f"must be empty, or have been begun by the same conversion; it contains {present[0]}"
+        )
+    kept = {name for name, checksum in record["files"].items() if _checksum(out / name) == checksum}
+    writer.checksums |= {name: record["files"][name] for name in kept}
+    for path in out.glob(".*.tmp"):  # of the conversion that was interrupted
+        path.unlink()
+    return kept
+
+
+def _record(folder: Path) -> dict[str, Any] | None:
+    """Return the record of a conversion; None if the folder has none. Raises CheckpointError if it is damaged."""
+    path = folder / RECORD
+    if not path.exists():
+        return None
+    try:
+        content = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    files = content.get("files") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not all(Path(name).name == name for name in files):
+        raise CheckpointError(f"{path}: must list the files of the folder")
+    return dict(content)
+
+
+def _write_record(out: Path, source: Mapping[str, Any], writer: FolderWriter) -> None:
+    content = {**source, "files": writer.checksums}
+    write_atomically(out, RECORD, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
+
+
+def _checksum(path: Path) -> str | None:
+    if path.is_symlink() or not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hash_file(file)
+
+
+def _check_space(folder: Path, num_bytes: int) -> None:
+    free = free_bytes(folder)
+    if num_bytes > free:
+        raise ConfigError.of(
+            "--out", str(folder), f"needs {num_bytes:,} bytes, but its file system has only {free:,} free bytes"
+        )
+
+
+def verify_folder(path: Path) -> Folder:
+    """Read the headers of all files of a folder, and compare tensors and shapes with those of the model in
+    ``config.json``. If this project wrote the folder, also compare the content of each file with its checksum.
+
+    Raises:
+        CheckpointError: a file is damaged or missing, or has other tensors than the model.
+    """
+    folder = Folder.open(path)
+    family, model = model_of(folder)
+    _check_folder(folder, family, model)
+    record = _record(path)
+    for name, checksum in sorted({} if record is None else record["files"].items()):
+        if _checksum(path / name) != checksum:
+            raise CheckpointError(f"{path / name}: damaged: its checksum is not that of {RECORD}")
+    return folder
+
+
+def model_of(folder: Folder) -> tuple[Family, ModelConfig]:
+    """Return family and model that ``config.json`` describes. Raises CheckpointError if they are not supported."""
+    name, where = folder.config.get("model_type"), str(folder.path / CONFIG)
+    if name not in FAMILIES:
+        raise CheckpointError(f"{where}: model_type={name!r:.80}: must be one of {', '.join(FAMILIES)}")
+    return FAMILIES[name], FAMILIES[name].read_model(folder.config, where)
+
+
+def _check_folder(folder: Folder, family: Family, model: ModelConfig) -> None:
+    wanted = {
+        name: shape
+        for rule in family.tensors(model)
+        for name, shape in zip(rule.theirs, rule.their_shapes(model), strict=True)
+    }
+    missing, unknown = sorted(wanted.keys() - folder.tensors.keys()), sorted(folder.tensors.keys() - wanted.keys())
+    # A tied head may be stored although it equals the embedding.
+    if not model.untie_embeddings_and_output_weights:
+        unknown = [name for name in unknown if name != "lm_head.weight"]
+    if missing or unknown:
+        raise CheckpointError(
+            f"{folder.path}: does not have the tensors of its {CONFIG}: it lacks {missing[:3]}, and the model lacks "
+            f"{unknown[:3]} (the first 3 of each are shown)"
+        )
+    for name, shape in wanted.items():
+        stored = folder.tensors[name]
+        if stored.shape != shape or stored.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{folder.path / stored.file}: {name} is {stored.dtype} {list(stored.shape)}: must be one of "
+                f"{', '.join(DTYPES)} with the shape {list(shape)}"
+            )
+
+
+def import_folder(
+    path: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    vocab_multiple: int = 128,
+    most_file_bytes: int = MOST_FILE_BYTES,
+    progress: Progress = print,
+) -> Manifest:
+    """Write a dense checkpoint ``out`` with the weights of a Hugging Face folder. It has neither optimizer state nor a
+    position in the data, so a run starts from it with ``checkpoint.load_weights``.
+
+    Args:
+        dtype: dtype of the written weights; None for that of the folder.
+        vocab_multiple: rows of zeros are added to embedding and head, until the number of rows is a multiple of this.
+        most_file_bytes: a new file begins when a file has reached this size.
+        progress: receives one line for each layer.
+
+    Raises:
+        CheckpointError: the folder is damaged, or its model is not supported.
+        ConfigError: ``out`` exists, or the disk has too little space.
+        OSError: a file cannot be written.
+    """
+    folder = verify_folder(path)
+    family, theirs = model_of(folder)
+    model = replace(theirs, vocab_size=-(-(theirs.vocab_size or 0) // vocab_multiple) * vocab_multiple)
+    rules = family.tensors(model)
+    if out.exists():
+        raise ConfigError.of("--out", str(out), "must not exist")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    items = sum(_num_elements(rule.shape(model)) for rule in rules)
+    widths = [DTYPES[stored.dtype].itemsize for stored in folder.tensors.values()]
+    _check_space(out.parent, items * (max(widths) if dtype is None else dtype.itemsize))
+    partial = out.parent / f".{out.name}.{os.getpid()}.partial"
+    partial.mkdir()
+    try:
+        writer = WeightsWriter(directory=partial, most_file_bytes=most_file_bytes)
+        writer.write(_imported(folder, rules, model, dtype, progress))
+        manifest = writer.finish(_manifest(path, model, family))
+        Manifest.verified(partial)
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return manifest
+
+
+def _imported(
+    folder: Folder, rules: Sequence[Rule], model: ModelConfig, dtype: torch.dtype | None, progress: Progress
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for number, rule in enumerate(rules, 1):
+        merged = rule.layout.merge([folder.read(name) for name in rule.theirs], model)
+        shape = rule.shape(model)
+        if merged.shape[0] < shape[0]:
+            merged = torch.cat([merged, merged.new_zeros(shape[0] - merged.shape[0], *shape[1:])])
+        assert tuple(merged.shape) == shape, f"{rule.ours} has the shape {tuple(merged.shape)}, not {shape}"
+        yield rule.ours, merged if dtype is None else merged.to(dtype)
+        if number % 100 == 0 or number == len(rules):
+            progress(f"{number}/{len(rules)} tensors")
+
+
+def _num_elements(shape: Sequence[int]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+def _manifest(source: Path, model: ModelConfig, family: Family) -> Manifest:
+    keys = {f"model.{name}": value for name, value in asdict(model).items()}
+    return Manifest(
+        run_id=secrets.token_hex(16),
+        run_name=source.name or "weights",
+        generation=0,
+        topology={"world_size": 1},
+        iteration=0,
+        consumed_samples=0,
+        settings={"model": keys, WEIGHTS_ONLY: {"family": family.name}},
+        software={"torch": torch.__version__},
+        files=(),
+    )

@@ -1,0 +1,220 @@
+"""Hugging Face folders: ``config.json``, safetensors files of bounded size, and the index that names each tensor's file.
+
+Safetensors files contain no code: a header with names, dtypes, shapes and positions, followed by the bytes of the
+tensors. Tensors are read one at a time, so a folder of any size needs little memory.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from megatron_ft.errors import CheckpointError
+from megatron_ft.serde import parse_json
+from megatron_ft.snapshot.storage.files import fsync_directory, hash_file, write_atomically
+
+CONFIG, INDEX, ONLY_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+_MOST_JSON_BYTES = 64 << 20
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}\.safetensors")
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""Names of dtypes in safetensors files."""
+DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """Position and kind of a tensor in a folder, as the header of its file says."""
+
+    file: str
+    dtype: str
+    """Name of the dtype in the file, e.g. ``BF16``."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folder:
+    """A Hugging Face folder. ``tensors`` are those of all files; their headers were read, but not their values."""
+
+    path: Path
+    config: Mapping[str, Any]
+    """Content of ``config.json``."""
+    tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def open(cls, path: Path) -> "Folder":
+        """Read ``config.json``, the index and the headers of all files.
+
+        Raises:
+            CheckpointError: a file is missing, damaged or not a plain file of the folder; a tensor is in no file, in
+                several files, or in another file than the index says.
+        """
+        config = _read_json(path / CONFIG)
+        index = _read_json(path / INDEX) if (path / INDEX).exists() else {"weight_map": {}}
+        places = index.get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+            raise CheckpointError(f"{path / INDEX}: weight_map must be an object of file names")
+        tensors: dict[str, StoredTensor] = {}
+        for name in sorted(set(places.values())) or [ONLY_FILE]:
+            for tensor, stored in _headers(path, name):
+                if tensor in tensors:
+                    raise CheckpointError(f"{path}: {tensor} is in {tensors[tensor].file} and in {name}")
+                tensors[tensor] = stored
+        for tensor in sorted(tensors.keys() | places.keys()) if places else ():
+            stored_in = tensors[tensor].file if tensor in tensors else "no file"
+            if stored_in != places.get(tensor):
+                wanted = places.get(tensor, "none")
+                raise CheckpointError(f"{path}: {tensor} is in {stored_in}, but the index names {wanted}")
+        return cls(path=path, config=config, tensors=tensors)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return the values of a tensor. Raises CheckpointError if they cannot be read."""
+        path = self.path / self.tensors[name].file
+        try:
+            with safe_open(path, framework="pt") as file:
+                found: torch.Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: {name} cannot be read: {error}") from error
+        return found
+
+
+def _headers(folder: Path, name: str) -> Iterator[tuple[str, StoredTensor]]:
+    # The names come from a file, so each is checked before it becomes a path.
+    path = folder / name
+    if not _FILE_NAME.fullmatch(name) or path.is_symlink() or not path.is_file():
+        raise CheckpointError(f"{path}: must be a regular file with a plain name that ends in .safetensors")
+    try:
+        with safe_open(path, framework="pt") as file:
+            for tensor in file.keys():  # noqa: SIM118 - not a mapping
+                part = file.get_slice(tensor)
+                yield tensor, StoredTensor(file=name, dtype=part.get_dtype(), shape=tuple(part.get_shape()))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: is not a complete safetensors file: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MOST_JSON_BYTES:
+            raise CheckpointError(f"{path}: has more than {_MOST_JSON_BYTES} bytes")
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: must contain an object")
+    return content
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFile:
+    """A file to write, and its tensors in order."""
+
+    name: str
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    """Name and shape of each tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderPlan:
+    """Files of a folder that is written."""
+
+    dtype: torch.dtype
+    files: tuple[PlannedFile, ...]
+
+    @classmethod
+    def of(
+        cls, tensors: Sequence[tuple[str, tuple[int, ...]]], dtype: torch.dtype, most_file_bytes: int
+    ) -> "FolderPlan":
+        """Divide tensors among files of at most ``most_file_bytes``, or of one tensor that is larger."""
+        groups: list[list[tuple[str, tuple[int, ...]]]] = []
+        room = 0
+        for name, shape in tensors:
+            size = _num_bytes(shape, dtype)
+            if not groups or size > room:
+                groups.append([])
+                room = most_file_bytes
+            groups[-1].append((name, shape))
+            room -= size
+        names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+        files = [
+            PlannedFile(name=name, tensors=tuple(group))
+            for name, group in zip([ONLY_FILE] if len(groups) == 1 else names, groups, strict=True)
+        ]
+        plan = cls(dtype=dtype, files=tuple(files))
+        plan.validate()
+        return plan
+
+    def validate(self) -> None:
+        """Assert that each tensor is in one file."""
+        names = [name for file in self.files for name, _ in file.tensors]
+        assert names and len(names) == len(set(names)), "a tensor is planned twice, or there is none"
+
+    def bytes_of(self, file: PlannedFile) -> int:
+        """Return the bytes of all tensors of a file, without its header."""
+        return sum(_num_bytes(shape, self.dtype) for _, shape in file.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(map(self.bytes_of, self.files))
+
+    def summary(self) -> str:
+        """Describe the plan in one line."""
+        num_tensors = sum(len(file.tensors) for file in self.files)
+        return f"{num_tensors} tensors, {self.num_bytes:,} bytes, {len(self.files)} files"
+
+    def index(self) -> bytes:
+        """Return the content of the index."""
+        places = {name: file.name for file in self.files for name, _ in file.tensors}
+        content = {"metadata": {"total_size": self.num_bytes}, "weight_map": places}
+        return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    size = dtype.itemsize
+    for length in shape:
+        size *= length
+    return size
+
+
+@dataclass(kw_only=True)
+class FolderWriter:
+    """Writes the files of a plan into a folder. A file has its name only when it is complete and on the disk."""
+
+    path: Path
+    plan: FolderPlan
+    checksums: dict[str, str] = field(default_factory=dict)
+    """Hexadecimal xxh3_128 checksum of each written file."""
+
+    def write(self, file: PlannedFile, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write one file. ``tensors`` are exactly its tensors. Raises OSError."""
+        for name, shape in file.tensors:
+            assert tuple(tensors[name].shape) == shape, f"{name} has the shape {tuple(tensors[name].shape)}, not {shape}"
+        temporary = self.path / f".{file.name}.{os.getpid()}.tmp"
+        try:
+            save_file({name: tensors[name].contiguous() for name, _ in file.tensors}, temporary, {"format": "pt"})
+            with temporary.open("rb") as written:
+                os.fsync(written.fileno())
+                self.checksums[file.name] = hash_file(written)
+            temporary.rename(self.path / file.name)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        fsync_directory(self.path)
+
+    def finish(self, config: Mapping[str, Any]) -> None:
+        """Write the index, unless there is only one file, and ``config.json`` last. Raises OSError."""
+        if len(self.plan.files) > 1:
+            write_atomically(self.path, INDEX, self.plan.index())
+        write_atomically(self.path, CONFIG, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free bytes of the file system of ``path``, an existing directory."""
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize

@@ -1,0 +1,117 @@
+"""Convert weights between dense checkpoints of this project and Hugging Face folders.
+
+``to-hf`` writes a folder with safetensors files, an index and ``config.json`` from a checkpoint of any parallel layout.
+``from-hf`` writes a checkpoint that contains only weights; a run starts from it with ``checkpoint.load_weights``.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.errors import ConfigError, MegatronFtError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert, and return the exit code of the error, or 0."""
+    arguments = _parse(argv)
+    try:
+        return int(arguments.run(arguments))
+    except MegatronFtError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"cannot write the result: {error}", file=sys.stderr)
+        return 3
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tools.convert_checkpoint", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    export = commands.add_parser("to-hf", help="write a Hugging Face folder")
+    export.add_argument("checkpoint", type=Path, help="checkpoint directory, e.g. runs/NAME/checkpoints/iter_0000100")
+    export.add_argument("out", type=Path, help="folder to write; an interrupted conversion is continued")
+    export.add_argument("--family", required=True, help="model_type of the folder: mixtral, qwen2_moe or qwen3_moe")
+    export.add_argument("--tokenizer", type=Path, help="folder with the tokenizer files that are copied")
+    export.add_argument("--vocab-size", type=int, help="rows of embedding and head to write, without padding")
+    export.add_argument("--trust", action="store_true", help="read a checkpoint without a manifest, which may run code")
+    export.set_defaults(run=_export)
+    importer = commands.add_parser("from-hf", help="write a checkpoint that contains only weights")
+    importer.add_argument("folder", type=Path, help="Hugging Face folder")
+    importer.add_argument("out", type=Path, help="checkpoint directory to write; must not exist")
+    importer.add_argument("--vocab-multiple", type=int, default=128, help="model.make_vocab_size_divisible_by of the run")
+    importer.set_defaults(run=_import)
+    for command in (export, importer):
+        command.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the result; default: unchanged")
+        command.add_argument("--file-bytes", type=int, default=5_000_000_000, help="largest size of a file")
+    return parser.parse_args(argv)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from megatron_ft.mcore.convert.converter import Export, export_checkpoint, family_named
+    from megatron_ft.mcore.convert.dense_files import DenseReader
+
+    family = family_named(arguments.family)
+    reader = DenseReader.open(arguments.checkpoint, trust=arguments.trust)
+    export = Export.of(
+        reader,
+        family,
+        dtype=_dtype(arguments.dtype),
+        vocab_size=arguments.vocab_size,
+        most_file_bytes=arguments.file_bytes,
+    )
+    print(export.summary(), flush=True)
+    export_checkpoint(reader, export, arguments.out, tokenizer=arguments.tokenizer, progress=_tell)
+    print(f"{arguments.out}: complete and verified")
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from megatron_ft.mcore.convert.converter import import_folder
+
+    for name, value in (("--vocab-multiple", arguments.vocab_multiple), ("--file-bytes", arguments.file_bytes)):
+        if value < 1:
+            raise ConfigError.of(name, value, "must be at least 1")
+    manifest = import_folder(
+        arguments.folder,
+        arguments.out,
+        dtype=_dtype(arguments.dtype),
+        vocab_multiple=arguments.vocab_multiple,
+        most_file_bytes=arguments.file_bytes,
+        progress=_tell,
+    )
+    print(f"{arguments.out}: complete and verified; start a run with checkpoint.load_weights={arguments.out} and:")
+    keys = {key: value for key, value in manifest.settings["model"].items() if key in SHOWN and value is not None}
+    print(" ".join(f"{key}={_word(value)}" for key, value in keys.items()))
+    return 0
+
+
+SHOWN = tuple(
+    f"model.{name}"
+    for name in (
+        *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size"),
+        *("rotary_base", "layernorm_epsilon", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm"),
+        *("ffn_hidden_size", "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"),
+        *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+    )
+)
+"""Keys that are printed for the command line of a run."""
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _dtype(name: str | None) -> Any:
+    from megatron_ft.mcore.model.transformer_config import DTYPES
+
+    return None if name is None else DTYPES[name]
+
+
+def _tell(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
