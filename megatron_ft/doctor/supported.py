@@ -52,6 +52,7 @@ PACKAGES = (
     Package(name="rich", versions="==15.0.0"),
     Package(name="grpcio", versions="==1.85.1"),
     Package(name="tokenizers", versions="==0.23.3"),
+    Package(name="safetensors", versions="==0.8.0"),
     Package(name="xxhash", versions="==4.1.0"),
     Package(name="fsspec", versions="==2026.9.0"),
     Package(name="psutil", versions="==7.2.2"),

@@ -46,6 +46,7 @@ from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 
 _RANK_STATE_PREFIX = "rank_state"
 _WEIGHTS = ("embedding.", "decoder.", "output_layer.")
+_EXTRA_STATE = "._extra_state"
 
 
 def _load_shards(
@@ -462,7 +463,8 @@ class CheckpointManager:
         except (CheckpointingException, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{directory}: {error}") from error
         # ``unclaimed`` are the stored tensors of other ranks' layers only if no rank has requested them.
-        everywhere = self._collectives.gather(sorted(key for key in unclaimed if key.startswith(_WEIGHTS)))
+        left = [key for key in unclaimed if key.startswith(_WEIGHTS) and _EXTRA_STATE not in key]
+        everywhere = self._collectives.gather(left)
         unknown = sorted(set.intersection(*map(set, everywhere)))
         if absent or unknown:
             raise CheckpointError(

@@ -84,7 +84,7 @@ class Export:
             raise ConfigError.of("--vocab-size", vocab_size, f"must be from 1 to {rows}, the rows of the embedding")
         if most_file_bytes < 1:
             raise ConfigError.of("--file-bytes", most_file_bytes, "must be at least 1")
-        rules = family.tensors(model)
+        rules = family.tensors_of(model, len(reader.weights), str(reader.directory))
         _check_tensors(reader, rules, model)
         written = model if vocab_size is None else replace(model, vocab_size=vocab_size)
         dtypes = {reader.weights[rule.ours].properties.dtype for rule in rules}
@@ -259,7 +259,7 @@ def verify_folder(path: Path) -> Folder:
 def model_of(folder: Folder) -> tuple[Family, ModelConfig]:
     """Return family and model that ``config.json`` describes. Raises CheckpointError if they are not supported."""
     name, where = folder.config.get("model_type"), str(folder.path / CONFIG)
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(f"{where}: model_type={name!r:.80}: must be one of {', '.join(FAMILIES)}")
     return FAMILIES[name], FAMILIES[name].read_model(folder.config, where)
 
@@ -267,7 +267,7 @@ def model_of(folder: Folder) -> tuple[Family, ModelConfig]:
 def _check_folder(folder: Folder, family: Family, model: ModelConfig) -> None:
     wanted = {
         name: shape
-        for rule in family.tensors(model)
+        for rule in family.tensors_of(model, len(folder.tensors), str(folder.path))
         for name, shape in zip(rule.theirs, rule.their_shapes(model), strict=True)
     }
     missing, unknown = sorted(wanted.keys() - folder.tensors.keys()), sorted(folder.tensors.keys() - wanted.keys())

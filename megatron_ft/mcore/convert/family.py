@@ -6,7 +6,7 @@ tests read the same table, so a new family is one file with one table.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -141,21 +141,47 @@ class Family:
         Raises:
             CheckpointError: an entry is missing or has another type, or the model cannot be computed here.
         """
+        for name in _SIZES:
+            value = config.get(name, 1)
+            if type(value) is not int or value < 1:
+                raise CheckpointError(f"{where}: {name}={value!r:.80}: must be an integer above 0")
         if reason := self.refused(config):
             raise CheckpointError(f"{where}: {reason}")
         try:
             keys = self.model(config)
         except KeyError as error:
             raise CheckpointError(f"{where}: has no entry {error.args[0]!r}") from None
-        types = {field.name: field.type for field in fields(ModelConfig)}
+        default = ModelConfig()
         for key, value in keys.items():
-            if types[key] in ("int", int) and (type(value) is not int or value < 1):
-                raise CheckpointError(f"{where}: the entry for model.{key} is {value!r:.80}: must be an integer above 0")
+            kind = type(getattr(default, key))
+            # The kinds of keys whose default is null are checked above, or they are sizes of Megatron's layers.
+            if kind in (bool, float) and not isinstance(value, bool if kind is bool else int | float):
+                raise CheckpointError(f"{where}: the entry for model.{key} is {value!r:.80}: must be a {kind.__name__}")
         model = ModelConfig(**{**_COMMON, **self.fixed, **keys})
         self.check(model)
         return model
 
+    def tensors_of(self, model: ModelConfig, num_stored: int, where: str) -> tuple[Rule, ...]:
+        """Return ``tensors(model)``. ``num_stored`` is the number of tensors in ``where``, which names the source.
 
+        Raises:
+            CheckpointError: the model has more layers or experts than there are tensors.
+        """
+        # Sizes come from a file, so the names of all tensors are listed only if there can be so many.
+        if model.num_layers * max(1, model.num_moe_experts or 0) > num_stored:
+            raise CheckpointError(
+                f"{where}: has {num_stored} tensors, too few for {model.num_layers} layers of {model.num_moe_experts} "
+                "experts"
+            )
+        return self.tensors(model)
+
+
+_SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("max_position_embeddings", "num_experts_per_tok", "num_experts", "num_local_experts"),
+    *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
+)
+"""Entries of ``config.json`` that are sizes."""
 _COMMON: Mapping[str, Any] = {
     "multi_latent_attention": False,
     "position_embedding_type": "rope",
@@ -182,6 +208,14 @@ def rope_theta(config: Mapping[str, Any]) -> int:
     if not isinstance(found, int | float) or found != int(found):
         raise CheckpointError(f"rope_theta={found!r:.80}: must be a whole number")
     return int(found)
+
+
+def flag(config: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    """Return an entry of ``config.json`` that must be true or false. Raises CheckpointError if it is not."""
+    found = config.get(name, default)
+    if not isinstance(found, bool):
+        raise CheckpointError(f"{name}={found!r:.80}: must be true or false")
+    return found
 
 
 def scaled_rope(config: Mapping[str, Any]) -> str:
@@ -238,7 +272,7 @@ def common_model(config: Mapping[str, Any]) -> dict[str, Any]:
         "activation": config["hidden_act"],
         "seq_length": config["max_position_embeddings"],
         "layernorm_epsilon": config["rms_norm_eps"],
-        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+        "untie_embeddings_and_output_weights": not flag(config, "tie_word_embeddings", default=False),
         "rotary_base": rope_theta(config),
         "moe_router_topk": config["num_experts_per_tok"],
     }

@@ -15,6 +15,7 @@ from megatron_ft.mcore.convert.family import (
     common_model,
     common_settings,
     expert_width,
+    flag,
     limited_window,
     mlp_rules,
     router_rule,
@@ -81,7 +82,7 @@ def _model(config: Mapping[str, Any]) -> dict[str, Any]:
         "num_moe_experts": experts,
         "moe_ffn_hidden_size": config["moe_intermediate_size"],
         "ffn_hidden_size": config["intermediate_size"],
-        "moe_router_pre_softmax": not config["norm_topk_prob"],
+        "moe_router_pre_softmax": not flag(config, "norm_topk_prob", default=False),
     }
 
 
@@ -89,12 +90,12 @@ def _model_2(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_model(config),
         "moe_shared_expert_intermediate_size": config["shared_expert_intermediate_size"],
-        "add_qkv_bias": config.get("qkv_bias", True),
+        "add_qkv_bias": flag(config, "qkv_bias", default=True),
     }
 
 
 def _model_3(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_model(config), "add_qkv_bias": config.get("attention_bias", False)}
+    return {**_model(config), "add_qkv_bias": flag(config, "attention_bias", default=False)}
 
 
 def _refused(config: Mapping[str, Any]) -> str:

@@ -1,0 +1,113 @@
+"""Tests jobs that start with converted weights (``checkpoint.load_weights``), in several layouts."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.testing.jobs import JobResult, run_job
+from tools import convert_checkpoint
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # trains
+
+SMALL = (
+    "model=moe_micro",
+    "model.num_query_groups=2",
+    "training.micro_batch_size=1",
+    "training.global_batch_size=4",
+    "training.eval_interval_iterations=0",
+    "training.train_iterations=6",
+    "optimizer.lr_warmup_iterations=1",
+    "telemetry.wandb=disabled",
+    "telemetry.log_interval_iterations=1",
+)
+LAYOUTS: Mapping[str, tuple[str, ...]] = {
+    "one rank": (),
+    "PP2 TP2, distributed optimizer": (
+        "launch.ranks_per_node=4",
+        "parallel.pipeline_model_parallel_size=2",
+        "parallel.tensor_model_parallel_size=2",
+    ),
+    "replicas": (
+        "launch.num_nodes=2",
+        "parallel.use_distributed_optimizer=false",
+        "placement=overlap_search",
+        "placement.num_slots_per_rank=6",
+        "placement.min_replicas=1",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, warm_forkserver: str) -> JobResult:
+    """Return a run whose checkpoint is converted."""
+    return train(tmp_path_factory.mktemp("saved"), warm_forkserver, "optimizer.lr=0.01", "run.name=saved")
+
+
+@pytest.fixture(scope="module")
+def weights(saved: JobResult, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the weights of ``saved`` after a conversion to a Hugging Face folder and back."""
+    folder = tmp_path_factory.mktemp("weights")
+    checkpoint = saved.run_dir / "checkpoints" / "iter_0000006"
+    assert convert_checkpoint.main(["to-hf", str(checkpoint), str(folder / "hf"), "--family", "mixtral"]) == 0
+    assert convert_checkpoint.main(["from-hf", str(folder / "hf"), str(folder / "dense"), "--vocab-multiple", "64"]) == 0
+    return folder / "dense"
+
+
+def train(runs: Path, warm: str, *words: str, exit_code: int = 0) -> JobResult:
+    job = run_job([*SMALL, *words], forkserver=warm, runs=runs)
+    assert job.exit_code == exit_code, job.output
+    return job
+
+
+def test_training_continues_from_the_weights(
+    saved: JobResult, weights: Path, warm_forkserver: str, tmp_path: Path
+) -> None:
+    words = (f"checkpoint.load_weights={weights}", "optimizer.lr=0.001")
+    jobs = {
+        layout: train(tmp_path, warm_forkserver, *words, *keys, f"run.name=run{number}")
+        for number, (layout, keys) in enumerate(LAYOUTS.items())
+    }
+    first = {layout: job.losses[0] for layout, job in jobs.items()}
+    # The samples are those of the first iteration of ``saved``, which began with random weights.
+    assert first["one rank"] < saved.losses[0] - 0.1
+    assert first == {layout: pytest.approx(first["one rank"], rel=1e-6) for layout in LAYOUTS}
+    for layout, job in jobs.items():
+        assert job.losses[-1] == pytest.approx(jobs["one rank"].losses[-1], rel=1e-4), layout
+
+    # The checkpoint of the run itself has the same weights.
+    checkpoint = saved.run_dir / "checkpoints" / "iter_0000006"
+    same = train(tmp_path, warm_forkserver, f"checkpoint.load_weights={checkpoint}", *words[1:], "run.name=same")
+    assert same.losses == jobs["one rank"].losses
+
+    # A resumed run continues from its own checkpoint.
+    longer = ("training.train_iterations=8", "optimizer.lr_decay_iterations=6", "run.resume=must", "run.name=run0")
+    resumed = train(tmp_path, warm_forkserver, *words, *longer)
+    assert [record["iteration"] for record in resumed.records("metrics.jsonl") if "loss" in record] == list(range(1, 9))
+
+
+REFUSED = {
+    "another model": (("model.rotary_base=500000",), "model.rotary_base: was 10000, now 500000"),
+    "other sizes": (("model.num_layers=2",), "model.num_layers: was 4, now 2"),
+    "both keys": (("checkpoint.load=x",), "checkpoint.load_weights"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_models_are_refused_before_ranks_start(
+    name: str, weights: Path, warm_forkserver: str, tmp_path: Path
+) -> None:
+    words, message = REFUSED[name]
+    job = run_job([*SMALL, f"checkpoint.load_weights={weights}", *words], forkserver=warm_forkserver, runs=tmp_path)
+    assert job.exit_code in (2, 5) and message in job.output and "Traceback" not in job.output
+    assert not list(tmp_path.glob("*/logs"))
+
+
+def test_weights_alone_cannot_continue_a_run(weights: Path, warm_forkserver: str, tmp_path: Path) -> None:
+    for words, message in (
+        ((f"checkpoint.load={weights}",), "contains only weights; set checkpoint.load_weights instead"),
+        ((f"checkpoint.load_weights={tmp_path / 'none'}",), "must be an existing directory"),
+        ((f"checkpoint.load_weights={tmp_path}",), "has no manifest.json of this project"),
+    ):
+        job = run_job([*SMALL, *words], forkserver=warm_forkserver, runs=tmp_path / "runs")
+        assert job.exit_code not in (0, 1) and message in job.output and "Traceback" not in job.output
