@@ -1,12 +1,13 @@
-"""Claim ``convert-roundtrip``: weights keep every bit on their way to Hugging Face folders and back, and compute the same.
+"""Claim ``convert-roundtrip``: converted weights keep every bit, and compute the logits of ``transformers``.
 
 Small random models of each family, with the options that the published models use, are saved by ``transformers`` and
-converted to checkpoints of this project. Ranks load them in several parallel layouts, and their logits are compared with
-those of ``transformers``, in FP32 and relative to the largest logit. The checkpoints are converted back, and all tensors
-must have the bits of the first folder. Checkpoints that jobs of several layouts have saved must have the same bits after
-a conversion to a folder and back.
+converted to checkpoints of this project. Ranks load them in several parallel layouts, and their logits are compared
+with those of ``transformers``, in FP32 and relative to the largest logit. The checkpoints are converted back, and all
+tensors must have the bits of the first folder. Checkpoints that jobs of several layouts have saved must have the same
+bits after a conversion to a folder and back.
 """
 
+import importlib.util
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -103,10 +104,19 @@ TRAINED: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     ),
     "DP2 with expert replicas": (
         2,
-        {"placement.algorithm": {"_target_": "megatron_ft.planning.placement.spread.Spread"}, "placement.min_replicas": 1},
+        {
+            "placement.algorithm": {"_target_": "megatron_ft.planning.placement.spread.Spread"},
+            "placement.min_replicas": 1,
+        },
     ),
 }
 """Number of ranks and keys of each layout whose trained state is converted."""
+
+
+def missing() -> str | None:
+    """Return what this machine lacks for the measurement; None if nothing is missing."""
+    found = importlib.util.find_spec("transformers")
+    return None if found else "transformers is not installed (it needs Python 3.11)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -197,7 +207,11 @@ def _round_trip(folder: Path, name: str) -> tuple[list[str], int]:
 
     before = Folder.open(folder / "theirs")
     import_folder(
-        folder / "theirs", folder / "weights", vocab_multiple=engines.VOCAB_SIZE, most_file_bytes=100_000, progress=_mute
+        folder / "theirs",
+        folder / "weights",
+        vocab_multiple=engines.VOCAB_SIZE,
+        most_file_bytes=100_000,
+        progress=_mute,
     )
     reader = DenseReader.open(folder / "weights")
     export = Export.of(reader, family_named(before.config["model_type"]), most_file_bytes=100_000)

@@ -40,10 +40,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     importer = commands.add_parser("from-hf", help="write a checkpoint that contains only weights")
     importer.add_argument("folder", type=Path, help="Hugging Face folder")
     importer.add_argument("out", type=Path, help="checkpoint directory to write; must not exist")
-    importer.add_argument("--vocab-multiple", type=int, default=128, help="model.make_vocab_size_divisible_by of the run")
+    importer.add_argument(
+        "--vocab-multiple", type=int, default=128, help="model.make_vocab_size_divisible_by of the run"
+    )
     importer.set_defaults(run=_import)
     for command in (export, importer):
-        command.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the result; default: unchanged")
+        command.add_argument(
+            "--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the result; default: unchanged"
+        )
         command.add_argument("--file-bytes", type=int, default=5_000_000_000, help="largest size of a file")
     return parser.parse_args(argv)
 

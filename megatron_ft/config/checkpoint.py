@@ -23,11 +23,11 @@ class CheckpointConfig:
     starts without a checkpoint."""
     load_weights: str | None = None
     """Checkpoint directory whose weights a new run starts with, at iteration 0 and with new optimizer state.
-    ``tools/convert_checkpoint.py`` makes such a directory from a Hugging Face folder; a checkpoint of another run can be
-    used, too. The model must be the same. null starts with random weights."""
+    ``tools/convert_checkpoint.py`` makes such a directory from a Hugging Face folder; a checkpoint of another run can
+    be used, too. The model must be the same. null starts with random weights."""
     trust: bool = False
-    """Allow ``checkpoint.load`` and ``checkpoint.load_weights`` to name a checkpoint without this project's manifest. Loading unpickles its metadata,
-    so a malicious checkpoint can run code."""
+    """Allow ``checkpoint.load`` and ``checkpoint.load_weights`` to name a checkpoint without this project's manifest.
+    Loading unpickles its metadata, so a malicious checkpoint can run code."""
     fully_parallel: bool = True
     """Split writing and reading of a checkpoint over the data-parallel ranks."""
     allow_other_data: bool = False

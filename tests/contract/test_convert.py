@@ -1,15 +1,19 @@
 """Tests every family of convertible models: its table is complete and is inverted without a changed bit, and its
 ``config.json`` describes the model from which it was made."""
 
+import json
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.convert.converter import FAMILIES
 from megatron_ft.mcore.convert.family import Family
+from megatron_ft.mcore.convert.folder import CONFIG, ONLY_FILE
 
 SMALL = ModelConfig(
     num_layers=3,
@@ -42,7 +46,22 @@ MODELS: dict[str, tuple[ModelConfig, ...]] = {
     "qwen3_moe": (replace(SMALL, qk_layernorm=True), replace(SMALL, qk_layernorm=True, moe_router_pre_softmax=True)),
 }
 """Models of each family. A new family is one row here."""
-CASES = [pytest.param(FAMILIES[name], model, id=f"{name}-{n}") for name in MODELS for n, model in enumerate(MODELS[name])]
+CASES = [
+    pytest.param(FAMILIES[name], model, id=f"{name}-{n}") for name in MODELS for n, model in enumerate(MODELS[name])
+]
+
+
+def write_folder(path: Path, *, dtype: torch.dtype = torch.float32) -> None:
+    """Write a Hugging Face folder of one file with random weights of the first Mixtral model."""
+    family, generator = FAMILIES["mixtral"], torch.Generator().manual_seed(3)
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: torch.randn(shape, generator=generator).to(dtype)
+        for rule in family.tensors(SMALL)
+        for name, shape in zip(rule.theirs, rule.their_shapes(SMALL), strict=True)
+    }
+    save_file(tensors, path / ONLY_FILE)
+    (path / CONFIG).write_text(json.dumps({"model_type": family.name, **family.settings(SMALL)}))
 
 
 def test_every_family_has_a_row() -> None:
@@ -76,7 +95,9 @@ def test_config_json_describes_the_model(family: Family, model: ModelConfig) -> 
     config = {"model_type": family.name, **family.settings(model)}
     found = family.read_model(config, "config.json")
     different = [field.name for field in fields(model) if getattr(found, field.name) != getattr(model, field.name)]
-    assert set(different) <= {"moe_aux_loss_coeff", "moe_z_loss_coeff", "init_method_std"}, "only training is not described"
+    assert set(different) <= {"moe_aux_loss_coeff", "moe_z_loss_coeff", "init_method_std"}, (
+        "only training is not described"
+    )
     # Newer versions of transformers store the base of rotary embeddings elsewhere.
     config["rope_parameters"] = {"rope_theta": config.pop("rope_theta"), "rope_type": "default"}
     assert family.read_model(config, "config.json") == found

@@ -50,7 +50,9 @@ def weights(saved: JobResult, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("weights")
     checkpoint = saved.run_dir / "checkpoints" / "iter_0000006"
     assert convert_checkpoint.main(["to-hf", str(checkpoint), str(folder / "hf"), "--family", "mixtral"]) == 0
-    assert convert_checkpoint.main(["from-hf", str(folder / "hf"), str(folder / "dense"), "--vocab-multiple", "64"]) == 0
+    assert (
+        convert_checkpoint.main(["from-hf", str(folder / "hf"), str(folder / "dense"), "--vocab-multiple", "64"]) == 0
+    )
     return folder / "dense"
 
 

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +23,12 @@ import pytest
 import yaml
 
 import pretrain_moe
+from megatron_ft.config.identity import settings_of
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.errors import ControlError
 from megatron_ft.events import Metrics, RanksReady, RunFinished, RunStarted
+from megatron_ft.mcore.convert.converter import import_folder
+from tests.contract.test_convert import write_folder
 from tests.unit.corpus.test_tokenizers import small_gpt2
 from tests.unit.snapshot.storage.conftest import make_checkpoint
 
@@ -96,7 +99,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in ("first.json", "second.json"):
             (folder / name).write_text(json.dumps(json.loads(plan)["placement"]))
     _write_run(folder / "runs" / "first")
+    _write_weights(folder)
     return folder
+
+
+def _write_weights(folder: Path) -> None:
+    """Write a Hugging Face folder and a checkpoint with random weights, and the manifest of a checkpoint of Mixtral."""
+    theirs, out = folder / "hf" / "mixtral", folder / "weights" / "mixtral"
+    write_folder(theirs)
+    (theirs / "tokenizer.json").write_text("{}")
+    saved = folder / "runs" / "mixtral" / "checkpoints" / "iter_0001000"
+    manifest = import_folder(theirs, saved, progress=lambda line: None)
+    out.mkdir(parents=True)
+    config, _ = pretrain_moe.compose(["model=mixtral_8x7b"])
+    settings = settings_of(config, data_fingerprint="", vocab_size=config.model.vocab_size or 0)
+    replace(manifest, settings=settings, files=()).write(out)
 
 
 def _write_run(path: Path) -> None:

@@ -23,8 +23,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.checkpoint import CheckpointConfig
+from megatron_ft.config.identity import JobIdentity
 from megatron_ft.errors import CheckpointError
 from megatron_ft.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved
 from megatron_ft.mcore.checkpoint.files import (
@@ -468,8 +468,8 @@ class CheckpointManager:
         unknown = sorted(set.intersection(*map(set, everywhere)))
         if absent or unknown:
             raise CheckpointError(
-                f"{directory} does not match this model: the checkpoint lacks the weights {sorted(absent)[:3]}, and the "
-                f"model lacks the weights {unknown[:3]} (the first 3 of each are shown)"
+                f"{directory} does not match this model: the checkpoint lacks the weights {sorted(absent)[:3]}, and "
+                f"the model lacks the weights {unknown[:3]} (the first 3 of each are shown)"
             )
         for number, (chunk, frame) in enumerate(zip(model_chunks, frames, strict=True)):
             others = {key: None for key, shard in frame.items() if isinstance(shard, ShardedObject)}

@@ -25,9 +25,7 @@ from megatron_ft.serde import parse_json
 from megatron_ft.snapshot.storage.files import hash_file, write_atomically
 from megatron_ft.snapshot.storage.manifest import Manifest
 
-FAMILIES: Mapping[str, Family] = {
-    family.name: family for family in (mixtral.FAMILY, qwen_moe.QWEN2, qwen_moe.QWEN3)
-}
+FAMILIES: Mapping[str, Family] = {family.name: family for family in (mixtral.FAMILY, qwen_moe.QWEN2, qwen_moe.QWEN3)}
 """Families by the ``model_type`` in ``config.json``."""
 MOST_FILE_BYTES = 5_000_000_000
 """Default size of a file, as in Hugging Face folders."""
@@ -89,7 +87,9 @@ class Export:
         written = model if vocab_size is None else replace(model, vocab_size=vocab_size)
         dtypes = {reader.weights[rule.ours].properties.dtype for rule in rules}
         if dtype is None and len(dtypes) > 1:
-            raise ConfigError.of("--dtype", None, f"must be given, because the checkpoint has tensors of {len(dtypes)} dtypes")
+            raise ConfigError.of(
+                "--dtype", None, f"must be given, because the checkpoint has tensors of {len(dtypes)} dtypes"
+            )
         tensors = [
             (name, shape) for rule in rules for name, shape in zip(rule.theirs, rule.their_shapes(written), strict=True)
         ]
@@ -129,14 +129,14 @@ def _check_tensors(reader: DenseReader, rules: Sequence[Rule], model: ModelConfi
     missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or unknown:
         raise CheckpointError(
-            f"{reader.directory}: does not have the tensors of this family: it lacks {missing[:3]}, and the family lacks "
-            f"{unknown[:3]} (the first 3 of each are shown)"
+            f"{reader.directory}: does not have the tensors of this family: it lacks {missing[:3]}, and the family "
+            f"lacks {unknown[:3]} (the first 3 of each are shown)"
         )
     for name, rule in wanted.items():
         if tuple(found[name].size) != rule.shape(model):
             raise CheckpointError(
-                f"{reader.directory}: {name} has the shape {tuple(found[name].size)}, but the model of its manifest has "
-                f"{rule.shape(model)}"
+                f"{reader.directory}: {name} has the shape {tuple(found[name].size)}, but the model of its manifest "
+                f"has {rule.shape(model)}"
             )
 
 

@@ -1,7 +1,7 @@
 """Reads single tensors of a dense checkpoint, and writes a checkpoint that contains only weights, without ranks.
 
-The files have torch's distributed format, as those that ranks write (``mcore/checkpoint``). One tensor is in memory at a
-time, so checkpoints of any size can be converted on a small machine.
+The files have torch's distributed format, as those that ranks write (``mcore/checkpoint``). One tensor is in memory at
+a time, so checkpoints of any size can be converted on a small machine.
 """
 
 import io
@@ -61,7 +61,9 @@ class DenseReader:
         try:
             metadata = FileSystemReader(directory).read_metadata()
         except Exception as error:  # torch raises any exception for metadata that is not its own
-            raise CheckpointError(f"{directory / _METADATA}: cannot be read: {type(error).__name__}: {error}") from error
+            raise CheckpointError(
+                f"{directory / _METADATA}: cannot be read: {type(error).__name__}: {error}"
+            ) from error
         return cls(directory=directory, manifest=manifest, metadata=metadata)
 
     def model(self) -> ModelConfig:

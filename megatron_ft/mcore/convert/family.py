@@ -294,9 +294,9 @@ def query_key_value(model: ModelConfig) -> Shape:
     return ((heads + 2 * groups) * width, model.hidden_size)
 
 
-def mlp_rules(ours: str, theirs: str, names: Sequence[str], width: Callable[[ModelConfig], int], **common: Any) -> (
-    tuple[Rule, ...]
-):
+def mlp_rules(
+    ours: str, theirs: str, names: Sequence[str], width: Callable[[ModelConfig], int], **common: Any
+) -> tuple[Rule, ...]:
     """Return the rules of a gated MLP.
 
     Args:

@@ -1,4 +1,4 @@
-"""Hugging Face folders: ``config.json``, safetensors files of bounded size, and the index that names each tensor's file.
+"""Hugging Face folders: ``config.json``, safetensors files of bounded size, and the index of all tensors.
 
 Safetensors files contain no code: a header with names, dtypes, shapes and positions, followed by the bytes of the
 tensors. Tensors are read one at a time, so a folder of any size needs little memory.
@@ -194,7 +194,9 @@ class FolderWriter:
     def write(self, file: PlannedFile, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write one file. ``tensors`` are exactly its tensors. Raises OSError."""
         for name, shape in file.tensors:
-            assert tuple(tensors[name].shape) == shape, f"{name} has the shape {tuple(tensors[name].shape)}, not {shape}"
+            assert tuple(tensors[name].shape) == shape, (
+                f"{name} has the shape {tuple(tensors[name].shape)}, not {shape}"
+            )
         temporary = self.path / f".{file.name}.{os.getpid()}.tmp"
         try:
             save_file({name: tensors[name].contiguous() for name, _ in file.tensors}, temporary, {"format": "pt"})

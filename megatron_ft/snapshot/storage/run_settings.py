@@ -80,8 +80,8 @@ def check_source(directory: Path, model: Settings, *, weights_only: bool, trust:
     if stored.get("model") and found:
         differences = "; ".join(map(str, found))
         raise CheckpointError(
-            f"checkpoint.load_weights={directory}: its weights belong to another model: {differences}. Set these keys to "
-            "the values of the checkpoint"
+            f"checkpoint.load_weights={directory}: its weights belong to another model: {differences}. Set these keys "
+            "to the values of the checkpoint"
         )
 
 

@@ -15,7 +15,7 @@ from megatron_ft.mcore.convert import converter
 from megatron_ft.mcore.convert.converter import FAMILIES, RECORD, Export, export_checkpoint, import_folder
 from megatron_ft.mcore.convert.dense_files import DenseReader
 from megatron_ft.mcore.convert.folder import CONFIG, INDEX, ONLY_FILE
-from tests.contract.test_convert import SMALL
+from tests.contract.test_convert import SMALL, write_folder
 from tools import convert_checkpoint
 
 FAMILY = FAMILIES["mixtral"]
@@ -29,14 +29,8 @@ def mute(line: str) -> None:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of one file with random weights, as other projects write it."""
-    path, generator = tmp_path_factory.mktemp("theirs"), torch.Generator().manual_seed(3)
-    tensors = {
-        name: torch.randn(shape, generator=generator, dtype=torch.float32).to(torch.bfloat16)
-        for rule in FAMILY.tensors(SMALL)
-        for name, shape in zip(rule.theirs, rule.their_shapes(SMALL), strict=True)
-    }
-    save_file(tensors, path / ONLY_FILE)
-    (path / CONFIG).write_text(json.dumps({"model_type": "mixtral", **FAMILY.settings(SMALL)}))
+    path = tmp_path_factory.mktemp("theirs")
+    write_folder(path, dtype=torch.bfloat16)
     return path
 
 
@@ -250,7 +244,8 @@ def test_other_models_and_values_are_refused(dense: Path) -> None:
     with pytest.raises(CheckpointError, match="must be True"):
         Export.of(reader, FAMILIES["qwen3_moe"])
     reader.manifest = replace(
-        reader.manifest, settings={"model": {**reader.manifest.settings["model"], "model.num_layers": 2}}  # type: ignore[type-var,union-attr]
+        reader.manifest,
+        settings={"model": {**reader.manifest.settings["model"], "model.num_layers": 2}},  # type: ignore[type-var,union-attr]
     )
     with pytest.raises(CheckpointError, match="does not have the tensors of this family"):
         Export.of(reader, FAMILY)

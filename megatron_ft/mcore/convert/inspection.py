@@ -1,0 +1,168 @@
+"""Lists and compares the tensors of dense checkpoints and Hugging Face folders, one tensor at a time."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megatron_ft.errors import CheckpointError
+from megatron_ft.mcore.convert.converter import verify_folder
+from megatron_ft.mcore.convert.dense_files import DenseReader
+from megatron_ft.mcore.convert.folder import CONFIG, DTYPES, Folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRow:
+    """One tensor of a checkpoint or folder."""
+
+    name: str
+    dtype: str
+    """Name of the dtype in torch, e.g. ``bfloat16``."""
+    shape: tuple[int, ...]
+    num_bytes: int
+    norm: float | None = None
+    """Euclidean norm of the values; None if it was not computed."""
+
+
+class Source(Protocol):
+    """A checkpoint or folder whose tensors can be listed and read."""
+
+    path: Path
+    title: str
+    """Description in one line."""
+
+    def rows(self) -> Iterator[TensorRow]:
+        """Yield all tensors in order of their names."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return the values of a tensor. Raises CheckpointError if they cannot be read."""
+
+
+class DenseSource:
+    """Tensors of a dense checkpoint, whose files have been verified with its manifest."""
+
+    def __init__(self, path: Path, *, trust: bool, with_optimizer: bool) -> None:
+        self.path, self._reader = path, DenseReader.open(path, trust=trust)
+        self._tensors = self._reader.tensors if with_optimizer else self._reader.weights
+        manifest = self._reader.manifest
+        self.title = (
+            "dense checkpoint without a manifest" if manifest is None else f"dense checkpoint: {manifest.summary()}"
+        )
+
+    def rows(self) -> Iterator[TensorRow]:
+        for name, entry in sorted(self._tensors.items()):
+            yield _row(name, entry.properties.dtype, tuple(entry.size))
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._reader.read(name)
+
+
+class FolderSource:
+    """Tensors of a Hugging Face folder, which has been compared with its ``config.json``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._folder = path, verify_folder(path)
+        num_files = len({stored.file for stored in self._folder.tensors.values()})
+        self.title = f"Hugging Face folder: {self._folder.config['model_type']}, {num_files} files"
+
+    @property
+    def folder(self) -> Folder:
+        """Return the folder."""
+        return self._folder
+
+    def rows(self) -> Iterator[TensorRow]:
+        for name, stored in sorted(self._folder.tensors.items()):
+            yield _row(name, DTYPES[stored.dtype], stored.shape)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._folder.read(name)
+
+
+def _row(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorRow:
+    size = dtype.itemsize
+    for length in shape:
+        size *= length
+    return TensorRow(name=name, dtype=str(dtype).removeprefix("torch."), shape=shape, num_bytes=size)
+
+
+def open_source(path: Path, *, trust: bool = False, with_optimizer: bool = False) -> Source:
+    """Open and verify a dense checkpoint or a Hugging Face folder.
+
+    Args:
+        trust: whether a checkpoint without a manifest may be read; its metadata is a pickle, which can run code.
+        with_optimizer: whether the tensors of the optimizer count.
+
+    Raises:
+        CheckpointError: the path is neither of both, or it is damaged.
+    """
+    if (path / CONFIG).is_file():
+        return FolderSource(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: must be a directory")
+    return DenseSource(path, trust=trust, with_optimizer=with_optimizer)
+
+
+def with_norms(source: Source) -> Iterator[TensorRow]:
+    """Yield all tensors with their norms, computed in FP64."""
+    for row in source.rows():
+        norm = float(torch.linalg.vector_norm(source.read(row.name).double()))
+        yield TensorRow(**{**asdict(row), "norm": norm})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDifference:
+    """Difference of one tensor between two sources."""
+
+    name: str
+    reason: str
+    largest: float | None = None
+    """Largest difference of two values, relative to the largest value of both tensors; None if shapes differ or a
+    tensor is missing."""
+
+
+def differences(one: Source, other: Source, *, tolerance: float = 0.0) -> list[TensorDifference]:
+    """Compare two sources tensor by tensor, and return the tensors that differ, the largest difference first.
+
+    Args:
+        tolerance: difference up to which tensors count as equal, relative to their largest value. With 0, dtypes and
+            all bits must be equal.
+    """
+    rows: list[Mapping[str, TensorRow]] = [{row.name: row for row in source.rows()} for source in (one, other)]
+    found = [
+        TensorDifference(name=name, reason=f"only in {source.path}")
+        for source, mine, theirs in ((one, rows[0], rows[1]), (other, rows[1], rows[0]))
+        for name in mine.keys() - theirs.keys()
+    ]
+    for name in sorted(rows[0].keys() & rows[1].keys()):
+        if (difference := _difference(name, rows[0][name], rows[1][name], one, other, tolerance)) is not None:
+            found.append(difference)
+    return sorted(found, key=lambda each: (each.largest is not None, -(each.largest or 0.0), each.name))
+
+
+def _difference(
+    name: str, mine: TensorRow, theirs: TensorRow, one: Source, other: Source, tolerance: float
+) -> TensorDifference | None:
+    if mine.shape != theirs.shape:
+        return TensorDifference(name=name, reason=f"has the shape {list(mine.shape)}, and {list(theirs.shape)}")
+    first, second = one.read(name), other.read(name)
+    if not tolerance and mine.dtype == theirs.dtype and torch.equal(_bits(first), _bits(second)):
+        return None
+    values = first.double(), second.double()
+    scale = max((float(value.abs().max()) for value in values if value.numel()), default=0.0) or 1.0
+    largest = float((values[0] - values[1]).abs().max() / scale) if first.numel() else 0.0
+    if tolerance and largest <= tolerance:
+        return None
+    reason = f"is {mine.dtype}, and {theirs.dtype}" if mine.dtype != theirs.dtype else "has other values"
+    return TensorDifference(name=name, reason=reason, largest=largest)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    # Compared as bytes: NaN differs from itself, and 0 equals -0.
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def to_json(value: Any) -> dict[str, Any]:
+    """Return a row or a difference as JSON values."""
+    return asdict(value)

@@ -1,0 +1,91 @@
+"""Tests the list and the comparison of tensors of checkpoints and folders."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_ft.mcore.convert.converter import import_folder
+from megatron_ft.mcore.convert.folder import CONFIG, ONLY_FILE
+from tests.contract.test_convert import SMALL
+from tests.unit.mcore.convert.test_converter import FAMILY, mute
+from tools import inspect_checkpoint
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a Hugging Face folder in which every value is 1, except the final norm."""
+    path = tmp_path / "theirs"
+    path.mkdir()
+    tensors = {
+        name: torch.ones(shape)
+        for rule in FAMILY.tensors(SMALL)
+        for name, shape in zip(rule.theirs, rule.their_shapes(SMALL), strict=True)
+    }
+    tensors["model.norm.weight"] = torch.arange(8.0)
+    save_file(tensors, path / ONLY_FILE)
+    (path / CONFIG).write_text(json.dumps({"model_type": "mixtral", **FAMILY.settings(SMALL)}))
+    return path
+
+
+def changed(folder: Path, to: Path, name: str, value: torch.Tensor) -> Path:
+    copy = Path(shutil.copytree(folder, to))
+    save_file({**load_file(copy / ONLY_FILE), name: value}, copy / ONLY_FILE)
+    return copy
+
+
+def test_tensors_are_listed_with_norms(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import_folder(folder, tmp_path / "dense", vocab_multiple=8, progress=mute)
+    for path, name in ((folder, "model.norm.weight"), (tmp_path / "dense", "decoder.final_layernorm.weight")):
+        assert inspect_checkpoint.main(["list", str(path), "--norms", "--json"]) == 0
+        rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["tensors"]}
+        row = rows[name]
+        assert (row["dtype"], row["shape"], row["num_bytes"]) == ("float32", [8], 32)
+        assert row["norm"] == pytest.approx(140**0.5)
+        assert inspect_checkpoint.main(["list", str(path)]) == 0
+        assert f"{name}  float32  [8]  32 bytes" in capsys.readouterr().out
+        assert inspect_checkpoint.main(["verify", str(path)]) == 0
+        assert "no damage found" in capsys.readouterr().out
+
+
+def test_differences_are_named_the_worst_first(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = torch.arange(8.0)
+    values[7] += 0.7
+    one = changed(folder, tmp_path / "one", "model.norm.weight", values)
+    both = changed(one, tmp_path / "both", "lm_head.weight", torch.full((40, 8), 1.5))
+    assert inspect_checkpoint.main(["diff", str(folder), str(folder)]) == 0
+    assert capsys.readouterr().out == "0 tensors differ\n"
+    assert inspect_checkpoint.main(["diff", str(folder), str(both)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("lm_head.weight: has other values, by at most 0.333")
+    assert (
+        lines[1].startswith("model.norm.weight: has other values, by at most 0.0909") and lines[2] == "2 tensors differ"
+    )
+    assert inspect_checkpoint.main(["diff", str(folder), str(one), "--tolerance", "0.1"]) == 0
+    assert inspect_checkpoint.main(["diff", str(folder), str(both), "--tolerance", "0.1", "--most", "0"]) == 1
+    assert "1 tensors differ (0 shown)" in capsys.readouterr().out
+    assert inspect_checkpoint.main(["diff", str(folder), str(both), "--tolerance", "nan"]) == 2
+
+
+def test_bits_are_compared_not_values(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = torch.arange(8.0)
+    values[0] = -0.0
+    other = changed(folder, tmp_path / "other", "model.norm.weight", values)
+    assert inspect_checkpoint.main(["diff", str(folder), str(other)]) == 1
+    rounded = changed(folder, tmp_path / "rounded", "model.norm.weight", torch.arange(8.0).to(torch.bfloat16))
+    assert inspect_checkpoint.main(["diff", str(folder), str(rounded), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["differences"]
+    assert found == [{"name": "model.norm.weight", "reason": "is float32, and bfloat16", "largest": 0.0}]
+
+
+def test_other_folders_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    for path, message in ((tmp_path / "none", "must be a directory"), (tmp_path / "empty", "has no manifest.json")):
+        assert inspect_checkpoint.main(["list", str(path)]) not in (0, 1)
+        assert message in capsys.readouterr().err
+    assert inspect_checkpoint.main(["diff", str(folder), str(tmp_path / "empty")]) not in (0, 1)
