@@ -134,10 +134,8 @@ def _schedule_cases(folder: Path) -> list[Case]:
     lacking = [*slots[:3], [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 6], [4, 5, 6, 6]]]
     missing = folder / "none.json"
     return [
-        refused("lacking.json", stage(slots=lacking), "expert of layer 4=7: must have at least one slot"),
-        refused(
-            "foreign.json", stage(slots=[*slots[:3], [[0, 9], [0], [0], [0]]]), "expert of layer 4=9", "from 0 to 7"
-        ),
+        refused("lacking.json", stage(slots=lacking), "layer 4: expert=7: must have at least one slot"),
+        refused("foreign.json", stage(slots=[*slots[:3], [[0, 9], [0], [0], [0]]]), "layer 4: expert=9", "from 0 to 7"),
         refused("full.json", stage(slots=[[[0, 1, 2, 3, 4], *slots[0][1:]], *slots[1:]]), "rank 0", "at most 4"),
         refused("ranks.json", stage(ranks=[4, 5, 6, 7]), "ranks=[4, 5, 6, 7]", "must be [0, 1, 2, 3]"),
         refused("layers.json", stage(layer_numbers=[1, 2, 3], slots=slots[:3]), "layer_numbers=[1, 2, 3]"),

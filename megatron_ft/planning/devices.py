@@ -117,7 +117,8 @@ def device_index(
 ) -> int:
     """Return the index of a rank's GPU among the GPUs that are visible to its process.
 
-    The GPUs of a machine are assigned in order to the ranks of all of its nodes. A process with only one visible GPU
+    A machine may host several nodes: its first GPUs belong to the ranks of its first node, the next ones to those of its
+    second node, and so on. A process with only one visible GPU
     uses this GPU, because the launcher has bound the process to it (``srun --gpus-per-task=1``).
 
     Args:

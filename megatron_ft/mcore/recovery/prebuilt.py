@@ -76,7 +76,9 @@ class Prebuilder:
                 self._build(part)
             # Any other error would be reported as a failure of the rank, and could end a job that does not need it.
             except Exception as error:
-                raise RankLost(f"this node cannot join: it could not build a part in advance: {error!r}") from error
+                raise RankLost(
+                    f"this node cannot join: the build of its part of the model failed: {error!r}"
+                ) from error
 
     def _build(self, part: int) -> None:
         began, size = time.monotonic(), self._config.launch.ranks_per_node

@@ -81,9 +81,9 @@ class PlacementPlan:
             held = {expert for experts in by_rank for expert in experts}
             if foreign := sorted(held - everyone):
                 constraint = f"must be from 0 to {self.num_experts - 1}"
-                raise ConfigError.of(f"expert of layer {layer}", foreign[0], constraint)
+                raise ConfigError.of(f"layer {layer}: expert", foreign[0], constraint)
             if missing := sorted(everyone - held):
-                raise ConfigError.of(f"expert of layer {layer}", missing[0], "must have at least one slot")
+                raise ConfigError.of(f"layer {layer}: expert", missing[0], "must have at least one slot")
 
     def summary(self) -> str:
         layers = range(len(self.slots))

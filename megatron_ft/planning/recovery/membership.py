@@ -45,8 +45,9 @@ class Position:
         in_order = self.completed <= self.contributed <= self.completed + 1 and settled <= self.contributed
         if not in_order or (self.vote is not None and settled < self.completed):
             raise RecoveryError(
-                f"rank {self.rank} reports an impossible position: it has completed iteration {self.completed}, "
-                f"contributed to the vote of {self.contributed} and received the complete vote of {settled}"
+                f"rank {self.rank} reports an impossible position: it has completed iteration {self.completed}, has "
+                f"contributed to the vote of iteration {self.contributed}, and has the complete vote of iteration "
+                f"{settled}; these may differ by at most one iteration, and the vote must be one that it contributed to"
             )
 
     def to_json(self) -> dict[str, Any]:

@@ -261,7 +261,7 @@ class _PeerSession(threading.Thread):
         self._wire.send({"op": "window", "window": description, "num_bytes": num_bytes})
         # The other end allocates memory first, which may take long.
         if self._wire.receive(patient=True).get("op") != "go":
-            raise ControlError("the message after the answer to fetch must be go")
+            raise ControlError("after the answer to 'fetch', the other server must send 'go'")
         self._wire.send_bytes(segment.view[offset : offset + num_bytes])
 
 

@@ -69,7 +69,7 @@ def test_a_script_for_iteration_1_is_the_first_placement() -> None:
 @pytest.mark.parametrize(
     ("stage", "changes", "says"),
     [
-        (0, {"slots": [[[0, 1, 2], [0, 1, 2]]]}, "stage 0: expert of layer 2=3: must have at least one slot"),
+        (0, {"slots": [[[0, 1, 2], [0, 1, 2]]]}, "stage 0: layer 2: expert=3: must have at least one slot"),
         (1, {"ranks": [0, 1]}, r"stage 1: ranks=\[0, 1\]: must be \[2, 3\]"),
         (1, {"layer_numbers": [2]}, r"stage 1: layer_numbers=\[2\]: must be \[4\]"),
         (0, {"num_slots_per_rank": 9}, "stage 0: num_slots_per_rank=9: must be at most placement.num_slots_per_rank=4"),
