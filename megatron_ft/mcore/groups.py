@@ -309,9 +309,9 @@ class Groups:
         )
 
     def move(self, parallel: ParallelConfig, *, rank: int, world_size: int, timeout_seconds: float) -> "Groups":
-        """Change these groups, which must not be connected, to the groups of ``rank``. The handles stay the same objects,
-        so a model that references them becomes the model of ``rank``, which must have the same layers, tensor part and
-        experts."""
+        """Change these groups, which must not be connected, to the groups of ``rank``. The handles stay the same
+        objects, so a model that references them becomes the model of ``rank``, which must have the same layers, tensor
+        part and experts."""
         # Ranks of one model part are members of the same kinds of groups, which are created in the same order.
         _forget_groups()
         with reusing(self.handles):

@@ -117,9 +117,9 @@ def device_index(
 ) -> int:
     """Return the index of a rank's GPU among the GPUs that are visible to its process.
 
-    A machine may host several nodes: its first GPUs belong to the ranks of its first node, the next ones to those of its
-    second node, and so on. A process with only one visible GPU
-    uses this GPU, because the launcher has bound the process to it (``srun --gpus-per-task=1``).
+    A machine may host several nodes: its first GPUs belong to the ranks of its first node, the next ones to those of
+    its second node, and so on. A process with only one visible GPU uses this GPU, because the launcher has bound the
+    process to it (``srun --gpus-per-task=1``).
 
     Args:
         node_on_host: index of the rank's node among the nodes of its machine.

@@ -11,8 +11,9 @@ in four steps:
    ``m[e] = t % r``. The replicas of e are numbered 0 to r - 1 by rank; rank j has the replicas A to B - 1, with
    ``A = sum_{k < j} R[e, k]`` and ``B = A + R[e, j]``. Every replica gets q tokens, and the m[e] replicas
    ``(o + x) % r`` for ``0 <= x < m[e]`` get one token more, where ``o = (sum_{e' < e} m[e']) % r`` continues after the
-   additional tokens of the previous experts. With ``overlap(a, b, c, d) = max(0, min(b, d) - max(a, c))``, rank j gets the following number of tokens, in which the
-    second overlap counts the replicas after the number has passed r - 1 and begins at 0 again: ``Q[e, j] = q * R[e, j] + overlap(A, B, o, o + m[e]) + overlap(A, B, o - r, o - r + m[e])`` tokens.
+   additional tokens of the previous experts. With ``overlap(a, b, c, d) = max(0, min(b, d) - max(a, c))``, rank j gets
+   ``Q[e, j] = q * R[e, j] + overlap(A, B, o, o + m[e]) + overlap(A, B, o - r, o - r + m[e])`` tokens. The second
+   overlap counts the replicas whose number has passed r - 1 and has begun at 0 again.
 2. Local tokens. ``L[e, i] = min(T[e, i], Q[e, i])`` tokens stay on rank i.
 3. Sent tokens. Ranks must send ``U = T - L`` tokens and have space for ``V = Q - L`` tokens; for each expert, both have
    the same sum. Both are laid end to end in rank order, and each token goes to the space at its position. With

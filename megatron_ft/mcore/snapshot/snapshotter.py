@@ -392,9 +392,9 @@ class Snapshotter:
 
     def _take_memory(self, iteration: int, plan: WindowPlan, view: OperatorView, *, is_resumed: bool) -> WindowMemory:
         """Return memory for windows of ``plan``. This is the current memory if it is large enough on all ranks, and
-        otherwise new memory. If ``is_resumed``, an earlier process has allocated memory, which contains the window from which the
-        job continues. Then exactly the needed size is requested, without the usual reserve: a larger request could exceed
-        this memory and replace it."""
+        otherwise new memory. If ``is_resumed``, an earlier process has allocated memory, which contains the window
+        from which the job continues. Then exactly the needed size is requested, without the usual reserve: a larger
+        request could exceed this memory and replace it."""
         exact = window_bytes(plan, view.shards)
         needed = exact if is_resumed else buffer_bytes(plan, view.shards, plans_again=self._plans_again)
         is_outgrown = self._memory is not None
