@@ -10,10 +10,12 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.errors import CheckpointError, ConfigError
@@ -30,7 +32,7 @@ FAMILIES: Mapping[str, Family] = {family.name: family for family in (mixtral.FAM
 MOST_FILE_BYTES = 5_000_000_000
 """Default size of a file, as in Hugging Face folders."""
 RECORD = "megatron_ft_conversion.json"
-"""File in an exported folder with the checkpoint from which it was made, and the checksums of its files."""
+"""File in an exported folder with checksums of the manifest of its source and of its files."""
 _IGNORED = ("_extra_state",)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json")
 _TOKENIZER_FILES += ("vocab.json", "merges.txt", "added_tokens.json", "generation_config.json")
@@ -156,7 +158,8 @@ def export_checkpoint(
         OSError: a file cannot be written.
     """
     source = {"family": export.family.name, "plan": asdict(export.plan) | {"dtype": str(export.plan.dtype)}}
-    source["source"] = "" if reader.manifest is None else reader.manifest.to_bytes().decode()
+    # Only a checksum, because the folder may be published, and the manifest names the run and its data.
+    source["source"] = "" if reader.manifest is None else xxhash.xxh3_128_hexdigest(reader.manifest.to_bytes())
     writer = FolderWriter(path=out, plan=export.plan)
     copied = _tokenizer_files(tokenizer)
     kept = _resume(out, json.loads(json.dumps(source)), writer)
@@ -318,7 +321,7 @@ def import_folder(
     if out.exists():
         raise ConfigError.of("--out", str(out), "must not exist")
     out.parent.mkdir(parents=True, exist_ok=True)
-    items = sum(_num_elements(rule.shape(model)) for rule in rules)
+    items = sum(prod(rule.shape(model)) for rule in rules)
     widths = [DTYPES[stored.dtype].itemsize for stored in folder.tensors.values()]
     _check_space(out.parent, items * (max(widths) if dtype is None else dtype.itemsize))
     partial = out.parent / f".{out.name}.{os.getpid()}.partial"
@@ -347,13 +350,6 @@ def _imported(
         yield rule.ours, merged if dtype is None else merged.to(dtype)
         if number % 100 == 0 or number == len(rules):
             progress(f"{number}/{len(rules)} tensors")
-
-
-def _num_elements(shape: Sequence[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
 
 
 def _manifest(source: Path, model: ModelConfig, family: Family) -> Manifest:

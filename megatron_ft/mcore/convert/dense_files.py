@@ -27,9 +27,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.checkpoint.files import BACKEND, BACKEND_VERSION
-from megatron_ft.snapshot.storage.checkpoints import has_manifest
 from megatron_ft.snapshot.storage.files import FileEntry, HashedFile, fsync_directory, hash_file, write_file
-from megatron_ft.snapshot.storage.manifest import Manifest
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 
 _OPTIMIZER = "optimizer."
 _FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
@@ -57,7 +56,15 @@ class DenseReader:
         Raises:
             CheckpointError: the checkpoint is damaged, incomplete or has no manifest, or its metadata cannot be read.
         """
-        manifest = Manifest.verified(directory) if has_manifest(directory, trust=trust) else None
+        if not directory.is_dir():
+            raise CheckpointError(f"{directory}: must be a directory")
+        has_manifest = (directory / MANIFEST_NAME).exists()
+        if not has_manifest and not trust:
+            raise CheckpointError(
+                f"{directory} has no {MANIFEST_NAME} of this project, so its pickle files, which can run code, cannot be "
+                "verified; use --trust only if you trust the origin of this checkpoint"
+            )
+        manifest = Manifest.verified(directory) if has_manifest else None
         try:
             metadata = FileSystemReader(directory).read_metadata()
         except Exception as error:  # torch raises any exception for metadata that is not its own

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ class FolderPlan:
         groups: list[list[tuple[str, tuple[int, ...]]]] = []
         room = 0
         for name, shape in tensors:
-            size = _num_bytes(shape, dtype)
+            size = prod(shape) * dtype.itemsize
             if not groups or size > room:
                 groups.append([])
                 room = most_file_bytes
@@ -156,7 +157,7 @@ class FolderPlan:
 
     def bytes_of(self, file: PlannedFile) -> int:
         """Return the bytes of all tensors of a file, without its header."""
-        return sum(_num_bytes(shape, self.dtype) for _, shape in file.tensors)
+        return sum(prod(shape) * self.dtype.itemsize for _, shape in file.tensors)
 
     @property
     def num_bytes(self) -> int:
@@ -173,13 +174,6 @@ class FolderPlan:
         places = {name: file.name for file in self.files for name, _ in file.tensors}
         content = {"metadata": {"total_size": self.num_bytes}, "weight_map": places}
         return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    size = dtype.itemsize
-    for length in shape:
-        size *= length
-    return size
 
 
 @dataclass(kw_only=True)

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.convert.converter import verify_folder
 from megatron_ft.mcore.convert.dense_files import DenseReader
 from megatron_ft.mcore.convert.folder import CONFIG, DTYPES, Folder
@@ -81,10 +81,8 @@ class FolderSource:
 
 
 def _row(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorRow:
-    size = dtype.itemsize
-    for length in shape:
-        size *= length
-    return TensorRow(name=name, dtype=str(dtype).removeprefix("torch."), shape=shape, num_bytes=size)
+    num_bytes = prod(shape) * dtype.itemsize
+    return TensorRow(name=name, dtype=str(dtype).removeprefix("torch."), shape=shape, num_bytes=num_bytes)
 
 
 def open_source(path: Path, *, trust: bool = False, with_optimizer: bool = False) -> Source:
@@ -99,8 +97,6 @@ def open_source(path: Path, *, trust: bool = False, with_optimizer: bool = False
     """
     if (path / CONFIG).is_file():
         return FolderSource(path)
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: must be a directory")
     return DenseSource(path, trust=trust, with_optimizer=with_optimizer)
 
 
