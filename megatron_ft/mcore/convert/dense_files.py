@@ -61,8 +61,8 @@ class DenseReader:
         has_manifest = (directory / MANIFEST_NAME).exists()
         if not has_manifest and not trust:
             raise CheckpointError(
-                f"{directory} has no {MANIFEST_NAME} of this project, so its pickle files, which can run code, cannot be "
-                "verified; use --trust only if you trust the origin of this checkpoint"
+                f"{directory} has no {MANIFEST_NAME} of this project, so its pickle files, which can run code, cannot "
+                "be verified; use --trust only if you trust the origin of this checkpoint"
             )
         manifest = Manifest.verified(directory) if has_manifest else None
         try:
