@@ -101,7 +101,8 @@ def entries_of(changes: Sequence[Event], orders: Iterable[Event], num_nodes: int
 
 def at_first_nodes(entries: Iterable[str]) -> list[str]:
     """Return entries of a script in which every spare node has the number of the node whose place it has taken. A job
-    with these entries needs no spare nodes.
+    with these entries needs no spare nodes. Ranks may have another order in it, because they are in the order of node
+    numbers.
 
     Args:
         entries: Entries, each with as many nodes that join as nodes that leave.

@@ -133,13 +133,17 @@ def _rejoining(number: int, cell: Cell, phases: Sequence[str], *, kills_nodes: b
 
 def _spared(number: int, cell: Cell) -> Job:
     """Make a job in which a spare takes the place of each lost node. Its number is not known before, so the victim is
-    named by its rank."""
+    named by its rank. With more than two lanes the victim is always the last rank."""
     rng, num_nodes = _rng(cell, number), cell.layout.num_ranks
     phases = rng.sample(_OFTEN, _NUM_SPARED)
+    # Ranks are in the order of node numbers, and spares have the highest numbers. In the reference, a spare has the
+    # number of the node whose place it takes (``at_first_nodes``). Ranks have the same order in both only if the spare
+    # replaces the last node; with more than two lanes, another order gives sums other bits.
+    first_victim = num_nodes - 1 if cell.layout.dp > 2 else 0
     faults: list[Row] = [
         {
             "fault": index,
-            "rank": rng.randrange(num_nodes),
+            "rank": rng.randrange(first_victim, num_nodes),
             "phase": phase,
             "generation": index,
             "passes": _passes(phase, rng),
