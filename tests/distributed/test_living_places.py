@@ -104,12 +104,9 @@ WHY = {
     "replicas: all copies": "stage 0: no living rank has expert 0 of layer 1",
 }
 """Part of the reason for which the last recovery replays."""
-GATHERED = {
-    "pp2 copies without replicas: in phases": {(2, 1), (3, 1), (5, 0)},
-    "pp2 ep2 copies without replicas: in phases": {(1, 1), (2, 0), (3, 0)},
-}
-"""Generations and stages in which all ranks of the stage receive weights, which are rounded from the master weights: an
-iteration was finished after its vote, or no living rank has the experts of the lost rank."""
+GATHERING = ("pp2 copies without replicas: in phases", "pp2 ep2 copies without replicas: in phases")
+"""Faults after which ranks may gather weights that are rounded from the master weights: a rank finished an iteration
+after the failure, which depends on the moment of the failure, or no living rank has the experts of the lost rank."""
 
 
 def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
@@ -164,9 +161,12 @@ def test_only_joining_ranks_receive(outcomes: dict[str, Any], name: str) -> None
         if generation in replayed:
             continue
         share, received = shares[generation, rank], sum(moved.get(method, 0) for method in INCOMING)
-        gathers = (generation, share["stage"]) in GATHERED.get(name, ()) and share["role"] == "serves"
-        assert (received > 0) == (share["role"] == "receives" or gathers)
-        if received and not gathers:
+        receives = share["role"] == "receives"
+        if name in GATHERING and not receives:
+            assert received < share["state_bytes"] / 2, "more than weights"
+        else:
+            assert (received > 0) == receives
+        if receives:
             # Joining ranks also receive the copies that they keep for other ranks.
             assert (received > share["bytes_moved"]) == ("copies" in name)
     sent = [
