@@ -46,6 +46,11 @@ def is_moe_layer(model: ModelConfig, layer: int) -> bool:
     return layer % model.moe_layer_freq == 0
 
 
+def moe_layers(model: ModelConfig) -> tuple[int, ...]:
+    """Return the numbers of all MoE layers, counted from 1."""
+    return tuple(layer for layer in range(1, model.num_layers + 1) if is_moe_layer(model, layer))
+
+
 def padded_vocab_size(model: ModelConfig, tokenizer_vocab_size: int | None = None) -> int:
     """Return the number of rows of the embedding: the vocabulary size rounded up to
     ``make_vocab_size_divisible_by``."""

@@ -48,6 +48,11 @@ class WindowCommitted(Record):
     """Bytes that the snapshot server of the first rank has sent to all peers since the previous committed window."""
     persisted_bytes: int | None = None
     """Bytes that the snapshot server of the first rank has written to storage since the previous committed window."""
+    at_risk_share: float | None = None
+    """Share of the tokens of the whole training whose updates of experts a recovery from this window loses, as a mean
+    over MoE layers. None if windows leave out no experts."""
+    lost_share: float | None = None
+    """Share of the tokens of the whole training whose updates were lost in recoveries so far (PLT); None likewise."""
 
     def describe(self) -> None:
         return None
@@ -117,6 +122,26 @@ class UpstreamLogFull(Record):
     def describe(self) -> Note:
         effect = "no stage can replay alone until a later window is committed"
         return Note("warning", f"the upstream log has no space for iteration {self.iteration}: {effect}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertUpdatesLost(Record):
+    """The job continued from a window that leaves out experts, and lost their newest updates."""
+
+    iteration: int
+    """Iteration from which the job continued."""
+    num_experts: int
+    """Number of experts, over all layers, that were set back to an earlier iteration."""
+    num_tokens: int
+    """Number of tokens, over all layers, whose updates of experts were lost now."""
+    lost_share: float
+    """Share of the tokens of the whole training whose updates were lost so far, as a mean over MoE layers (PLT)."""
+    momentary_lost_tokens: float
+    """Sum over MoE layers of the tokens lost now per token processed so far (MLT), which can exceed 1."""
+
+    def describe(self) -> Note:
+        lost = f"the updates of {self.num_tokens} tokens are lost, {self.lost_share:.2%} of the training so far"
+        return Note("warning", f"{self.num_experts} experts continue from an earlier state: {lost}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,14 @@ import math
 import operator
 import statistics
 import struct
-from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import reduce
 from typing import Any
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError, TrainingStopped
+from megatron_ft.planning.snapshot.lost_tokens import TokenLedger
 from megatron_ft.topology import Topology
 
 # An iteration reads ``global_batch_size`` samples in ``num_real_microbatches`` microbatches, which are assigned to the
@@ -255,18 +256,47 @@ class History:
 
     losses: tuple[float, ...] = ()
     num_consecutive_skips: int = 0
+    tokens: TokenLedger | None = None
+    """Tokens that experts have processed and lost; None if windows have never left out experts."""
 
     @property
     def median_loss(self) -> float:
         """Median of the committed losses; NaN without any."""
         return statistics.median(self.losses) if self.losses else math.nan
 
-    def after(self, vote: Vote, decision: Decision, window: int) -> "History":
-        """Return the history after ``decision``, with only the newest ``window`` losses."""
+    def after(
+        self, vote: Vote, decision: Decision, window: int, loads: Sequence[Sequence[int]] | None = None
+    ) -> "History":
+        """Return the history after ``decision``, with only the newest ``window`` losses.
+
+        Args:
+            loads: tokens of [MoE layer][expert] of the iteration; None if they are not counted.
+        """
         # The losses of skipped iterations are not part of the median: several spikes must not become the new normal.
         if decision.action != "commit":
-            return History(losses=self.losses, num_consecutive_skips=self.num_consecutive_skips + 1)
-        return History(losses=(*self.losses, vote.loss)[-window:], num_consecutive_skips=0)
+            return replace(self, num_consecutive_skips=self.num_consecutive_skips + 1)
+        tokens = self.tokens
+        if loads is not None:
+            tokens = (TokenLedger.empty(loads) if tokens is None else tokens).after(loads)
+        return History(losses=(*self.losses, vote.loss)[-window:], num_consecutive_skips=0, tokens=tokens)
+
+    def after_loss(self, lost: Sequence[Sequence[int]]) -> "History":
+        """Return the history after a recovery that lost the updates of ``lost``, the tokens of [MoE layer][expert]."""
+        return replace(self, tokens=(self.tokens or TokenLedger.empty(lost)).after_loss(lost))
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to JSON values; without ``tokens`` if they are None."""
+        return {name: value for name, value in asdict(self).items() if name != "tokens" or value is not None}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "History":
+        """Read the result of ``to_json``."""
+        tokens = content.get("tokens")
+        return cls(
+            losses=tuple(content["losses"]),
+            num_consecutive_skips=content["num_consecutive_skips"],
+            tokens=None if tokens is None else TokenLedger.from_json(tokens),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,6 +96,9 @@ class Slice:
     """Pieces in order of offset."""
     hashes: tuple[str, ...] | None = None
     """Hexadecimal xxh3_128 hash of each piece; None until the hashes are computed."""
+    captured_at: tuple[int, ...] | None = None
+    """Iteration of the state from which each piece was captured; None if all were captured at ``iteration``. A window
+    that leaves out experts has copies of their pieces of earlier windows."""
 
     @property
     def end(self) -> int:
@@ -115,9 +118,39 @@ class Slice:
         if self.num_bytes > position:
             yield position, self.num_bytes, None
 
-    def hash_pieces(self, payload: memoryview) -> tuple[str, ...]:
-        """Compute the hash of each piece. ``payload`` contains the bytes of the slice."""
-        return tuple(xxhash.xxh3_128_hexdigest(payload[piece.offset : piece.end]) for piece in self.pieces)
+    def is_captured(self, index: int) -> bool:
+        """Return whether a piece was captured with this slice, and not copied from an earlier window."""
+        return self.captured_at is None or self.captured_at[index] == self.iteration
+
+    @property
+    def captured_bytes(self) -> int:
+        """Number of bytes that were captured with this slice."""
+        if self.captured_at is None:
+            return self.num_bytes
+        return sum(piece.num_bytes for index, piece in enumerate(self.pieces) if self.is_captured(index))
+
+    def captured(self, payload: memoryview) -> list[memoryview]:
+        """Return the bytes in ``payload``, the bytes of the slice, of each piece that was captured with it."""
+        return [payload[piece.offset : piece.end] for index, piece in enumerate(self.pieces) if self.is_captured(index)]
+
+    def has_same(self, index: int, other: "Slice") -> bool:
+        """Return whether ``other``, of the same generation, contains the bytes of piece ``index`` at the same
+        offset."""
+        if index >= len(other.pieces) or other.pieces[index] != self.pieces[index]:
+            return False
+        iterations = [part.iteration if part.captured_at is None else part.captured_at[index] for part in (self, other)]
+        return iterations[0] == iterations[1]
+
+    def hash_piece(self, index: int, payload: memoryview) -> str:
+        """Compute the hash of one piece. ``payload`` contains the bytes of the slice."""
+        piece = self.pieces[index]
+        return xxhash.xxh3_128_hexdigest(payload[piece.offset : piece.end])
+
+    def hash_pieces(self, payload: memoryview, known: Mapping[int, str] | None = None) -> tuple[str, ...]:
+        """Compute the hash of each piece, except those that are ``known`` by index. ``payload`` contains the bytes of
+        the slice."""
+        hashes = known or {}
+        return tuple(hashes.get(index) or self.hash_piece(index, payload) for index in range(len(self.pieces)))
 
     def check_payload(self, payload: memoryview, where: str) -> None:
         """Compare every piece with its hash. Raises CheckpointError, which names ``where`` and the piece."""
@@ -160,19 +193,33 @@ class Slice:
                 raise CheckpointError(f"{where}: element {other[3]} of {one[0]!r} {one[2]!r} is captured twice")
         for digest in self.hashes or ():
             _check_pattern(f"{where}: xxh3_128", digest, _HASH)
+        for iteration in self.captured_at or ():
+            _check_integer(f"{where}: captured_at", iteration)
+        if self.captured_at is not None and len(self.captured_at) != len(self.pieces):
+            raise CheckpointError(f"{where}: captured_at has {len(self.captured_at)} of {len(self.pieces)} iterations")
+        if max(self.captured_at or (0,)) > self.iteration:
+            raise CheckpointError(f"{where}: captured_at={max(self.captured_at or ())}: must be at most its iteration")
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values. Each piece is a list, which ends with its hash if the hashes are known."""
         rows: Any = self.pieces
         if self.hashes is not None:
             rows = [[*piece, digest] for piece, digest in zip(self.pieces, self.hashes, strict=True)]
-        about = {"iteration": self.iteration, "offset": self.offset, "num_bytes": self.num_bytes}
+        about: dict[str, Any] = {"iteration": self.iteration, "offset": self.offset, "num_bytes": self.num_bytes}
+        if self.captured_at is not None:
+            about["captured_at"] = list(self.captured_at)
         return {**about, "header": self.header, "pieces": rows}
 
     @classmethod
     def from_json(cls, content: object, *, hashed: bool) -> "Slice":
         """Read the result of ``to_json``, with hashes if ``hashed``. Raises CheckpointError for anything else."""
-        values = _check_object("slice", content, _SLICE_FIELDS)
+        types = _SLICE_FIELDS
+        # Only slices that leave out experts have this field.
+        if isinstance(content, dict) and "captured_at" in content:
+            types = {**types, "captured_at": list}
+        values = _check_object("slice", content, types)
+        if "captured_at" in values:
+            values["captured_at"] = tuple(values["captured_at"])
         rows, length = values.pop("pieces"), len(Piece._fields) + hashed
         for row in rows:
             if not isinstance(row, list) or len(row) != length:

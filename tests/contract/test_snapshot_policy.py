@@ -12,6 +12,7 @@ from megatron_ft.operators import OperatorId
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.dense import DenseInterval, GeminiStyle, OverheadBounded
 from megatron_ft.planning.snapshot.orders import BackToFront, CapacityAware, LayerOrder
+from megatron_ft.planning.snapshot.partial_experts import PartialExperts, SelectiveExperts
 from megatron_ft.planning.snapshot.plan import ReorderTrigger, WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotPolicy, replan
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
@@ -25,6 +26,8 @@ POLICIES: dict[str, SnapshotPolicy] = {
     "dense": DenseInterval(interval_iterations=10),
     "checkfreq": OverheadBounded(),
     "gemini": GeminiStyle(mtbf_seconds=600.0),
+    "partial_experts": PartialExperts(),
+    "selective_experts": SelectiveExperts(),
 }
 DEMANDS: dict[str, Demand] = {
     "uneven_ranks": uneven(),
@@ -90,7 +93,9 @@ def test_a_plan_is_kept_while_nothing_changes(policy: SnapshotPolicy, demand: De
     assert replan(policy, demand, given, plan) is plan
 
 
-@pytest.mark.parametrize("name", ["sparse_window", "dense", "checkfreq", "gemini"])
+@pytest.mark.parametrize(
+    "name", ["sparse_window", "dense", "checkfreq", "gemini", "partial_experts", "selective_experts"]
+)
 def test_every_choice_of_the_group_builds_its_policy(name: str) -> None:
     folder = Path(__file__).parents[2] / "conf" / "snapshot"
     policy = build_policy("snapshot.policy", yaml.safe_load((folder / f"{name}.yaml").read_text())["policy"])

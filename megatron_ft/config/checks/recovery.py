@@ -1,9 +1,13 @@
 """Checks of keys for lost nodes, snapshots, the upstream log and membership schedules."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from megatron_ft.config.checks.primitives import above, at_least, one_of, require, show
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import MembershipChange, derive_placement, nodes_over_time
 from megatron_ft.config.requirements import KEPT_LAYOUT, LIVING_PLACES, REPLICAS, REQUIREMENTS, Requirement, value_of
+from megatron_ft.config.serialize import build_policy
 from megatron_ft.records import FORMER_STRATEGIES
 from megatron_ft.topology import Topology
 
@@ -268,6 +272,32 @@ def _check_replays_exactly(config: JobConfig) -> None:
     )
 
 
+def _check_partial(config: JobConfig, policy: Mapping[str, Any]) -> None:
+    """Check that a job whose windows leave out experts has experts, and that no stage of it replays.
+
+    Raises:
+        ConfigError: a rule is violated, or the policy cannot be built.
+    """
+    if not getattr(build_policy("snapshot.policy", policy), "leaves_out_experts", False):
+        return
+    target = policy["_target_"]
+    require(
+        config.model.num_moe_experts is not None,
+        "snapshot.policy",
+        target,
+        "must capture everything with model.num_moe_experts=null, for example snapshot=dense: there are no experts "
+        "that windows could leave out",
+    )
+    require(
+        not config.replays_stages,
+        "snapshot.policy",
+        target,
+        "must capture all experts with recovery.keep_layout=true, for example snapshot=sparse_window: a stage that "
+        "replays needs the experts with which the other stages computed. With recovery.keep_processes=false, all ranks "
+        "start again from a window, which may leave out experts",
+    )
+
+
 def _check_snapshot(config: JobConfig) -> None:
     """Check the keys of ``snapshot`` that can be checked without a plan.
 
@@ -301,6 +331,7 @@ def _check_snapshot(config: JobConfig) -> None:
         f"must be null with launch.mode={launch.mode}, which starts no processes for the memory of snapshots; use "
         "launch.mode=local or snapshot=none",
     )
+    _check_partial(config, snapshot.policy)
     num_domains = len(set(config.member_domains))
     require(
         snapshot.num_peer_copies < num_domains,

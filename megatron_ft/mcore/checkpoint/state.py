@@ -55,7 +55,7 @@ class DenseState:
         host = self.host
         # Only one loss scale is saved, because another layout may have another number of optimizers.
         scaler = dict(host.grad_scalers[0]) if host.grad_scalers else None
-        history = {"losses": list(host.history.losses), "num_consecutive_skips": host.history.num_consecutive_skips}
+        history = {**host.history.to_json(), "losses": list(host.history.losses)}
         return {
             "iteration": host.iteration,
             "checkpoint_version": 3.0,
@@ -94,10 +94,8 @@ def install(state: DenseState, frame: dict[str, Any], loaded: dict[str, Any]) ->
     if RANK_STATE_KEY in loaded:
         restore_rng(loaded[RANK_STATE_KEY]["rng"])
     state.extra = dict(ours["extra"])
-    history = History(
-        losses=tuple(state.extra.pop("losses", ())),
-        num_consecutive_skips=state.extra.pop("num_consecutive_skips", 0),
-    )
+    known = {"losses": (), "num_consecutive_skips": 0, "tokens": None}
+    history = History.from_json({name: state.extra.pop(name, default) for name, default in known.items()})
     state.host = TrainState.capture(state.model_chunks, state.optimizer, iteration=loaded["iteration"], history=history)
     state.consumed_samples = ours["consumed_samples"]
 

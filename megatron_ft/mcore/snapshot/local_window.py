@@ -24,6 +24,7 @@ from megatron_ft.operators import OperatorId
 from megatron_ft.planning.iteration import WINDOW_FIELDS, Ballot, Vote
 from megatron_ft.planning.recovery.replay import ReplayPlan
 from megatron_ft.planning.recovery.sources import StoredWindow
+from megatron_ft.planning.snapshot.lost_tokens import Rows
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.snapshot.storage.window_folder import window_digest
 from megatron_ft.snapshot.window import Window
@@ -156,6 +157,8 @@ class _CapturedSlice:
     payload: Payload
     train_state: Mapping[str, Any] | None = None
     """``TrainState.to_json`` of this rank; only with slice 0."""
+    at_risk: Rows | None = None
+    """Tokens of [MoE layer][expert] whose updates the slice does not contain; None if it contains all updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +195,13 @@ class LocalWindow:
         text = self.window.slices[index].header.get(name)
         return None if text is None else json.loads(text)
 
+    @property
+    def at_risk(self) -> Rows | None:
+        """Tokens of [MoE layer][expert] whose updates the window does not contain, because it copied experts from
+        earlier windows. None if it contains all updates."""
+        rows = self.header(0, AT_RISK)
+        return None if rows is None else tuple(tuple(row) for row in rows)
+
     def replay_plan(self, *, until: int | None = None, votes: Mapping[int, Vote] | None = None) -> ReplayPlan:
         """Plan the replay that turns this window into the complete state after one iteration.
 
@@ -209,6 +219,8 @@ class LocalWindow:
             replay = ReplayPlan.of(self.plan, start, known, until=until)
             extras = self.header(0, EXTRAS)
             self.header(0, PLACEMENT)
+            if (self.at_risk is None) != (self.window.slices[0].captured_at is None):
+                raise ValueError(f"{AT_RISK} and captured_at must both be there, or neither")
         except (AssertionError, KeyError, TypeError, ValueError) as error:
             raise RecoveryError(f"{where}: its plan or a slice's header cannot be read: {error!r}") from error
         num_slices = sum(step.load is not None for step in replay.steps)
@@ -276,7 +288,7 @@ class Replayer:
         self.staged_bytes = max(self.staged_bytes, self._view.restore(self._window, index, captured.payload))
         # Later slices contain only tensors, because the replay has computed the rest of the state by then.
         if index == 0:
-            error = self._collectives.errors(self._restore(captured.train_state))
+            error = self._collectives.errors(self._restore(captured.train_state, captured.at_risk))
             if error is not None:
                 raise RecoveryError(error)
 
@@ -307,12 +319,15 @@ class Replayer:
             raise RecoveryError(f"iteration {vote.iteration} stopped the run and cannot be replayed: {decision.reason}")
         engine.finish(vote, decision)
 
-    def _restore(self, record: Mapping[str, Any] | None) -> str | None:
+    def _restore(self, record: Mapping[str, Any] | None, at_risk: Rows | None) -> str | None:
         # Restores this rank's state besides tensors. Returns the error, which may concern only this rank.
         if record is None:
             return "slice 0 has no train state: random numbers, buffers and history are missing"
         try:
-            self._engine.restore(TrainState.from_json(record))
+            state = TrainState.from_json(record)
+            if at_risk is not None:
+                state = replace(state, history=state.history.after_loss(at_risk))
+            self._engine.restore(state)
         except RecoveryError as error:
             return str(error)
         except (KeyError, TypeError, ValueError) as error:
@@ -370,7 +385,7 @@ class Replayer:
         if error is not None:
             raise RecoveryError(error)
         slices = [
-            _CapturedSlice(payload=content, train_state=window.header(index, EXTRAS))
+            _CapturedSlice(payload=content, train_state=window.header(index, EXTRAS), at_risk=window.at_risk)
             for index, content in enumerate(window.slices)
         ]
         skip_frozen = config.snapshot.skip_frozen_gradients
@@ -378,6 +393,7 @@ class Replayer:
 
 
 EXTRAS, PLACEMENT, CONFIG, VOTE, PLAN = "extras", "placement", "config", "vote", "plan_in_force"
+AT_RISK = "tokens_at_risk"
 """Names of entries in a slice's header, besides ``SETTINGS``. Values are JSON texts, because a manifest is strict JSON
 and cannot contain NaN."""
 

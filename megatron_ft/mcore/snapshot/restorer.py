@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.errors import CheckpointError, ControlError, RecoveryError
-from megatron_ft.events import Record, RecoveryStarted, SnapshotProblem, WindowReplayed
+from megatron_ft.events import ExpertUpdatesLost, Record, RecoveryStarted, SnapshotProblem, WindowReplayed
 from megatron_ft.mcore.groups import Collectives
 from megatron_ft.mcore.snapshot.local_window import CONFIG, LocalWindow, Replayer, ReplayResult, carry_out
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow
+from megatron_ft.planning.snapshot.lost_tokens import Rows
+from megatron_ft.planning.snapshot.partial_experts import planned_tokens
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.serde import parse_json
 from megatron_ft.snapshot.server.client import KeeperClient
@@ -182,6 +184,21 @@ class SnapshotRestorer:
                 start_iteration=window.window.start_iteration,
                 num_iterations=result.num_iterations,
                 seconds=time.monotonic() - began,
+            )
+        )
+        if window.at_risk is not None:
+            self._report_lost(engine, window.at_risk)
+
+    def _report_lost(self, engine: TrainingEngine, lost: Rows) -> None:
+        tokens = engine.history.tokens
+        assert tokens is not None, "the tokens of experts were not counted"
+        self._report(
+            ExpertUpdatesLost(
+                iteration=engine.iteration,
+                num_experts=sum(number > 0 for row in lost for number in row),
+                num_tokens=sum(map(sum, lost)),
+                lost_share=tokens.lost_share(planned_tokens(engine.config)),
+                momentary_lost_tokens=tokens.momentary(lost),
             )
         )
 

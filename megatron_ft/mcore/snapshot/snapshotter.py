@@ -9,7 +9,7 @@ import json
 import statistics
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,14 +18,17 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import build_policy
 from megatron_ft.events import Record, SnapshotProblem, WindowCommitted, WindowDelayed
 from megatron_ft.mcore.groups import Collectives
-from megatron_ft.mcore.snapshot.local_window import PLAN
+from megatron_ft.mcore.snapshot.local_window import AT_RISK, PLAN
 from megatron_ft.mcore.state.operator_view import OperatorView
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.mcore.training.reporting import planned_record
+from megatron_ft.operators import moe_layers
 from megatron_ft.planning.iteration import Vote, WindowReport
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.demand import Demand
+from megatron_ft.planning.snapshot.lost_tokens import TokenLedger
 from megatron_ft.planning.snapshot.memory import PeerAssignment, WindowBuffers, buffer_bytes, host_bytes
+from megatron_ft.planning.snapshot.partial_experts import PartialWindows, expert_policy, planned_tokens
 from megatron_ft.planning.snapshot.plan import Activations, WindowKey, WindowPlan, window_bytes
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy, replan
 from megatron_ft.planning.snapshot.report import check_limit, whole_plan
@@ -115,6 +118,8 @@ class _Opened:
     capture: WindowCapture
     host_bytes: int
     """Largest number of bytes of host memory that a node needs for windows and copies."""
+    partial: PartialWindows | None
+    """Experts that each window has captured; None if windows leave out no experts."""
 
     @property
     def plan(self) -> WindowPlan:
@@ -152,6 +157,7 @@ class Snapshotter:
         self._header = header
         self._report = report
         self._policy: SnapshotPolicy = build_policy("snapshot.policy", config.snapshot.policy)
+        self._expert_policy = expert_policy(config)
         self._copier = open_copier(engine.device)
         self._buffers = WindowBuffers()
         self._start: int | None = None
@@ -178,8 +184,8 @@ class Snapshotter:
 
     @property
     def needs_loads(self) -> bool:
-        """Whether ``observe`` must be called after every iteration, because the policy orders operators by load."""
-        return self._policy.trigger is not None
+        """Whether ``observe`` must be called after every iteration, because the policy depends on loads."""
+        return self._policy.trigger is not None or self._expert_policy is not None
 
     def observe(self, load: torch.Tensor) -> None:
         """Record ``load``, the number of tokens of each expert in an iteration: int64 [num_layers, num_moe_experts]."""
@@ -208,7 +214,11 @@ class Snapshotter:
         """
         opened, memory, iteration = self._opened, self._memory, self._engine.iteration
         assert opened is not None and memory is not None, "call ``resume`` before ``capture_whole``"
-        shards, whole = opened.view.shards, whole_plan(opened.view.shards_by_rank, opened.plan.interval_iterations)
+        shards, partial = opened.view.shards, opened.partial
+        whole = whole_plan(opened.view.shards_by_rank, opened.plan.interval_iterations)
+        # In the layout of later windows, which copy experts from this one.
+        if partial is not None:
+            whole = replace(opened.plan, partial=None, reason=whole.reason)
         # All ranks decide together, because a window that only some ranks capture can never be committed.
         if self._collectives.any(window_bytes(whole, shards) > memory.arena.window_bytes):
             return self._report_plan_problem(
@@ -219,6 +229,8 @@ class Snapshotter:
             return self._report_delayed(iteration)
         capture = self._capture(whole, opened.view, memory)
         self._begin(iteration, capture)
+        if partial is not None:
+            partial.begin_whole(iteration, self._tokens())
         header = {"vote": json.dumps(vote.to_record()), PLAN: json.dumps(opened.plan.to_json()), **self._header(0)}
         capture.begin_slice(self._buffers.held[iteration], 0, iteration=iteration, header=header)
         # Waits here, because ``before_update`` waits only for slices of the planned capture.
@@ -265,7 +277,15 @@ class Snapshotter:
         failpoints.hit("capture", iteration)
         index = iteration - self._start
         header = {"vote": json.dumps(vote.to_record()), **self._header(index)}
-        self._opened.capture.begin_slice(self._buffers.held[self._start], index, iteration=iteration, header=header)
+        captured_at = None
+        if self._opened.partial is not None:
+            pieces, num_layers = self._opened.capture.pieces[index], self._config.model.num_layers
+            captured_at = self._opened.partial.captured_at(self._start, pieces, num_layers)
+            if captured_at is not None:
+                header[AT_RISK] = json.dumps(self._opened.partial.at_risk(self._start))
+        self._opened.capture.begin_slice(
+            self._buffers.held[self._start], index, iteration=iteration, header=header, captured_at=captured_at
+        )
         if index == self._opened.plan.num_iterations - 1:
             self._start = None
 
@@ -354,9 +374,16 @@ class Snapshotter:
             return False
         self._opened = opened = self._plan_again(iteration, opened)
         self._is_delayed = False
+        if opened.partial is not None:
+            opened.partial.begin(iteration, self._buffers.held, self._tokens(), self._loads)
         self._begin(iteration, opened.capture)
         self._start = iteration
         return True
+
+    def _tokens(self) -> TokenLedger:
+        tokens, model = self._engine.history.tokens, self._config.model
+        # Before the first committed iteration, no expert has processed a token.
+        return tokens or TokenLedger.empty([[0] * (model.num_moe_experts or 0) for _ in moe_layers(model)])
 
     def _begin(self, iteration: int, capture: WindowCapture) -> None:
         self._buffers = self._buffers.begin(iteration, self._client.buffer_states().pinned)
@@ -423,7 +450,11 @@ class Snapshotter:
         self._plan = plan
         capture = self._capture(plan, view, memory)
         self._stats.end_captures(self.figures)
-        opened = _Opened(view=view, capture=capture, host_bytes=needed)
+        partial = None
+        if self._expert_policy is not None and plan.partial is not None:
+            demand = Demand(shards_by_rank=view.shards_by_rank)
+            partial = PartialWindows(self._expert_policy, plan, demand, planned_tokens(self._config))
+        opened = _Opened(view=view, capture=capture, host_bytes=needed, partial=partial)
         self._report(planned_record(iteration, plan, view.shards_by_rank, needed))
         return opened
 
@@ -466,7 +497,12 @@ class Snapshotter:
     def _report_committed(self, iteration: int) -> None:
         start, figures = self._buffers.committed, self.figures
         length = self._lengths.get(start, 0)
-        self._report(self._stats.record(iteration, start_iteration=start, num_iterations=length, figures=figures))
+        record = self._stats.record(iteration, start_iteration=start, num_iterations=length, figures=figures)
+        partial = None if self._opened is None else self._opened.partial
+        if partial is not None:
+            at_risk, lost = partial.shares(start, self._tokens())
+            record = replace(record, at_risk_share=at_risk, lost_share=lost)
+        self._report(record)
 
     def _report_delayed(self, iteration: int) -> None:
         if not self._is_delayed:

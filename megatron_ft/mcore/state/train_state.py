@@ -5,9 +5,9 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -150,14 +150,13 @@ class TrainState:
             KeyError, TypeError, ValueError: a field is missing or has a wrong type.
         """
         content, vote = _decode(record), record.get("newest_vote")
-        history = content["history"]
         return cls(
             iteration=content["iteration"],
             rng=content.get("rng"),
             buffers=content["buffers"],
             grad_scalers=tuple(content["grad_scalers"]),
             group_steps=tuple(content["group_steps"]),
-            history=History(**{**history, "losses": tuple(history["losses"])}),
+            history=History.from_json(content["history"]),
             newest_vote=None if vote is None else Vote.from_record(vote),
             rounded_off=content.get("rounded_off", 0),
             stopped=content.get("stopped"),
@@ -171,7 +170,7 @@ class TrainState:
                 "buffers": self.buffers,
                 "grad_scalers": self.grad_scalers,
                 "group_steps": self.group_steps,
-                "history": asdict(self.history),
+                "history": self.history.to_json(),
             }
         )
         return record
@@ -194,6 +193,11 @@ class IterationState:
     """Seconds of a forward pass on each rank, from the ballots; empty until the vote is complete."""
     update: Literal["none", "begun", "done"] = "none"
     """Progress of the update of master weights, moments and compute weights."""
+
+    def loads_of(self, layers: Sequence[int]) -> list[list[int]] | None:
+        """Return the tokens of [layer][expert] for ``layers``, numbered from 1; None without layers or summed loads."""
+        load = self.expert_load
+        return None if load is None or not layers else [load[layer - 1].tolist() for layer in layers]
 
     @contextmanager
     def updating(self) -> Iterator[None]:

@@ -54,6 +54,7 @@ from megatron_ft.planning.iteration import Ballot, CommitPolicy, Decision, Histo
 from megatron_ft.planning.placement.copies import StateCopyPlan
 from megatron_ft.planning.placement.migration import MigrationPlan, Replacement, Step
 from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.planning.snapshot.partial_experts import counted_layers
 
 
 def forward_step(
@@ -83,8 +84,7 @@ class TrainingEngine:
         samples: token sequences of the splits ``train`` and ``valid``.
         stop_requested: returns whether this rank has received a request to end the run; the ballot carries the result.
         change_requested: returns whether nodes are to join or leave; the ballot carries the result.
-        wants_load: returns whether the tokens per expert are summed over all ranks before an iteration's vote. Then
-            every rank that has the vote also has the sums.
+        wants_load: returns whether tokens per expert are summed over all ranks before the vote of an iteration.
     """
 
     model_chunks: list[torch.nn.Module]
@@ -126,6 +126,7 @@ class TrainingEngine:
         self.boundaries = Boundaries()
         self.num_forward_passes = 0  # one pass: one microbatch through one chunk
         self._router = router_builder(config)
+        self._counted_layers = counted_layers(config)
         self._straggler_timer = StragglerTimer.on(device)
         self.policy = CommitPolicy.of(config)
 
@@ -402,10 +403,9 @@ class TrainingEngine:
 
     def finish(self, vote: Vote, decision: Decision) -> None:
         """Record the iteration of ``vote`` as the newest, after its ``decision`` was carried out."""
-        self.history = self.history.after(vote, decision, self.config.training.loss_spike_window)
-        self.iteration = vote.iteration
-        self.newest_vote = vote
-        self.in_progress = None
+        loads = self.in_progress.loads_of(self._counted_layers) if self.in_progress else None
+        self.history = self.history.after(vote, decision, self.config.training.loss_spike_window, loads)
+        self.continue_after(vote.iteration, vote)
         # A replay may read the logged messages from now on. A failed attempt may have logged only some of them.
         self.boundaries.commit(vote)
 
@@ -416,7 +416,7 @@ class TrainingEngine:
         reports = self.accumulate(iteration)
         # Summed before the vote: a survivor that finishes the iteration after a failure cannot sum with lost ranks, but
         # all survivors must plan placements from the same loads.
-        if self.wants_load(iteration):
+        if self._counted_layers or self.wants_load(iteration):
             in_progress.expert_load = self.expert_load()
         # Read before ``prepare``, which updates the scale: the ballot contains the scale of these gradients.
         loss_scale = float(self.optimizer.get_loss_scale())

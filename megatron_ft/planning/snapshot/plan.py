@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.operator_state import Component, StateShard
-from megatron_ft.operators import OperatorId, is_moe_layer
+from megatron_ft.operators import OperatorId, moe_layers
 
 # A restore uses each piece in place as a tensor of its dtype, so the address of the piece must be aligned.
 PIECE_ALIGNMENT_BYTES = 64
@@ -51,7 +51,7 @@ class Activations:
     @classmethod
     def of(cls, model: ModelConfig, loads: Iterable[Sequence[Sequence[int]]]) -> "Activations | None":
         """Create activations from records of tokens [layer of the model][expert], oldest first; None for no record."""
-        layers = tuple(number for number in range(1, model.num_layers + 1) if is_moe_layer(model, number))
+        layers = moe_layers(model)
         records = tuple(tuple(tuple(rows[layer - 1]) for layer in layers) for rows in loads)
         return cls(layers=layers, tokens=records) if records else None
 
@@ -102,6 +102,21 @@ class PlanBasis:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartialPlan:
+    """Number of experts that a window captures, and the state of the other experts that it leaves out. Each window
+    chooses its experts when it begins."""
+
+    num_experts: int
+    """Number of experts of each MoE layer that a window captures, on average over layers."""
+    components: tuple[str, ...]
+    """Components of the other experts that are copied from an earlier window; the rest is captured."""
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "PartialPlan":
+        return cls(num_experts=content["num_experts"], components=tuple(content["components"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPlan:
     """Plan of a window of the whole job. Slice i is captured from the state after iteration ``start + i``.
 
@@ -116,6 +131,8 @@ class WindowPlan:
     """Reason for the number of slices and the order of units."""
     basis: PlanBasis | None = None
     """Inputs from which the plan was made; None for a plan that was not made by a policy."""
+    partial: PartialPlan | None = None
+    """State that windows leave out; None if every window captures everything."""
 
     @property
     def num_iterations(self) -> int:
@@ -133,6 +150,8 @@ class WindowPlan:
     def validate(self, operators: Iterable[OperatorId]) -> None:
         """Assert that every part of every operator is captured exactly once, and that windows do not overlap."""
         assert self.slices and all(self.slices), "a slice captures nothing, or the window has no slice"
+        # A replay of several slices would compute with experts of other iterations than those of the logged votes.
+        assert self.partial is None or len(self.slices) == 1, "windows that leave out experts must have one slice"
         # A rank fills one window at a time: the snapshot server drops an incomplete window when the next one begins.
         assert self.interval_iterations >= self.num_iterations, (
             f"windows of {self.num_iterations} slices overlap at an interval of {self.interval_iterations} iterations"
@@ -169,6 +188,8 @@ class WindowPlan:
             interval_iterations=content["interval_iterations"],
             reason=content["reason"],
             basis=None if basis is None else PlanBasis.from_json(basis),
+            # Windows of earlier versions have no such field.
+            partial=None if content.get("partial") is None else PartialPlan.from_json(content["partial"]),
         )
 
 

@@ -1,7 +1,7 @@
 """Interface of snapshot policies, which make the same ``WindowPlan`` on every rank from demand and measurements."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megatron_ft.errors import ConfigError
@@ -80,12 +80,7 @@ def replan(policy: SnapshotPolicy, demand: Demand, context: SnapshotContext, pre
     if why is None:
         return previous
     made = policy.plan(demand, context)
-    return WindowPlan(
-        slices=made.slices,
-        interval_iterations=made.interval_iterations,
-        reason=f"{why}; {made.reason}",
-        basis=made.basis,
-    )
+    return replace(made, reason=f"{why}; {made.reason}")
 
 
 def make_plan(

@@ -50,6 +50,13 @@ class CopyBatch:
                 )
         return cls(sources=tuple(sources), targets=tuple(targets), num_bytes=sum(t.numel() for t in targets))
 
+    def take(self, rows: Sequence[int]) -> "CopyBatch":
+        """Return a batch of the pairs ``rows`` only."""
+        targets = tuple(self.targets[row] for row in rows)
+        return CopyBatch(
+            sources=tuple(self.sources[row] for row in rows), targets=targets, num_bytes=sum(t.numel() for t in targets)
+        )
+
 
 class _ThreadCopier:
     """Copies in a separate thread. The thread releases the interpreter lock while it copies bytes."""
@@ -295,20 +302,42 @@ class WindowCapture:
         self._slices = _lay_out(plan, shards)
         # Prepared once for every buffer: starting a slice must not cost time in proportion to its pieces.
         self._batches = [[self._batch(part, buffer, source) for part in self._slices] for buffer in buffers]
-        self._under_way: tuple[int, int, Slice] | None = None
-        """The slice that is being copied: number of its buffer, its index in the window, and its description."""
+        self._under_way: tuple[int, int, Slice, int] | None = None
+        """The slice that is being copied: number of its buffer, its index in the window, its description, and its
+        bytes."""
+
+    @property
+    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        """Pieces of each slice."""
+        return tuple(part.pieces for part in self._slices)
 
     def begin_window(self, buffer: int, start_iteration: int) -> None:
         """Begin a window in ``buffer``. The next calls of ``begin_slice`` add its slices."""
         num_slices, plan = self.plan.num_iterations, self._plan_json
         self._client.begin(buffer, start_iteration=start_iteration, num_slices=num_slices, plan=plan)
 
-    def begin_slice(self, buffer: int, index: int, *, iteration: int, header: Mapping[str, Any]) -> None:
-        """Start to copy slice ``index``, which belongs to the state after ``iteration``. Store ``header`` with it."""
+    def begin_slice(
+        self,
+        buffer: int,
+        index: int,
+        *,
+        iteration: int,
+        header: Mapping[str, Any],
+        captured_at: tuple[int, ...] | None = None,
+    ) -> None:
+        """Start to copy slice ``index``, which belongs to the state after ``iteration``. Store ``header`` with it.
+
+        With ``captured_at``, the iteration of each piece, only pieces of ``iteration`` are copied. The snapshot server
+        copies the other pieces from an earlier window.
+        """
         assert self._under_way is None, "a slice is still being copied"
         began = time.perf_counter()
-        self._copier.start(self._batches[buffer][index])
-        self._under_way = buffer, index, replace(self._slices[index], iteration=iteration, header=header)
+        part = replace(self._slices[index], iteration=iteration, header=header, captured_at=captured_at)
+        batch = self._batches[buffer][index]
+        if captured_at is not None:
+            batch = batch.take([row for row in range(len(part.pieces)) if part.is_captured(row)])
+        self._copier.start(batch)
+        self._under_way = buffer, index, part, batch.num_bytes
         self.figures.stalled_seconds += time.perf_counter() - began
 
     def settle(self) -> None:
@@ -316,12 +345,12 @@ class WindowCapture:
         if self._under_way is None:
             return
         began = time.perf_counter()
-        (buffer, index, part), self._under_way = self._under_way, None
+        (buffer, index, part, num_bytes), self._under_way = self._under_way, None
         # Before the report: the server hashes the bytes as soon as it knows of them.
         self._copier.wait()
         self._client.captured(buffer, index, part)
         self.figures.num_slices += 1
-        self.figures.num_bytes += self._batches[buffer][index].num_bytes
+        self.figures.num_bytes += num_bytes
         self.figures.busy_seconds += self._copier.busy_seconds
         self.figures.stalled_seconds += time.perf_counter() - began
 

@@ -191,7 +191,11 @@ class _PeerSession(threading.Thread):
                 self._wire.send({"op": "go"})
             start = copy.offset(window) + part.offset
             payload = copy.segment.view[start : start + part.num_bytes]
-            hashes = _receive_hashed(part, payload, self._wire.receive_into)
+            # Without ``carries``, the sender sends the whole slice, also pieces that were not captured with it.
+            if message.get("carries") is True:
+                hashes = self._receive_captured(copy, window, part, payload)
+            else:
+                hashes = _receive_hashed(part, payload, self._wire.receive_into)
             # Both ends compute the hashes, so a difference shows that memory or network has changed the bytes.
             if fields.items(self._wire.receive(), "hashes") != list(hashes):
                 raise Refused(f"slice={index} of window {window.start_iteration}: was damaged in transfer", "hash")
@@ -204,6 +208,19 @@ class _PeerSession(threading.Thread):
             with self._store.lock:
                 copy.receiving.discard(window.buffer)
         self._wire.send({"op": "ack"})
+
+    def _receive_captured(self, copy: Copy, window: HeldWindow, part: Slice, payload: memoryview) -> tuple[str, ...]:
+        # Receives the pieces that were captured with the slice, and copies the others from windows in this memory.
+        for view in part.captured(payload):
+            self._wire.receive_into(view)
+        try:
+            with self._store.lock:
+                carried = copy.carried(window, part)
+            for piece in carried:
+                piece.copy(part, payload)
+        except ControlError as error:
+            raise Refused(str(error), "carry") from error
+        return part.hash_pieces(payload, {piece.index: piece.digest for piece in carried})
 
     def _copy_of(self, rank: int, window_bytes: int, *, may_take: bool) -> Copy:
         # To allocate much memory takes longer than the time for which the sender waits without a message.

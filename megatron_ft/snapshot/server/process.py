@@ -24,9 +24,10 @@ from typing import Any
 from megatron_ft.errors import ConfigError, ControlError, MegatronFtError
 from megatron_ft.framing import read_line
 from megatron_ft.reading import means_every_interface
+from megatron_ft.snapshot.server.lifeline import MIN_TOKEN_LENGTH, Lifeline, Outlive
 from megatron_ft.snapshot.server.peer_session import PeerSessions
 from megatron_ft.snapshot.server.rank_session import RankSession
-from megatron_ft.snapshot.server.store import MIN_TOKEN_LENGTH, Lifeline, Memory, Outlive, Store
+from megatron_ft.snapshot.server.store import Memory, Store
 from megatron_ft.snapshot.server.wire import MAX_BYTES, MAX_RANK, integer, mapping, text
 from megatron_ft.snapshot.server.workers import Hasher, Persister, Sender
 

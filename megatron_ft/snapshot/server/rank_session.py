@@ -15,6 +15,7 @@ from megatron_ft.planning.snapshot.memory import NUM_BUFFERS
 from megatron_ft.planning.snapshot.plan import align
 from megatron_ft.snapshot.server import wire as fields
 from megatron_ft.snapshot.server.client import FLUSH_SECONDS
+from megatron_ft.snapshot.server.lifeline import Unusable, read_adoption
 from megatron_ft.snapshot.server.store import (
     PAGE_BYTES,
     Memory,
@@ -22,8 +23,6 @@ from megatron_ft.snapshot.server.store import (
     Segment,
     Settings,
     Store,
-    Unusable,
-    read_adoption,
 )
 from megatron_ft.snapshot.server.windows import HeldWindow, OwnWindows
 from megatron_ft.snapshot.server.wire import Refused, abort, connect, is_token

@@ -3,32 +3,26 @@ the generation.
 
 One lock protects this state. Threads hold the lock only for bookkeeping; they hash, send, receive and write bytes
 without it. After a change for which a thread may wait, call ``changed``.
-
-``Lifeline`` decides when the server ends: with its agent, or a stated time later so that the next job can take it over.
-The agent's end is seen by a connection that it holds: the server's standard input, or the connection of the agent that
-has taken the server over. A message ``end`` on it ends the server at once.
 """
 
 import mmap
 import os
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_ft.errors import ControlError
-from megatron_ft.framing import Message
 from megatron_ft.planning.recovery.sources import StoredWindow, Where
 from megatron_ft.planning.snapshot.memory import NUM_BUFFERS
 from megatron_ft.planning.snapshot.plan import WindowKey
-from megatron_ft.snapshot.server import wire as fields
-from megatron_ft.snapshot.server.windows import NUM_COPY_BUFFERS, CopyWindows, HeldWindow, OwnWindows
+from megatron_ft.snapshot.server.lifeline import Lifeline
+from megatron_ft.snapshot.server.windows import NUM_COPY_BUFFERS, CarriedPiece, CopyWindows, HeldWindow, OwnWindows
 from megatron_ft.snapshot.server.wire import Refused
 from megatron_ft.snapshot.window import Origin, Slice
 
@@ -39,119 +33,6 @@ from megatron_ft.snapshot.window import Origin, Slice
 _USABLE_SHARE = 0.9
 _CHUNK_BYTES = 1 << 28
 """Number of bytes that one call allocates. Between calls, the number of bytes still to be allocated is updated."""
-MIN_TOKEN_LENGTH = 32
-MAX_SECONDS = 7 * 24 * 3600
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outlive:
-    """Description of the job that may take the server over, and the time for which the server waits for it."""
-
-    seconds: int
-    run_id: str
-    fingerprint: str
-    """Hash of the layout and of the settings without which windows cannot be used."""
-    interface: str
-    record_path: str
-    """File in which agents find the server; the server removes it."""
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Outlive":
-        """Read and check the settings. Raises ControlError for a missing or invalid value."""
-        names = ("run_id", "fingerprint", "interface", "record_path")
-        return cls(seconds=_seconds(content), **{name: fields.text(content, name) for name in names})
-
-
-def _seconds(content: Mapping[str, Any]) -> int:
-    return fields.integer(content, "seconds", least=1, most=MAX_SECONDS)
-
-
-class Unusable(Refused):
-    """The job that wants to take the server over cannot use its windows, so the server has to end."""
-
-
-class Lifeline:
-    """The connection whose end is the end of the agent, and the time left after it. Safe in several threads."""
-
-    def __init__(
-        self, outlive: Outlive | None, report: Callable[[str], None], *, wake: Callable[[], None] = lambda: None
-    ) -> None:
-        """Begin with the standard input of the process as the connection.
-
-        Args:
-            outlive: None to end with the agent.
-            report: writes a line to the server's log.
-            wake: called when ``seconds_left`` has to be read again.
-        """
-        self.outlive = outlive
-        self._report, self._wake = report, wake
-        self._lock = threading.Lock()
-        self._holder: object = self
-        self._deadline: float | None = None
-        self._is_over = False
-
-    @property
-    def initial_holder(self) -> object:
-        """The holder of the connection until another agent takes the server over."""
-        return self
-
-    def seconds_left(self) -> float | None:
-        """Return the time after which the server ends; None while it has an agent."""
-        with self._lock:
-            if self._is_over:
-                return 0.0
-            return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-
-    def take(self, holder: object, message: Message) -> None:
-        """Let another agent take the server over. Its connection is ``holder`` from now on, and the server outlives it
-        by the ``seconds`` of the message.
-
-        Raises:
-            Unusable: the server is of another run, or its job had another layout or other settings.
-            Refused: the server ends with its agent.
-            ControlError: a value is missing or invalid.
-        """
-        outlive = self.outlive
-        if outlive is None:
-            raise Refused("this server ends with its agent, so no other agent can take it over")
-        for name in ("run_id", "fingerprint", "interface"):
-            if (given := fields.text(message, name)) != getattr(outlive, name):
-                raise Unusable(
-                    f"{name}={given}: must be {getattr(outlive, name)}, with which the windows were captured"
-                )
-        seconds = _seconds(message)
-        with self._lock:
-            self.outlive = replace(outlive, seconds=seconds)
-            self._holder, self._deadline = holder, None
-        self._report("the agent of the next job has taken this server over")
-
-    def release(self, holder: object, *, has_windows: bool) -> None:
-        """Record that a connection has ended. If it was the agent's, the time begins, or the server ends if it has no
-        windows."""
-        with self._lock:
-            if holder is not self._holder or self._deadline is not None:
-                return
-            if self.outlive is not None and has_windows and not self._is_over:
-                self._deadline = time.monotonic() + self.outlive.seconds
-                self._report(f"the agent has ended; this server stays for up to {self.outlive.seconds} s")
-            else:
-                self._is_over = True
-        self._wake()
-
-    def end(self, reason: str) -> None:
-        """End the server."""
-        with self._lock:
-            self._is_over = True
-        self._report(f"this server ends: {reason}")
-        self._wake()
-
-
-def read_adoption(message: Message) -> str:
-    """Return the token of the job that takes a server over, from the message of its agent. Raises ControlError."""
-    token = fields.text(message, "new_token")
-    if len(token) < MIN_TOKEN_LENGTH:
-        raise ControlError(f"new_token: must have at least {MIN_TOKEN_LENGTH} characters")
-    return token
 
 
 class Segment:
@@ -252,6 +133,37 @@ MAX_PROBLEMS = 1000
 """Largest number of problems kept for a rank until it requests them. The oldest are dropped but still counted."""
 
 
+@dataclass(frozen=True, slots=True)
+class CarriedBytes:
+    """Bytes of a piece that a slice takes from an earlier window."""
+
+    index: int
+    source: memoryview | None
+    """The bytes; None if they are already in the buffer of the slice."""
+    digest: str
+
+    @classmethod
+    def of(cls, part: Slice, piece: CarriedPiece, view: memoryview, start_of: Callable[[int], int]) -> "CarriedBytes":
+        """Find the bytes of ``piece`` in ``view``, the memory of all buffers. ``start_of`` returns a buffer's first
+        byte."""
+        source = None
+        if piece.source is not None:
+            first, place = start_of(piece.source) + part.offset, part.pieces[piece.index]
+            source = view[first + place.offset : first + place.end]
+        return cls(piece.index, source, piece.digest)
+
+    def copy(self, part: Slice, payload: memoryview) -> None:
+        """Copy the bytes to their place in ``payload``, the memory of ``part``. Raises ControlError if they have
+        changed."""
+        if self.source is None:
+            return
+        piece = part.pieces[self.index]
+        payload[piece.offset : piece.end] = self.source
+        # The buffer of the source may have been given to another window meanwhile.
+        if part.hash_piece(self.index, payload) != self.digest:
+            raise ControlError(f"{piece.component!r} of {piece.parameter!r} has changed while it was copied")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Settings of a rank and its job, from the first message of the rank."""
@@ -293,8 +205,17 @@ class OwnRank:
 
     def offset(self, window: HeldWindow) -> int:
         """Return the position of a window's first byte in the rank's memory file."""
+        return self._start(window.buffer)
+
+    def carried(self, window: HeldWindow, part: Slice) -> list["CarriedBytes"]:
+        """Return the pieces of ``part`` that were not captured with it. Raises ControlError if one is in no window."""
+        assert self.windows is not None and self.segment is not None, "the window has no memory"
+        view = self.segment.view
+        return [CarriedBytes.of(part, piece, view, self._start) for piece in self.windows.carried(window, part)]
+
+    def _start(self, buffer: int) -> int:
         assert self.windows is not None, "the window has no memory"
-        return PAGE_BYTES + window.buffer * self.windows.window_bytes
+        return PAGE_BYTES + buffer * self.windows.window_bytes
 
     def note_problem(self, what: str, error: object, start_iteration: int) -> None:
         self.num_problems += 1
@@ -342,7 +263,15 @@ class Copy:
 
     def offset(self, window: HeldWindow) -> int:
         """Return the position of a window's first byte in the memory file."""
-        return window.buffer * self.windows.window_bytes
+        return self._start(window.buffer)
+
+    def carried(self, window: HeldWindow, part: Slice) -> list[CarriedBytes]:
+        """Return the pieces of ``part`` that the sender does not send. Raises ControlError if one is in no window."""
+        pieces = self.windows.carried(window, part)
+        return [CarriedBytes.of(part, piece, self.segment.view, self._start) for piece in pieces]
+
+    def _start(self, buffer: int) -> int:
+        return buffer * self.windows.window_bytes
 
 
 class Store:

@@ -30,6 +30,9 @@ class HeldWindow(Window):
     given_up: bool = False
     """Whether some peer will never have a complete copy."""
     committed: bool = False
+    before: "HeldWindow | None" = None
+    """The complete window that was in the buffer before this one. What this window has not overwritten is still
+    there."""
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
@@ -55,11 +58,65 @@ def _is_superseded(old: WindowKey, was_committed: bool, by: WindowKey) -> bool:
     return old != by and (was_committed or is_older)
 
 
+@dataclass(frozen=True, slots=True)
+class CarriedPiece:
+    """Piece of a slice that was not captured with the slice, because an earlier window has it."""
+
+    index: int
+    source: int | None
+    """Buffer with the bytes, at the same offset; None if they are still in the buffer of the slice."""
+    digest: str
+
+
+def _carried(part: Slice, window: HeldWindow, sources: Iterable[HeldWindow]) -> list[CarriedPiece]:
+    """Find the pieces of ``part``, in the buffer of ``window``, that were not captured with it.
+
+    Raises:
+        ControlError: neither the buffer nor ``sources`` have a piece.
+    """
+    places = [] if window.before is None else [(None, window.before)]
+    places += [(source.buffer, source) for source in sources if source is not window]  # type: ignore[misc]
+    known = [
+        (buffer, source.slices[0], source.slices[0].hashes)
+        for buffer, source in places
+        if source.complete and source.num_slices == 1 and source.generation == window.generation
+    ]
+    found = []
+    for index, piece in enumerate(part.pieces):
+        if part.is_captured(index):
+            continue
+        hit = next(((buffer, hashes) for buffer, other, hashes in known if part.has_same(index, other)), None)
+        if hit is None or hit[1] is None:
+            raise ControlError(
+                f"window {window.start_iteration}: no window in memory has {piece.component!r} of {piece.parameter!r} "
+                f"of iteration {(part.captured_at or ())[index]}"
+            )
+        found.append(CarriedPiece(index, hit[0], hit[1][index]))
+    return found
+
+
+class _Fillings:
+    """The window that was written last to each buffer, also if it was dropped since then."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, HeldWindow] = {}
+
+    def begin(self, window: HeldWindow) -> None:
+        """Record that ``window`` is written to its buffer from now on."""
+        last = self._last.get(window.buffer)
+        # Without its own ``before``: a chain of them would keep all windows of the run.
+        if last is not None:
+            last.before = None
+        window.before = last if last is not None and last.complete else None
+        self._last[window.buffer] = window
+
+
 class OwnWindows:
     """Windows of one rank of this node."""
 
     def __init__(self, window_bytes: int) -> None:
         self.window_bytes = window_bytes
+        self._fillings = _Fillings()
         self.pinned: set[int] = set()
         """Buffers that are being written to storage and must not change."""
         self.confirmed: HeldWindow | None = None
@@ -103,6 +160,11 @@ class OwnWindows:
             if other is held or is_same or not other.captured:
                 self._order.remove(other)
         self._order.append(window)
+        self._fillings.begin(window)
+
+    def carried(self, window: HeldWindow, part: Slice) -> list[CarriedPiece]:
+        """Return the pieces of ``part`` that were not captured with it. Raises ControlError if one is in no window."""
+        return _carried(part, window, reversed(self._order))
 
     def capture(self, buffer: int, index: int, part: Slice) -> None:
         """Add a slice to the window in a buffer.
@@ -118,9 +180,10 @@ class OwnWindows:
         window.slices.append(part)
 
     def next_unhashed(self) -> tuple[HeldWindow, Slice] | None:
-        """Return the oldest slice without hashes, and its window, or None if all slices have hashes."""
-        waiting = ((window, part) for window in self._order for part in window.slices if part.hashes is None)
-        return next(waiting, None)
+        """Return the oldest slice without hashes, and its window, or None if all slices have hashes. Windows that were
+        given up are skipped."""
+        windows = (window for window in self._order if not window.given_up)
+        return next(((window, part) for window in windows for part in window.slices if part.hashes is None), None)
 
     def replicated(self, peers: Sequence[int], generation: int) -> dict[int, int]:
         """Return the windows of ``generation`` that this node and all ``peers`` have, as {buffer: start iteration}."""
@@ -137,7 +200,7 @@ class OwnWindows:
     def waiting_bytes(self, peers: Sequence[int], generation: int) -> int:
         """Return the number of bytes of ``generation`` that peers have not received yet, summed over peers."""
         return sum(
-            part.num_bytes
+            part.captured_bytes
             for window in self._of_generation(generation)
             for node in peers
             for part in window.slices[window.acknowledged.get(node, 0) :]
@@ -209,6 +272,7 @@ class CopyWindows:
     def __init__(self, window_bytes: int) -> None:
         self.window_bytes = window_bytes
         self.buffers: list[HeldWindow | None] = [None] * NUM_COPY_BUFFERS
+        self._fillings = _Fillings()
 
     def __iter__(self) -> Iterator[HeldWindow]:
         return iter([window for window in self.buffers if window is not None])
@@ -232,7 +296,12 @@ class CopyWindows:
         # Check the slice first: an invalid one must not drop the window that is in the buffer now.
         incoming.check_next(index, part, self.window_bytes)
         self.buffers[incoming.buffer] = incoming
+        self._fillings.begin(incoming)
         return incoming
+
+    def carried(self, window: HeldWindow, part: Slice) -> list[CarriedPiece]:
+        """Return the pieces of ``part`` that the sender does not send. Raises ControlError if one is in no window."""
+        return _carried(part, window, self)
 
     def commit(self, key: WindowKey) -> None:
         """Mark a window as committed, and drop the windows that it supersedes.
@@ -334,6 +403,18 @@ class PeerBuffers:
             if not held.committed and (held.key not in live or held.generation < generation):
                 return number
         return None
+
+    def has_carried(self, own: OwnWindows, window: HeldWindow, part: Slice) -> bool:
+        """Return whether one window that this node and the peer have contains all pieces of ``part`` that were not
+        captured with it. Then the peer can copy these pieces."""
+        carried = [index for index in range(len(part.pieces)) if not part.is_captured(index)]
+        for other in own:
+            held = self.find(other.key)
+            is_there = held is not None and held.complete and other.complete and other is not window
+            is_like = other.generation == window.generation and other.num_slices == 1
+            if is_there and is_like and all(part.has_same(index, other.slices[0]) for index in carried):
+                return True
+        return False
 
     def note_sent(self, action: SendSlice | SendCommit) -> None:
         """Record a sent slice or commit as if the peer had it. If the peer refuses, the connection ends, and

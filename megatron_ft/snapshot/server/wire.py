@@ -92,7 +92,7 @@ acknowledgements between calls."""
 
 
 class Refused(ControlError):
-    """The other side refused a request; ``kind`` is ``stale``, ``hash`` or ``refused``."""
+    """The other side refused a request; ``kind`` is ``stale``, ``hash``, ``carry`` or ``refused``."""
 
     def __init__(self, reason: str, kind: str = "refused") -> None:
         super().__init__(reason)

@@ -5,7 +5,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from megatron_ft.errors import CheckpointError, ControlError
 from megatron_ft.snapshot.server.peer_session import announce
@@ -34,6 +34,8 @@ class _Work:
 
     own: OwnRank
     action: SendSlice | SendCommit
+    sent_bytes: int = 0
+    """Bytes of the slice that were sent; the peer copies the other bytes from an earlier window."""
 
     @property
     def iteration(self) -> int:
@@ -65,6 +67,8 @@ class Sender(threading.Thread):
         self._given_up: weakref.WeakSet[HeldWindow] = weakref.WeakSet()
         """Windows that are no longer sent to this peer, because their slices arrived damaged too often."""
         self._reported: weakref.WeakSet[HeldWindow] = weakref.WeakSet()
+        self._sent_whole: weakref.WeakSet[HeldWindow] = weakref.WeakSet()
+        """Windows that are sent whole, because the peer could not copy pieces from an earlier window."""
 
     def stop(self) -> None:
         """Stop the thread. The store's lock must be held."""
@@ -154,26 +158,43 @@ class Sender(threading.Thread):
             # refuses them, because the hashes that follow belong to other bytes or are missing.
             payload = own.view(window, part)
             window_bytes = own.windows.window_bytes
+            is_whole = part.captured_at is None
+            carries = (
+                not is_whole
+                and window not in self._sent_whole
+                and self._buffers[window.rank].has_carried(own.windows, window, part)
+            )
+        # Pieces that were not captured with the slice are copied into it before it is hashed.
+        if not is_whole and not carries and not self._hashes(work, part):
+            return
         rank = window.rank
         # The peer may need minutes to allocate memory; until then the bytes would fill the socket and count as a stall.
         waits = self._accepted_bytes.get(rank) != window_bytes
-        wire.send({**announce(window, action.index, action.buffer, window_bytes), "waits": waits}, goes_on=not waits)
+        about = announce(window, action.index, action.buffer, window_bytes)
+        wire.send({**about, "waits": waits, "carries": carries}, goes_on=not waits)
         if waits:
             # Answers arrive in order: those of earlier slices come before ``go``.
             while self._unanswered:
                 self._take_answer()
             wire.answer()
             self._accepted_bytes[rank] = window_bytes
-        wire.send_bytes(payload, goes_on=True)
+        for view in part.captured(payload) if carries else [payload]:
+            wire.send_bytes(view, goes_on=True)
         wire.send({"op": "hashes", "hashes": self._hashes(work, part)})
-        self._sent(work)
+        self._sent(replace(work, sent_bytes=part.captured_bytes if carries else part.num_bytes))
 
     def _hashes(self, work: _Work, part: Slice) -> Sequence[str]:
         # Without hashes, because the window was dropped meanwhile, the peer refuses the bytes.
         own, window = work.own, work.action.window
         with self._store.lock:
             self._store.lock.wait_for(
-                lambda: self._stopped or part.hashes is not None or own.windows is None or window not in own.windows
+                lambda: (
+                    self._stopped
+                    or part.hashes is not None
+                    or own.windows is None
+                    or window not in own.windows
+                    or window.given_up
+                )
             )
             return part.hashes or ()
 
@@ -193,7 +214,7 @@ class Sender(threading.Thread):
         own, window, index = work.own, work.action.window, work.action.index
         with self._store.lock:
             self._num_damaged = 0
-            own.replicated_bytes += window.slices[index].num_bytes
+            own.replicated_bytes += work.sent_bytes
             if own.windows is not None and window in own.windows:
                 window.acknowledged[self._node] = index + 1
             own.publish()
@@ -211,6 +232,10 @@ class Sender(threading.Thread):
         with self._store.lock:
             if kind == "hash":
                 self._damaged(work, error)
+                return
+            if kind == "carry":
+                self._sent_whole.add(work.action.window)
+                self._note(work, error)
                 return
             # The peer knows a newer generation, so nothing is sent before a rank of this node belongs to it.
             if kind == "stale":
@@ -290,13 +315,30 @@ class Hasher(threading.Thread):
             own, window, part = found
             # The view keeps the memory if the rank gets another arena while the bytes are hashed.
             payload = own.view(window, part)
-        hashes = part.hash_pieces(payload)
+            try:
+                carried = own.carried(window, part)
+            except ControlError as error:
+                return self._give_up(own, window, error)
+        try:
+            for piece in carried:
+                piece.copy(part, payload)
+        except ControlError as error:
+            with self._store.lock:
+                return self._give_up(own, window, error)
+        hashes = part.hash_pieces(payload, {piece.index: piece.digest for piece in carried})
         with self._store.lock:
             # If the buffer was given to another window meanwhile, this slice belongs to none, and no hash is used.
             part.hashes = hashes
-            own.hashed_bytes += part.num_bytes
+            own.hashed_bytes += part.captured_bytes
             own.publish()
             self._store.changed()
+        return None
+
+    def _give_up(self, own: OwnRank, window: HeldWindow, error: ControlError) -> None:
+        # All ranks drop the window at their next vote, and the next window captures everything it needs.
+        own.note_problem("carry", error, window.start_iteration)
+        own.give_up(window)
+        self._store.changed()
 
     def _next(self) -> tuple[OwnRank, HeldWindow, Slice] | None:
         for own in self._store.ranks.values():

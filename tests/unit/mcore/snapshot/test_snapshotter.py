@@ -48,7 +48,11 @@ class Run:
             result = self.engine.run_iteration(self.engine.iteration + 1)
             self.snapshots.after_iteration(self.engine.iteration, result.vote, 0.1)
             self.snapshots.settle()
-            wait_until(lambda: self.held[-1] in self.client.buffer_states().replicated.values(), "it is hashed")
+            self.wait_hashed()
+
+    def wait_hashed(self) -> None:
+        """Wait until the newest window is hashed."""
+        wait_until(lambda: self.held[-1] in self.client.buffer_states().replicated.values(), "it is hashed")
 
     @property
     def held(self) -> list[int]:

@@ -1,0 +1,75 @@
+"""Counts the tokens whose updates of experts were lost, because a window left these experts out.
+
+A recovery from such a window sets an expert back to an earlier iteration than the rest of the model. The updates that
+the expert had received since then are lost; they came from the tokens that the router had assigned to the expert.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Rows = tuple[tuple[int, ...], ...]
+"""Numbers of tokens as [MoE layer][expert]. Layers without routed experts have no row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLedger:
+    """Tokens that each expert has processed and lost since iteration 0. It is part of the train state, so a recovery
+    continues with the ledger of the iteration from which it continues."""
+
+    processed: Rows
+    """Tokens of committed iterations."""
+    lost: Rows
+    """Tokens whose updates were lost in recoveries, summed over recoveries."""
+
+    @classmethod
+    def empty(cls, loads: Sequence[Sequence[int]]) -> "TokenLedger":
+        """Create a ledger of zeros in the shape of ``loads``."""
+        zeros = tuple((0,) * len(row) for row in loads)
+        return cls(processed=zeros, lost=zeros)
+
+    def after(self, loads: Sequence[Sequence[int]]) -> "TokenLedger":
+        """Return the ledger after a committed iteration with ``loads``, the tokens of [MoE layer][expert]."""
+        return TokenLedger(processed=_sum(self.processed, loads), lost=self.lost)
+
+    def after_loss(self, lost: Sequence[Sequence[int]]) -> "TokenLedger":
+        """Return the ledger after a recovery that lost ``lost``, the tokens of [MoE layer][expert]."""
+        return TokenLedger(processed=self.processed, lost=_sum(self.lost, lost))
+
+    def lost_share(self, planned_tokens: int) -> float:
+        """Return the proportion of lost tokens (PLT; MoC-System, equation 7): the mean over MoE layers of lost tokens
+        per planned token.
+
+        Args:
+            planned_tokens: tokens that the router assigns in one layer in the whole training, counting a token once for
+                each expert to which it is assigned. With the tokens processed so far, any early failure would exceed
+                any bound.
+        """
+        return mean_share(self.lost, planned_tokens)
+
+    def momentary(self, lost: Sequence[Sequence[int]]) -> float:
+        """Return the momentary lost tokens (MLT) of one recovery as MoEtion's equation 6 prints them: the *sum* over
+        layers of lost tokens per processed token, which can exceed 1. Bounds apply to a mean over layers, as in
+        ``lost_share``.
+
+        Args:
+            lost: tokens of [MoE layer][expert] whose updates the recovery lost.
+        """
+        pairs = [(sum(mine), sum(all_tokens)) for mine, all_tokens in zip(lost, self.processed, strict=True)]
+        return sum(mine / all_tokens for mine, all_tokens in pairs if all_tokens)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "TokenLedger":
+        """Read the result of ``dataclasses.asdict`` after a conversion to JSON."""
+        return cls(**{name: tuple(tuple(row) for row in content[name]) for name in ("processed", "lost")})
+
+
+def mean_share(tokens: Sequence[Sequence[int]], per_layer: int) -> float:
+    """Return the mean over MoE layers of the layer's ``tokens`` divided by ``per_layer``; 0 without MoE layers."""
+    if not tokens or per_layer <= 0:
+        return 0.0
+    return sum(sum(row) for row in tokens) / (len(tokens) * per_layer)
+
+
+def _sum(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> Rows:
+    return tuple(tuple(a + b for a, b in zip(*rows, strict=True)) for rows in zip(one, other, strict=True))

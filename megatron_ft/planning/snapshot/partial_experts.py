@@ -1,0 +1,439 @@
+"""Policies whose windows capture only some experts; the others keep the state of an earlier window.
+
+A recovery from such a window loses updates of experts, in return for smaller captures and transfers. A window has one
+slice. It contains the whole state: parts of experts that it leaves out are copied from an earlier window in host
+memory.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.serialize import build_policy
+from megatron_ft.errors import ConfigError
+from megatron_ft.operator_state import Component, operator_of
+from megatron_ft.operators import moe_layers
+from megatron_ft.planning.snapshot.demand import Demand, Matrix
+from megatron_ft.planning.snapshot.expert_choice import (
+    Counts,
+    ExpertChoice,
+    Mask,
+    RoundRobin,
+    Sequential,
+    TokenRisk,
+    worst_next_loss,
+)
+from megatron_ft.planning.snapshot.lost_tokens import Rows, TokenLedger, mean_share
+from megatron_ft.planning.snapshot.plan import PartialPlan, Piece, Unit, WindowPlan
+from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy, make_plan
+
+_COMPONENTS = {"masters": ("master",), "moments": ("exp_avg", "exp_avg_sq")}
+"""Components of each part of the state that a policy can leave out. Compute weights are not among them: a window
+contains master weights and no compute weights, which follow from them. Step counts are always captured, because they
+must be equal for all parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertBytes:
+    """Bytes that a window captures, on each rank."""
+
+    layers: tuple[int, ...]
+    """MoE layers, in Megatron's numbering (from 1)."""
+    always: Matrix
+    """Bytes that every window captures, ``[ranks]``."""
+    left_out: Matrix
+    """Bytes that a window captures only if it captures the expert, ``[MoE layers, experts, ranks]``."""
+
+    @classmethod
+    def of(cls, demand: Demand, components: Sequence[str]) -> "ExpertBytes":
+        """Compute the bytes for windows that may leave out ``components`` of experts."""
+        experts = [operator for operator in demand.operators if operator.expert is not None]
+        layers = tuple(sorted({operator.layer for operator in experts}))
+        row_of = {layer: row for row, layer in enumerate(layers)}
+        width = 1 + max((operator.expert or 0 for operator in experts), default=-1)
+        always = np.zeros(demand.num_ranks, dtype=np.int64)
+        left_out = np.zeros((len(layers), width, demand.num_ranks), dtype=np.int64)
+        for rank, shards in enumerate(demand.shards_by_rank):
+            for shard in shards:
+                for component in shard.full:
+                    num_bytes = _bytes(component, shard.num_elements)
+                    if shard.operator.expert is not None and component.name in components:
+                        left_out[row_of[shard.operator.layer], shard.operator.expert, rank] += num_bytes
+                    else:
+                        always[rank] += num_bytes
+        return cls(layers=layers, always=always, left_out=left_out)
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts of a layer."""
+        return int(self.left_out.shape[1])
+
+    @cached_property
+    def num_groups(self) -> int:
+        """Number of equal groups of consecutive experts whose experts are on the same ranks; 1 if there are no such
+        groups."""
+        places = [tuple(np.flatnonzero(of_expert.any(axis=0)).tolist()) for of_expert in self.left_out.swapaxes(0, 1)]
+        number = len(set(places))
+        size = self.num_experts // max(1, number)
+        is_equal = all(places[expert] == places[expert // size * size] for expert in range(number * size) if size)
+        return number if number * size == self.num_experts and is_equal else 1
+
+    def captured(self, chosen: Mask) -> Matrix:
+        """Return the bytes of a window that captures the experts ``chosen``, ``[ranks]``."""
+        found: Matrix = self.always + self.left_out[chosen].sum(axis=0)
+        return found
+
+    def most_captured(self, num_experts: int) -> int:
+        """Return the bytes that a window with ``num_experts`` experts of each layer captures at most on any rank,
+        whatever the choice."""
+        largest = np.sort(self.left_out, axis=1)[:, self.num_experts - num_experts :, :]
+        return int((self.always + largest.sum(axis=(0, 1))).max())
+
+
+def _bytes(component: Component, num_elements: int) -> int:
+    return component.item_bytes * (num_elements if component.per_element else int(num_elements > 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceBasis:
+    """Inputs of the choice of experts for one window, equal on all ranks. Arrays have the MoE layers as rows."""
+
+    number: int
+    """Number of the window, counted from the start of the run."""
+    at_risk: Counts
+    """Tokens that each expert has processed since it was captured, ``[MoE layers, experts]``."""
+    iteration_loads: np.ndarray
+    """Tokens that each expert processes in an iteration on average, ``[MoE layers, experts]``."""
+    lost_share: float
+    """Proportion of lost tokens so far (PLT), of the planned tokens."""
+    planned_tokens: int
+    """Tokens that the router assigns in one layer in the whole training."""
+    budget_bytes: int
+    """Bytes that a rank can capture within one iteration."""
+
+
+@runtime_checkable
+class ExpertPolicy(SnapshotPolicy, Protocol):
+    """Protocol of a snapshot policy whose windows leave out experts. Its plans have ``partial``, unless the model has
+    no experts."""
+
+    leaves_out_experts: ClassVar[bool]
+    """True. Configurations are checked by this value before anything else of the policy is used."""
+
+    def choose(self, plan: WindowPlan, basis: ChoiceBasis, state: ExpertBytes) -> Mask:
+        """Choose the experts of the next window, in the same way on every rank."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialExperts:
+    """Captures K experts of each layer in every window (MoC-System, sections 3 and 5)."""
+
+    num_experts: int | None = None
+    """Experts of each layer that a window captures (K). null takes the largest number that does not stall training."""
+    interval_iterations: int = 1
+    """Iterations from one window to the next."""
+    choice: ExpertChoice = field(default_factory=Sequential)
+    """Choice of the experts."""
+    leave_out: tuple[str, ...] = ("masters", "moments")
+    """Parts of the state of an expert that a window leaves out: ``masters`` (master weights), ``moments``, or both."""
+    max_lost_share: float | None = 0.0375
+    """Bound of the proportion of lost tokens (PLT) in the whole training. A window captures more experts, up to all, if
+    the next failure could exceed it. null keeps the number of experts."""
+    replan_drift: float = 0.2
+    """Relative change of the bytes that an iteration can capture, or of the whole state's bytes, above which a new plan
+    is made."""
+    trigger: ClassVar[None] = None
+    leaves_out_experts: ClassVar[bool] = True
+
+    def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
+        """Plan windows with one slice.
+
+        Raises:
+            ConfigError: a field of the policy or a measurement is out of range.
+        """
+        _check(self.interval_iterations, self.leave_out, self.num_experts, self.replan_drift)
+        bound = self.max_lost_share
+        if bound is not None and not 0 < bound < 1:
+            raise ConfigError.of("snapshot.policy.max_lost_share", bound, "must be null or between 0 and 1")
+        context.validate()
+        state = ExpertBytes.of(demand, _components(self.leave_out))
+        number = self.num_experts
+        if number is None:
+            fitting = (k for k in range(state.num_experts, 1, -1) if self._peak_bytes(state, k) <= context.budget_bytes)
+            number = next(fitting, 1)
+        number = min(number, state.num_experts)
+        peak = self._peak_bytes(state, number) if number else 0
+        return _plan(demand, context, state, self.interval_iterations, number, self.leave_out, peak)
+
+    def choose(self, plan: WindowPlan, basis: ChoiceBasis, state: ExpertBytes) -> Mask:
+        """Choose K experts of each layer, or twice, four times, ... as many if ``max_lost_share`` requires it."""
+        assert plan.partial is not None, "the plan captures all experts"
+        number, bound = plan.partial.num_experts, self.max_lost_share
+        while bound is not None and number < state.num_experts:
+            # Before the bound is exceeded, not after: what the next failure can lose is reserved.
+            losses = [worst_next_loss(row, self.interval_iterations, number) for row in basis.iteration_loads]
+            next_share = sum(losses) / (len(losses) * max(1, basis.planned_tokens))
+            if basis.lost_share + next_share <= bound:
+                break
+            number = min(2 * number, state.num_experts)
+        return self.choice.choose(basis.number, number, basis.at_risk, state.num_groups)
+
+    def _peak_bytes(self, state: ExpertBytes, number: int) -> int:
+        # Turns are known in advance; any other choice may take the experts of one rank.
+        if not isinstance(self.choice, Sequential | RoundRobin):
+            return state.most_captured(number)
+        nothing = np.zeros(state.left_out.shape[:2], dtype=np.int64)
+        groups = state.num_groups
+        turns = (self.choice.choose(turn, number, nothing, groups) for turn in range(state.num_experts))
+        return max(int(state.captured(chosen).max()) for chosen in turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectiveExperts:
+    """Captures the experts with the most tokens at risk in every window, as many as the budgets allow (MoEtion, section
+    4).
+
+    The budgets hold on every rank, also on the one that has the most of these experts: an expert that does not fit is
+    left to a later window, and one with fewer tokens at risk on another rank takes its place.
+    """
+
+    num_experts: int | None = None
+    """Experts of each layer, on average, that a window captures (S). null computes the number from the budgets."""
+    remote_bandwidth_bytes_per_second: float | None = None
+    """Bytes that a rank can send to peers per second. null limits windows only by the bandwidth of captures."""
+    interval_iterations: int = 1
+    """Iterations from one window to the next."""
+    choice: ExpertChoice = field(default_factory=TokenRisk)
+    """Choice of the experts."""
+    leave_out: tuple[str, ...] = ("masters", "moments")
+    """Parts of the state of an expert that a window leaves out: ``masters`` (master weights), ``moments``, or both."""
+    replan_drift: float = 0.2
+    """Relative change of the bytes that an iteration can capture, or of the whole state's bytes, above which a new plan
+    is made."""
+    trigger: ClassVar[None] = None
+    leaves_out_experts: ClassVar[bool] = True
+
+    def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
+        """Plan windows with one slice.
+
+        Raises:
+            ConfigError: a field of the policy or a measurement is out of range.
+        """
+        _check(self.interval_iterations, self.leave_out, self.num_experts, self.replan_drift)
+        remote = self.remote_bandwidth_bytes_per_second
+        if remote is not None and not 0 < remote < float("inf"):
+            key = "snapshot.policy.remote_bandwidth_bytes_per_second"
+            raise ConfigError.of(key, remote, "must be null, or above 0 and finite")
+        context.validate()
+        state = ExpertBytes.of(demand, _components(self.leave_out))
+        number = self.num_experts
+        if number is None:
+            budget = self._budget_bytes(context.budget_bytes, context.iteration_seconds)
+            # Bytes outside experts are subtracted first, on the busiest rank. Experts are counted at their mean size.
+            of_expert = state.left_out.sum(axis=(0, 1)) / max(1, state.num_experts)
+            room = budget - state.always
+            number = max(1, int(min((room[of_expert > 0] / of_expert[of_expert > 0]).tolist(), default=1)))
+        number = min(number, state.num_experts)
+        peak = state.most_captured(number) if number else 0
+        return _plan(demand, context, state, self.interval_iterations, number, self.leave_out, peak)
+
+    def choose(self, plan: WindowPlan, basis: ChoiceBasis, state: ExpertBytes) -> Mask:
+        """Choose S experts of each layer on average, within the bytes that every rank can capture."""
+        assert plan.partial is not None, "the plan captures all experts"
+        wanted = self.choice.choose(basis.number, plan.partial.num_experts, basis.at_risk, state.num_groups)
+        if self.num_experts is not None:
+            return wanted
+        return _within(state, wanted, basis.at_risk, basis.budget_bytes)
+
+    def _budget_bytes(self, local_bytes: int, iteration_seconds: float) -> int:
+        remote = self.remote_bandwidth_bytes_per_second
+        if remote is None:
+            return local_bytes
+        # A transfer may take until the next window, a capture only until the next update.
+        return min(local_bytes, int(remote * iteration_seconds * self.interval_iterations))
+
+
+class PartialWindows:
+    """Chooses the experts of each window, and records from which iteration each window has each expert.
+
+    All ranks make the same calls with the same values, so they have the same records.
+
+    Args:
+        planned_tokens: tokens that the router assigns in one layer in the whole training.
+    """
+
+    def __init__(self, policy: ExpertPolicy, plan: WindowPlan, demand: Demand, planned_tokens: int) -> None:
+        assert plan.partial is not None and plan.basis is not None, "the plan captures all experts"
+        self._policy = policy
+        self._plan = plan
+        self._components = frozenset(plan.partial.components)
+        self._budget_bytes = plan.basis.budget_bytes
+        self._state = ExpertBytes.of(demand, plan.partial.components)
+        self._row_of = {layer: row for row, layer in enumerate(self._state.layers)}
+        self._planned_tokens = planned_tokens
+        self._captured_at: dict[int, Counts] = {}
+        """Iteration from which each window has each expert, by the window's start iteration, ``[MoE layers,
+        experts]``."""
+        self._processed: dict[int, Counts] = {}
+        """Tokens that experts had processed after each iteration in ``_captured_at``."""
+
+    def begin(self, start: int, held: Collection[int], ledger: TokenLedger, loads: Sequence[Rows]) -> None:
+        """Choose the experts of a window. Without a window in ``held`` that has the other experts, choose all.
+
+        Args:
+            held: start iterations of the windows in memory.
+            loads: tokens of [layer of the model][expert] of recent iterations.
+        """
+        earlier = max((iteration for iteration in self._captured_at if iteration in held), default=None)
+        now = np.array(ledger.processed, dtype=np.int64)
+        if earlier is None:
+            captured_at = np.full(now.shape, start, dtype=np.int64)
+        else:
+            before = self._captured_at[earlier]
+            basis = ChoiceBasis(
+                number=start // self._plan.interval_iterations,
+                at_risk=now - self._processed_at(before),
+                iteration_loads=np.mean([self._of_layers(rows) for rows in loads] or [now * 0], axis=0),
+                lost_share=ledger.lost_share(self._planned_tokens),
+                planned_tokens=self._planned_tokens,
+                budget_bytes=self._budget_bytes,
+            )
+            captured_at = np.where(self._policy.choose(self._plan, basis, self._state), start, before)
+        known = {**self._captured_at, start: captured_at}
+        self._captured_at = {
+            iteration: at for iteration, at in known.items() if iteration in held or iteration == start
+        }
+        self._processed[start] = now
+        needed = {iteration for at in self._captured_at.values() for iteration in np.unique(at).tolist()}
+        self._processed = {iteration: rows for iteration, rows in self._processed.items() if iteration in needed}
+
+    def begin_whole(self, start: int, ledger: TokenLedger) -> None:
+        """Record a window that captures all experts."""
+        self._captured_at = {}
+        self.begin(start, (), ledger, ())
+
+    def captured_at(self, start: int, pieces: Sequence[Piece], num_layers: int) -> tuple[int, ...] | None:
+        """Return the iteration from which window ``start`` has each piece; None if all are from its own iteration."""
+        captured_at = self._captured_at[start]
+        if (captured_at == start).all():
+            return None
+        found = []
+        for piece in pieces:
+            operator = operator_of(piece.parameter, num_layers)
+            is_partial = operator.expert is not None and piece.component in self._components
+            row = (self._row_of[operator.layer], operator.expert) if is_partial else None
+            found.append(start if row is None else int(captured_at[row]))
+        return tuple(found)
+
+    def at_risk(self, start: int) -> Rows | None:
+        """Return the tokens that a recovery from window ``start`` would lose, as [MoE layer][expert]. Return None for a
+        window that is not known."""
+        if start not in self._captured_at:
+            return None
+        captured_at = self._captured_at[start]
+        lost = self._processed_at(np.full_like(captured_at, start)) - self._processed_at(captured_at)
+        return tuple(tuple(row) for row in lost.tolist())
+
+    def shares(self, start: int, ledger: TokenLedger) -> tuple[float, float]:
+        """Return the shares of the planned tokens that a recovery from window ``start`` would lose, and that were lost
+        in earlier recoveries."""
+        return (
+            mean_share(self.at_risk(start) or (), self._planned_tokens),
+            ledger.lost_share(self._planned_tokens),
+        )
+
+    def _of_layers(self, rows: Rows) -> Counts:
+        return np.array([rows[layer - 1] for layer in self._state.layers], dtype=np.int64)
+
+    def _processed_at(self, captured_at: Counts) -> Counts:
+        found = np.zeros_like(captured_at)
+        for iteration in np.unique(captured_at).tolist():
+            found = np.where(captured_at == iteration, self._processed[iteration], found)
+        return found
+
+
+def expert_policy(config: JobConfig) -> ExpertPolicy | None:
+    """Return the snapshot policy of a job if its windows leave out experts; None otherwise.
+
+    Raises:
+        ConfigError: ``snapshot.policy`` cannot be built.
+    """
+    if config.snapshot.policy is None or config.model.num_moe_experts is None:
+        return None
+    policy = build_policy("snapshot.policy", config.snapshot.policy)
+    return policy if isinstance(policy, ExpertPolicy) else None
+
+
+def counted_layers(config: JobConfig) -> tuple[int, ...]:
+    """Return the layers whose tokens a job counts: all MoE layers if windows leave out experts, otherwise none."""
+    return () if expert_policy(config) is None else moe_layers(config.model)
+
+
+def planned_tokens(config: JobConfig) -> int:
+    """Return the tokens that the router assigns in one layer in the whole training, each once for every expert that
+    gets it."""
+    training, model = config.training, config.model
+    return training.train_iterations * training.global_batch_size * model.seq_length * model.moe_router_topk
+
+
+def _within(state: ExpertBytes, wanted: Mask, at_risk: Counts, budget_bytes: int) -> Mask:
+    """Return a choice of as many experts as ``wanted`` that no rank's budget excludes: those of ``wanted`` first, then
+    the others, each by tokens at risk."""
+    if (state.captured(wanted) <= budget_bytes).all():
+        return wanted
+    layers, experts = np.nonzero(np.ones_like(wanted))
+    order = np.lexsort((experts, layers, -at_risk[layers, experts], ~wanted[layers, experts]))
+    chosen, used, left = np.zeros_like(wanted), state.always.copy(), int(wanted.sum())
+    for row in order.tolist():
+        place = layers[row], experts[row]
+        after = used + state.left_out[place]
+        # One expert is always captured, even above the budget: otherwise no expert would ever be captured again.
+        if (after <= budget_bytes).all() or not chosen.any():
+            chosen[place], used, left = True, after, left - 1
+        if not left:
+            break
+    return chosen
+
+
+def _plan(
+    demand: Demand,
+    context: SnapshotContext,
+    state: ExpertBytes,
+    interval: int,
+    num_experts: int,
+    leave_out: Sequence[str],
+    peak_bytes: int,
+) -> WindowPlan:
+    units = [Unit(operator=operator) for operator in demand.operators]
+    if not state.layers:
+        reason = "the model has no experts, so every window captures the whole state"
+        return make_plan(demand, context, [units], interval_iterations=interval, reason=reason)
+    over = peak_bytes - context.budget_bytes
+    fits = f"{over:,} bytes above" if over > 0 else "within"
+    reason = (
+        f"each window captures {num_experts} of {state.num_experts} experts of a layer, at most {peak_bytes:,} bytes "
+        f"on a rank, {fits} the budget of an iteration; the first window captures everything"
+    )
+    plan = make_plan(demand, context, [units], interval_iterations=interval, reason=reason)
+    return replace(plan, partial=PartialPlan(num_experts=num_experts, components=_components(leave_out)))
+
+
+def _components(leave_out: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for part in leave_out for name in _COMPONENTS[part])
+
+
+def _check(interval: int, leave_out: Sequence[str], num_experts: int | None, drift: float) -> None:
+    if interval < 1:
+        raise ConfigError.of("snapshot.policy.interval_iterations", interval, "must be at least 1")
+    if num_experts is not None and num_experts < 1:
+        raise ConfigError.of("snapshot.policy.num_experts", num_experts, "must be null or at least 1")
+    if not leave_out or len(set(leave_out)) != len(leave_out) or not set(leave_out) <= set(_COMPONENTS):
+        constraint = f"must name each once, and at least one, of {', '.join(_COMPONENTS)}"
+        raise ConfigError.of("snapshot.policy.leave_out", list(leave_out), constraint)
+    if drift < 0:
+        raise ConfigError.of("snapshot.policy.replan_drift", drift, "must be at least 0")

@@ -1,0 +1,130 @@
+"""Decides when a snapshot server ends: with its agent, or a stated time later so that the next job can take it over.
+
+The agent's end is seen by a connection that it holds: the server's standard input, or the connection of the agent that
+has taken the server over. A message ``end`` on it ends the server at once.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_ft.errors import ControlError
+from megatron_ft.framing import Message
+from megatron_ft.snapshot.server import wire as fields
+from megatron_ft.snapshot.server.wire import Refused
+
+MIN_TOKEN_LENGTH = 32
+_MAX_SECONDS = 7 * 24 * 3600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlive:
+    """Description of the job that may take the server over, and the time for which the server waits for it."""
+
+    seconds: int
+    run_id: str
+    fingerprint: str
+    """Hash of the layout and of the settings without which windows cannot be used."""
+    interface: str
+    record_path: str
+    """File in which agents find the server; the server removes it."""
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "Outlive":
+        """Read and check the settings. Raises ControlError for a missing or invalid value."""
+        names = ("run_id", "fingerprint", "interface", "record_path")
+        return cls(seconds=_seconds(content), **{name: fields.text(content, name) for name in names})
+
+
+def _seconds(content: Mapping[str, Any]) -> int:
+    return fields.integer(content, "seconds", least=1, most=_MAX_SECONDS)
+
+
+class Unusable(Refused):
+    """The job that wants to take the server over cannot use its windows, so the server has to end."""
+
+
+class Lifeline:
+    """The connection whose end is the end of the agent, and the time left after it. Safe in several threads."""
+
+    def __init__(
+        self, outlive: Outlive | None, report: Callable[[str], None], *, wake: Callable[[], None] = lambda: None
+    ) -> None:
+        """Begin with the standard input of the process as the connection.
+
+        Args:
+            outlive: None to end with the agent.
+            report: writes a line to the server's log.
+            wake: called when ``seconds_left`` has to be read again.
+        """
+        self.outlive = outlive
+        self._report, self._wake = report, wake
+        self._lock = threading.Lock()
+        self._holder: object = self
+        self._deadline: float | None = None
+        self._is_over = False
+
+    @property
+    def initial_holder(self) -> object:
+        """The holder of the connection until another agent takes the server over."""
+        return self
+
+    def seconds_left(self) -> float | None:
+        """Return the time after which the server ends; None while it has an agent."""
+        with self._lock:
+            if self._is_over:
+                return 0.0
+            return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def take(self, holder: object, message: Message) -> None:
+        """Let another agent take the server over. Its connection is ``holder`` from now on, and the server outlives it
+        by the ``seconds`` of the message.
+
+        Raises:
+            Unusable: the server is of another run, or its job had another layout or other settings.
+            Refused: the server ends with its agent.
+            ControlError: a value is missing or invalid.
+        """
+        outlive = self.outlive
+        if outlive is None:
+            raise Refused("this server ends with its agent, so no other agent can take it over")
+        for name in ("run_id", "fingerprint", "interface"):
+            if (given := fields.text(message, name)) != getattr(outlive, name):
+                raise Unusable(
+                    f"{name}={given}: must be {getattr(outlive, name)}, with which the windows were captured"
+                )
+        seconds = _seconds(message)
+        with self._lock:
+            self.outlive = replace(outlive, seconds=seconds)
+            self._holder, self._deadline = holder, None
+        self._report("the agent of the next job has taken this server over")
+
+    def release(self, holder: object, *, has_windows: bool) -> None:
+        """Record that a connection has ended. If it was the agent's, the time begins, or the server ends if it has no
+        windows."""
+        with self._lock:
+            if holder is not self._holder or self._deadline is not None:
+                return
+            if self.outlive is not None and has_windows and not self._is_over:
+                self._deadline = time.monotonic() + self.outlive.seconds
+                self._report(f"the agent has ended; this server stays for up to {self.outlive.seconds} s")
+            else:
+                self._is_over = True
+        self._wake()
+
+    def end(self, reason: str) -> None:
+        """End the server."""
+        with self._lock:
+            self._is_over = True
+        self._report(f"this server ends: {reason}")
+        self._wake()
+
+
+def read_adoption(message: Message) -> str:
+    """Return the token of the job that takes a server over, from the message of its agent. Raises ControlError."""
+    token = fields.text(message, "new_token")
+    if len(token) < MIN_TOKEN_LENGTH:
+        raise ControlError(f"new_token: must have at least {MIN_TOKEN_LENGTH} characters")
+    return token

@@ -1,0 +1,191 @@
+"""Tests jobs whose windows leave out experts: from which state they continue, and what they count as lost."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_ft.planning.snapshot.expert_choice import Sequential
+from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.testing.jobs import JobResult, run_job
+from tests.distributed.test_replaced_nodes import run_killing_nodes
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+NUM_ITERATIONS = 14
+JOB = (
+    "model=moe_micro",
+    "precision=bf16",
+    f"training.train_iterations={NUM_ITERATIONS}",
+    "training.micro_batch_size=1",
+    "training.global_batch_size=4",
+    "training.eval_interval_iterations=0",
+    "training.digest_interval_iterations=1",
+    "telemetry.log_interval_iterations=1",
+    "telemetry.wandb=disabled",
+    "run.name=job",
+    "recovery.max_restarts=3",
+)
+PARTIAL = (
+    "snapshot=partial_experts",
+    "snapshot.num_peer_copies=1",
+    "snapshot.bandwidth_bytes_per_second=6e6",
+    "snapshot.iteration_seconds=0.1",
+    "snapshot.policy.num_experts=1",
+    "snapshot.policy.max_lost_share=null",
+)
+LAYOUTS = {
+    "EP2": ("launch.num_nodes=2", "parallel.expert_model_parallel_size=2"),
+    "PP2 EP2 DP2 sharded": (
+        "launch.num_nodes=4",
+        "parallel.pipeline_model_parallel_size=2",
+        "parallel.expert_model_parallel_size=2",
+        "parallel.use_distributed_optimizer=true",
+    ),
+}
+DENSE = ("model.num_moe_experts=null", "model.moe_ffn_hidden_size=null", "parallel.expert_model_parallel_size=1")
+PLANNED_TOKENS = NUM_ITERATIONS * 4 * 16 * 2
+
+
+def train(
+    runs: Path, forkserver: str, *overrides: str, faults: Sequence[str] = (), snapshots: Sequence[str] = PARTIAL
+) -> JobResult:
+    quoted = ", ".join(f"'{fault}'" for fault in faults)
+    return run_job([*JOB, *snapshots, f"testing.failpoints=[{quoted}]", *overrides], forkserver=forkserver, runs=runs)
+
+
+def of_kind(job: JobResult, kind: str) -> list[dict[str, Any]]:
+    return [event for event in job.records() if event["kind"] == kind]
+
+
+def recount(job: JobResult) -> list[int]:
+    """Compute from the recorded tokens and starts of windows what each recovery lost, for one expert of a layer in
+    turn.
+
+    Every window from one recovery to the next begins one iteration after the window before it. The first one captures
+    all experts.
+    """
+    loads: dict[int, np.ndarray] = {}
+    first, lost = of_kind(job, "snapshot_planned")[0]["iteration"], []
+    for event in job.records():
+        if event["kind"] == "expert_load":
+            loads[event["iteration"]] = np.array(event["layers"])
+        if event["kind"] == "recovery_started":
+            at = event["iteration"]
+            captured = np.full(loads[at].shape, first)
+            for start in range(first + 1, at + 1):
+                mask = Sequential().choose(start, 1, loads[at] * 0, 2)
+                captured = np.where(mask, start, captured)
+            since = np.array([loads[iteration] for iteration in range(1, at + 1)])
+            ages = np.arange(1, at + 1)[:, None, None] > captured
+            lost.append(int((since * ages).sum()))
+            # After a recovery, the whole state is captured with the next iteration.
+            first = at + 1
+    return lost
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_a_recovery_loses_what_the_router_had_assigned_to_the_experts_left_out(
+    tmp_path: Path, warm_forkserver: str, layout: str
+) -> None:
+    faults = [
+        'kill(at_iteration=9,phase="backward",generation=0)',
+        'kill(at_iteration=13,phase="capture",generation=1)',
+    ]
+    job = train(tmp_path / "job", warm_forkserver, *LAYOUTS[layout], faults=faults)
+    assert job.exit_code == 0, job.output
+    calm = train(tmp_path / "calm", warm_forkserver, *LAYOUTS[layout], snapshots=["snapshot=none"])
+    started, lost = of_kind(job, "recovery_started"), of_kind(job, "expert_updates_lost")
+    assert [event["strategy"] for event in started] == ["rollback"] * 2
+    assert [event["source"] for event in started] == ["memory"] * 2
+    assert [event["iteration"] for event in lost] == [event["iteration"] for event in started]
+    tokens = recount(job)
+    assert [event["num_tokens"] for event in lost] == tokens and all(tokens)
+    shares = np.cumsum(tokens) / (4 * PLANNED_TOKENS)
+    assert [event["lost_share"] for event in lost] == pytest.approx(shares.tolist())
+    # Up to the first loss nothing differs; afterwards it must, because updates are lost.
+    before, after = states(calm), states(job)
+    assert all(after[iteration][0] == before[iteration][0] for iteration in range(1, 9))
+    assert after[NUM_ITERATIONS][-1] != before[NUM_ITERATIONS][-1]
+    assert not of_kind(job, "snapshot_problem")
+
+
+def states(job: JobResult) -> dict[int, list[tuple[str, ...]]]:
+    """Return the digests of all ranks after each iteration, the first generation's first."""
+    found: dict[int, list[tuple[str, ...]]] = {}
+    for event in of_kind(job, "state_digest"):
+        found.setdefault(event["iteration"], []).append(tuple(event["digests"]))
+    return found
+
+
+def test_a_window_in_memory_and_the_same_window_on_storage_give_the_same_bits(
+    tmp_path: Path, warm_forkserver: str
+) -> None:
+    storage = ("snapshot.persist_interval_windows=1", "snapshot.keep_persisted=0")
+    persisting = [*LAYOUTS["EP2"], *storage, "snapshot.policy.interval_iterations=4"]
+    fault = 'kill(at_iteration=12,phase="update",generation=0)'
+    job = train(tmp_path, warm_forkserver, *persisting, faults=[fault])
+    assert job.exit_code == 0, job.output
+    (started,) = of_kind(job, "recovery_started")
+    at, from_memory = started["iteration"], states(job)
+    for window in WindowFolder(job.run_dir / "windows").list_windows():
+        if window.start_iteration > at or window.generation > 0:
+            name = f"window_{window.start_iteration:07d}" + (f".{window.generation}" if window.generation else "")
+            shutil.rmtree(job.run_dir / "windows" / name)
+    shutil.rmtree(job.run_dir / "checkpoints")
+    again = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto")
+    assert again.exit_code == 0, again.output
+    chosen = of_kind(again, "recovery_started")[-1]
+    assert (chosen["source"], chosen["iteration"]) == ("persisted", at), again.output
+    first, second = of_kind(again, "expert_updates_lost")
+    assert {**first, "time_unix_seconds": 0} == {**second, "time_unix_seconds": 0}
+    from_storage = states(again)
+    for iteration in range(at + 1, NUM_ITERATIONS + 1):
+        assert from_storage[iteration][-1] == from_memory[iteration][-1]
+
+
+def test_a_lost_node_comes_back_from_the_copies_that_its_peer_put_together(
+    tmp_path: Path, warm_forkserver: str
+) -> None:
+    """The peer received only captured pieces, and copied the others itself. Its copy is the only one that is left."""
+    words = [
+        *JOB,
+        *PARTIAL,
+        *LAYOUTS["EP2"],
+        "recovery.keep_layout=true",
+        "recovery.keep_processes=false",
+        "nodes.num_spare_nodes=1",
+        "testing.failpoints=['stop(rank=1,at_iteration=11,phase=\"backward\",generation=0)']",
+    ]
+    job = run_killing_nodes(words, forkserver=warm_forkserver, runs=tmp_path)
+    assert job.exit_code == 0, job.output
+    (started,) = of_kind(job, "recovery_started")
+    assert started["strategy"] == "rollback" and started["source"] == "memory" and started["iteration"] >= 7
+    (lost,) = of_kind(job, "expert_updates_lost")
+    assert [lost["num_tokens"]] == recount(job)
+    committed = [event for event in of_kind(job, "window_committed") if event["start_iteration"] > 1]
+    assert (
+        min(event["replicated_bytes"] for event in committed) < 0.5 * of_kind(job, "snapshot_planned")[0]["dense_bytes"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("recovery.keep_layout=true", "nodes.num_spare_nodes=1"),
+            "must capture all experts with recovery.keep_layout",
+        ),
+        (DENSE, "must capture everything with model.num_moe_experts=null"),
+        (("snapshot.policy.leave_out=[weights]",), "must name each once, and at least one, of masters, moments"),
+    ],
+)
+def test_what_cannot_be_carried_out_is_refused_before_anything_starts(
+    tmp_path: Path, warm_forkserver: str, overrides: tuple[str, ...], message: str
+) -> None:
+    job = train(tmp_path, warm_forkserver, *LAYOUTS["EP2"], *overrides)
+    assert job.exit_code == 2 and message in job.output, job.output
+    assert not (tmp_path / "job").exists()
