@@ -438,6 +438,10 @@ class TelemetryConfig:
     """Alert if less than this share of the run folder's file system is free. null: no alert."""
     alert_slowest_rank_over_median: float | None = 2.0
     """Alert if the slowest rank takes more than this factor times as long as the median rank. null: no alert."""
+    alert_lost_token_share: float | None = 0.0375
+    """Alert if the tokens whose updates of experts are lost, or would be lost by a recovery from the newest window, are
+    more than this share of the tokens of the whole training. Known only if windows leave out experts. null: no
+    alert."""
 
 
 @dataclass

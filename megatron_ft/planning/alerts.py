@@ -19,6 +19,8 @@ class AlertLimits:
     """Smallest free share of the file system that contains the run."""
     slowest_rank_over_median: float | None = None
     """Largest ratio of the slowest rank's time to the median rank's time for the same work."""
+    lost_token_share: float | None = None
+    """Largest share of the training's tokens whose updates of experts are lost or would be lost by a recovery now."""
 
     def judge(self, figures: "AlertFigures") -> "Iterator[Alert]":
         """Compare each value in ``figures`` with its limit; values that are None or have no limit are left out."""
@@ -39,6 +41,7 @@ class AlertFigures:
     windows_behind: float | None = None
     free_disk_share: float | None = None
     slowest_rank_over_median: float | None = None
+    lost_token_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,14 @@ class Alert:
 
 _LOWEST = ("single_loss_survival", "free_disk_share")
 """Names of the values whose limit is a minimum. The limits of all other values are maxima."""
-NAMES = ("single_loss_survival", "stall_share", "windows_behind", "free_disk_share", "slowest_rank_over_median")
+NAMES = (
+    "single_loss_survival",
+    "stall_share",
+    "windows_behind",
+    "free_disk_share",
+    "slowest_rank_over_median",
+    "lost_token_share",
+)
 """Names of all values that can have an alert."""
 
 

@@ -115,6 +115,9 @@ class RunFigures:
         for name, value in risen.items():
             if value is not None:
                 self._lasting[name] = self._lasting.get(name, 0.0) + value
+        for name, share in (("at_risk_share", record.at_risk_share), ("lost_share", record.lost_share)):
+            if share is not None:
+                self._lasting[f"tokens/{name}"] = share
 
 
 _OF_THE_RUN = frozenset(

@@ -223,7 +223,7 @@ def _check_telemetry(telemetry: TelemetryConfig) -> None:
     one_of(("live", "plain", "auto"), "telemetry.progress", telemetry.progress)
     one_of(("online", "offline", "disabled", "auto"), "telemetry.wandb", telemetry.wandb)
     require(bool(telemetry.wandb_project), "telemetry.wandb_project", "''", "must not be empty")
-    for name in ("single_loss_survival", "free_disk_share"):
+    for name in ("single_loss_survival", "free_disk_share", "lost_token_share"):
         share: float | None = getattr(telemetry, f"alert_{name}")
         require(share is None or 0 < share <= 1, f"telemetry.alert_{name}", share, "must be above 0 and at most 1")
     above(0, "telemetry.alert_stall_share", telemetry.alert_stall_share)

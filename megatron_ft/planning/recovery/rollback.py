@@ -47,7 +47,15 @@ class Rollback:
             assert start is not None, f"the run has no window: {medium}"
             again = loss.stored.again_from(start)
         return Cost.of_restart(
-            self.name, loss, facts, again, medium=medium, declined=declined, max_windows=num_windows + 1
+            self.name,
+            loss,
+            facts,
+            again,
+            medium=medium,
+            declined=declined,
+            max_windows=num_windows + 1,
+            # Windows on storage may be of an earlier start with another policy; then less is lost than is stated here.
+            loses_updates=facts.snapshot is not None and facts.snapshot.leaves_out_experts,
         )
 
 

@@ -152,6 +152,8 @@ class Cost:
     is_bitwise: bool
     """Whether the run gives the same results as a run without failures, bit by bit. Otherwise sums are computed in
     another order, and results agree within a tolerance."""
+    loses_updates: bool = False
+    """Whether updates of experts are lost, because windows leave out experts. Then ``is_bitwise`` is false."""
     keeps_processes: bool
     """Whether the surviving ranks continue in their processes with their state."""
     medium: Medium | None = None
@@ -242,7 +244,7 @@ class Cost:
             lost_operators=loss.missing,
             max_iterations=max_iterations,
             # Fewer ranks add the same numbers in another order.
-            is_bitwise=loss.restart != "fewer",
+            is_bitwise=loss.restart != "fewer" and not given.get("loses_updates"),
             keeps_processes=False,
             restarted_by=restarted_by,
             seconds=predicted.seconds,
@@ -253,6 +255,7 @@ class Cost:
     def validate(self) -> None:
         """Assert that the fields are consistent."""
         assert self.is_automatic or not self.keeps_processes, "processes continue, but not without intervention"
+        assert not (self.loses_updates and self.is_bitwise), "lost updates change the results"
         assert self.is_recoverable or not self.keeps_processes, "processes continue from no state"
         # After the end of the job, only its snapshot servers can still have windows in memory.
         keeps_memory = self.is_automatic or self.ends_job
@@ -288,7 +291,9 @@ class Cost:
 
     @property
     def result(self) -> str:
-        """Return ``is_bitwise`` as text."""
+        """Return ``is_bitwise`` and ``loses_updates`` as text."""
+        if self.loses_updates:
+            return "loses expert updates"
         return "bitwise" if self.is_bitwise else "tolerance"
 
     def to_json(self) -> dict[str, Any]:

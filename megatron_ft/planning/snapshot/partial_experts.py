@@ -173,15 +173,19 @@ class PartialExperts:
     def choose(self, plan: WindowPlan, basis: ChoiceBasis, state: ExpertBytes) -> Mask:
         """Choose K experts of each layer, or twice, four times, ... as many if ``max_lost_share`` requires it."""
         assert plan.partial is not None, "the plan captures all experts"
-        number, bound = plan.partial.num_experts, self.max_lost_share
-        while bound is not None and number < state.num_experts:
-            # Before the bound is exceeded, not after: what the next failure can lose is reserved.
-            losses = [worst_next_loss(row, self.interval_iterations, number) for row in basis.iteration_loads]
-            next_share = sum(losses) / (len(losses) * max(1, basis.planned_tokens))
-            if basis.lost_share + next_share <= bound:
-                break
+        number = plan.partial.num_experts
+        while True:
+            chosen = self.choice.choose(basis.number, number, basis.at_risk, state.num_groups)
+            if number == state.num_experts or self.max_lost_share is None:
+                return chosen
+            # A recovery from this window loses exactly what it leaves out. What a later window can lose at most is
+            # reserved, too, so that the number grows before the bound is reached.
+            left_out = float(np.where(chosen, 0, basis.at_risk).sum())
+            later = sum(worst_next_loss(row, self.interval_iterations, number) for row in basis.iteration_loads)
+            next_share = max(left_out, later) / (len(chosen) * max(1, basis.planned_tokens))
+            if basis.lost_share + next_share <= self.max_lost_share:
+                return chosen
             number = min(2 * number, state.num_experts)
-        return self.choice.choose(basis.number, number, basis.at_risk, state.num_groups)
 
     def _peak_bytes(self, state: ExpertBytes, number: int) -> int:
         # Turns are known in advance; any other choice may take the experts of one rank.

@@ -195,6 +195,8 @@ class SnapshotReport:
     nodes: tuple[NodeMemory, ...]
     host_memory_limit_bytes: int | None
     reason: str
+    leaves_out_experts: bool = False
+    """Whether a recovery from a window loses updates of experts."""
 
     @property
     def host_bytes(self) -> int:
@@ -247,6 +249,7 @@ class SnapshotReport:
             peers=assignment.peers,
             nodes=host_bytes(plan, demand.shards_by_rank, config.rank_places, assignment, plans_again=plans_again),
             host_memory_limit_bytes=snapshot.host_memory_limit_bytes,
+            leaves_out_experts=getattr(policy, "leaves_out_experts", False),
             reason=plan.reason if is_known else "unknown until bandwidth and iteration time are measured",
         )
         report.validate()

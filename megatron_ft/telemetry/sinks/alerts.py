@@ -53,6 +53,7 @@ class AlertSink(Sink):
         self._interval: int | None = None
         self._since = 0
         self._windows: deque[tuple[float, int]] = deque(maxlen=NUM_WINDOWS)
+        self._lost: float | None = None
 
     @classmethod
     def open(cls, context: SinkContext) -> "AlertSink":
@@ -72,6 +73,7 @@ class AlertSink(Sink):
                 self._interval = None
                 # A new attempt captures with another plan, so earlier windows do not count.
                 self._windows.clear()
+                self._lost = None
                 self._iteration = record.resumed_from_iteration or 0
             case events.MembershipChanged() | events.RecoveryStarted():
                 self._iteration = record.iteration
@@ -82,6 +84,8 @@ class AlertSink(Sink):
             case events.WindowCommitted():
                 self._since = record.iteration
                 self._windows.append((record.stalled_seconds, record.num_iterations))
+                if record.at_risk_share is not None and record.lost_share is not None:
+                    self._lost = record.at_risk_share + record.lost_share
             case _:
                 return
         self._judge()
@@ -108,6 +112,7 @@ class AlertSink(Sink):
             windows_behind=self._windows_behind(),
             free_disk_share=self._free,
             slowest_rank_over_median=self._newest.get("slowest_rank_over_median"),
+            lost_token_share=self._lost,
         )
         for alert in self._limits.judge(figures):
             # An alert is reported once when a limit is crossed, not for each iteration beyond the limit.

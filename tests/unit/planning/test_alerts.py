@@ -7,7 +7,12 @@ from hypothesis import strategies as some
 from megatron_ft.planning.alerts import NAMES, AlertFigures, AlertLimits, Slowest, windows_behind
 
 LIMITS = AlertLimits(
-    single_loss_survival=1.0, stall_share=0.05, windows_behind=3.0, free_disk_share=0.1, slowest_rank_over_median=2.0
+    single_loss_survival=1.0,
+    stall_share=0.05,
+    windows_behind=3.0,
+    free_disk_share=0.1,
+    slowest_rank_over_median=2.0,
+    lost_token_share=0.0375,
 )
 
 
@@ -19,6 +24,7 @@ LIMITS = AlertLimits(
         ("windows_behind", 3.0, 3.1),
         ("free_disk_share", 0.1, 0.09),
         ("slowest_rank_over_median", 2.0, 2.1),
+        ("lost_token_share", 0.0375, 0.0376),
     ],
 )
 def test_each_figure_has_its_side(name: str, in_order: float, beyond: float) -> None:

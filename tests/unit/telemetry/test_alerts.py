@@ -1,6 +1,7 @@
 """Tests alerts: raised once, cleared once, sent to every sink. The free disk space is checked at intervals."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,12 @@ from megatron_ft.testing.made_up_runs import RUN_STARTED, metrics_record
 from .conftest import FakeClock
 
 LIMITS = AlertLimits(
-    single_loss_survival=1.0, stall_share=0.05, windows_behind=3.0, free_disk_share=0.1, slowest_rank_over_median=2.0
+    single_loss_survival=1.0,
+    stall_share=0.05,
+    windows_behind=3.0,
+    free_disk_share=0.1,
+    slowest_rank_over_median=2.0,
+    lost_token_share=0.0375,
 )
 
 
@@ -87,6 +93,15 @@ def test_windows_that_are_not_committed(sink: AlertSink) -> None:
     assert reported(sink, started, trained(150)) == [], "no plan of windows yet"
 
 
+def test_lost_tokens_and_those_at_risk_count_together(sink: AlertSink) -> None:
+    def window(at_risk: float, lost: float) -> Record:
+        return replace(committed(5), at_risk_share=at_risk, lost_share=lost)
+
+    assert reported(sink, committed(4), window(0.03, 0.0)) == []
+    assert reported(sink, window(0.03, 0.01)) == [("alert_raised", "lost_token_share", 0.04)]
+    assert reported(sink, window(0.02, 0.01)) == [("alert_cleared", "lost_token_share", 0.03)]
+
+
 def test_a_run_that_goes_back_is_not_behind(sink: AlertSink) -> None:
     back = events.RecoveryStarted(generation=1, strategy="rollback", iteration=10)
     assert reported(sink, planned(0), trained(15), back, planned(10), trained(25)) == []
@@ -119,7 +134,11 @@ def test_limits_are_those_of_the_keys(config: JobConfig, tmp_path: Path, clock: 
     config.telemetry.alert_free_disk_share = 0.25
     context = SinkContext(config=config, run_dir=tmp_path, world_size=2, clock=clock, stream=None, first_loss=None)
     assert AlertSink.open(context)._limits == AlertLimits(
-        single_loss_survival=1.0, windows_behind=3.0, free_disk_share=0.25, slowest_rank_over_median=2.0
+        single_loss_survival=1.0,
+        windows_behind=3.0,
+        free_disk_share=0.25,
+        slowest_rank_over_median=2.0,
+        lost_token_share=0.0375,
     )
 
 

@@ -173,6 +173,13 @@ def test_without_min_nodes_copies_do_not_help() -> None:
 # --- windows and checkpoints -------------------------------------------------------------------------------------
 
 
+def test_a_rollback_to_a_window_that_leaves_out_experts_is_not_bitwise() -> None:
+    partial = {"_target_": "megatron_ft.planning.snapshot.partial_experts.PartialExperts", "interval_iterations": 3}
+    cost = cost_of_loss(facts_of(restarting(policy=partial)), [1], is_gone=False)
+    assert (cost.strategy, cost.is_bitwise, cost.loses_updates) == ("rollback", False, True)
+    assert cost.result == "loses expert updates" and cost.to_json()["loses_updates"]
+
+
 def test_dead_ranks_are_started_again_from_memory() -> None:
     held = facts_of(restarting())
     cost = cost_of_loss(held, [1], is_gone=False)

@@ -104,6 +104,9 @@ def test_more_experts_are_captured_before_the_bound_is_exceeded() -> None:
     assert number(planned_tokens=2799) == 2
     assert number(planned_tokens=2800, lost_share=0.001) == 2, "what is lost already counts"
     assert number(planned_tokens=2800, lost_share=0.02) == 8, "nothing more may be lost"
+    at_risk[:, 7] = 200
+    assert number(planned_tokens=10_000) == 8, "what this window leaves out counts, however it came to be"
+    at_risk[:, 7] = 0
     assert (
         int(
             PartialExperts(num_experts=1, max_lost_share=None).choose(plan, basis(at_risk, lost_share=0.5), state).sum()
