@@ -21,10 +21,10 @@ from megatron_ft.planning.snapshot.demand import Demand, Matrix
 from megatron_ft.planning.snapshot.expert_choice import (
     Counts,
     ExpertChoice,
+    LoadAware,
     Mask,
     RoundRobin,
     Sequential,
-    TokenRisk,
     worst_next_loss,
 )
 from megatron_ft.planning.snapshot.lost_tokens import Rows, TokenLedger, mean_share
@@ -212,7 +212,7 @@ class SelectiveExperts:
     """Bytes that a rank can send to peers per second. null limits windows only by the bandwidth of captures."""
     interval_iterations: int = 1
     """Iterations from one window to the next."""
-    choice: ExpertChoice = field(default_factory=TokenRisk)
+    choice: ExpertChoice = field(default_factory=LoadAware)
     """Choice of the experts."""
     leave_out: tuple[str, ...] = ("masters", "moments")
     """Parts of the state of an expert that a window leaves out: ``masters`` (master weights), ``moments``, or both."""
