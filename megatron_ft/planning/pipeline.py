@@ -79,8 +79,8 @@ class PipelineShape:
             raise ConfigError.of(
                 _MICROBATCHES,
                 self.num_microbatches,
-                f"must form groups of {self.group_size}; a smaller last group must have at least {self.num_stages} "
-                "microbatches (the number of stages)",
+                f"is divided into groups of {self.group_size}; the last group may be smaller, but must have at least "
+                f"{self.num_stages} microbatches (the number of stages)",
             )
 
     def origin(self, stage: int, chunk: int, direction: Direction) -> tuple[int, int] | None:

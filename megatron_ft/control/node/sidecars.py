@@ -83,7 +83,7 @@ class _Sidecar:
         return address
 
     def request_end(self) -> None:
-        """Ask a sidecar that may outlive this process to end."""
+        """Ask the sidecar to end. It is one of those that may outlive this process."""
         if self.adopted is not None:
             send(self.adopted.connection, {"op": "end", "reason": "the job has finished"})
         else:

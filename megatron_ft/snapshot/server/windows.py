@@ -369,7 +369,8 @@ class PeerBuffers:
         found = None if committed is None else self.find(committed.key)
         if committed and found and not found.committed and found.complete:
             return SendCommit(window=committed)
-        wanted = [window for window in own if window not in given_up]
+        # A window that will never be committed needs no copies, and if it was given up here, it has no hashes to send.
+        wanted = [w for w in own if w not in given_up and (w.committed or not w.given_up)]
         live = {window.key for window in wanted}
         # Complete one window after the other in the order of capture, because the job commits the oldest one next.
         for window in wanted:

@@ -131,6 +131,20 @@ def test_a_window_whose_pieces_are_nowhere_is_given_up() -> None:
         assert fetch(client, 0, 12, node=0) == expected(10, 12)
 
 
+def test_a_window_that_was_given_up_here_is_not_sent() -> None:
+    with cluster(2) as nodes:
+        client, arena = start(nodes, 1)
+        partial(client, arena, 0, 10, None)
+        wait_replicated(arena, 10)
+        client.committed(10)
+        partial(client, arena, 1, 11, (9, 11))
+        wait_until(lambda: 11 in client.buffer_states().given_up.values(), "the window is given up")
+        client.abandon(11)
+        partial(client, arena, 1, 12, (10, 12))
+        wait_replicated(arena, 12)
+        assert fetch(client, 0, 12, node=1) == expected(10, 12)
+
+
 def test_a_window_that_was_copied_from_damaged_memory_is_given_up() -> None:
     with cluster(1) as nodes:
         client, arena = start(nodes)
