@@ -21,7 +21,8 @@ from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.mcore.state.train_state import IterationResult
 from megatron_ft.mcore.training.trainer import Trainer
 from megatron_ft.planning.snapshot.memory import PeerAssignment
-from megatron_ft.snapshot.server.client import KeeperClient
+from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.snapshot.server.client import REPLICATED_BYTES, KeeperClient
 
 WAIT_SECONDS, POLL_SECONDS = 120.0, 1e-3
 
@@ -71,8 +72,21 @@ class Windows:
         """Return the number of bytes captured so far."""
         return self._snapshots.figures.num_bytes
 
+    @property
+    def replicated_bytes(self) -> int:
+        """Return the number of bytes that the snapshot server has sent to peers so far."""
+        arena = self._client._arena
+        return 0 if arena is None else arena.status(REPLICATED_BYTES)
+
+    @property
+    def plan(self) -> WindowPlan | None:
+        """Return the plan of the windows; None before the first."""
+        return self._snapshots.plan
+
     def save(self, result: IterationResult, seconds: float) -> None:
         """See ``Saver``."""
+        if result.expert_load is not None and self._snapshots.needs_loads:
+            self._snapshots.observe(result.expert_load)
         self._snapshots.after_iteration(result.vote.iteration, result.vote, seconds)
 
     def settle(self) -> None:

@@ -285,6 +285,8 @@ class PartialWindows:
         experts]``."""
         self._processed: dict[int, Counts] = {}
         """Tokens that experts had processed after each iteration in ``_captured_at``."""
+        self._places: tuple[Sequence[Piece], Counts] | None = None
+        """Pieces, and the expert of each piece."""
 
     def begin(self, start: int, held: Collection[int], ledger: TokenLedger, loads: Sequence[Rows]) -> None:
         """Choose the experts of a window. Without a window in ``held`` that has the other experts, choose all.
@@ -326,13 +328,21 @@ class PartialWindows:
         captured_at = self._captured_at[start]
         if (captured_at == start).all():
             return None
+        # Found once for each layout of pieces: this runs between two iterations.
+        if self._places is None or self._places[0] is not pieces:
+            self._places = pieces, self._places_of(pieces, num_layers)
+        places = self._places[1]
+        return tuple(np.where(places < 0, start, captured_at.reshape(-1)[places]).tolist())
+
+    def _places_of(self, pieces: Sequence[Piece], num_layers: int) -> Counts:
+        """Return for each piece the index of its expert in ``[MoE layers, experts]``; -1 if it is always captured."""
         found = []
         for piece in pieces:
             operator = operator_of(piece.parameter, num_layers)
             is_partial = operator.expert is not None and piece.component in self._components
-            row = (self._row_of[operator.layer], operator.expert) if is_partial else None
-            found.append(start if row is None else int(captured_at[row]))
-        return tuple(found)
+            row = self._row_of[operator.layer] * self._state.num_experts if is_partial else -1
+            found.append(row + (operator.expert or 0) if is_partial else -1)
+        return np.array(found, dtype=np.int64)
 
     def at_risk(self, start: int) -> Rows | None:
         """Return the tokens that a recovery from window ``start`` would lose, as [MoE layer][expert]. Return None for a
