@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_ft.planning.snapshot.expert_choice import Sequential
+from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.testing.jobs import JobResult, run_job
 from tests.distributed.test_replaced_nodes import run_killing_nodes
@@ -131,6 +132,9 @@ def test_a_window_in_memory_and_the_same_window_on_storage_give_the_same_bits(
     assert job.exit_code == 0, job.output
     (started,) = of_kind(job, "recovery_started")
     at, from_memory = started["iteration"], states(job)
+    with WindowFolder(job.run_dir / "windows").open(WindowKey(start_iteration=at, generation=0), 1) as opened:
+        assert opened.earlier, "the file lacks pieces"
+        assert opened.num_bytes < 0.8 * of_kind(job, "snapshot_planned")[0]["window_bytes"]
     for window in WindowFolder(job.run_dir / "windows").list_windows():
         if window.start_iteration > at or window.generation > 0:
             name = f"window_{window.start_iteration:07d}" + (f".{window.generation}" if window.generation else "")

@@ -22,7 +22,14 @@ from megatron_ft.planning.recovery.sources import StoredWindow, Where
 from megatron_ft.planning.snapshot.memory import NUM_BUFFERS
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.server.lifeline import Lifeline
-from megatron_ft.snapshot.server.windows import NUM_COPY_BUFFERS, CarriedPiece, CopyWindows, HeldWindow, OwnWindows
+from megatron_ft.snapshot.server.windows import (
+    NUM_COPY_BUFFERS,
+    CarriedPiece,
+    CopyWindows,
+    HeldWindow,
+    OnStorage,
+    OwnWindows,
+)
 from megatron_ft.snapshot.server.wire import Refused
 from megatron_ft.snapshot.window import Origin, Slice
 
@@ -194,6 +201,8 @@ class OwnRank:
     hashed_bytes: int = 0
     persisted_start: int = -1
     persisted_bytes: int = 0
+    on_storage: OnStorage | None = None
+    """Files that contain the pieces of the newest persisted window."""
     allocating: threading.Lock = field(default_factory=threading.Lock)
     """Lock that is held while the rank's memory is replaced."""
 

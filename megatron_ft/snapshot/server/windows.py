@@ -95,6 +95,42 @@ def _carried(part: Slice, window: HeldWindow, sources: Iterable[HeldWindow]) -> 
     return found
 
 
+MAX_PARTIAL_FILES = 8
+"""Number of files in a row that may lack pieces. Damage to a file can make this number of later windows unusable."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnStorage:
+    """Windows in whose files the pieces of the newest persisted window of a rank are."""
+
+    window: HeldWindow
+    places: tuple[WindowKey, ...]
+    num_partial: int
+    """Number of files that were written since the last one with all pieces."""
+
+    def places_of(self, window: HeldWindow) -> list[WindowKey | None]:
+        """Return for each piece of ``window`` the window in whose file it already is, or None. Return nothing if all
+        pieces must be written."""
+        is_like = window.num_slices == self.window.num_slices == 1 and window.generation == self.window.generation
+        if not is_like or self.num_partial >= MAX_PARTIAL_FILES:
+            return []
+        part, before = window.slices[0], self.window.slices[0]
+        if part.captured_at is None or len(part.pieces) != len(before.pieces):
+            return []
+        return [place if part.has_same(index, before) else None for index, place in enumerate(self.places)]
+
+    @classmethod
+    def after(
+        cls, former: "OnStorage | None", window: HeldWindow, places: Sequence[WindowKey | None]
+    ) -> "OnStorage | None":
+        """Return the record after ``window`` was written without the pieces for which ``places`` names a window."""
+        if window.num_slices != 1:
+            return None
+        found = tuple(place or window.key for place in places) or (window.key,) * len(window.slices[0].pieces)
+        is_partial = former is not None and any(place is not None for place in places)
+        return cls(window, found, former.num_partial + 1 if former is not None and is_partial else 0)
+
+
 class _Fillings:
     """The window that was written last to each buffer, also if it was dropped since then."""
 

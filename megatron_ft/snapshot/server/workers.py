@@ -10,7 +10,14 @@ from dataclasses import asdict, dataclass, replace
 from megatron_ft.errors import CheckpointError, ControlError
 from megatron_ft.snapshot.server.peer_session import announce
 from megatron_ft.snapshot.server.store import OwnRank, Store
-from megatron_ft.snapshot.server.windows import HeldWindow, OwnWindows, PeerBuffers, SendCommit, SendSlice
+from megatron_ft.snapshot.server.windows import (
+    HeldWindow,
+    OnStorage,
+    OwnWindows,
+    PeerBuffers,
+    SendCommit,
+    SendSlice,
+)
 from megatron_ft.snapshot.server.wire import Refused, Wire, connect
 from megatron_ft.snapshot.storage.window_file import write_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
@@ -398,7 +405,7 @@ class Persister(threading.Thread):
             self._store.lock.wait_for(lambda: self._due)
             # The request stays in the queue until the window is written, so that a flush waits for it.
             due = self._due[0]
-        error = self._write(due)
+        num_bytes, error = self._write(due)
         with self._store.lock:
             self._due.popleft()
             # Unpin also after a failure, because full storage must not stop captures. The rank may have another arena
@@ -406,7 +413,7 @@ class Persister(threading.Thread):
             due.windows.pinned.discard(due.window.buffer)
             if error is None:
                 due.own.persisted_start = due.window.start_iteration
-                due.own.persisted_bytes += sum(part.nbytes for part in due.payload)
+                due.own.persisted_bytes += num_bytes
             else:
                 due.own.note_problem("persist", error, due.window.start_iteration)
             due.own.publish()
@@ -415,13 +422,21 @@ class Persister(threading.Thread):
         if error is None:
             self._delete_old(due)
 
-    def _write(self, due: _Write) -> Exception | None:
+    def _write(self, due: _Write) -> tuple[int, Exception | None]:
+        # Pieces that are in the file of an earlier window are not written again.
+        own, window = due.own, due.window
+        places = [] if own.on_storage is None else own.on_storage.places_of(window)
         try:
-            write_window(due.url, due.window, due.payload)
+            write_window(due.url, window, due.payload, places=places)
         except (CheckpointError, OSError) as error:
-            self._store.report(f"cannot write window {due.window.start_iteration} of rank {due.window.rank}: {error}")
-            return error
-        return None
+            self._store.report(f"cannot write window {window.start_iteration} of rank {window.rank}: {error}")
+            return 0, error
+        # Only this thread uses the record.
+        own.on_storage = OnStorage.after(own.on_storage, window, places)
+        if any(places):
+            pieces = zip(window.slices[0].pieces, places, strict=True)
+            return sum(piece.num_bytes for piece, place in pieces if place is None), None
+        return sum(part.nbytes for part in due.payload), None
 
     def _delete_old(self, due: _Write) -> None:
         # Delete old windows. Rank 0 does this for all ranks; nothing is deleted if all windows are kept.

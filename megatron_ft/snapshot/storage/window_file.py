@@ -9,17 +9,22 @@
     ...        manifest, strict JSON
     ...        zeros up to a multiple of 4096
     ...        payload: the slices, with zeros between pieces
+
+The file of a window that leaves out experts may lack pieces that the file of an earlier window has. The header of its
+slice then names that window for each such piece (``StoredIn``), and its payload contains only the other pieces.
 """
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import xxhash
 
 from megatron_ft.errors import CheckpointError
-from megatron_ft.planning.snapshot.plan import WindowKey, align
+from megatron_ft.planning.snapshot.plan import PIECE_ALIGNMENT_BYTES, WindowKey, align
 from megatron_ft.snapshot.storage.backends import Backend, Source, open_backend
 from megatron_ft.snapshot.storage.manifest import MAX_MANIFEST_BYTES, parse_object
 from megatron_ft.snapshot.window import WINDOW_FORMAT_VERSION, Slice, Window, check_version
@@ -40,7 +45,75 @@ def rank_name(rank: int) -> str:
     return f"rank-{rank:05d}.window"
 
 
-def write_window(folder: Path | str, window: Window, payload: Sequence[memoryview]) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredIn:
+    """Windows of whose files the pieces of a slice are part."""
+
+    windows: tuple[WindowKey, ...]
+    """Earlier windows of the same rank."""
+    pieces: tuple[int, ...]
+    """Index in ``windows`` for each piece; -1 if the piece is in the file itself."""
+
+    @classmethod
+    def of(cls, places: Sequence[WindowKey | None]) -> "StoredIn | None":
+        """Create the record from the window of each piece, or None for the file itself. Return None if there is no
+        earlier window."""
+        windows = tuple(sorted({key for key in places if key is not None}))
+        if not windows:
+            return None
+        return cls(windows=windows, pieces=tuple(-1 if key is None else windows.index(key) for key in places))
+
+    @classmethod
+    def read(cls, window: Window) -> "StoredIn | None":
+        """Read the record from the header of slice 0; None if all pieces are in the file.
+
+        Raises:
+            CheckpointError: the record is invalid, or names a window that is not older.
+        """
+        content = window.slices[0].header.get(_STORED_IN)
+        if content is None:
+            return None
+        try:
+            rows, indices = content["windows"], content["pieces"]
+            keys = tuple(WindowKey(start_iteration=_natural(start), generation=_natural(made)) for start, made in rows)
+            pieces = tuple(index if index == -1 else _natural(index) for index in indices)
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(f"{_STORED_IN}={str(content)[:80]}: must name windows and pieces") from None
+        is_older = all(key.start_iteration < window.start_iteration for key in keys)
+        fits = len(pieces) == len(window.slices[0].pieces) and max(pieces, default=-1) < len(keys)
+        if window.num_slices != 1 or not keys or not is_older or not fits:
+            raise CheckpointError(f"{_STORED_IN}: must name an older window for pieces of the only slice")
+        return cls(windows=keys, pieces=pieces)
+
+    def layout(self, part: Slice) -> tuple[list[tuple[int, int]], int]:
+        """Return the pieces in the file with their positions in its payload, and the size of the payload."""
+        found, position = [], 0
+        for index, piece in enumerate(part.pieces):
+            if self.pieces[index] < 0:
+                found.append((index, position))
+                position = align(position + piece.num_bytes, PIECE_ALIGNMENT_BYTES)
+        return found, align(position)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"windows": [[key.start_iteration, key.generation] for key in self.windows], "pieces": list(self.pieces)}
+
+
+_STORED_IN = "stored_in"
+
+
+def _natural(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.80} must be an integer of at least 0")
+    return value
+
+
+def write_window(
+    folder: Path | str,
+    window: Window,
+    payload: Sequence[memoryview],
+    *,
+    places: Sequence[WindowKey | None] = (),
+) -> int:
     """Write a rank's part of a window below ``folder``, a path or URL. When this returns, the file is on storage.
 
     Zeros are written for padding, whatever the memory contains there. An existing valid file with the same content is
@@ -48,6 +121,8 @@ def write_window(folder: Path | str, window: Window, payload: Sequence[memoryvie
 
     Args:
         payload: the bytes of each slice; slice i has ``window.slices[i].num_bytes`` bytes.
+        places: for each piece of a window with one slice, the earlier window in whose file it is, or None; empty if all
+            pieces are written.
 
     Returns:
         Size of the file in bytes.
@@ -56,6 +131,11 @@ def write_window(folder: Path | str, window: Window, payload: Sequence[memoryvie
         CheckpointError: the storage fails, the payload does not match the window, or a valid file with other content
             exists. An existing file is then unchanged.
     """
+    stored_in = StoredIn.of(places)
+    if stored_in is not None:
+        (part,) = window.slices
+        header = {**part.header, _STORED_IN: stored_in.to_json()}
+        window = replace(window, slices=[replace(part, header=header)])
     head = _head(window)
     sizes = [view.nbytes for view in payload]
     assert sizes == [part.num_bytes for part in window.slices], f"payload of {sizes} bytes does not match the slices"
@@ -65,21 +145,33 @@ def write_window(folder: Path | str, window: Window, payload: Sequence[memoryvie
     try:
         # A restart may write a window again: a file that is sound and equal is not touched, for others may read it.
         if not _is_there(backend, directory, name, window):
-            backend.write(directory, name, _chunks(head, window, payload, where))
+            backend.write(directory, name, _chunks(head, window, payload, where, stored_in))
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be written: {error}") from error
-    return len(head) + window.num_bytes
+    return len(head) + _payload_bytes(window, stored_in)
 
 
 class WindowFile:
     """An open window file. Bytes are read on request and verified before they are returned."""
 
-    def __init__(self, where: str, open_source: Callable[[], Source], expect: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        where: str,
+        open_source: Callable[[], Source],
+        expect: Mapping[str, object],
+        open_earlier: "Callable[[WindowKey], WindowFile]",
+    ) -> None:
+        """Open the file at ``where``.
+
+        Args:
+            open_earlier: opens this rank's file of an earlier window, which has pieces that this file lacks.
+        """
         self.path = where
+        self._open_earlier = open_earlier
         self._source: Source | None = None
         try:
             self._source = open_source()
-            self.window, self._payload_start = _read_head(self._source)
+            self.window, self._payload_start, self._stored_in = _read_head(self._source)
             _check_expected(self.window, expect)
         except (OSError, CheckpointError) as error:
             # The error is raised from the constructor: no ``with`` block would close the file.
@@ -90,7 +182,12 @@ class WindowFile:
     @property
     def num_bytes(self) -> int:
         """Size of the file in bytes."""
-        return self._payload_start + self.window.num_bytes
+        return self._payload_start + _payload_bytes(self.window, self._stored_in)
+
+    @property
+    def earlier(self) -> tuple[WindowKey, ...]:
+        """Earlier windows in whose files some pieces are."""
+        return () if self._stored_in is None else self._stored_in.windows
 
     def read_slice(self, index: int, into: memoryview | None = None) -> memoryview:
         """Read and verify slice ``index``. Its bytes are written to ``into``, of the same size, or to new memory.
@@ -102,11 +199,46 @@ class WindowFile:
         part = self.window.slices[index]
         buffer = memoryview(bytearray(part.num_bytes)) if into is None else into.cast("B")
         assert buffer.nbytes == part.num_bytes, f"buffer of {buffer.nbytes} bytes for a slice of {part.num_bytes}"
-        self._check(part, buffer)
+        if self._stored_in is None:
+            self._check(part, buffer)
+        else:
+            self._read_pieces(self._stored_in, part, buffer)
         return buffer
+
+    def _read_pieces(self, stored_in: StoredIn, part: Slice, buffer: memoryview) -> None:
+        # Reads each piece from its file, and compares it with the hash in this file's manifest.
+        for start, stop, piece in part.extents():
+            if piece is None:
+                buffer[start:stop] = bytes(stop - start)
+        self._read_own(part, {index: buffer[part.pieces[index].offset :] for index, _ in stored_in.layout(part)[0]})
+        for number, key in enumerate(stored_in.windows):
+            wanted = [index for index, place in enumerate(stored_in.pieces) if place == number]
+            with self._open_earlier(key) as opened:
+                (other,) = opened.window.slices[:1]
+                if opened.window.num_slices != 1 or not all(part.has_same(index, other) for index in wanted):
+                    raise CheckpointError(f"{self.path}: {opened.path} does not have the pieces that it must have")
+                opened._read_own(other, {index: buffer[part.pieces[index].offset :] for index in wanted})
+        for index in range(len(part.pieces)):
+            part.check_hash(index, part.hash_piece(index, buffer), self.path)
+
+    def _read_own(self, part: Slice, targets: Mapping[int, memoryview]) -> None:
+        # Reads pieces that are in this file to the beginning of their targets.
+        positions = {index: part.offset + piece.offset for index, piece in enumerate(part.pieces)}
+        if self._stored_in is not None:
+            positions = dict(self._stored_in.layout(part)[0])
+        for index, target in targets.items():
+            if index not in positions:
+                raise CheckpointError(f"{self.path}: lacks piece {index}, which a later window has left out")
+            size = part.pieces[index].num_bytes
+            for _ in self._read(positions[index], positions[index] + size, target[:size]):
+                pass
 
     def verify(self) -> Window:
         """Verify the whole payload and return the window. Raises the same errors as ``read_slice``."""
+        if self._stored_in is not None:
+            self.read_slice(0)
+            self._check_gaps(self._stored_in)
+            return self.window
         position = 0
         for part in self.window.slices:
             # Bytes between slices belong to no piece; they are zeros in every sound file, so damage there counts too.
@@ -115,6 +247,14 @@ class WindowFile:
             self._check(part, None)
             position = part.end
         return self.window
+
+    def _check_gaps(self, stored_in: StoredIn) -> None:
+        (part,), position = self.window.slices, 0
+        found, size = stored_in.layout(part)
+        for index, start in [*found, (-1, size)]:
+            for view in self._read(position, start):
+                _check_zeros(view, f"{self.path}: payload")
+            position = start + (part.pieces[index].num_bytes if index >= 0 else 0)
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -165,8 +305,13 @@ class WindowFile:
             CheckpointError: the file is invalid, or a field differs from ``expect``. The message begins with the path.
         """
         parent, _, name = str(path).rpartition("/")
-        backend = open_backend(parent or ".")
-        return cls(backend.describe("", name), lambda: backend.open("", name), expect or {})
+        backend, folder = open_backend(parent or "."), parent.rpartition("/")[0]
+        return cls(
+            backend.describe("", name),
+            lambda: backend.open("", name),
+            expect or {},
+            lambda key: cls.open(f"{folder or '.'}/{window_name(key)}/{name}"),
+        )
 
 
 def _head(window: Window) -> bytes:
@@ -178,9 +323,23 @@ def _head(window: Window) -> bytes:
     return head + bytes(align(len(head)) - len(head))
 
 
-def _chunks(head: bytes, window: Window, payload: Sequence[memoryview], where: str) -> Iterator[bytes | memoryview]:
+def _chunks(
+    head: bytes, window: Window, payload: Sequence[memoryview], where: str, stored_in: StoredIn | None
+) -> Iterator[bytes | memoryview]:
     # All bytes of the file in order; each slice is checked before its first byte is returned.
     yield head
+    if stored_in is not None:
+        (part,), (view,) = window.slices, payload
+        view = view.cast("B")
+        part.check_payload(view, where)
+        end = 0
+        found, size = stored_in.layout(part)
+        for index, start in found:
+            yield from _zeros(start - end)
+            yield view[part.pieces[index].offset : part.pieces[index].end]
+            end = start + part.pieces[index].num_bytes
+        yield from _zeros(size - end)
+        return
     position = 0
     for part, view in zip(window.slices, payload, strict=True):
         view = view.cast("B")
@@ -206,7 +365,12 @@ def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bo
         return False
     where = backend.describe(directory, name)
     try:
-        with WindowFile(where, lambda: backend.open(directory, name), {}) as opened:
+        with WindowFile(
+            where,
+            lambda: backend.open(directory, name),
+            {},
+            lambda key: WindowFile.open(backend.describe(window_name(key), name)),
+        ) as opened:
             found = opened.verify()
     except CheckpointError:
         return False
@@ -216,8 +380,9 @@ def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bo
     return True
 
 
-def _read_head(source: Source) -> tuple[Window, int]:
-    """Return the window and the position of the payload's first byte, after the size of the file was checked."""
+def _read_head(source: Source) -> tuple[Window, int, StoredIn | None]:
+    """Return the window, the position of the payload's first byte, and the files of its pieces, after the size of the
+    file was checked."""
     size = source.num_bytes
     if size < _HEADER.size:
         raise CheckpointError(f"{size} bytes are too few for a window file")
@@ -236,7 +401,13 @@ def _read_head(source: Source) -> tuple[Window, int]:
         raise CheckpointError(
             f"format_version is {window.format_version} in the manifest and {version} in the header of the file"
         )
-    return window, _payload_start(source, _HEADER.size + length, window.num_bytes)
+    stored_in = StoredIn.read(window)
+    size_of_payload = _payload_bytes(window, stored_in)
+    return window, _payload_start(source, _HEADER.size + length, size_of_payload), stored_in
+
+
+def _payload_bytes(window: Window, stored_in: StoredIn | None) -> int:
+    return window.num_bytes if stored_in is None else stored_in.layout(window.slices[0])[1]
 
 
 def _payload_start(source: Source, end: int, payload_bytes: int) -> int:

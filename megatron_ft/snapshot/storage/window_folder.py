@@ -9,7 +9,7 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -136,7 +136,12 @@ class WindowFolder:
         """
         expect = {"start_iteration": stored.start_iteration, "generation": stored.generation, "rank": rank}
         directory, name = window_name(stored), rank_name(rank)
-        return WindowFile(self._backend.describe(directory, name), lambda: self._backend.open(directory, name), expect)
+        return WindowFile(
+            self._backend.describe(directory, name),
+            lambda: self._backend.open(directory, name),
+            expect,
+            lambda earlier: self.open(earlier, rank),
+        )
 
     def verify(self, stored: WindowKey, world_size: int, *, part: int = 0, num_parts: int = 1) -> Window:
         """Check that a window is complete, and return rank ``part``'s part of it.
@@ -162,8 +167,8 @@ class WindowFolder:
         return self._first_sound(self.list_windows()[::-1], world_size, refuse=refuse)
 
     def retain(self, num_windows: int, world_size: int, *, part: int = 0, num_parts: int = 1) -> list[WindowKey]:
-        """Delete old windows. Keep the newest ``num_windows`` that are complete and undamaged, and all windows that are
-        newer than the oldest of them.
+        """Delete old windows. Keep the newest ``num_windows`` that are complete and undamaged, all windows that are
+        newer than the oldest of them, and the windows that have pieces of these.
 
         Nothing is deleted while fewer than ``num_windows`` are complete and undamaged. Only one process of the job may
         call it; ``part`` and ``num_parts`` limit the payload that it reads, as in :meth:`verify`.
@@ -181,10 +186,23 @@ class WindowFolder:
             stored, _ = self._first_sound([candidates.pop()], world_size, part, num_parts)
             found += stored is not None
         # With fewer sound windows than that, the older ones are all there is: they stay.
-        removed = candidates if found == num_windows else []
+        needed = self._needed_by(set(self.list_windows()) - set(candidates), world_size) if candidates else set()
+        removed = [stored for stored in candidates if stored not in needed] if found == num_windows else []
         for stored in removed:
             self._delete(stored)
         return removed
+
+    def _needed_by(self, kept: Iterable[WindowKey], world_size: int) -> set[WindowKey]:
+        # A rank whose file could not be written refers to other windows than the other ranks do.
+        needed: set[WindowKey] = set()
+        for stored in kept:
+            for rank in range(world_size):
+                try:
+                    with self.open(stored, rank) as opened:
+                        needed |= set(opened.earlier)
+                except CheckpointError:
+                    continue  # missing or damaged: nothing can be read with its references
+        return needed
 
     def set_aside_from(self, iteration: int) -> list[str]:
         """Rename windows that start at ``iteration`` or later. Return the new names.
