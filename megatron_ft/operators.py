@@ -27,7 +27,7 @@ class OperatorId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """Number of parameters of an operator that tensor parallelism splits, and number that every TP rank has whole."""
+    """Numbers of parameters of an operator: those that are split over TP ranks, and those that every TP rank has."""
 
     id: OperatorId
     num_split_parameters: int

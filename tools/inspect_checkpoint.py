@@ -1,4 +1,4 @@
-"""Inspect dense checkpoints of this project and Hugging Face folders.
+"""Inspect dense checkpoints and windows of this project, and Hugging Face folders.
 
 ``list`` prints name, dtype, shape and bytes of every tensor. ``verify`` reads all files and reports damage. ``diff``
 compares two of them tensor by tensor; its exit code is 1 if they differ.
@@ -32,7 +32,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     verifier = commands.add_parser("verify", help="read all files, and report damage")
     differ = commands.add_parser("diff", help="compare two checkpoints or folders of the same kind")
     for command, run in ((lister, _list), (verifier, _verify), (differ, _diff)):
-        command.add_argument("path", type=Path, help="checkpoint directory or Hugging Face folder")
+        command.add_argument("path", type=Path, help="directory of a checkpoint or window, or Hugging Face folder")
         command.add_argument("--optimizer", action="store_true", help="also take the tensors of the optimizer")
         command.add_argument(
             "--trust", action="store_true", help="read checkpoints without manifest, which may run code"
@@ -64,7 +64,8 @@ def _list(arguments: argparse.Namespace) -> int:
     print(source.title)
     for row in rows:
         norm = "" if row.norm is None else f"  norm {row.norm:.6g}"
-        print(f"{row.name}  {row.dtype}  {list(row.shape)}  {row.num_bytes:,} bytes{norm}")
+        of = "" if row.iteration is None else f"  iteration {row.iteration}"
+        print(f"{row.name}  {row.dtype}  {list(row.shape)}  {row.num_bytes:,} bytes{norm}{of}")
     print(f"{len(rows)} tensors, {sum(row.num_bytes for row in rows):,} bytes")
     return 0
 

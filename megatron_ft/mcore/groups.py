@@ -398,7 +398,7 @@ class GroupsPutAway:
     """Global variables of Megatron's ``parallel_state``."""
 
     def put_back(self) -> Groups:
-        """Let torch and Megatron use the groups again. They must not know other groups."""
+        """Register the groups with torch and Megatron again. No other groups may be registered at that time."""
         put_back(self.of_torch)
         for name, value in self.of_megatron.items():
             setattr(parallel_state, name, value)

@@ -54,7 +54,7 @@ def _read_topology(variables: Mapping[str, str]) -> str:
         said = done.stderr.strip() or f"nothing (exit code {done.returncode})"
         raise _refused(
             f"needs a Slurm cluster with TopologyPlugin=topology/tree; `{' '.join(_COMMAND)}` prints: {said}. "
-            "List the domains in topology.failure_domains, or leave both keys out"
+            "List the domains in topology.failure_domains instead, or set neither of the two keys"
         )
     return done.stdout
 

@@ -1,16 +1,20 @@
-"""Lists and compares the tensors of dense checkpoints and Hugging Face folders, one tensor at a time."""
+"""Lists and compares the tensors of dense checkpoints, windows and Hugging Face folders, one tensor at a time."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.convert.converter import verify_folder
 from megatron_ft.mcore.convert.dense_files import DenseReader
 from megatron_ft.mcore.convert.folder import CONFIG, DTYPES, Folder
+from megatron_ft.snapshot.storage.window_file import rank_name, window_name
+from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.snapshot.window import Slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +28,8 @@ class TensorRow:
     num_bytes: int
     norm: float | None = None
     """Euclidean norm of the values; None if it was not computed."""
+    iteration: int | None = None
+    """Iteration of the state from which the values were captured; None if the source has the state of one iteration."""
 
 
 class Source(Protocol):
@@ -80,23 +86,74 @@ class FolderSource:
         return self._folder.read(name)
 
 
+class WindowSource:
+    """Pieces of a window on storage: element ranges of parameters, each of one rank. All files have been verified.
+
+    Names are ``<parameter>[<start>:<stop>].<component>``, followed by ``@tp<n>`` for a tensor-parallel part and by
+    ``/slice<n>`` in windows of several slices.
+    """
+
+    def __init__(self, path: Path, *, with_optimizer: bool) -> None:
+        self.path, self._folder = path, WindowFolder(path.parent)
+        keys = [key for key in self._folder.list_windows() if window_name(key) == path.name]
+        if not keys:
+            raise CheckpointError(f"{path}: must be the directory of a window, such as window_0000012")
+        self._key = keys[0]
+        with self._folder.open(self._key, 0) as opened:
+            self.world_size = opened.window.world_size
+        window = self._folder.verify(self._key, self.world_size)
+        self._places: dict[str, tuple[int, int, int]] = {}
+        self._rows: list[TensorRow] = []
+        for rank in range(self.world_size):
+            with self._folder.open(self._key, rank) as opened:
+                for index, part in enumerate(opened.window.slices):
+                    self._take(rank, index, part, with_optimizer=with_optimizer)
+        last = window.last_iteration
+        self.title = f"window of iterations {window.start_iteration} to {last}, {self.world_size} ranks"
+
+    def _take(self, rank: int, index: int, part: Slice, *, with_optimizer: bool) -> None:
+        for number, piece in enumerate(part.pieces):
+            if piece.component not in ("weight", "master") and not with_optimizer:
+                continue
+            name = f"{piece.parameter}[{piece.start}:{piece.stop}].{piece.component}"
+            name += f"@tp{piece.tensor_part}" if piece.tensor_part else ""
+            name += f"/slice{index}" if index else ""
+            dtype = getattr(torch, piece.dtype)
+            row = _row(name, dtype, (piece.num_bytes // dtype.itemsize,))
+            captured_at = part.iteration if part.captured_at is None else part.captured_at[number]
+            self._rows.append(replace(row, iteration=captured_at))
+            self._places[name] = rank, index, number
+
+    def rows(self) -> Iterator[TensorRow]:
+        yield from sorted(self._rows, key=lambda row: row.name)
+
+    def read(self, name: str) -> torch.Tensor:
+        rank, index, number = self._places[name]
+        with self._folder.open(self._key, rank) as opened:
+            piece = opened.window.slices[index].pieces[number]
+            content = opened.read_slice(index)[piece.offset : piece.end]
+        return torch.frombuffer(bytearray(content), dtype=getattr(torch, piece.dtype))
+
+
 def _row(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorRow:
     num_bytes = prod(shape) * dtype.itemsize
     return TensorRow(name=name, dtype=str(dtype).removeprefix("torch."), shape=shape, num_bytes=num_bytes)
 
 
 def open_source(path: Path, *, trust: bool = False, with_optimizer: bool = False) -> Source:
-    """Open and verify a dense checkpoint or a Hugging Face folder.
+    """Open and verify a dense checkpoint, a window or a Hugging Face folder.
 
     Args:
         trust: whether a checkpoint without a manifest may be read; its metadata is a pickle, which can run code.
         with_optimizer: whether the tensors of the optimizer count.
 
     Raises:
-        CheckpointError: the path is neither of both, or it is damaged.
+        CheckpointError: the path is none of them, or it is damaged.
     """
     if (path / CONFIG).is_file():
         return FolderSource(path)
+    if (path / rank_name(0)).is_file():
+        return WindowSource(path.absolute(), with_optimizer=with_optimizer)
     return DenseSource(path, trust=trust, with_optimizer=with_optimizer)
 
 

@@ -199,11 +199,11 @@ class PartialExperts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectiveExperts:
-    """Captures the experts with the most tokens at risk in every window, as many as the budgets allow (MoEtion, section
-    4).
+    """Captures in every window the experts that have the most tokens at risk, as many as the budgets allow (MoEtion,
+    section 4).
 
-    The budgets hold on every rank, also on the one that has the most of these experts: an expert that does not fit is
-    left to a later window, and one with fewer tokens at risk on another rank takes its place.
+    The budgets apply to each rank separately. If a rank has no room for an expert, the expert waits for a later window.
+    Instead, an expert of another rank is captured, although it has fewer tokens at risk.
     """
 
     num_experts: int | None = None

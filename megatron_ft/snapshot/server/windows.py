@@ -101,7 +101,8 @@ MAX_PARTIAL_FILES = 8
 
 @dataclass(frozen=True, slots=True)
 class OnStorage:
-    """Windows in whose files the pieces of the newest persisted window of a rank are."""
+    """The newest persisted window of a rank, and the windows whose files contain its pieces. Some pieces may be only in
+    files of earlier windows."""
 
     window: HeldWindow
     places: tuple[WindowKey, ...]

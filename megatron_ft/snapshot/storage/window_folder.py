@@ -144,10 +144,10 @@ class WindowFolder:
         )
 
     def verify(self, stored: WindowKey, world_size: int, *, part: int = 0, num_parts: int = 1) -> Window:
-        """Check that a window is complete, and return rank ``part``'s part of it.
+        """Check that a window is complete, and return the part of it that belongs to rank ``part``.
 
-        Every caller opens the files of all ranks and compares their descriptions. It reads the payload of every
-        ``num_parts``-th file, starting at ``part``, so that callers can share the reading.
+        Every caller opens the files of all ranks and compares their descriptions. To share the reading of payloads,
+        each caller reads only every ``num_parts``-th file, beginning with file ``part``.
 
         Raises:
             CheckpointError: a file is missing, damaged, or of another window; the message names the first such file.

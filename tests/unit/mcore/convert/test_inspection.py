@@ -8,10 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.convert.converter import import_folder
 from megatron_ft.mcore.convert.folder import CONFIG, ONLY_FILE
 from tests.contract.test_convert import SMALL
 from tests.unit.mcore.convert.test_converter import FAMILY, mute
+from tests.unit.snapshot.storage.test_partial_files import write_history
 from tools import inspect_checkpoint
 
 
@@ -89,3 +91,50 @@ def test_other_folders_are_refused(folder: Path, tmp_path: Path, capsys: pytest.
         assert inspect_checkpoint.main(["list", str(path)]) not in (0, 1)
         assert message in capsys.readouterr().err
     assert inspect_checkpoint.main(["diff", str(folder), str(tmp_path / "empty")]) not in (0, 1)
+
+
+@pytest.fixture
+def windows(tmp_path: Path) -> Path:
+    """Return a folder of windows of two ranks. The newest one lacks pieces that an earlier file has."""
+    for rank in range(2):
+        write_history(tmp_path / "windows", rank)
+    return tmp_path / "windows"
+
+
+def test_pieces_of_a_window_are_listed_with_their_iterations(
+    windows: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(windows)
+    assert inspect_checkpoint.main(["list", "window_0000013"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "window of iterations 13 to 13, 2 ranks"
+    # Ranks write the same names in this test, so each name is listed twice.
+    assert lines[1:3] == ["w0[0:40].master  uint8  [40]  40 bytes  iteration 12"] * 2
+    assert "w3[0:5000].master  uint8  [5000]  5,000 bytes  iteration 10" in lines
+    assert inspect_checkpoint.main(["verify", "window_0000013"]) == 0
+
+
+def test_windows_are_compared_piece_by_piece(windows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = windows / "window_0000012", windows / "window_0000013"
+    assert inspect_checkpoint.main(["diff", str(one), str(one)]) == 0
+    capsys.readouterr()
+    assert inspect_checkpoint.main(["diff", str(one), str(other), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["differences"]
+    assert sorted(each["name"] for each in found) == ["w1[0:36].master", "w2[0:4].master", "w4[0:64].master"]
+
+
+def test_damage_to_an_earlier_file_of_a_window_is_found(windows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = windows / "window_0000010" / "rank-00001.window"
+    content = bytearray(path.read_bytes())
+    content[-4000] ^= 1
+    path.write_bytes(content)
+    assert inspect_checkpoint.main(["verify", str(windows / "window_0000013")]) == CheckpointError.exit_code
+    assert "damaged: 'master' of 'w3'" in capsys.readouterr().err
+
+
+def test_a_directory_with_another_name_is_no_window(
+    windows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (windows / "window_0000010").rename(tmp_path / "mine")
+    assert inspect_checkpoint.main(["list", str(tmp_path / "mine")]) == CheckpointError.exit_code
+    assert "must be the directory of a window" in capsys.readouterr().err
