@@ -218,7 +218,7 @@ def _draw(runs: dict[tuple[str, int], dict[str, Any]], names: Sequence[str], pat
 
     seed = min(seed for _, seed in runs)
     calm = runs["undisturbed", seed]["losses"]
-    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(10.5, 4.5), layout="constrained")
     for name in names[1:]:
         losses = runs[name, seed]["losses"]
         raw = [(mine or float("nan")) - other for mine, other in zip(losses, calm, strict=True)]
@@ -228,7 +228,7 @@ def _draw(runs: dict[tuple[str, int], dict[str, Any]], names: Sequence[str], pat
         axes.axvline(int(len(calm) * share) + 1, color="#7f7f7f", linewidth=0.8, linestyle=":")
     axes.set_xlabel("iteration (dotted: all ranks are killed)")
     axes.set_ylabel(f"loss above the undisturbed run\n(mean of {SMOOTH} iterations)")
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=120)
 
 
