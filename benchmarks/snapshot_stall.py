@@ -41,6 +41,7 @@ _JOB = (
     "model.moe_ffn_hidden_size=512",
     "precision.params_dtype=bf16",
     "training.eval_interval_iterations=0",
+    f"launch.num_nodes={WORLD_SIZE}",
     "training.train_iterations=100000",
     "checkpoint.save_at_end=false",
     "checkpoint.keep_last=1",
