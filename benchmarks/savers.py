@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from megatron_ft.mcore.state.train_state import IterationResult
 from megatron_ft.mcore.training.trainer import Trainer
 from megatron_ft.planning.snapshot.memory import PeerAssignment
 from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.snapshot.capture.capture import Header
 from megatron_ft.snapshot.server.client import REPLICATED_BYTES, KeeperClient
 
 WAIT_SECONDS, POLL_SECONDS = 120.0, 1e-3
@@ -54,14 +56,19 @@ class Windows:
         self.num_delayed = 0
         self._engine = trainer.engine
         self._client = client
-        self._fingerprint = trainer.samples["train"].fingerprint()
+        settings = replay_config(
+            trainer.config,
+            trainer.samples["train"].fingerprint(),
+            device=trainer.engine.device.type,
+            transformer_impl=trainer.engine.transformer_impl,
+        )
         self._snapshots = Snapshotter(
             config,
             trainer.engine,
             client=client,
             assignment=PeerAssignment.of([f"node{number}" for number in range(world_size)], world_size - 1),
             node=node,
-            header=self._header,
+            header=partial(self._header, json.dumps(settings)),
             report=self._take,
         )
         trainer.engine.before_update = lambda: None
@@ -109,15 +116,12 @@ class Windows:
         """See ``Saver``."""
         self._snapshots.close()
 
-    def _header(self, index: int) -> dict[str, str]:
-        """Return the header that the trainer adds to a slice."""
+    def _header(self, settings: str, index: int) -> Header:
+        """Capture the header that the trainer adds to a slice."""
         if index > 0:
-            return {}
-        engine, extras = self._engine, self._engine.train_state().to_json()
-        settings = replay_config(
-            engine.config, self._fingerprint, device=engine.device.type, transformer_impl=engine.transformer_impl
-        )
-        return {EXTRAS: json.dumps(extras), PLACEMENT: "null", CONFIG: json.dumps(settings)}
+            return dict
+        state = self._engine.train_state()
+        return lambda: {EXTRAS: json.dumps(state.to_json()), PLACEMENT: "null", CONFIG: settings}
 
     def _take(self, record: Record) -> None:
         if isinstance(record, SnapshotPlanned):

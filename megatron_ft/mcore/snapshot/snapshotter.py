@@ -8,8 +8,9 @@ the same on every rank, so all ranks decide alike.
 import json
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -34,6 +35,7 @@ from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy
 from megatron_ft.planning.snapshot.report import check_limit, whole_plan
 from megatron_ft.snapshot.capture.capture import (
     CaptureFigures,
+    Header,
     WindowCapture,
     WindowMemory,
     capture_bandwidth,
@@ -103,8 +105,9 @@ class _SnapshotStats:
 Rows = tuple[tuple[int, ...], ...]
 """Number of tokens of each expert, by layer."""
 
-Header = Callable[[int], dict[str, str]]
-"""Function that returns the header of the slice with a given index: JSON texts by name. The vote is added later."""
+SliceHeader = Callable[[int], Header]
+"""Function that captures what the header of the slice with a given index contains, and returns its encoder. The vote is
+added later."""
 
 _MEASURED_ITERATIONS = 3
 _MAX_LOAD_RECORDS = 32
@@ -132,7 +135,7 @@ class Snapshotter:
     Args:
         client: connection to the snapshot server of this node.
         assignment: for each node, the nodes that store copies of its windows.
-        header: returns the header of a slice, without the vote.
+        header: captures the content of the header of a slice, without the vote.
         report: sends an event to the sinks; called on every rank.
     """
 
@@ -144,7 +147,7 @@ class Snapshotter:
         client: KeeperClient,
         assignment: PeerAssignment,
         node: int,
-        header: Header,
+        header: SliceHeader,
         report: Callable[[Record], None],
     ) -> None:
         assert config.snapshot.policy is not None, "snapshot.policy is not set"
@@ -231,7 +234,7 @@ class Snapshotter:
         self._begin(iteration, capture)
         if partial is not None:
             partial.begin_whole(iteration, self._tokens())
-        header = {"vote": json.dumps(vote.to_record()), PLAN: json.dumps(opened.plan.to_json()), **self._header(0)}
+        header = self._encoder(0, vote, {PLAN: opened.plan.to_json()})
         capture.begin_slice(self._buffers.held[iteration], 0, iteration=iteration, header=header)
         # Waits here, because ``before_update`` waits only for slices of the planned capture.
         capture.settle()
@@ -276,13 +279,13 @@ class Snapshotter:
         assert self._start is not None, "no window has begun"
         failpoints.hit("capture", iteration)
         index = iteration - self._start
-        header = {"vote": json.dumps(vote.to_record()), **self._header(index)}
-        captured_at = None
+        captured_at, content = None, {}
         if self._opened.partial is not None:
             pieces, num_layers = self._opened.capture.pieces[index], self._config.model.num_layers
             captured_at = self._opened.partial.captured_at(self._start, pieces, num_layers)
             if captured_at is not None:
-                header[AT_RISK] = json.dumps(self._opened.partial.at_risk(self._start))
+                content[AT_RISK] = self._opened.partial.at_risk(self._start)
+        header = self._encoder(index, vote, content)
         self._opened.capture.begin_slice(
             self._buffers.held[self._start], index, iteration=iteration, header=header, captured_at=captured_at
         )
@@ -305,6 +308,7 @@ class Snapshotter:
     def persist_newest(self) -> None:
         """Request that the newest committed window is written to storage; ``finish`` waits for it. All ranks must call
         this."""
+        self.settle()
         start = self._buffers.committed
         # If the job resumed from this window, the parts of some ranks may only be in the memory of peer nodes. Without
         # them, the other parts are not a complete window.
@@ -391,7 +395,13 @@ class Snapshotter:
         self._lengths = {start: length for start, length in self._lengths.items() if start in self._buffers.held}
         self._lengths[iteration] = capture.plan.num_iterations
         self._num_windows += 1
-        capture.begin_window(self._buffers.held[iteration], iteration)
+
+    def _encoder(self, index: int, vote: Vote, content: Mapping[str, Any]) -> Header:
+        rest = self._header(index)
+        return lambda: {
+            **{name: json.dumps(value) for name, value in {"vote": vote.to_record(), **content}.items()},
+            **rest(),
+        }
 
     def _open(self, iteration: int, *, is_resumed: bool = False) -> _Opened:
         """Make a plan if there is none, allocate memory for its windows, and prepare the capture. Raise ConfigError if

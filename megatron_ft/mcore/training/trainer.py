@@ -51,6 +51,7 @@ from megatron_ft.planning.placement.report import plan_shard_copies
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.memory import PeerAssignment
 from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.snapshot.capture.capture import Header
 from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.storage.run_settings import SETTINGS
 from megatron_ft.snapshot.storage.window_folder import WindowFolder, persist_url
@@ -553,7 +554,7 @@ class Trainer:
             client=client,
             assignment=self._peer_assignment(),
             node=self.context.node,
-            header=self._slice_header,
+            header=partial(self._slice_header, json.dumps(self.replay_config())),
             report=self.report_own,
         )
         if resumed is not None:
@@ -561,15 +562,16 @@ class Trainer:
         self.snapshots = snapshots
         return snapshots
 
-    def _slice_header(self, index: int) -> dict[str, str]:
+    def _slice_header(self, settings: str, index: int) -> Header:
         # A replay begins with slice 0, so only its header contains the state besides tensors.
         if index > 0:
-            return {}
+            return dict
+        state = self.engine.train_state()
         placement = None if self.placement is None else self.placement.to_json()
-        return {
-            EXTRAS: json.dumps(self.engine.train_state().to_json()),
+        return lambda: {
+            EXTRAS: json.dumps(state.to_json()),
             PLACEMENT: json.dumps(placement),
-            CONFIG: json.dumps(self.replay_config()),
+            CONFIG: settings,
             SETTINGS: json.dumps(self.identity.settings),
         }
 

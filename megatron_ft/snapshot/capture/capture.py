@@ -58,11 +58,20 @@ class CopyBatch:
         )
 
 
+Action = Callable[[], None]
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
 class _ThreadCopier:
     """Copies in a separate thread. The thread releases the interpreter lock while it copies bytes."""
 
     def __init__(self) -> None:
         self._batch: CopyBatch | None = None
+        self._before: Action = _nothing
+        self._after: Action = _nothing
         self._closed = False
         self._wake = threading.Semaphore(0)
         self._done = threading.Semaphore(0)
@@ -71,29 +80,33 @@ class _ThreadCopier:
         self.busy_seconds = 0.0
         """Duration of the copies of the last batch."""
         self.cpu_seconds = 0.0
-        """CPU time that the copying thread has used."""
+        """CPU time that the thread has used."""
         self._thread = threading.Thread(target=self._serve, name="capture", daemon=True)
         self._thread.start()
 
-    def start(self, batch: CopyBatch) -> None:
-        """Start to copy and return at once. Only one batch may be in progress."""
+    def start(self, batch: CopyBatch, before: Action = _nothing, after: Action = _nothing) -> None:
+        """Start to copy and return at once. Only one batch may be in progress. ``before`` is called before the first
+        byte is copied and ``after`` when all bytes are copied; both may run in another thread."""
         assert not self._under_way, "a batch is still being copied"
-        self._batch, self._under_way = batch, True
+        self._batch, self._before, self._after, self._under_way = batch, before, after, True
         self._wake.release()
 
     def wait(self) -> float:
-        """Wait until the batch is copied. Return the seconds of waiting, 0 if no batch is in progress.
+        """Wait until the batch is copied and ``after`` has returned. Return the seconds of waiting, 0 if no batch is in
+        progress.
 
         Raises:
-            BaseException: the error that the copying thread raised.
+            BaseException: the error of the copying thread, of ``before`` or of ``after``.
         """
         if not self._under_way:
             return 0.0
         began = time.perf_counter()
         self._done.acquire()
-        self._under_way, self._batch = False, None
-        if self._failure is not None:
-            raise self._failure
+        # These refer to window buffers, which can be unmapped only after the last reference is gone.
+        self._under_way, self._batch, self._before, self._after = False, None, _nothing, _nothing
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         return time.perf_counter() - began
 
     def close(self) -> None:
@@ -108,12 +121,14 @@ class _ThreadCopier:
             self._wake.acquire()
             if self._closed:
                 return
-            began = time.perf_counter()
             try:
+                self._before()
+                began = time.perf_counter()
                 self._copy()
+                self.busy_seconds = time.perf_counter() - began
+                self._after()
             except BaseException as failure:  # noqa: BLE001 - raised again in wait()
                 self._failure = failure
-            self.busy_seconds = time.perf_counter() - began
             self.cpu_seconds = time.thread_time()
             self._done.release()
 
@@ -145,12 +160,14 @@ class _StreamCopier:
         self._began = cuda.Event(enable_timing=True)
         self._ended = cuda.Event(enable_timing=True)
         self._batch: CopyBatch | None = None
+        self._after: Action = _nothing
         self.busy_seconds = 0.0
 
-    def start(self, batch: CopyBatch) -> None:
+    def start(self, batch: CopyBatch, before: Action = _nothing, after: Action = _nothing) -> None:
         # After what the computing stream has queued so far.
         assert self._batch is None, "a batch is still being copied"
-        self._batch = batch
+        before()
+        self._batch, self._after = batch, after
         self._stream.wait_stream(self._cuda.current_stream(self._device))
         with self._cuda.stream(self._stream):
             self._began.record()
@@ -170,6 +187,8 @@ class _StreamCopier:
         self._ended.synchronize()
         self._batch = None
         self.busy_seconds = self._began.elapsed_time(self._ended) / 1000
+        after, self._after = self._after, _nothing
+        after()
         return time.perf_counter() - began
 
     def close(self) -> None:
@@ -230,6 +249,9 @@ def capture_bandwidth(device: torch.device, copier: Copier) -> float:
             unpin(target)
     return num_bytes / best
 
+
+Header = Callable[[], Mapping[str, str]]
+"""Function that encodes the header of a slice: JSON texts by name. It may be called in another thread."""
 
 Source = Callable[[Piece], torch.Tensor]
 """Function that returns the current elements of a piece as a contiguous 1-D tensor."""
@@ -302,53 +324,52 @@ class WindowCapture:
         self._slices = _lay_out(plan, shards)
         # Prepared once for every buffer: starting a slice must not cost time in proportion to its pieces.
         self._batches = [[self._batch(part, buffer, source) for part in self._slices] for buffer in buffers]
-        self._under_way: tuple[int, int, Slice, int] | None = None
-        """The slice that is being copied: number of its buffer, its index in the window, its description, and its
-        bytes."""
+        self._bytes_under_way: int | None = None
+        """Size of the slice that is being copied; None if no slice is."""
 
     @property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
         """Pieces of each slice."""
         return tuple(part.pieces for part in self._slices)
 
-    def begin_window(self, buffer: int, start_iteration: int) -> None:
-        """Begin a window in ``buffer``. The next calls of ``begin_slice`` add its slices."""
-        num_slices, plan = self.plan.num_iterations, self._plan_json
-        self._client.begin(buffer, start_iteration=start_iteration, num_slices=num_slices, plan=plan)
-
     def begin_slice(
-        self,
-        buffer: int,
-        index: int,
-        *,
-        iteration: int,
-        header: Mapping[str, Any],
-        captured_at: tuple[int, ...] | None = None,
+        self, buffer: int, index: int, *, iteration: int, header: Header, captured_at: tuple[int, ...] | None = None
     ) -> None:
-        """Start to copy slice ``index``, which belongs to the state after ``iteration``. Store ``header`` with it.
+        """Start to copy slice ``index``, which belongs to the state after ``iteration``. Slice 0 begins a window in
+        ``buffer``. After the copy, ``header`` is encoded and the slice is reported to the snapshot server.
 
         With ``captured_at``, the iteration of each piece, only pieces of ``iteration`` are copied. The snapshot server
         copies the other pieces from an earlier window.
         """
-        assert self._under_way is None, "a slice is still being copied"
+        assert self._bytes_under_way is None, "a slice is still being copied"
         began = time.perf_counter()
-        part = replace(self._slices[index], iteration=iteration, header=header, captured_at=captured_at)
+        part = replace(self._slices[index], iteration=iteration, captured_at=captured_at)
         batch = self._batches[buffer][index]
         if captured_at is not None:
             batch = batch.take([row for row in range(len(part.pieces)) if part.is_captured(row)])
-        self._copier.start(batch)
-        self._under_way = buffer, index, part, batch.num_bytes
+
+        def before() -> None:
+            # Before the first byte is overwritten: from then on, the server does not use the window in the buffer.
+            if index == 0:
+                num_slices = self.plan.num_iterations
+                self._client.begin(buffer, start_iteration=iteration, num_slices=num_slices, plan=self._plan_json)
+
+        def after() -> None:
+            # After the copy: the server hashes the bytes as soon as it receives the report.
+            self._client.captured(buffer, index, replace(part, header=header()))
+
+        self._copier.start(batch, before, after)
+        self._bytes_under_way = batch.num_bytes
         self.figures.stalled_seconds += time.perf_counter() - began
 
     def settle(self) -> None:
-        """Wait until the slice in progress, if any, is copied, and report it. Then the tensors may change."""
-        if self._under_way is None:
+        """Wait until the slice in progress, if any, is copied and reported. Then the tensors may change, and the client
+        may be used."""
+        if self._bytes_under_way is None:
             return
         began = time.perf_counter()
-        (buffer, index, part, num_bytes), self._under_way = self._under_way, None
-        # Before the report: the server hashes the bytes as soon as it knows of them.
+        num_bytes, self._bytes_under_way = self._bytes_under_way, None
         self._copier.wait()
-        self._client.captured(buffer, index, part)
         self.figures.num_slices += 1
         self.figures.num_bytes += num_bytes
         self.figures.busy_seconds += self._copier.busy_seconds

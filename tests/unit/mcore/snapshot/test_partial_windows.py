@@ -9,6 +9,7 @@ import pytest
 
 from megatron_ft.events import SnapshotProblem, WindowCommitted
 from megatron_ft.planning.iteration import WindowReport
+from megatron_ft.snapshot.capture.capture import Header
 from megatron_ft.testing import engines
 from tests.unit.mcore.snapshot.test_snapshotter import SNAPSHOTS, Run
 from tests.unit.snapshot.server.served import Served
@@ -129,7 +130,12 @@ def test_a_restored_window_gives_exactly_the_state_that_it_contains(recorder: Re
     from tests.helpers.replay_scenarios import scramble
 
     engine = recorder.run.engine
-    recorder.run.snapshots._header = lambda index: {EXTRAS: json.dumps(engine.train_state().to_json())}
+
+    def header(index: int) -> Header:
+        state = engine.train_state()
+        return lambda: {EXTRAS: json.dumps(state.to_json())}
+
+    recorder.run.snapshots._header = header
     recorder.train(11)
     window, payload = recorder.newest()
     (part,) = window.slices

@@ -38,7 +38,7 @@ class Run:
             client=self.client,
             assignment=PeerAssignment.of(["node0"], 0),
             node=0,
-            header=lambda index: {},
+            header=lambda index: dict,
             report=self.output.append,
         )
 

@@ -1,11 +1,14 @@
 """Tests that slices are copied completely during the computation, and then reported to the snapshot server."""
 
+import threading
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_ft.errors import ControlError
 from megatron_ft.operator_state import Component, StateShard
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.snapshot.plan import Piece, Unit, WindowPlan, window_bytes
@@ -72,10 +75,9 @@ def capture_of(
 
 def test_a_window_holds_what_the_state_was_at_each_slice(state: dict[str, torch.Tensor]) -> None:
     capture, buffers, client, copier = capture_of(state)
-    capture.begin_window(1, 7)
     kept = []
     for index in range(3):
-        capture.begin_slice(1, index, iteration=7 + index, header={"vote": index})
+        capture.begin_slice(1, index, iteration=7 + index, header=partial(dict, vote=index))
         capture.settle()
         kept.append({name: tensor.clone() for name, tensor in state.items()})
         for tensor in state.values():
@@ -97,12 +99,11 @@ def test_a_window_holds_what_the_state_was_at_each_slice(state: dict[str, torch.
 
 def test_a_thousand_states_are_each_captured_whole_although_they_change_at_once(state: dict[str, torch.Tensor]) -> None:
     capture, buffers, _, copier = capture_of(state)
-    capture.begin_window(0, 1)
     part = capture._slices[0]
     for trial in range(1000):
         for tensor in state.values():
             tensor.fill_(trial)
-        capture.begin_slice(0, 0, iteration=trial, header={})
+        capture.begin_slice(0, 0, iteration=trial, header=dict)
         capture.settle()
         for tensor in state.values():
             tensor.fill_(-1)
@@ -125,3 +126,46 @@ def test_sources_that_cannot_be_copied_as_they_are_are_refused() -> None:
         CopyBatch.of([torch.zeros(4, 4).t()], [torch.zeros(64, dtype=torch.uint8)])
     with pytest.raises(ValueError, match="cannot copy"):
         CopyBatch.of([torch.zeros(4)], [torch.zeros(12, dtype=torch.uint8)])
+
+
+def test_the_server_knows_of_a_window_before_its_buffer_is_overwritten(state: dict[str, torch.Tensor]) -> None:
+    capture, buffers, client, copier = capture_of(state)
+    buffers[2].fill_(7)
+    seen = []
+    begin = client.begin
+    client.begin = lambda *args, **named: (seen.append(bool((buffers[2] == 7).all())), begin(*args, **named))
+    capture.begin_slice(2, 0, iteration=4, header=dict)
+    capture.settle()
+    assert seen == [True] and not bool((buffers[2] == 7).all())
+    copier.close()
+
+
+@pytest.mark.parametrize("call", ["begin", "captured"])
+def test_an_error_of_the_server_is_raised_once_and_before_the_update(state: dict[str, torch.Tensor], call: str) -> None:
+    capture, _, client, copier = capture_of(state)
+
+    def refuse(*args: Any, **named: Any) -> None:
+        raise ControlError("the connection was lost")
+
+    setattr(client, call, refuse)
+    capture.begin_slice(0, 0, iteration=1, header=dict)
+    with pytest.raises(ControlError, match="the connection was lost"):
+        capture.settle()
+    capture.settle()
+    assert capture.figures.num_slices == 0
+    copier.close()
+
+
+def test_the_header_is_encoded_after_the_copy_and_not_by_the_training_thread(state: dict[str, torch.Tensor]) -> None:
+    capture, buffers, client, copier = capture_of(state)
+    state["decoder.layers.0.w/master"].fill_(3)
+    threads = []
+
+    def header() -> dict[str, str]:
+        threads.append(threading.current_thread())
+        return {"first": str(float(buffers[0][:4].view(torch.float32)[0]))}
+
+    capture.begin_slice(0, 0, iteration=1, header=header)
+    capture.settle()
+    assert threads != [threading.current_thread()] and client.output[-1][4] == {"first": "3.0"}
+    copier.close()
