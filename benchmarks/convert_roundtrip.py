@@ -35,6 +35,33 @@ _SMALL = {
 }
 _QWEN = {"moe_intermediate_size": 24, "intermediate_size": 48, "num_experts": 4}
 _NUM_EXPERTS = 4
+_DEEPSEEK = {
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": _NUM_EXPERTS,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "rms_norm_eps": 1e-6,
+}
+_LATENT = {
+    **_DEEPSEEK,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 4,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+_LLAMA = "LlamaConfig"
+"""``transformers`` has no class for ``deepseek``: it is its Llama with the MoE layers of its DeepSeek-V2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +108,17 @@ CASES = (
         config="Qwen3MoeConfig",
         options={**_QWEN, "norm_topk_prob": False, "tie_word_embeddings": True},
     ),
+    Case(name="deepseek", config=_LLAMA, options={**_DEEPSEEK, "num_key_value_heads": 4}),
+    Case(
+        name="deepseek_v2 like V2-Lite: yarn",
+        config="DeepseekV2Config",
+        options={**_LATENT, "q_lora_rank": None, "rope_scaling": _YARN, "rope_theta": 10_000.0},
+    ),
+    Case(
+        name="deepseek_v2, low-rank queries, no yarn",
+        config="DeepseekV2Config",
+        options={**_LATENT, "q_lora_rank": 12, "n_shared_experts": 1, "routed_scaling_factor": 2.0},
+    ),
 )
 LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "one rank": (1, {}),
@@ -100,6 +138,23 @@ TRAINED: Mapping[str, tuple[int, Mapping[str, Any]]] = {
             "parallel.expert_model_parallel_size": 2,
             "parallel.use_distributed_optimizer": True,
             "precision.params_dtype": "bf16",
+        },
+    ),
+    "TP2 PP2 EP2, distributed optimizer, latent attention": (
+        4,
+        {
+            "parallel.tensor_model_parallel_size": 2,
+            "parallel.pipeline_model_parallel_size": 2,
+            "parallel.expert_model_parallel_size": 2,
+            "parallel.use_distributed_optimizer": True,
+            "model.num_query_groups": None,
+            "model.multi_latent_attention": True,
+            "model.qk_layernorm": True,
+            "model.q_lora_rank": 12,
+            "model.kv_lora_rank": 16,
+            "model.qk_head_dim": 8,
+            "model.qk_pos_emb_head_dim": 4,
+            "model.v_head_dim": 10,
         },
     ),
     "DP2 with expert replicas": (
@@ -158,7 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 differences[name] = _difference(rows, expected[case.name][1])
         for number, layout in enumerate(trained):
             engines.of_ranks(outcomes, f"trained, {layout}")
-            found, equal = _there_and_back(folder / f"trained-{number}", layout)
+            family = "deepseek_v2" if trained[layout][1].get("model.multi_latent_attention") else "mixtral"
+            found, equal = _there_and_back(folder / f"trained-{number}", layout, family)
             problems, num_equal = problems + found, num_equal + equal
     worst = max(differences.values())
     return finish(
@@ -186,7 +242,10 @@ def _make(case: Case, folder: Path) -> tuple[list[list[int]], Any]:
     torch.manual_seed(len(case.name))
     config = getattr(transformers, case.config)(**{**_SMALL, **case.options})
     config.architectures = None
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if case.config == _LLAMA:
+        _use_experts(model, case.options)
+    model = model.float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):  # ones and zeros would hide an exchange
@@ -194,8 +253,48 @@ def _make(case: Case, folder: Path) -> tuple[list[list[int]], Any]:
     tokens = torch.randint(0, engines.VOCAB_SIZE, (_NUM_SEQUENCES, _LENGTH))
     with torch.no_grad():
         logits = model(tokens).logits
-    model.save_pretrained(folder / "theirs", max_shard_size="100KB")
+    if case.config == _LLAMA:
+        _save_deepseek(model, case, folder / "theirs")
+    else:
+        model.save_pretrained(folder / "theirs", max_shard_size="100KB")
     return tokens.tolist(), logits
+
+
+def _use_experts(model: Any, options: Mapping[str, Any]) -> None:
+    """Replace the MLPs of a Llama model by MoE layers of DeepSeek-V2, except in the first layers."""
+    import torch
+    from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek
+
+    config = deepseek.DeepseekV2Config(**{**_SMALL, **options})
+    config._experts_implementation = "eager"
+    for layer in model.model.layers[options["first_k_dense_replace"] :]:
+        layer.mlp = deepseek.DeepseekV2Moe(config)
+        with torch.no_grad():
+            for parameter in layer.mlp.parameters():
+                parameter.normal_(0.0, _SMALL["initializer_range"])
+
+
+def _save_deepseek(model: Any, case: Case, folder: Path) -> None:
+    """Save the model of ``_use_experts`` with the names and the settings of published DeepSeekMoE folders."""
+    import json
+
+    from safetensors.torch import save_file
+
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if ".experts.gate_up_proj" in name or ".experts.down_proj" in name:
+            module, kind = name.rsplit(".", 1)
+            for expert in range(_NUM_EXPERTS):
+                parts = tensor[expert].chunk(2) if kind == "gate_up_proj" else (tensor[expert],)
+                names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+                for part, part_name in zip(parts, names, strict=True):
+                    tensors[f"{module}.{expert}.{part_name}.weight"] = part.clone()
+        else:
+            tensors[name] = tensor.clone()
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors")
+    settings = {**_SMALL, **case.options, "model_type": "deepseek", "rope_theta": 10_000.0, "hidden_act": "silu"}
+    (folder / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": False}))
 
 
 def _round_trip(folder: Path, name: str) -> tuple[list[str], int]:
@@ -220,7 +319,7 @@ def _round_trip(folder: Path, name: str) -> tuple[list[str], int]:
     return _compare(name, before, after)
 
 
-def _there_and_back(folder: Path, name: str) -> tuple[list[str], int]:
+def _there_and_back(folder: Path, name: str, family: str) -> tuple[list[str], int]:
     """Convert the checkpoint that a job has saved to a folder and back. Return problems and the number of equal
     tensors."""
     from megatron_ft.mcore.convert.converter import Export, export_checkpoint, family_named, import_folder
@@ -228,7 +327,7 @@ def _there_and_back(folder: Path, name: str) -> tuple[list[str], int]:
 
     (saved,) = folder.glob("checkpoints/iter_*")
     reader = DenseReader.open(saved)
-    export_checkpoint(reader, Export.of(reader, family_named("mixtral")), folder / "theirs", progress=_mute)
+    export_checkpoint(reader, Export.of(reader, family_named(family)), folder / "theirs", progress=_mute)
     import_folder(folder / "theirs", folder / "weights", vocab_multiple=engines.VOCAB_SIZE, progress=_mute)
     return _compare(name, reader, DenseReader.open(folder / "weights"))
 

@@ -32,7 +32,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     export = commands.add_parser("to-hf", help="write a Hugging Face folder")
     export.add_argument("checkpoint", type=Path, help="checkpoint directory, e.g. runs/NAME/checkpoints/iter_0000100")
     export.add_argument("out", type=Path, help="folder to write; an interrupted conversion is continued")
-    export.add_argument("--family", required=True, help="model_type of the folder: mixtral, qwen2_moe or qwen3_moe")
+    export.add_argument(
+        "--family",
+        required=True,
+        help="model_type of the folder: mixtral, qwen2_moe, qwen3_moe, deepseek or deepseek_v2",
+    )
     export.add_argument("--tokenizer", type=Path, help="folder with the tokenizer files that are copied")
     export.add_argument("--vocab-size", type=int, help="rows of embedding and head to write, without padding")
     export.add_argument("--trust", action="store_true", help="read a checkpoint without a manifest, which may run code")

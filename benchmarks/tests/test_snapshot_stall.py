@@ -17,6 +17,7 @@ from benchmarks.stall_figures import DCP, DCP_SHARED, MEGATRON, OURS, judge, sum
 
 NUM_SAVES = 4
 PAGES = 64
+NUM_BYTES = 10_000 * mmap.PAGESIZE
 
 
 def _row(system: str, blocked: float, **changes: Any) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def _row(system: str, blocked: float, **changes: Any) -> dict[str, Any]:
         "blocked_cpu_seconds": 0.0,
         "iteration_seconds": [1.0] * (NUM_SAVES + 1),
         "drain_seconds": 0.0,
-        "num_bytes": 400,
+        "num_bytes": NUM_BYTES,
         "memcpy_seconds": 0.08,
         "main_faults": 0,
         "process_cpu_seconds": 7.0,
@@ -45,7 +46,7 @@ def _rank(first: float, warm: list[float], **changes: Any) -> dict[str, Any]:
         "rows": rows,
         "plain_seconds": [5.0] + [1.0] * len(warm),
         "plain_cpu_seconds": [9.0] + [1.0] * len(warm),
-        "dense_bytes": 300,
+        "dense_bytes": NUM_BYTES * 3 // NUM_SAVES,
         "window_iterations": NUM_SAVES,
         "num_delayed": 0,
         "operations": [7, 0, 0, 0],
@@ -64,6 +65,8 @@ def test_every_round_counts_for_its_slowest_rank_and_the_first_apart() -> None:
     assert ours["cpu_seconds"] == pytest.approx(0.5)
     assert ours["bytes_against_dense"] == pytest.approx(1 / 3)
     assert judge(figures, num_saves=NUM_SAVES, quick=False)[0]
+    few = summary([_rank(0.1, [0.01, 0.01, 0.01], capture_faults=3)])
+    assert few["systems"][OURS]["capture_faults"] == 9 and judge(few, num_saves=NUM_SAVES, quick=False)[0]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +74,7 @@ def test_every_round_counts_for_its_slowest_rank_and_the_first_apart() -> None:
     [
         ([_rank(0.1, [0.03, 0.03])], "3.00% of an iteration"),
         ([_rank(0.1, [0.01, 0.01], memcpy_seconds=0.02)], "2.00x memcpy"),
-        ([_rank(0.1, [0.01, 0.01], capture_faults=1)], "2 new pages"),
+        ([_rank(0.1, [0.01, 0.01], capture_faults=11)], "22 new pages"),
         ([_rank(0.1, [0.01, 0.01]) | {"operations": [7, 0, 2, 0]}], "operations"),
         ([_rank(0.1, [0.01, 0.01]) | {"num_delayed": 1}], "1 windows delayed"),
         ([_rank(0.1, [0.01, 0.01]) | {"window_iterations": 1}], "W=1"),

@@ -2,6 +2,12 @@
 
 from dataclasses import dataclass
 
+YARN_KEYS = (
+    *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
+    "mscale_all_dim",
+)
+"""Keys that have an effect only with ``rope_type=yarn``."""
+
 
 @dataclass
 class ModelConfig:
@@ -119,6 +125,21 @@ class ModelConfig:
     """Number of channels of a query or key head that contain position information."""
     v_head_dim: int = 128
     """Number of channels of a value head."""
+    rope_type: str | None = None
+    """``yarn`` extends the rotary position embedding of latent attention to sequences that are longer than those of an
+    earlier training. The next keys are its parameters, with Megatron-Core's defaults. null: no extension."""
+    rotary_scaling_factor: float | None = None
+    """Factor by which the sequences are longer; null means 40."""
+    original_max_position_embeddings: int | None = None
+    """Number of tokens of a sequence in the earlier training; null means 4096."""
+    beta_fast: float | None = None
+    """Channels that rotate at least this often in an earlier sequence keep their wavelength; null means 32."""
+    beta_slow: float | None = None
+    """Channels that rotate at most this often have their wavelength multiplied by the factor; null means 1."""
+    mscale: float | None = None
+    """Coefficient of the correction of rotated channels; null means 1."""
+    mscale_all_dim: float | None = None
+    """Coefficient of the correction of all channels, by which that of rotated channels is divided; null means 0."""
     published_parameters: int | None = None
     """Parameter count that the authors published, with which ``dry_run`` compares its result; null if unknown."""
     published_active_parameters: int | None = None

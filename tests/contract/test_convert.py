@@ -30,6 +30,18 @@ SMALL = ModelConfig(
     num_moe_experts=3,
     moe_router_topk=2,
 )
+DEEPSEEK = replace(SMALL, moe_first_dense_layers=1, moe_shared_expert_intermediate_size=24, moe_router_pre_softmax=True)
+LATENT = replace(
+    DEEPSEEK,
+    num_query_groups=None,
+    kv_channels=None,
+    multi_latent_attention=True,
+    qk_layernorm=True,
+    kv_lora_rank=6,
+    qk_head_dim=4,
+    qk_pos_emb_head_dim=2,
+    v_head_dim=3,
+)
 MODELS: dict[str, tuple[ModelConfig, ...]] = {
     "mixtral": (SMALL, replace(SMALL, untie_embeddings_and_output_weights=False)),
     "qwen2_moe": tuple(
@@ -44,6 +56,19 @@ MODELS: dict[str, tuple[ModelConfig, ...]] = {
         for has_bias in (True, False)
     ),
     "qwen3_moe": (replace(SMALL, qk_layernorm=True), replace(SMALL, qk_layernorm=True, moe_router_pre_softmax=True)),
+    "deepseek": (DEEPSEEK, replace(SMALL, moe_router_topk_scaling_factor=2.5, moe_router_pre_softmax=True)),
+    "deepseek_v2": (
+        replace(
+            LATENT,
+            rope_type="yarn",
+            rotary_scaling_factor=8.0,
+            original_max_position_embeddings=16,
+            beta_fast=16.0,
+            mscale=0.707,
+            mscale_all_dim=0.5,
+        ),
+        replace(LATENT, q_lora_rank=5, moe_first_dense_layers=0, moe_router_pre_softmax=False),
+    ),
 }
 """Models of each family. A new family is one row here."""
 CASES = [
@@ -98,8 +123,9 @@ def test_config_json_describes_the_model(family: Family, model: ModelConfig) -> 
     assert set(different) <= {"moe_aux_loss_coeff", "moe_z_loss_coeff", "init_method_std"}, (
         "only training is not described"
     )
-    # Newer versions of transformers store the base of rotary embeddings elsewhere.
-    config["rope_parameters"] = {"rope_theta": config.pop("rope_theta"), "rope_type": "default"}
+    # Newer versions of transformers store rotary embeddings elsewhere.
+    scaling = config.pop("rope_scaling", None) or {"rope_type": "default"}
+    config["rope_parameters"] = {"rope_theta": config.pop("rope_theta"), **scaling}
     assert family.read_model(config, "config.json") == found
 
 
@@ -108,8 +134,7 @@ def test_what_cannot_be_expressed_is_refused(family: Family, model: ModelConfig)
     for changes in (
         {"normalization": "LayerNorm"},
         {"moe_router_score_function": "sigmoid"},
-        {"moe_first_dense_layers": 1},
-        {"multi_latent_attention": True},
+        {"multi_latent_attention": not model.multi_latent_attention},
         {"qk_layernorm": not model.qk_layernorm},
     ):
         key = next(iter(changes))
@@ -121,7 +146,7 @@ def test_what_cannot_be_expressed_is_refused(family: Family, model: ModelConfig)
 @pytest.mark.parametrize(
     ("entry", "value", "message"),
     [
-        ("rope_scaling", {"type": "yarn", "factor": 4.0}, "yarn"),
+        ("rope_scaling", {"type": "longrope", "factor": 4.0}, "longrope"),
         ("num_hidden_layers", "3", "must be an integer above 0"),
         ("num_hidden_layers", None, "num_hidden_layers"),
         ("rms_norm_eps", "small", "layernorm_epsilon"),
@@ -138,4 +163,40 @@ def test_an_unsupported_config_json_is_refused(
         family.read_model(config, "config.json")
     config.pop("hidden_size")
     with pytest.raises(CheckpointError):
+        family.read_model(config, "config.json")
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_dense_layers_and_scaled_positions_are_refused_where_they_cannot_be_expressed(name: str) -> None:
+    family, model = FAMILIES[name], MODELS[name][0]
+    config = {"model_type": name, **family.settings(model), "rope_scaling": {"type": "yarn", "factor": 4.0}}
+    if name == "deepseek_v2":
+        assert family.read_model(config, "config.json").rotary_scaling_factor == 4.0
+        config["rope_scaling"] = {"type": "yarn", "factor": "4"}
+        with pytest.raises(CheckpointError, match="must have numbers"):
+            family.read_model(config, "config.json")
+    else:
+        with pytest.raises(CheckpointError, match="yarn"):
+            family.read_model(config, "config.json")
+    if not name.startswith("deepseek"):
+        with pytest.raises(CheckpointError, match=r"model\.moe_first_dense_layers=1: must be 0"):
+            family.check(replace(model, moe_first_dense_layers=1))
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "message"),
+    [
+        ("topk_method", "group_limited_greedy", "only the choice among all experts"),
+        ("scoring_func", "sigmoid", "only the choice among all experts"),
+        ("moe_layer_freq", 2, "dense layers between MoE layers"),
+        ("attention_bias", True, "biases are not supported"),
+        ("q_lora_rank", 0.5, "must be null or an integer"),
+        ("kv_lora_rank", 0, "must be an integer above 0"),
+        ("first_k_dense_replace", -1, "must be null or an integer"),
+    ],
+)
+def test_other_kinds_of_deepseek_are_refused(entry: str, value: object, message: str) -> None:
+    family = FAMILIES["deepseek_v2"]
+    config = {"model_type": family.name, **family.settings(MODELS["deepseek_v2"][0]), entry: value}
+    with pytest.raises(CheckpointError, match=message):
         family.read_model(config, "config.json")

@@ -29,13 +29,21 @@ EAGER = {
     "placement.rebalance_bytes_per_token": 1e12,
 }
 COPIES = {"parallel.use_distributed_optimizer": True, "placement.state_copies": 2}
+LATENT = {
+    "model.multi_latent_attention": True,
+    "model.qk_layernorm": True,
+    "model.kv_lora_rank": 16,
+    "model.qk_head_dim": 8,
+    "model.qk_pos_emb_head_dim": 4,
+    "model.v_head_dim": 10,
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {**PP2, **BF16},
     "pp4": {**PP4, "nodes": 8},
-    "tp2 ep2": {"parallel.tensor_model_parallel_size": 2, "parallel.expert_model_parallel_size": 2},
+    "tp2 ep2": {"parallel.tensor_model_parallel_size": 2, "parallel.expert_model_parallel_size": 2, **LATENT},
     "dropout": {"model.hidden_dropout": 0.1},
     "replicas": {**REPLICAS, **BF16},
-    "pp2 copies": {**PP2, **REPLICAS, **BF16, **COPIES},
+    "pp2 copies": {**PP2, **REPLICAS, **BF16, **COPIES, **LATENT},
     "pp2 copies without replicas": {**PP2, **BF16, **COPIES},
     "pp2 ep2 copies without replicas": {**PP2, **COPIES, "parallel.expert_model_parallel_size": 2},
     "rebalanced": {**REPLICAS, **COPIES, **SEARCH, **EAGER},
@@ -99,7 +107,7 @@ SERVED = {
 """Strategies of the jobs in which living state does not serve every loss."""
 WHY = {
     "pp2: the sender": "stage 0: no living rank has the non-expert state of pipeline stage 0, tensor part 0 and 1 more",
-    "pp4: beside a replay": "stage 1: the upstream log of rank 2 lacks iterations 6 to 7",
+    "pp4: beside a replay": "stage 1: the upstream log of rank 2 lacks iterations",
     "dropout: forward": "rank 0 has drawn random numbers since its model was built",
     "replicas: all copies": "stage 0: no living rank has expert 0 of layer 1",
 }

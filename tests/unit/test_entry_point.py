@@ -167,12 +167,12 @@ def test_what_needs_a_gpu_is_refused_where_auto_finds_none(capsys: pytest.Captur
         mock.patch("megatron_ft.corpus.samples.check_data", return_value=_data()),
     ):
         assert pretrain_moe.main([*overrides, "parallel.expert_tensor_parallel_size=2"]) == 2
-        assert pretrain_moe.main(["model.multi_latent_attention=true"]) == 2
+        assert pretrain_moe.main(["model.add_bias_linear=true"]) == 2
     assert not launch.called
     lines = capsys.readouterr().err.splitlines()
     assert [line.split("=")[0] for line in lines] == [
         "error: parallel.expert_tensor_parallel_size",
-        "error: model.multi_latent_attention",
+        "error: model.add_bias_linear",
     ]
     assert all("found no GPU here" in line for line in lines)
 

@@ -1,7 +1,4 @@
-"""Compares parameter counts with models that Megatron-Core builds, by kind of operator.
-
-Latent attention is left out, because Megatron builds it only with Transformer Engine.
-"""
+"""Compares parameter counts with models that Megatron-Core builds, by kind of operator."""
 
 import json
 import os
@@ -38,6 +35,14 @@ GPT2_LIKE = {
     "moe_router_topk": 1,
     "moe_router_pre_softmax": True,
 }
+LATENT = {
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 10,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "gpt2_like": GPT2_LIKE,
@@ -49,6 +54,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "moe_first_dense_layers": 1,
     },
     "every_second_layer": {"num_layers": 4, "moe_layer_freq": 2, "max_position_embeddings": 64},
+    "latent_attention": LATENT,
+    "latent_attention_with_low_rank_queries": {**LATENT, "q_lora_rank": 12, "moe_first_dense_layers": 1},
     "dense": {"num_moe_experts": None, "moe_ffn_hidden_size": None},
 }
 

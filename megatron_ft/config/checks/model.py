@@ -2,7 +2,7 @@
 
 from megatron_ft.config.checks.primitives import above, at_least, one_of, require, share, show
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.model import ModelConfig
+from megatron_ft.config.model import YARN_KEYS, ModelConfig
 
 SIZES = (
     "num_layers",
@@ -43,6 +43,7 @@ def _check_model(model: ModelConfig) -> None:
     _check_positions(model)
     if model.multi_latent_attention:
         _check_latent_attention(model)
+    _check_yarn(model)
 
 
 def _check_heads(model: ModelConfig) -> None:
@@ -109,6 +110,21 @@ def _check_latent_attention(model: ModelConfig) -> None:
         True,
         "must be false with model.multi_latent_attention=true: latent projections have no bias",
     )
+
+
+def _check_yarn(model: ModelConfig) -> None:
+    require(model.rope_type in (None, "yarn"), "model.rope_type", model.rope_type, "must be yarn or null")
+    require(
+        model.rope_type is None or model.multi_latent_attention,
+        "model.rope_type",
+        model.rope_type,
+        "must be null without model.multi_latent_attention=true: only latent attention extends positions",
+    )
+    for name in YARN_KEYS:
+        value = getattr(model, name)
+        if value is not None:
+            require(model.rope_type == "yarn", f"model.{name}", value, "must be null without model.rope_type=yarn")
+            (at_least if name == "mscale_all_dim" else above)(0, f"model.{name}", value)
 
 
 def _check_moe(model: ModelConfig) -> None:

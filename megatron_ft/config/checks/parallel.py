@@ -133,8 +133,6 @@ def needs_transformer_engine(config: JobConfig) -> list[tuple[str, object, str]]
     needs: list[tuple[str, object, str]] = []
     if config.parallel.context_parallel_size > 1:
         needs.append(("parallel.context_parallel_size", config.parallel.context_parallel_size, "must be 1"))
-    if config.model.multi_latent_attention:
-        needs.append(("model.multi_latent_attention", True, "must be false"))
     if config.model.add_bias_linear and config.model.num_moe_experts is not None:
         # Megatron's local experts add their bias in place to a view, which autograd refuses.
         needs.append(("model.add_bias_linear", True, "must be false in a model with experts"))

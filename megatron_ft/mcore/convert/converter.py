@@ -19,7 +19,7 @@ import xxhash
 
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.errors import CheckpointError, ConfigError
-from megatron_ft.mcore.convert import mixtral, qwen_moe
+from megatron_ft.mcore.convert import deepseek, mixtral, qwen_moe
 from megatron_ft.mcore.convert.dense_files import WEIGHTS_ONLY, DenseReader, WeightsWriter
 from megatron_ft.mcore.convert.family import Family, Rule
 from megatron_ft.mcore.convert.folder import CONFIG, DTYPES, Folder, FolderPlan, FolderWriter, PlannedFile, free_bytes
@@ -27,7 +27,8 @@ from megatron_ft.serde import parse_json
 from megatron_ft.snapshot.storage.files import hash_file, write_atomically
 from megatron_ft.snapshot.storage.manifest import Manifest
 
-FAMILIES: Mapping[str, Family] = {family.name: family for family in (mixtral.FAMILY, qwen_moe.QWEN2, qwen_moe.QWEN3)}
+_FAMILIES = (mixtral.FAMILY, qwen_moe.QWEN2, qwen_moe.QWEN3, deepseek.DEEPSEEK, deepseek.DEEPSEEK_2)
+FAMILIES: Mapping[str, Family] = {family.name: family for family in _FAMILIES}
 """Families by the ``model_type`` in ``config.json``."""
 MOST_FILE_BYTES = 5_000_000_000
 """Default size of a file, as in Hugging Face folders."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_ft.config.model import ModelConfig
+from megatron_ft.config.model import YARN_KEYS, ModelConfig
 from megatron_ft.errors import CheckpointError
 from megatron_ft.operators import is_moe_layer
 
@@ -141,10 +141,11 @@ class Family:
         Raises:
             CheckpointError: an entry is missing or has another type, or the model cannot be computed here.
         """
-        for name in _SIZES:
-            value = config.get(name, 1)
-            if type(value) is not int or value < 1:
-                raise CheckpointError(f"{where}: {name}={value!r:.80}: must be an integer above 0")
+        for name in (*_SIZES, *_OPTIONAL_SIZES):
+            value, least = config.get(name, 1), int(name not in _OPTIONAL_SIZES)
+            if not (value is None and not least) and (type(value) is not int or value < least):
+                what = "an integer above 0" if least else "null or an integer of at least 0"
+                raise CheckpointError(f"{where}: {name}={value!r:.80}: must be {what}")
         if reason := self.refused(config):
             raise CheckpointError(f"{where}: {reason}")
         try:
@@ -179,11 +180,13 @@ class Family:
 _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("max_position_embeddings", "num_experts_per_tok", "num_experts", "num_local_experts"),
-    *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "n_routed_experts"),
+    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 """Entries of ``config.json`` that are sizes."""
+_OPTIONAL_SIZES = ("q_lora_rank", "n_shared_experts", "first_k_dense_replace")
+"""Entries of ``config.json`` that are null, 0 or a size."""
 _COMMON: Mapping[str, Any] = {
-    "multi_latent_attention": False,
     "position_embedding_type": "rope",
     "rotary_percent": 1.0,
     "normalization": "RMSNorm",
@@ -191,14 +194,18 @@ _COMMON: Mapping[str, Any] = {
     "activation": "silu",
     "add_bias_linear": False,
     "moe_layer_freq": 1,
-    "moe_first_dense_layers": 0,
     "moe_router_score_function": "softmax",
     "moe_router_num_groups": None,
-    "moe_router_topk_scaling_factor": None,
     "moe_router_enable_expert_bias": False,
     "moe_expert_capacity_factor": None,
 }
 """Settings that are the same in all families that are known here."""
+ONLY_MOE_LAYERS: Mapping[str, Any] = {
+    "multi_latent_attention": False,
+    "moe_first_dense_layers": 0,
+    "moe_router_topk_scaling_factor": None,
+}
+"""Settings of families whose layers are all alike."""
 
 
 def rope_theta(config: Mapping[str, Any]) -> int:
@@ -226,6 +233,20 @@ def scaled_rope(config: Mapping[str, Any]) -> str:
         if kind != "default":
             return f"{key} has the type {kind!r:.40}: only rotary embeddings without scaling are supported"
     return ""
+
+
+YARN: Mapping[str, str] = {name: name for name in YARN_KEYS} | {"rotary_scaling_factor": "factor"}
+"""Keys of ``model`` for ``rope_type=yarn``, and the entries of ``rope_scaling`` in ``config.json``."""
+
+
+def rope_settings(model: ModelConfig) -> dict[str, Any] | None:
+    """Return the entry ``rope_scaling`` of ``config.json``; None without scaling."""
+    if model.rope_type is None:
+        return None
+    found = {theirs: getattr(model, ours) for ours, theirs in YARN.items() if getattr(model, ours) is not None}
+    # Entries without which transformers uses other values than Megatron-Core.
+    defaults = {"factor": 40.0, "original_max_position_embeddings": 4096}
+    return {"type": "yarn", "rope_type": "yarn", **defaults, **found}
 
 
 def limited_window(config: Mapping[str, Any], length: int) -> str:
@@ -330,13 +351,28 @@ def mlp_rules(
 LAYER, THEIR_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 
 
+def outer_rules() -> tuple[Rule, ...]:
+    """Return the rules of the embedding, the last norm and the head."""
+    return (
+        Rule(ours="embedding.word_embeddings.weight", theirs=("model.embed_tokens.weight",), shape=vocabulary),
+        Rule(ours="decoder.final_layernorm.weight", theirs=("model.norm.weight",), shape=hidden),
+        Rule(
+            ours="output_layer.weight",
+            theirs=("lm_head.weight",),
+            shape=vocabulary,
+            when=lambda model: model.untie_embeddings_and_output_weights,
+        ),
+    )
+
+
 def attention_rules() -> tuple[Rule, ...]:
-    """Return the rules of everything but MLPs and experts, which is named alike in all families."""
+    """Return the rules of everything but MLPs and experts, which is named alike in all families with one kind of
+    attention."""
     attention, theirs = f"{LAYER}.self_attention", f"{THEIR_LAYER}.self_attn"
     projections = tuple(f"{theirs}.{letter}_proj" for letter in "qkv")
     head_width = lambda model: (_attention(model)[2],)  # noqa: E731
     return (
-        Rule(ours="embedding.word_embeddings.weight", theirs=("model.embed_tokens.weight",), shape=vocabulary),
+        *outer_rules(),
         Rule(
             ours=f"{attention}.linear_qkv.layer_norm_weight",
             theirs=(f"{THEIR_LAYER}.input_layernorm.weight",),
@@ -373,13 +409,6 @@ def attention_rules() -> tuple[Rule, ...]:
             ours=f"{LAYER}.mlp.linear_fc1.layer_norm_weight",
             theirs=(f"{THEIR_LAYER}.post_attention_layernorm.weight",),
             shape=hidden,
-        ),
-        Rule(ours="decoder.final_layernorm.weight", theirs=("model.norm.weight",), shape=hidden),
-        Rule(
-            ours="output_layer.weight",
-            theirs=("lm_head.weight",),
-            shape=vocabulary,
-            when=lambda model: model.untie_embeddings_and_output_weights,
         ),
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.mcore.convert.family import (
     LAYER,
+    ONLY_MOE_LAYERS,
     THEIR_LAYER,
     Family,
     attention_rules,
@@ -57,6 +58,7 @@ FAMILY = Family(
         ),
     ),
     fixed={
+        **ONLY_MOE_LAYERS,
         "add_qkv_bias": False,
         "qk_layernorm": False,
         "moe_shared_expert_intermediate_size": None,

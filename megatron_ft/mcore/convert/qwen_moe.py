@@ -8,6 +8,7 @@ from typing import Any
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.mcore.convert.family import (
     LAYER,
+    ONLY_MOE_LAYERS,
     THEIR_LAYER,
     Family,
     Rule,
@@ -111,7 +112,7 @@ QWEN2 = Family(
     name="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
     rules=(*_ROUTED, *_SHARED),
-    fixed={"qk_layernorm": False, "moe_shared_expert_gate": True},
+    fixed={**ONLY_MOE_LAYERS, "qk_layernorm": False, "moe_shared_expert_gate": True},
     settings=_settings_2,
     model=_model_2,
     refused=_refused,
@@ -122,6 +123,7 @@ QWEN3 = replace(
     architecture="Qwen3MoeForCausalLM",
     rules=_ROUTED,
     fixed={
+        **ONLY_MOE_LAYERS,
         "qk_layernorm": True,
         "add_qkv_bias": False,
         "moe_shared_expert_intermediate_size": None,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -15,10 +16,11 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoESubmodules, RouterBuilder
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_ft.config.job import JobConfig
+from megatron_ft.mcore.model.latent_attention import use_latent_attention
 from megatron_ft.mcore.model.parameters import initialize_weights
 from megatron_ft.mcore.moe.replica_layer import MixtureLayer, ReplicaMixtureLayer, Replicas
 from megatron_ft.mcore.moe.router import PaddingAwareRouter
@@ -69,8 +71,9 @@ def forget_shards(model_chunks: list[torch.nn.Module]) -> None:
 
 
 def release_caches() -> None:
-    """Empty the cache of Megatron's ``RotaryEmbedding``. Its entries reference modules with process groups."""
+    """Empty the caches of Megatron's rotary embeddings. Their entries reference modules with process groups."""
     RotaryEmbedding.forward.cache_clear()
+    YarnRotaryEmbedding.forward.cache_clear()
 
 
 class _SequenceParallelNorm:
@@ -115,6 +118,8 @@ def _build_block_spec(
     for layer_number, layer in enumerate(block.layer_specs, offset + 1):
         if local:
             _use_own_norms(layer.submodules)
+            if isinstance(config, MLATransformerConfig):
+                use_latent_attention(layer.submodules)
         if isinstance(layer.submodules.mlp.submodules, MoESubmodules):
             layer.submodules.mlp.submodules.router = router
             _use_own_mixture(layer.submodules.mlp, layer_number, pg_collection, replicas)

@@ -9,7 +9,7 @@ import torch.nn.functional as functional
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.model import ModelConfig
+from megatron_ft.config.model import YARN_KEYS, ModelConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {"silu": functional.silu, "gelu": functional.gelu}
@@ -95,10 +95,11 @@ def _architecture(model: ModelConfig) -> dict[str, Any]:
             "qk_head_dim": model.qk_head_dim,
             "qk_pos_emb_head_dim": model.qk_pos_emb_head_dim,
             "v_head_dim": model.v_head_dim,
-            "rope_type": "rope",
+            "rope_type": model.rope_type or "rope",
             "rotary_base": model.rotary_base,
             "rotary_percent": model.rotary_percent,
         }
+        arguments |= {name: value for name in YARN_KEYS if (value := getattr(model, name)) is not None}
     return arguments
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.config.identity import Difference, JobIdentity, Settings
+from megatron_ft.config.model import YARN_KEYS
 from megatron_ft.errors import CheckpointError
 from megatron_ft.serde import parse_json
 from megatron_ft.snapshot.storage.checkpoints import has_manifest, list_checkpoints, other_iteration
@@ -100,6 +101,8 @@ _FUNCTION = tuple(
         *("moe_router_topk", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
         *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk"),
         *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias", "multi_latent_attention"),
+        *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type"),
+        *YARN_KEYS,
     )
 )
 """Keys of the model that determine the shapes of weights, or the outputs that are computed with them."""

@@ -53,6 +53,6 @@ def test_processes_are_not_kept_on_cuda() -> None:
 
 
 def test_what_needs_cuda_is_refused_for_cpu() -> None:
-    config, _ = compose(["model.multi_latent_attention=true"])
+    config, _ = compose(["model.add_bias_linear=true"])
     refused = refused_devices(config)
-    assert refused["cuda"] == "" and "model.multi_latent_attention" in refused["cpu"]
+    assert refused["cuda"] == "" and "model.add_bias_linear" in refused["cpu"]

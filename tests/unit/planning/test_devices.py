@@ -19,7 +19,7 @@ GPUS = DeviceFacts(has_driver=True, driver="580", num_gpus=8)
 NONE = DeviceFacts(has_driver=False, driver="", num_gpus=0)
 BOTH = {"cpu": "", "cuda": ""}
 CPU_ONLY = {"cpu": "", "cuda": "training.device=cuda: must be cpu with recovery.min_nodes=3"}
-CUDA_ONLY = {"cpu": "model.multi_latent_attention=true: needs CUDA", "cuda": ""}
+CUDA_ONLY = {"cpu": "model.add_bias_linear=true: needs CUDA", "cuda": ""}
 
 
 def choose(
@@ -65,7 +65,7 @@ def test_a_gpu_here_decides_and_its_refusal_counts(elsewhere: bool) -> None:
 def test_without_a_gpu_a_start_takes_the_cpu_or_is_refused() -> None:
     assert choose(NONE, BOTH) == ("cpu", True)
     assert choose(NONE, CPU_ONLY) == ("cpu", True)
-    with pytest.raises(ConfigError, match=r"multi_latent_attention=true: .* \(training\.device=auto found no GPU here"):
+    with pytest.raises(ConfigError, match=r"add_bias_linear=true: .* \(training\.device=auto found no GPU here"):
         choose(NONE, CUDA_ONLY)
     with pytest.raises(
         ConfigError,

@@ -1,0 +1,77 @@
+"""Multi-head latent attention (DeepSeek) with Megatron's local layers, on any device.
+
+Megatron-Core 0.16.1 has a layer spec for this, but its parts do not fit together without Transformer Engine: the
+attention expects other arguments, and values whose heads are as wide as those of queries. With tensor parallelism,
+Megatron also splits the down projections. It then sums the gradient of the rotated part of the keys over no ranks, so
+the gradient is wrong. Here every tensor-parallel rank has the whole down projections, as with Transformer Engine.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from megatron.core.extensions import transformer_engine
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+# Without Transformer Engine, Megatron's module takes the replacements of its layers for installed ones.
+multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
+
+_KEY_NAMES = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+"""Beginnings of names of local layers, and those that Transformer Engine's layers have in checkpoints."""
+
+
+class _LatentDotProductAttention(DotProductAttention):
+    """Attention in which the heads of values have another width than those of queries and keys."""
+
+    def __init__(
+        self, *, config: TransformerConfig, k_channels: int = 0, v_channels: int = 0, cp_comm_type: Any, **named: Any
+    ) -> None:
+        super().__init__(config=config, **named)
+        # Megatron's attention first makes an instance without these arguments, and then replaces it.
+        self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+
+class _WholeLinear(torch.nn.Module):
+    """Linear layer of which every tensor-parallel rank has the whole weight. With sequence parallelism, each rank
+    computes it for its part of the sequence, and Megatron sums the gradients of the ranks."""
+
+    def __init__(self, config: TransformerConfig, num_inputs: int, num_outputs: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(num_outputs, num_inputs, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the outputs and no bias, like Megatron's layers. ``inputs`` has the shape [..., num_inputs]."""
+        return functional.linear(inputs, self.weight), None
+
+
+class LatentAttention(MLASelfAttention):
+    """Latent attention with whole down projections."""
+
+    config: MLATransformerConfig
+
+    def __init__(self, config: MLATransformerConfig, *arguments: Any, **named: Any) -> None:
+        super().__init__(config, *arguments, **named)
+        hidden = config.hidden_size
+        self.linear_kv_down_proj = _WholeLinear(config, hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = _WholeLinear(config, hidden, config.q_lora_rank)
+
+
+def use_latent_attention(submodules: Any) -> None:
+    """Change the spec of a layer with Megatron's latent attention to the classes of this module."""
+    attention: ModuleSpec = submodules.self_attention
+    attention.module = LatentAttention
+    attention.submodules.core_attention = _LatentDotProductAttention
+    names = dict(_KEY_NAMES)
+    if not isinstance(submodules.mlp.submodules, MoESubmodules):
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    submodules.sharded_state_dict_keys_map = {**submodules.sharded_state_dict_keys_map, **names}
