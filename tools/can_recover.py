@@ -115,7 +115,7 @@ class Run:
             with AdminClient(path) as operator:
                 members, is_running = operator.status()["members"], True
         except JobNotRunning:
-            pass  # the result shows this, because strategies that need live ranks decline
+            pass  # not an error: the result shows that strategies which need live ranks decline
         config = _on_its_device(config, events)
         layout = layout_of(config, events, members)
         return cls(path=path, config=config, events=events, layout=layout, is_running=is_running)
@@ -179,8 +179,8 @@ class Run:
         return stored, tuple(notes)
 
     def _identity(self) -> JobIdentity | None:
-        """Return the identity of the run without its settings. None if an older version wrote the folder, without a run
-        id."""
+        """Return the identity of the run without its settings; None if the folder contains no run id, because an older
+        version wrote it."""
         if not (self.path / RUN_ID_NAME).exists():
             return None
         known = RunId.read(self.path)
@@ -230,8 +230,8 @@ def since_start(events: Sequence[Record]) -> Sequence[Record]:
 
 
 def layout_of(config: JobConfig, events: Sequence[Record], members: Sequence[int] | None = None) -> MembershipLayout:
-    """Return the layout of the newest membership in the run's records; that of the start if there was no change. If the
-    job runs, ``members`` are its nodes, which may have changed since the last record."""
+    """Return the layout of the newest recorded membership, or of the start if no change is recorded. ``members`` are
+    the current nodes of a job that runs. If they differ from the records, the layout is computed for these nodes."""
     layouts, first = JobLayouts.of(config), tuple[int, ...]()
     changes: list[Record] = []
     for event in since_start(events):
@@ -249,12 +249,12 @@ def layout_of(config: JobConfig, events: Sequence[Record], members: Sequence[int
 
 
 def _memberships(events: Sequence[Record]) -> list[tuple[int, ...]]:
-    """Return the nodes of the memberships that formed, without those whose ranks went back to an earlier membership."""
+    """Return the nodes of each membership that formed, except memberships whose iterations were discarded later."""
     found: list[MembershipChanged] = []
     for event in events:
         if not isinstance(event, MembershipChanged):
             continue
-        # ``schedule`` has an entry for each membership since the iteration was committed that is still valid.
+        # ``schedule`` has one entry for each change since ``iteration`` was committed that is valid, including this one.
         num_alike = sum(earlier.iteration == event.iteration for earlier in found)
         num_valid = len(found) - num_alike + max(0, len(event.schedule) - 1)
         found = [*found[:num_valid], event]
@@ -262,8 +262,8 @@ def _memberships(events: Sequence[Record]) -> list[tuple[int, ...]]:
 
 
 def ask_run(path: Path, lost: Sequence[int] | None, *, is_gone: bool, as_if_running: bool) -> Answer:
-    """Analyse a loss of nodes for the run in a folder; the death of all processes of the job if ``lost`` is None. Raise
-    a MegatronFtError if the folder cannot be read or ``lost`` is invalid."""
+    """Analyse the loss of nodes ``lost`` for the run in a folder. If ``lost`` is None, analyse the death of all
+    processes of the job. Raise a MegatronFtError if the folder cannot be read or ``lost`` is invalid."""
     run = Run.of(path, as_if_running=as_if_running)
     snapshot = SnapshotReport.of(run.config, _VOCABULARY)
     plans, loads = run.placement()
@@ -308,7 +308,7 @@ def ask_config(overrides: Sequence[str], lost: Sequence[int] | None, *, is_gone:
 
 
 def _device_of(config: JobConfig) -> tuple[str, tuple[str, ...]]:
-    """Return the device for which the result is valid, and notes on the other device if ranks may run on that one.
+    """Return the device for which the result is valid. If ranks may also run on the other device, add a note about it.
 
     Raises:
         ConfigError: the configuration cannot run on its device.

@@ -38,7 +38,7 @@ _REQUIRED_BEFORE = {
     },
     "rollback": {"snapshot.policy": "must be given"},
 }
-"""Values that each recovery strategy required before strategies could be combined with all layouts, by the key."""
+"""Former requirements of each recovery strategy, by key: those before strategies could be used with all layouts."""
 
 INTRODUCTION = """\
 # Configuration

@@ -218,8 +218,8 @@ def search_for(lost: Sequence[int], num_nodes: int, survival_share: float = 0.0)
 
 
 def curve(options: argparse.Namespace) -> list[TradeoffPoint]:
-    """Measure survival and balance for each number of slots per node, from the smallest number with space for the
-    minimum of replicas to ``--slots-per-node``."""
+    """Measure survival and balance for each number of slots per node. The first number is the smallest with space for
+    the minimum number of replicas of every expert; the last is ``--slots-per-node``."""
     check(options)
     lost, loads = lost_of(options), read_loads(options).tolist()
     fewest = min(-(-floor_of(options) * len(loads[0]) // options.num_nodes), options.slots_per_node)

@@ -43,7 +43,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     if not path.stat().st_size:
         raise DataError(f"{path}: is empty")
     try:
-        # As bytes: a file that is not UTF-8 is reported with its line and byte.
+        # The file is read as bytes, so that an error can name the line and the byte that are not UTF-8.
         with open(path, "rb") as stream:
             for number, line in enumerate(stream, start=1):
                 yield number, _decoded(path, number, line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line)

@@ -33,7 +33,7 @@ MAX_SEQUENCE_TOKENS = np.iinfo(np.int32).max
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the format that Megatron's tools use: ``uint16`` below 65,500 entries, otherwise ``int32``."""
+    """Return the format that Megatron's tools use: ``uint16`` for fewer than 65,500 entries, otherwise ``int32``."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
@@ -220,7 +220,7 @@ def _parse_header(path: Path, head: bytes, size_bytes: int) -> tuple[np.dtype, i
         raise _bad(path, "version", version, f"must be {VERSION}")
     if code not in DTYPES:
         raise _bad(path, "dtype code", code, f"must be an integer format, one of {sorted(DTYPES)}")
-    # Checked before these counts determine how much is read: a damaged count could request any amount of memory.
+    # This check comes before the lists are read, because damaged counts could demand any amount of memory.
     wanted_bytes = HEADER.size + 12 * num_sequences + 8 * num_entries
     if size_bytes != wanted_bytes:
         counts = f"{num_sequences} sequences and {num_entries} document entries"

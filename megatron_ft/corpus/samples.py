@@ -5,10 +5,10 @@ starts ``k * seq_length`` tokens after the first token of the split. A sample ne
 The check reads only small parts of large files.
 
 The order of samples is a pure function of (seed, index), computed in constant memory. It does not depend on the length
-of a run or on its parallel layout. In each epoch, a bijection with its own key permutes the samples of a source (a
-Feistel network over the smallest square that holds them, with cycle walking: Black and Rogaway, "Ciphers with Arbitrary
-Finite Domains", CT-RSA 2002). To blend sources, the exact cumulative shares of the sources determine how many indices
-of each block belong to each source, and another such bijection shuffles the block.
+of a run or on its parallel layout. In each epoch, a bijection with its own key permutes the samples of a source. It is
+a Feistel network over the smallest square number that is not below the number of samples, with cycle walking (Black and
+Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Indices are divided into blocks of fixed size. The exact
+cumulative shares of the sources determine how many indices of a block each source gets; a bijection shuffles the block.
 """
 
 import hashlib
@@ -42,13 +42,13 @@ def _round_keys(key: str) -> tuple[int, ...]:
 def _permute(position: int, size: int, key: str) -> int:
     """Map ``position`` to another position in ``range(size)``. For each ``key`` the mapping is a bijection."""
     assert 0 <= position < size, f"position {position} lies outside range({size})"
-    # The square has at most about 2 * sqrt(size) positions outside the range, so few have to be permuted again.
+    # At most about 2 * sqrt(size) positions of the square are outside the range, so few positions need another pass.
     side = isqrt(size - 1) + 1 if size > 1 else 1
     keys = _round_keys(key)
     while True:
         left, right = divmod(position, side)
         for round_key in keys:
-            # Added modulo the side, not combined by XOR: the side is rarely a power of two.
+            # Addition modulo the side replaces the usual XOR, because the side is rarely a power of two.
             left, right = right, (left + _mix(right ^ round_key)) % side
         position = left * side + right
         if position < size:
@@ -75,8 +75,8 @@ class Place:
 class _SampleOrder:
     """Order of all samples of a split.
 
-    In each epoch of a source, each of its samples is used exactly once. At the end of every block of ``block_samples``
-    indices, the number of samples used from each source differs from its share by less than one sample.
+    In each epoch of a source, each of its samples is used exactly once. Up to the end of any block of ``block_samples``
+    indices, the number of samples used from a source differs from the source's share by less than one sample.
     """
 
     seed: int
@@ -111,9 +111,9 @@ class _SampleOrder:
         return Place(source, epoch, _permute(position, self.num_samples[source], key))
 
     def _deal(self, index: int) -> tuple[int, int]:
-        """Return the source of the sample at ``index``, and the sample's number, from 0, among all samples that this
-        source contributes in all epochs."""
-        # Blocks begin at fixed indices: a sample depends neither on the length of the run nor on other samples.
+        """Return the source of the sample at ``index``, and the sample's position, counted from 0, among all samples
+        that this source contributes over all epochs."""
+        # Blocks begin at fixed indices, so that a sample depends neither on the length of the run nor on other samples.
         block, offset = divmod(index, self.block_samples)
         position = _permute(offset, self.block_samples, f"{self.split}/{self.seed}/block {block}")
         before, total = block * self.block_samples, self._bounds[-1]
@@ -176,7 +176,7 @@ class SplitPlan:
         """Return a hexadecimal digest of the order of samples, the sizes of the sources, and their first and last
         tokens.
 
-        Two sources of the same size that differ only in tokens between these have equal digests.
+        The tokens in between are not read. Sources of equal size that differ only in these tokens have equal digests.
         """
         digest = hashlib.blake2b(repr((self.seq_length, self.order)).encode(), digest_size=8)
         for span in self.spans:
@@ -256,7 +256,7 @@ def _part(config: DataConfig, split: str, total: int) -> tuple[int, int]:
         return 0, total
     if not 0 <= config.valid_fraction < 1:
         raise ConfigError.of("data.valid_fraction", config.valid_fraction, "must be at least 0 and below 1")
-    # Held out even if the job never evaluates: otherwise switching evaluation on would change its training samples.
+    # Tokens are held out even if the job never evaluates, so that switching evaluation on changes no training sample.
     held_out = int(total * config.valid_fraction)
     return (0, total - held_out) if split == "train" else (total - held_out, held_out)
 
@@ -308,7 +308,7 @@ def _sample_order(config: DataConfig, split: str, found: Sequence[Span]) -> _Sam
 
 PROBE_WINDOWS = 64
 PROBE_WINDOW_TOKENS = 4096
-"""Number of tokens in each of ``PROBE_WINDOWS`` evenly spread parts of a ``.bin`` file whose token ids are checked."""
+"""Number of tokens in each part of a ``.bin`` file whose ids are checked. ``PROBE_WINDOWS`` is the number of parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,7 +395,7 @@ def _padded(config: JobConfig, entries: int) -> int:
     multiple = config.model.make_vocab_size_divisible_by
     if multiple < 1:
         raise ConfigError.of("model.make_vocab_size_divisible_by", multiple, "must be at least 1")
-    # Not also padded to a multiple of TP: padded rows take part in the softmax, so their number must not depend on TP.
+    # The size is not padded to a multiple of TP, because padded rows take part in the softmax: TP must not change them.
     return -(-entries // multiple) * multiple
 
 

@@ -82,7 +82,7 @@ def ensure_corpus(cache_dir: str, tokenizer: Tokenizer) -> Path:
     prefix = corpus_prefix(cache_dir, tokenizer)
     if not idx_path(prefix).exists():
         with _locked(Path(f"{prefix}.lock")):
-            # Another process may have written it while this one waited for the lock.
+            # Another process may have written the corpus while this one waited for the lock.
             if not idx_path(prefix).exists():
                 _remove_partial(prefix)
                 _write(prefix, tokenizer)
@@ -114,10 +114,10 @@ def _read(path: Path) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    # Hold the lock file ``path``; the kernel frees it when its holder ends.
+    # Lock the file ``path`` for the block. If this process is killed, the kernel releases the lock.
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Not inherited by children, which would hold the lock after this process has ended.
+        # Child processes must not inherit the descriptor: they would keep the lock after the end of this process.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise DataError.of("data.cache_dir", path.parent, f"must be writable: {error.strerror}") from error
@@ -132,7 +132,7 @@ def _acquire(descriptor: int, path: Path) -> None:
     deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
     while True:
         try:
-            # flock(2) has no timeout: without ``LOCK_NB`` a stopped holder would block this process for ever.
+            # flock(2) has no timeout. Without ``LOCK_NB`` a stopped owner would block this process for ever.
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             if time.monotonic() > deadline:

@@ -82,8 +82,8 @@ def _read_merges(path: Path) -> list[tuple[str, str, str]]:
 
 
 def byte_letters() -> list[str]:
-    """Return the letter that byte-level BPE (GPT-2) uses for each of the 256 bytes: printable Latin-1 characters for
-    themselves, and characters from U+0100 on for the other bytes."""
+    """Return the letter by which byte-level BPE (GPT-2) represents each of the 256 bytes. Printable Latin-1 characters
+    represent themselves; the other bytes have characters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -160,10 +160,10 @@ class _LibraryTokenizer:
 
     def __init__(self, backend: Any, vocabulary: dict[str, int], fingerprint: str, source: Path) -> None:
         self._source = source
-        # A file may switch on padding and truncation: text would change or get lost without an error.
+        # The tokenizer's file may switch on padding and truncation, which would add or remove tokens without an error.
         backend.no_padding()
         backend.no_truncation()
-        # Special tokens in a text are plain text: otherwise a document could end itself.
+        # Special tokens in a text are treated as plain text, so that a text cannot contain the end-of-document token.
         backend.encode_special_tokens = True
         self._backend = backend
         size = max(vocabulary.values()) + 1
@@ -171,7 +171,7 @@ class _LibraryTokenizer:
         self.eod = known[0] if known else size
         self.vocab_size = max(size, self.eod + 1)
         self.fingerprint = fingerprint
-        # Tokenizers without byte fallback drop unknown characters silently.
+        # Tokenizers without byte fallback drop unknown characters without an error.
         self.dropped = "".join(letter for letter in string.printable if not self.encode(letter).size)
 
     def encode(self, text: str) -> np.ndarray:

@@ -58,8 +58,8 @@ class Goodput:
     """Time of starts, evaluations and all other work between iterations."""
     num_iterations: int
     num_interruptions: int
-    """Number of recoveries, changes of membership, and jobs that continued the run. Several without an iteration
-    between them count as one."""
+    """Number of recoveries, changes of membership, and jobs that continued the run. Several of these events count as
+    one if no iteration was reported between them."""
     num_tokens: int
     """Tokens of the useful iterations."""
     iteration_seconds: float | None
@@ -159,8 +159,8 @@ class _Gap:
 
 @dataclass(slots=True)
 class _Counted:
-    """Useful iterations so far. The lists have one entry for each reported iteration. The entry also covers the
-    iterations since the previous report, which were not reported."""
+    """Useful iterations so far. The lists have one entry for each reported iteration, which also covers the unreported
+    iterations before it, back to the previous report."""
 
     newest: "array[int]" = field(default_factory=lambda: array("q"))
     counts: "array[int]" = field(default_factory=lambda: array("q"))
@@ -181,7 +181,7 @@ class _Counted:
     def go_back(self, iteration: int) -> float:
         """Remove the iterations after ``iteration``, which a recovery discarded. Return the seconds that they took."""
         lost = 0.0
-        # Beginning with the newest: an iteration that a recovery discarded must no longer count as useful.
+        # The newest entries are removed first. The last removed entry may also cover iterations that remain useful.
         while self.newest and self.newest[-1] > iteration:
             newest, count = self.newest.pop(), self.counts.pop()
             seconds, tokens = self.seconds.pop(), self.tokens.pop()
@@ -274,7 +274,7 @@ class GoodputMeter:
         follows = iteration - 1 if before_it is None else max(0, min(iteration - 1, before_it))
         self._again += self._counted.go_back(follows)
         num_unreported = iteration - 1 - follows
-        # If not every iteration is reported, the time before a report belongs to iterations like the reported one.
+        # If not every iteration is reported, the unreported ones are assumed to take as long as the reported one.
         unreported = min(before, num_unreported * length)
         tokens = _figure(record, "tokens") * (1 + num_unreported)
         self._counted.add(iteration, 1 + num_unreported, length + unreported, tokens)
@@ -298,7 +298,7 @@ class GoodputMeter:
             case events.RanksRestarted():
                 self._gap.continues = True
             case events.RecoveryStarted() | events.MembershipChanged() | events.StageRecovery():
-                if record.generation > 0:  # a later job of the run is counted at its run_started
+                if record.generation > 0:  # generation 0 is the start of a job, which ``RunStarted`` counts
                     self._gap.continues, self._gap.source = True, record.iteration
             case events.RunStarted():
                 self._gap.continues |= self._position is not None

@@ -83,7 +83,8 @@ def _spread(prefix: str, whose: str) -> tuple[_Metric, ...]:
 
 
 _HHI = (
-    "Herfindahl-Hirschman index (HHI) times experts, `E * sum(share_e ** 2)`: 1 is even, E is all tokens on one expert"
+    "Herfindahl-Hirschman index (HHI) times the number E of experts, `E * sum(share_e ** 2)`: 1 for even load, E if "
+    "one expert has all tokens"
 )
 
 _FROM_EVENTS = (

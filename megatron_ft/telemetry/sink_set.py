@@ -96,8 +96,8 @@ class SinkSet:
         if sink.name in self._failed:
             return
         self._num_lost[sink.name] = sink.num_lost_records
-        # ``_failure`` marks the sink before this report, so that no endless loop starts if the sink fails on the report
-        # too.
+        # ``_failure`` marks the sink as failed first. Otherwise a sink that also fails on this event would cause an
+        # endless loop.
         self._deliver(self._failure(sink, error))
 
     def _mark_working(self, sink: Sink) -> None:

@@ -42,8 +42,8 @@ for number, wanted in ((read, 3), (write, 4)):
     os.set_inheritable(wanted, True)
 os.execv(command[0], command)
 """
-"""Program that runs a command with its pipes as descriptors 3 and 4. A shell cannot do this, because it accepts only
-descriptors of one digit."""
+"""Program that runs a command with two given pipes as its descriptors 3 and 4. A shell cannot do this: it can only
+redirect descriptors of one digit, and the numbers of the pipes may be larger."""
 
 
 def chromium() -> str | None:

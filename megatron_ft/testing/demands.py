@@ -1,4 +1,4 @@
-"""Snapshot demands of made-up jobs, for tests of snapshot policies."""
+"""Makes snapshot demands (the state that each rank has to capture) of made-up jobs, for tests of snapshot policies."""
 
 import random
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def equal_experts(num_operators: int, num_elements: int = 100) -> Demand:
 
 
 def one_huge_embedding() -> Demand:
-    """Make a demand in which one operator, present on both ranks, is most of the state."""
+    """Make a demand in which most of the state belongs to one operator, which both ranks have."""
     small = [expert(layer, number) for layer in (1, 2) for number in range(4)]
     return Demand(
         shards_by_rank=tuple(
@@ -79,13 +79,13 @@ def uneven(num_ranks: int = 5, seed: int = 0) -> Demand:
 
 
 def context(demand: Demand, share: float, seconds: float = 2.0) -> SnapshotContext:
-    """Make a context whose budget per iteration is the fraction ``share`` of the largest state of any rank."""
+    """Make a context in which ``share`` of the state of the rank with most state can be captured per iteration."""
     whole = max(sum(sizes) for sizes in full_bytes(demand))
     return SnapshotContext(bandwidth_bytes_per_second=max(1, int(whole * share)) / seconds, iteration_seconds=seconds)
 
 
 def full_bytes(demand: Demand) -> Sequence[Sequence[int]]:
-    """Return, for each rank, the bytes of full state of each shard, computed without the code under test."""
+    """Return the bytes of the full state of each shard, for each rank. The code under test is not used."""
     return [
         [
             sum(component.item_bytes * (found.num_elements if component.per_element else 1) for component in found.full)

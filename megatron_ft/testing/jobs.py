@@ -163,4 +163,4 @@ def forkserver(*modules: str) -> Iterator[str]:
             process.stdin.close()
             process.wait(timeout=20)
             process.stdout.close()
-            shutil.rmtree(directory, ignore_errors=True)  # the server removes it, unless it was killed
+            shutil.rmtree(directory, ignore_errors=True)  # contains the socket if the server was killed

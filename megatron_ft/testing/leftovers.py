@@ -10,16 +10,15 @@ MARK = "MEGATRON_FT_MARK"
 
 
 def mark(environment: Mapping[str, str] | None = None) -> tuple[str, dict[str, str]]:
-    """Return a new mark, and an environment that contains it beside older marks. Start a process with this environment
-    to mark it."""
+    """Return a new mark and ``environment`` with this mark added. A process that starts with this environment is marked,
+    and so are the processes that it starts."""
     value = uuid.uuid4().hex
     inherited = dict(os.environ if environment is None else environment)
     return value, {**inherited, MARK: ",".join([*filter(None, [inherited.get(MARK)]), value])}
 
 
 def marked(value: str) -> list[psutil.Process]:
-    """Return all living processes except this one that were started with the mark, directly or by other processes with
-    the mark."""
+    """Return all living processes that have the mark, except this process."""
     return [process for process in psutil.process_iter() if process.pid != os.getpid() and _carries(process, value)]
 
 

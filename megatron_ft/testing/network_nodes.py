@@ -1,7 +1,7 @@
 """Jobs whose nodes have networks of their own on this machine, so that a node can be cut off while its processes live.
 
-Each node is a network namespace behind one bridge, and so is the machine of the launcher. A cut is like a loss of
-power: no packet informs the other machines. This module needs root and the program ``ip``.
+Each node and the machine of the launcher are network namespaces that one bridge connects. Cutting a node off is like a
+loss of power: the other machines receive no notice. This module needs root and the program ``ip``.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class Network:
         return ["ip", "netns", "exec", f"{self.name}-{machine}"]
 
     def cut(self, machine: int | str) -> None:
-        """Let all packets to and from a machine be lost."""
+        """Drop all packets to and from a machine from now on."""
         _ip("link", "set", self._port(machine), "down")
 
     def mend(self, machine: int | str) -> None:
@@ -93,10 +93,10 @@ class Network:
         there = f"{self.name}-{machine}"
         found = subprocess.run(["ip", "netns", "pids", there], capture_output=True, text=True, timeout=10, check=False)
         for process_id in found.stdout.split():
-            # A process that is left would keep the namespace, and with it the cable.
+            # As long as a process is in the namespace, the namespace and its network interface remain.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(process_id), signal.SIGKILL)
-        # First: the kernel removes it with the namespace, but some time later.
+        # The interface is deleted first. With the namespace, the kernel would delete it only some time later.
         _ip("link", "del", self._port(machine))
         _ip("netns", "del", there)
 

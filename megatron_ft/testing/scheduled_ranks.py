@@ -1,8 +1,8 @@
 """Ranks that change memberships by ``testing.membership_schedule``, without faults.
 
-Jobs with faults are compared with such jobs. ``run_rank`` is the entry point of their ranks. The ranks stay in their
-processes and follow the schedule, which all of them know; the controller sees one job without losses. All memberships
-connect through the store of generation 0, which the job's first rank serves until the last membership has formed.
+A job of these ranks is the reference for a job with faults. ``run_rank`` is the entry point of the ranks. The ranks
+stay in their processes and follow the schedule, which each rank knows; the controller sees one job without losses. All
+memberships connect through the store of generation 0, which rank 0 serves until the last membership has formed.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ def _check(trainer: "Trainer", schedule: "MembershipSchedule") -> None:
 
 
 def scheduled_memberships(changes: Sequence[MembershipChange], layouts: JobLayouts) -> tuple[NextMembership, ...]:
-    """List the memberships after generation 0, which has all nodes. They use its store, so none has an address.
+    """List the memberships after generation 0, which has all nodes. All use its store, so they have no address.
 
     Raises:
         ConfigError: a change leaves too few nodes for the layout.
@@ -165,7 +165,7 @@ class MembershipSchedule:
         return self._context.node in membership.members
 
     def _publish(self, what: str, membership: NextMembership, value: str = "") -> None:
-        # Every rank sets the same value: the first one wakes those that wait.
+        # Every rank sets the same value, so the first call is enough to end the waits of other ranks.
         self.store.set(_key(what, membership), value)
 
     def _receive(self, what: str, membership: NextMembership) -> str:

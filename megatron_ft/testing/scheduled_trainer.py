@@ -16,7 +16,7 @@ class ScheduledTrainer(ElasticTrainer):
 
 
 def run_schedule(trainer: ScheduledTrainer, schedule: MembershipSchedule) -> None:
-    """Train to the end of the run, or until this rank leaves permanently. Then release all resources."""
+    """Train until the run ends or this rank has no later membership. Then release all resources."""
     trainer.break_with(trainer.engine.groups.transports.hang_up)
     while True:
         following = schedule.next
@@ -25,7 +25,7 @@ def run_schedule(trainer: ScheduledTrainer, schedule: MembershipSchedule) -> Non
         if trainer.ended:
             schedule.end()
             return trainer.leave()
-        # Before ranks leave: each has its share of the files to write.
+        # Each rank writes a part of the checkpoint files, so the files must be complete before a rank leaves.
         trainer.checkpoints.finish()
         own = _enter(trainer, schedule, schedule.begin())
         if own is None:
@@ -38,11 +38,11 @@ def run_schedule(trainer: ScheduledTrainer, schedule: MembershipSchedule) -> Non
 def _enter(
     trainer: ScheduledTrainer, schedule: MembershipSchedule, beginning: NextMembership
 ) -> tuple[ScheduledTrainer, NextMembership] | None:
-    """Wait, from the membership ``beginning`` on, for a membership in which this process has a rank.
+    """Wait until a membership gives this process a rank; ``beginning`` is the first candidate.
 
     Returns:
-        The trainer for this membership, without state if this process's node has left or was restarted, and the
-        membership; None if there is none.
+        The trainer and this membership, or None if no such membership follows. The trainer has no state if the node
+        of this process has left or was restarted meanwhile.
     """
     following: NextMembership | None = beginning
     node, local_rank = trainer.context.node, trainer.context.local_rank

@@ -39,8 +39,8 @@ class SlurmJob:
     log: Path
 
     def host_of(self, node: int) -> int:
-        """Return the cluster's node that runs the job's node ``node``. They are equal, because allocations begin with
-        the first node."""
+        """Return the number of the cluster's node that runs the job's node ``node``. It equals ``node``, because Slurm
+        allocates nodes from the first one on."""
         return node
 
     @property

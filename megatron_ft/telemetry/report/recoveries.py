@@ -228,7 +228,7 @@ def _join_layouts(recoveries: Sequence[Recovery]) -> None:
             recovery.nodes_before = earlier.nodes_after
         is_known = recovery.decision is not None or bool(recovery.every(events.MembershipChanged))
         if recovery.every(events.StageRecovery) and not is_known:
-            # Ranks keep their numbers; no record has named the nodes of new processes yet.
+            # Ranks keep their numbers. No record names the nodes of the new processes yet.
             failed = {record.rank for record in recovery.every(events.RankFailed)}
             nodes = enumerate(recovery.nodes_before)
             recovery.nodes_after = tuple(None if rank in failed else node for rank, node in nodes)
@@ -345,7 +345,7 @@ class _Folding:
         elif isinstance(record, _FAILURES):
             self.pending.append(record)
         elif isinstance(record, (*_SOURCES, events.RecoveryStarted)):
-            # A record without a generation belongs to the next job. Earlier versions also wrote one in a restart.
+            # ``RecoveryStarted`` without a generation belongs to the next job. Earlier versions wrote it in restarts too.
             is_of_next = isinstance(record, events.RecoveryStarted) and not self._is_restarting
             if self.current is None or self.pending or is_of_next:
                 self.pending.append(record)

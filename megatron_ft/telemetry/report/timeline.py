@@ -188,7 +188,7 @@ def _lanes(recovery: Recovery, begin: float) -> Iterator[Lane]:
 
 
 def _previous_ranks(recovery: Recovery) -> tuple[int | None, ...]:
-    # The previous number of each rank is in the decision. Without a decision, it is derived from the nodes.
+    # The controller's decision contains the previous number of each rank. Without it, the number is derived from nodes.
     before, after = recovery.nodes_before, recovery.nodes_after
     decision = recovery.decision
     if decision is not None and len(decision.previous_ranks) == len(after) > 0:
@@ -262,7 +262,7 @@ def _training(metrics: Sequence[Metrics], from_seconds: float, zero: float) -> l
 
 
 def _during(lane: Lane, recovery: Recovery, course: Course) -> Iterator[_Span]:
-    # List spans from the decision until the rank trains; spans drawn behind others come first.
+    # List spans from the decision until the rank trains. Spans that other spans may cover come first.
 
     def span(kind: str, end: float | None, length: float | None, label: str, words: str) -> Iterator[_Span]:
         until, length = instant(end), duration(length)

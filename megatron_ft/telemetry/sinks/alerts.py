@@ -1,4 +1,4 @@
-"""Reports an alert when a metric of the run passes its limit, and its end when the metric is within the limit again."""
+"""Reports an alert when a metric of the run passes its limit, and the alert's end when the metric is back within it."""
 
 import shutil
 import statistics

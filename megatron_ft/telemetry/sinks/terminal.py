@@ -370,7 +370,7 @@ class TerminalSink(Sink):
             note = record.describe()
             skipped = None if note is None or self._skipped_line is None else self._skipped_line.iteration
             is_about_skipped = skipped is not None and skipped == getattr(record, "iteration", 0)
-            # The line of an iteration comes before events about that iteration, even if it was skipped before.
+            # Events about an iteration must follow the iteration's line. If this line was left out, it is printed now.
             if isinstance(record, (RunFinished, RunStopped)) or is_about_skipped:
                 self._catch_up()
             if note is not None:

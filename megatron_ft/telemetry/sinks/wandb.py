@@ -138,8 +138,8 @@ class _Sender:
         """Continue after iteration ``last_step``, the newest one that wandb has from earlier attempts."""
         self._run = run
         self._steps = _Steps(sent=last_step)
-        # Iterations of earlier attempts that wandb lost. They are sent when this attempt begins, because only then is
-        # it known which ones count.
+        # Iterations of earlier attempts that wandb lost. They are sent when this attempt has started, because its start
+        # shows after which iteration the run continues. Later iterations of earlier attempts are void.
         self._missed: dict[int, _Step] = {}
         for record in reported.records(loads_after=last_step):
             if (step := self._steps.take(record)) is not None:
