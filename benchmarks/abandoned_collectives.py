@@ -106,7 +106,7 @@ def _lose_one(job: Any, draw: random.Random) -> Outcome:
 
 @contextmanager
 def other_load_kept_out(process_ids: Sequence[int]) -> Iterator[bool]:
-    """Give processes priority over others in the block, if that is permitted. Yields whether it is.
+    """Give processes a higher priority than others in the block. Yields False if that is not permitted.
 
     With priority, a busy machine gives the same figures as an idle one.
     """

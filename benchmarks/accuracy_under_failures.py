@@ -3,9 +3,9 @@
     python -m benchmarks.accuracy_under_failures --plot docs/images/accuracy.png    # also draws the losses
 
 A small model is trained on real text, and all of its ranks are killed at 20, 40, 60 and 80 % of the run. Runs with
-dense snapshots and with sparse windows must equal the undisturbed run of their seed in every bit. Runs whose windows
-leave out experts must have its validation loss within 0.5 %, or within the spread of the undisturbed runs if that is
-larger.
+dense snapshots and with sparse windows must equal the undisturbed run of their seed in every bit. In runs whose windows
+leave out experts, the validation loss may differ from that of the undisturbed run by at most 0.5 %, or by the spread of
+the undisturbed runs (the largest minus the smallest validation loss, over the mean) if the spread is larger.
 """
 
 import argparse
@@ -191,8 +191,8 @@ def _compare(
 
 
 def _spikes(run: dict[str, Any], calm: dict[str, Any]) -> list[tuple[float, int]]:
-    """Return for each recovery by how much the loss of the next iteration exceeds that of the undisturbed run, and the
-    number of iterations until the mean difference over ``SMOOTH`` iterations is at most 0.5 % of the loss."""
+    """Return two figures for each recovery: the difference of the next iteration's loss from the undisturbed run, and
+    the number of iterations until the mean difference over ``SMOOTH`` iterations is at most 0.5 % of the loss."""
     differences = [(mine or 9.0) - other for mine, other in zip(run["losses"], calm["losses"], strict=True)]
     found = []
     for iteration in run["recoveries"]:

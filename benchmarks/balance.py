@@ -1,8 +1,7 @@
-"""Claim ``balance``: replicas that follow the load balance the tokens of ranks on a recorded training run, and survive
-losses.
+"""Claim ``balance``: placements planned from a recorded training run's loads give ranks even work, and survive losses.
 
-Plans are made by the default algorithm from earlier records and evaluated on later ones. The first interval, whose
-plan is made from even loads, is shown separately.
+The default algorithm plans placements from earlier records; they are evaluated on later records. The first interval,
+whose placement is planned from even loads, is shown separately.
 """
 
 import sys
@@ -52,7 +51,7 @@ CURVE_RECORDS_PER_PLAN, CURVE_EVALUATED = 50, 10
 QUICK_RECORDS = 40
 
 Planner = Callable[[list[list[int]], Holdings | None], PlacementPlan]
-"""Loads [layers][experts] and what ranks hold to a plan."""
+"""Plans a placement from loads [layers][experts] and the experts that ranks have now (None at first)."""
 Tokens = npt.NDArray[np.int64]
 
 
@@ -150,8 +149,8 @@ def planner(
 
 
 def greedy_planner(num_ranks: int, num_slots: int = NUM_SLOTS) -> Planner:
-    """Return a planner that replicates the expert with the heaviest replicas, then assigns the heaviest replicas to the
-    idlest ranks."""
+    """Return a planner that works greedily, first for the numbers of replicas (``replicate_greedily``), then for the
+    assignment of replicas to ranks (``pack_greedily``)."""
     layout = Layout.of(Cluster.of(num_ranks, 1), num_slots)
 
     def plan(loads: list[list[int]], previous: Holdings | None) -> PlacementPlan:
@@ -162,8 +161,8 @@ def greedy_planner(num_ranks: int, num_slots: int = NUM_SLOTS) -> Planner:
 
 
 def replicate_greedily(loads: Sequence[int], num_slots: int) -> list[int]:
-    """Give each expert one replica. Until no slot is left, give another to the expert whose replicas have the most
-    load."""
+    """Give each expert one replica. Then, for each slot that is left, add a replica of the expert with the most load
+    per replica."""
     counts = [1] * len(loads)
     for _ in range(num_slots - len(loads)):
         counts[max(range(len(loads)), key=lambda expert: loads[expert] / counts[expert])] += 1
@@ -184,8 +183,8 @@ def pack_greedily(counts: Sequence[int], loads: Sequence[int], layout: Layout) -
 
 
 def static(trace: ExpertLoads, records: range) -> Outcome:
-    """Evaluate static expert parallelism with as many slots as fit: every expert has equally many replicas, and tokens
-    stay in their expert-parallel group."""
+    """Evaluate static expert parallelism: tokens stay in their expert-parallel group, and every expert has equally many
+    replicas. Of all numbers of experts per rank that permit this with the available slots, the largest is used."""
     experts_per_rank = max(size for size in range(1, NUM_SLOTS + 1) if trace.num_experts % size == 0)
     outcome = Outcome(num_slots=experts_per_rank)
     group = trace.num_experts // experts_per_rank
@@ -202,8 +201,8 @@ def static(trace: ExpertLoads, records: range) -> Outcome:
 
 
 def replay(trace: ExpertLoads, records: range, plan_for: Planner, records_per_plan: int, evaluated: int = 1) -> Outcome:
-    """Plan a placement from the loads since the previous plan, at first from even loads, and evaluate it on the loads
-    that follow."""
+    """Replay ``records``. Plan each placement from the loads since the previous plan, the first one from even loads,
+    and evaluate it on the loads that follow."""
     plan = plan_for([[1] * trace.num_experts] * trace.num_layers, None)
     outcome = Outcome(num_slots=plan.num_slots_per_rank)
     for record in records:
@@ -217,8 +216,8 @@ def replay(trace: ExpertLoads, records: range, plan_for: Planner, records_per_pl
 
 
 def move(outcome: Outcome, old: PlacementPlan, new: PlacementPlan) -> PlacementPlan:
-    """Renumber the ranks of the new plan so that the fewest bytes move. Add the bytes and the plan's survival to
-    ``outcome``."""
+    """Return the new plan with its ranks renumbered so that the fewest bytes move. Add the number of moved bytes and
+    the plan's survival to ``outcome``."""
     mapped = remap(new, holdings(old))
     outcome.moved.append(MigrationPlan.between(mapped, holdings(old), EXPERT_BYTES).num_bytes)
     add_survival(outcome, mapped)
@@ -248,7 +247,8 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
     for name, row in rows.items():
         values = "".join(f"{value:>13.3f}" for value in row["joint_survival"].values())
         print(
-            f"{name:<34}{row['slots_per_rank']:>6}{row['mean']:>9.3f}{row['p99']:>8.3f}{row['moved_gigabytes_per_plan']:>10.1f}{'':18}{values}"
+            f"{name:<34}{row['slots_per_rank']:>6}{row['mean']:>9.3f}{row['p99']:>8.3f}"
+            f"{row['moved_gigabytes_per_plan']:>10.1f}{'':18}{values}"
         )
 
 

@@ -105,7 +105,7 @@ Executor = Callable[[Sequence[Trial]], Iterator[tuple[Trial, Outcome]]]
 
 def execute_jobs(trials: Sequence[Trial], run: Callable[[int], Sequence[Outcome]]) -> Iterator[tuple[Trial, Outcome]]:
     """Run trials that have the factors ``job`` and ``fault``. A job runs with all its faults, even if only some of them
-    are missing.
+    have no outcome yet.
 
     Args:
         run: Runs the job with this number, and returns an outcome for each of its faults.

@@ -248,7 +248,7 @@ def _make(case: Case, folder: Path) -> tuple[list[list[int]], Any]:
     model = model.float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):  # ones and zeros would hide an exchange
+            if "norm" in name or name.endswith("bias"):  # with equal values, swapped tensors would go unnoticed
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     tokens = torch.randint(0, engines.VOCAB_SIZE, (_NUM_SEQUENCES, _LENGTH))
     with torch.no_grad():

@@ -1,9 +1,9 @@
 """Claim ``dispatch-shares``: balanced shares reach the bound of the linear program, equally on all ranks and backends.
 
-A case consists of the tokens of every rank for every expert of one layer and microbatch, and a placement. Cases are
-random or recorded; for recorded loads, placements are planned from the records before those that are dispatched. The
-bound is computed independently of the rule: it is the smallest load of the rank with most tokens over all divisions of
-tokens, also of fractions of tokens.
+A case has a placement and the number of tokens of every rank for every expert, for one layer and microbatch. Cases are
+random or recorded. In recorded cases, the placement is planned from earlier records than those that are dispatched. The
+rule divides the tokens of an expert over its replicas. The bound is computed independently of the rule, by a linear
+program: no division, even of single tokens into fractions, gives the rank with most tokens a smaller load.
 """
 
 import statistics
@@ -190,9 +190,9 @@ def measure(case: Case, backends: dict[str, Any], generator: np.random.Generator
 
 
 def is_equal(case: Case, balanced: Matrix, backends: dict[str, Any], chosen: int) -> bool:
-    """Return whether all ranks of each backend send and receive by the same shares, and whether the backends agree on
-    the schedule of rank ``chosen``. The reference computes only this one, as all of its schedules follow from
-    ``balanced``."""
+    """Return whether the ranks of each backend send and receive according to ``balanced``, and whether each backend
+    gives rank ``chosen`` the same schedule as the reference. The reference computes only this schedule, because all its
+    schedules follow from ``balanced``."""
     import torch
 
     counts, replicas = torch.from_numpy(case.tokens), torch.from_numpy(case.replicas)
@@ -226,8 +226,8 @@ def solve(tokens: Matrix, replicas: Matrix) -> float:
 
 
 def timed(num_ranks: int, quick: bool) -> dict[str, float]:
-    """Measure the CPU milliseconds of ``cpp`` for the schedule of one rank, with recorded loads of 256 experts. Return
-    the median and the largest of the medians of all layers, and their number."""
+    """Measure the CPU milliseconds of ``cpp`` for the schedule of one rank, with recorded loads of 256 experts. Take a
+    median for each layer; return the median and the largest of these values, and the number of layers."""
     import torch
 
     from megatron_ft.runtime.dispatch.backend import open_backend
@@ -260,7 +260,7 @@ def total(outcomes: Sequence[Outcome], kind: str, name: str) -> int:
 
 
 def mean_excess(outcomes: Sequence[Outcome], name: str) -> float:
-    """Return the mean of the shares by which the load in the field ``name`` is above the bound."""
+    """Return by which share the load in the field ``name`` is above the bound, as a mean over all cases."""
     return float(np.mean([getattr(o, name) / o.bound - 1.0 for o in outcomes if o.bound > 0]))
 
 

@@ -43,13 +43,13 @@ class Case:
     num_slots: int
     """Number of slots of each rank."""
     min_replicas: int
-    """Minimum number of copies of each expert. With 1, and slots for one copy, both layers have the same experts on
-    each rank."""
+    """Minimum number of copies of each expert. If it is 1 and there is one slot per expert, both layers have the same
+    experts on each rank."""
 
     @property
     def bound(self) -> float:
-        """Return the load of the busiest rank over the mean if experts are placed contiguously. It is the most that
-        perfect balance can gain."""
+        """Return the speed-up that perfect balance would give: the load of the busiest rank, divided by the mean, if
+        experts are placed contiguously."""
         share = len(self.loads) // self.num_ranks
         ranks = [sum(self.loads[rank * share : (rank + 1) * share]) for rank in range(self.num_ranks)]
         return max(ranks) * self.num_ranks / sum(ranks)
@@ -68,8 +68,8 @@ def case_of(num_ranks: int, num_experts: int, ratio: int, num_copies: int = 2) -
 
 
 def recorded_case() -> Case:
-    """Make a case with the loads of one layer of a recorded training run. On its placement, even shares lose a sixth of
-    the gain."""
+    """Make a case with the loads of one layer of a recorded training run. With its placement, dividing the tokens of an
+    expert evenly over the copies would lose a sixth of the gain."""
     tokens = recorded.read(recorded.SMARTMOE).tokens[:, :, RECORDED_LAYER].sum(axis=(0, 1, 2))
     return Case(name="8 ranks, recorded", num_ranks=8, loads=tuple(tokens.tolist()), num_slots=6, min_replicas=1)
 

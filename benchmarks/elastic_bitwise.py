@@ -2,19 +2,18 @@
 
 Jobs of eight nodes are of three kinds. In most, nodes are killed one after the other, each in a random phase; each
 starts again and joins between two iterations before the next one dies. In some, four nodes die one by one and do not
-come back. In others, two or three nodes die at the same time; then the strategy ``living_state`` must recover if the
-placement still has a copy of every expert and, with the distributed optimizer, of every shard, and the newest
-checkpoint must be loaded otherwise. Some jobs of each kind use the distributed optimizer with two copies of each shard.
-Whole nodes are killed from outside: agent, snapshot server and rank at one instant. In every third job whose nodes come
-back, only ranks kill themselves.
+come back. In others, two or three nodes die at the same time. Then the strategy ``living_state`` must recover if the
+placement still has a copy of every expert and, with the distributed optimizer, of every shard. If not, the newest
+checkpoint must be loaded. Some jobs of each kind use the distributed optimizer with two copies of each shard. Whole
+nodes are killed from outside: agent, snapshot server and rank at one instant. In every third job whose nodes come back,
+only ranks are lost, which kill themselves.
 
-The recorded history of memberships is repeated in a reference run, in which nodes leave and join by schedule. Losses
-and the digests of every rank's whole state after every iteration must be equal. (An iteration that the survivors finish
-is digested only by them, so its state is compared from the next iteration on.) A job that loaded a checkpoint is
-compared with a run on the remaining nodes that loads this checkpoint. A trial is a fault. It counts only if the victim
-recorded the fault before it happened (for a whole node, if the kill from outside is recorded too), and if the job
-continued without the node. Values are compared with ``atol=0``. Losses are also compared with those of an undisturbed
-run.
+A reference run repeats the recorded history of memberships by a schedule. Losses and the digests of every rank's whole
+state after every iteration must be equal, with ``atol=0``. (If survivors finish an iteration after a loss, its digest
+does not cover the lost ranks, so it is not compared.) A job that loaded a checkpoint is compared with a run on the
+remaining nodes that loads this checkpoint. Losses are also compared with those of an undisturbed run. A trial is a
+fault. It counts only if the victim recorded the fault before it happened, if the kill of a whole node from outside is
+recorded too, and if the job continued without the node.
 """
 
 import random
@@ -42,7 +41,7 @@ NUM_REJOINING, NUM_CYCLES = 14, 8
 NUM_HALVING, NUM_LOST = 3, 4
 NUM_AT_ONCE = 8
 RANKS_ALONE = 3
-"""Period, among the jobs whose nodes come back, of the jobs in which only ranks are killed."""
+"""Every ``RANKS_ALONE``-th of the jobs whose nodes come back loses only ranks, not whole nodes."""
 MIN_TRIALS = 120
 TOLERANCE = 1.0e-3
 """Relative tolerance of a loss compared with the undisturbed run."""
@@ -53,8 +52,8 @@ SEED = 20261121
 WARM = "megatron_ft.mcore.rank_main:warm"
 PHASES = (*ITERATION_PHASES, "migrate", "migrate_step")
 _MOST_PASSES = {"capture": 4, "replicate": 1, "migrate": 2, "migrate_step": 4}
-"""Maximum number of passes through a phase before a fault, for phases that do not occur in every iteration; 12 for
-other phases."""
+"""Largest number of passes through a phase up to its fault, for phases that do not occur in every iteration. It is 12
+for other phases."""
 _SNAPSHOTS = (
     "snapshot=sparse_window",
     "snapshot.num_peer_copies=1",
@@ -296,8 +295,8 @@ def outcome_of(
 
 
 def _why_not_killed(killed: Recorded, kill_number: int, nodes: Sequence[Any]) -> list[str]:
-    """Return what is missing in the record of kills from outside: that these nodes were hit at one instant, each with
-    its own processes and its rank."""
+    """Return what the record of kills from outside lacks as proof that one kill hit all these nodes, each with its
+    agent and its rank; empty if nothing is missing."""
     if kill_number >= len(killed.kills):
         return [f"no kill of nodes {list(nodes)} from outside is recorded"]
     kill = killed.kills[kill_number]

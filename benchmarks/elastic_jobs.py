@@ -93,7 +93,7 @@ class Recorded:
             for iteration in range(first, 0 if restarts else last + 1):
                 is_end = name == "state" and iteration == last  # the last iteration may have one more digest, or none
                 is_untold = counts[iteration] == 0 and iteration in unreported
-                # Work after an iteration is repeated in each membership that begins with that iteration.
+                # Each membership that begins after an iteration records the digest of this iteration's state again.
                 is_again = name == "state" and 1 < counts[iteration] <= 1 + began[iteration]
                 if counts[iteration] != 1 and not is_end and not is_untold and not is_again:
                     problems.append(f"{name} of iteration {iteration} recorded {counts[iteration]} times")
@@ -230,11 +230,11 @@ def _placements(run_dir: Path) -> dict[int, Any]:
 
 
 def untold(changes: Sequence[Event], reported: Collection[int]) -> set[int]:
-    """Return iterations that all ranks completed, but that were not recorded because the reporting rank or its agent
-    was lost.
+    """Return iterations that all ranks completed, but that no record contains, because the reporting rank or its agent
+    was lost before the report.
 
-    These are the last iterations before the next membership. There are several if the agent that forwards the reports
-    was stopped.
+    These are the last iterations before the next membership. There are several if the agent, which forwards reports,
+    had been stopped.
 
     Args:
         reported: Iterations that were recorded.
@@ -248,8 +248,8 @@ def untold(changes: Sequence[Event], reported: Collection[int]) -> set[int]:
 
 
 def before(iteration: int, reported: Collection[int]) -> set[int]:
-    """Return ``iteration`` and those directly before it, back to the newest one whose loss was recorded. A digest is
-    recorded after the loss."""
+    """Return the iterations from the newest one whose loss was recorded to ``iteration``. The first of them is included
+    because its digest may be missing: a digest is recorded after the loss."""
     first = iteration
     while first > 0 and first not in reported:
         first -= 1

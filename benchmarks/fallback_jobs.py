@@ -142,8 +142,8 @@ class Driver:
         return self.folder / f"fallback-{self.job.number:03d}"
 
     def run(self) -> tuple[list[dict[str, Any]], int, str]:
-        """Run the job with all its losses. Return (a record of each loss, up to the first one that the job did not
-        survive; exit code; output) of the last launcher."""
+        """Run the job with all its losses. Return a record of each loss, up to the first one that the job did not
+        survive, and the exit code and output of the last launcher."""
         self.events, self.metrics = Tail(self.run_dir / "events.jsonl"), Tail(self.run_dir / "metrics.jsonl")
         self._start()
         records: list[dict[str, Any]] = []
@@ -191,7 +191,7 @@ class Driver:
                 found = [*controllers, *(process for process in found if not process.log.endswith(_KEEPER))]
             elif not choice.is_gone:
                 found = [process for process in found if process.log.startswith("rank-")]
-            # Of each node at least one process, or the fault would be a smaller one.
+            # Without a process of each node, the loss would be smaller than planned.
             missing = [node for node in choice.nodes if not any(_is_of(process, node) for process in found)]
             if missing:
                 raise NotWhole(f"nodes {missing} have no such processes")
@@ -231,8 +231,8 @@ class Driver:
         return record | self._wait_until_trained(record["killed_at"], committed)
 
     def _choose(self, kind: str) -> Choice:
-        """Choose the nodes of a loss, with the help of ``can_recover`` where the kind demands a property of the
-        state."""
+        """Choose the nodes of a loss. If the kind demands an effect, e.g. the loss of all copies of an expert, choose
+        nodes for which ``can_recover`` predicts this effect."""
         nodes = self.rng.sample(range(self.job.num_nodes), self.job.num_nodes)
         pairs = list(combinations(nodes, 2))
         groups = list(chain(pairs, combinations(nodes, 3)))
@@ -335,7 +335,7 @@ class Driver:
 
         trained = self._wait(first, "an iteration after the loss")
         recoveries = [found for found in self._recoveries(killed_at) if found[0] < trained["time_unix_seconds"]]
-        # A membership that was interrupted, and nodes that join again meanwhile, report the cheaper ``living_state``.
+        # Interrupted memberships and later joins report the cheaper ``living_state``, which must not count.
         order = [strategy.name for strategy in STRATEGIES]
         _, strategy, source = max(recoveries, key=lambda found: order.index(found[1]))
         seconds = trained["time_unix_seconds"] - trained["iteration_seconds"] - killed_at

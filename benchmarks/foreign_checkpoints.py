@@ -87,8 +87,8 @@ def judge(expected: str, loaded: int | None, is_equal: bool, error: str) -> str:
     the claim.
 
     Args:
-        expected: Iterations of which any may be loaded, and words of which an error may name any, separated by spaces.
-            The word ``none`` means that nothing can be loaded.
+        expected: Allowed results, separated by spaces: an iteration that may be loaded, a word that an error may
+            contain, or ``none`` if the start may find nothing to load. One of them must be the result.
         loaded: Iteration in the name of the loaded sample; None if nothing was loaded.
         is_equal: Whether all tensors equal those that the run saved under that iteration.
         error: Error of the start; empty if there was none.

@@ -1,8 +1,8 @@
-"""The second reference of jobs that change their size: new jobs of the size of one membership.
+"""Compares memberships of a job that changes its size with new jobs of the same size, as a second kind of reference.
 
-A new job starts from the dense checkpoint of the iteration after which the membership began, with its placement. What
-follows must be equal bit by bit: losses, the state of every rank, the placement, and the loads from which later
-placements are planned. The checkpoints come from the scripted reference of the job.
+The first reference is a scripted run, which saves a dense checkpoint after every iteration. The new job loads the
+checkpoint of the iteration after which the membership began, and uses the membership's placement. These must be equal
+in every bit: losses, the state of every rank, the placement, and the loads from which later placements are planned.
 """
 
 from collections.abc import Iterator, Sequence
@@ -81,7 +81,7 @@ def _layouts(run_dir: Path) -> dict[int, MembershipLayout]:
 
 
 def _overrides(config: JobConfig, layout: MembershipLayout, run_dir: Path, loaded: int, last: int) -> list[str]:
-    # Each rank is on a node of its own, with the failure domain of its node in the job.
+    # Each rank of the new job has its own node, in the failure domain of the rank's node in the original job.
     adapted, names = config_of(config, layout.rank_nodes), dict(enumerate(config.topology.failure_domains))
     domains = ",".join(names.get(node, f"node{node}") for node in layout.rank_nodes)
     placement = run_dir / "placements" / f"iter_{loaded + 1:07d}.json"
@@ -91,7 +91,7 @@ def _overrides(config: JobConfig, layout: MembershipLayout, run_dir: Path, loade
         f"checkpoint.load={run_dir / 'checkpoints' / f'iter_{loaded:07d}'}",
         f'placement.schedule=["{loaded + 1}:{placement}"]',
         f"placement.min_replicas={adapted.placement.min_replicas}",
-        # One iteration more: the digest of the last one may be missing.
+        # The job trains one iteration more than is compared, because the digest of its last iteration may be missing.
         f"training.exit_at_iteration={last + 1}",
     ]
     if config.placement.state_copies is not None:

@@ -1,10 +1,9 @@
-"""Reads the history of a job's memberships from its controller's orders, and writes the script that repeats it without
-faults.
+"""Reads the history of a job's memberships, and writes the script that repeats this history without faults.
 
-The events of a run contain the entries of the script. If they do not, the orders are read. All orders that begin after
-the same iteration form one change, from the members before the first order to those of the last order, as if only the
-last membership had formed. A node that is among both sets of members, but came as a new process in between, leaves and
-joins.
+The entries of the script come from the events of the run or, if the events contain none, from the orders of the
+controller. All orders that begin after the same iteration are merged into one change, as if only the membership of the
+last order had formed: from the members before the first order to those of the last. A node that is in both sets, but
+came back as a new process in between, leaves and joins in this change.
 """
 
 import json
@@ -19,7 +18,7 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Change of membership that committed iterations, or the last change."""
+    """Change of membership, made from all orders that begin after the same iteration."""
 
     iteration: int
     """Newest iteration of the state with which the change begins."""
@@ -31,7 +30,7 @@ class Change:
     nodes: tuple[int, ...]
     """Members after the change, in rising order."""
     num_orders: int
-    """Number of orders of this change. All except one were interrupted before they committed an iteration."""
+    """Number of orders of this change. The memberships of all except the last order committed no iteration."""
 
 
 def changes_of(orders: Iterable[Event], num_nodes: int) -> list[Change]:
@@ -100,8 +99,8 @@ def entries_of(changes: Sequence[Event], orders: Iterable[Event], num_nodes: int
 
 
 def at_first_nodes(entries: Iterable[str]) -> list[str]:
-    """Return entries of a script in which every spare node has the number of the node whose place it has taken. A job
-    with these entries needs no spare nodes. Ranks may have another order in it, because they are in the order of node
+    """Return the entries with every spare node renumbered: it gets the number of the node whose place it has taken. A
+    job with these entries needs no spare nodes. Its ranks may have another order, because ranks are ordered by node
     numbers.
 
     Args:

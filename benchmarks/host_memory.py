@@ -31,8 +31,8 @@ SAMPLE_SECONDS = 1.0
 SKIPPED_ITERATIONS = 20
 """First iteration of which samples count: windows are planned and all buffers are allocated by then."""
 RSS_SHARE, RSS_BYTES, QUICK_RSS_BYTES = 0.01, 1 << 20, 8 << 20
-"""Growth of resident memory over half of the run that still counts as none: this share of the memory, or this number of
-bytes."""
+"""Largest growth of a process's resident memory over half of the run that counts as none: this share of its memory or
+this number of bytes, whichever is larger. The last number replaces the second one in the quick variant."""
 START_SECONDS, JOB_SECONDS, SOAK_SECONDS = 120.0, 240.0, 1500.0
 KEY = "snapshot.host_memory_limit_bytes"
 _BASE = (
@@ -46,8 +46,8 @@ _BASE = (
     "snapshot.iteration_seconds=1.0",
 )
 NO_HEADROOM = "snapshot.replan_interval_windows=0"
-"""Override without which memory is reserved for larger later plans. Nothing is written to that memory, so it would not
-be resident."""
+"""Override that keeps a job from reserving memory for larger later plans. Reserved memory is predicted but not
+resident, because nothing is written to it."""
 _LARGER = ("model.hidden_size=128", "model.moe_ffn_hidden_size=256", "training.train_iterations=400")
 CASES: dict[str, tuple[str, ...]] = {
     "r=0, 1 node x 2 ranks, EP 2": (

@@ -6,11 +6,11 @@ at one instant: agent, snapshot server and rank. Its moment is drawn uniformly o
 inside a collective. The time ends when the survivors report the first iteration after their membership has changed.
 Some ranks receive SIGSTOP instead, and must first be detected by missing heartbeats.
 
-There are jobs with expert replicas and one stage, and jobs with two stages of two ranks and the distributed optimizer:
-with a kept layout and a spare that has built its part of the model in advance, or has not, and with expert replicas and
-no spare. Jobs with a kept layout replay from windows of one iteration.
+Some jobs have expert replicas and one stage. Others have two stages of two ranks and the distributed optimizer, in
+three variants: a kept layout with a spare that has built its part of the model in advance, a kept layout with a spare
+that has not, and expert replicas without a spare. Jobs with a kept layout replay from windows of one iteration.
 
-Two alternatives are measured beside it: the same training restarted by ``torchrun --max-restarts`` from a dense
+Two alternatives are measured for comparison: the same training restarted by ``torchrun --max-restarts`` from a dense
 checkpoint of every iteration, and a plain loop with a model of comparable size under torchft. The join timeout of
 torchft's lighthouse is 100 ms, because its default of 60 s would determine the result. The models' iterations differ in
 length, so the result contains each system's iteration time. A trial is a fault that the job's own events name.

@@ -95,13 +95,13 @@ class Cell:
 
     @property
     def in_fp32(self) -> "Cell":
-        """Return the cell whose prospect is that of this one."""
+        """Return the same cell in fp32. Predictions are made only in fp32 and are valid for every precision."""
         return replace(self, layout=replace(self.layout, dtype="fp32"))
 
     @property
     def num_copies(self) -> int:
-        """Number of copies of experts and shards. A rank without its TP group has no place after a loss, so a node with
-        one rank takes the copies of ``tp`` ranks along. A stage cannot have more copies than nodes."""
+        """Number of copies of experts and shards. If a rank is lost, the other ranks of its TP group cannot continue
+        either, so the copies of ``tp`` ranks are lost. A stage cannot have more copies than nodes."""
         return min(self.layout.tp + 1, self.layout.tp * self.layout.dp)
 
     def words(self, fewest_lanes: int) -> list[str]:
@@ -112,7 +112,7 @@ class Cell:
         """
         words = [*self.layout.overrides, *(_WINDOWS if self.windows else ())]
         if self.replicas:
-            # Slots for all copies with the fewest lanes that lose a node, and for one copy with the fewest lanes.
+            # With one lane more than the fewest, the slots must suffice for all copies; with the fewest, for one copy.
             losing = (fewest_lanes + 1) * self.layout.tp
             num_slots = max(-(-self.num_copies * NUM_EXPERTS // losing), -(-NUM_EXPERTS // (losing - self.layout.tp)))
             words += ["placement=overlap_search", f"placement.min_replicas={self.num_copies}"]
@@ -131,7 +131,7 @@ class Cell:
             return ["recovery.max_restarts=1000"]
         if self.way == "kept layout":
             spares = ["nodes.num_spare_nodes=1"] if self.nodes == "spare" else []
-            # If a recovery in processes is impossible, all ranks start again.
+            # All ranks start again if they cannot recover in their existing processes.
             return ["recovery.keep_layout=true", "recovery.max_restarts=1000", *_RETURNING, *spares]
         words = [f"recovery.min_nodes={fewest_nodes}"]
         if self.nodes == "return":
@@ -159,7 +159,7 @@ class Prospect:
 
 
 def prospect_of(cell: Cell) -> Prospect:
-    """Predict what happens if any node of a job of this cell is lost, or else any rank."""
+    """Predict whether a job of this cell keeps its iterations if any one node is lost; if not, if any one rank is."""
     lanes, nodes = max(1, cell.layout.dp - 1), cell.layout.num_ranks - 1
     if cell.nodes == "none":
         nodes = cell.layout.pp * cell.layout.tp * lanes
@@ -179,7 +179,7 @@ def prospect_of(cell: Cell) -> Prospect:
 
 
 def _keeps_iterations(cost: Cost) -> bool:
-    # A rollback from memory computes the same iterations again, with the same bits.
+    # A rollback to a window in memory counts, because it computes the same iterations again, with the same bits.
     return cost.is_automatic and (cost.keeps_processes or cost.medium == "memory")
 
 
@@ -211,22 +211,22 @@ def _composed(options: Sequence[str]) -> JobConfig:
 def has_meaning(row: Row) -> bool:
     """Return whether the values of a row can be combined at all."""
     if row["way"] == "restart":
-        return row["nodes"] == "none"  # spare and returning nodes are keys of the other ways
+        return row["nodes"] == "none"  # only the other ways have keys for spare and returning nodes
     if row["way"] == "kept layout":
-        return row["nodes"] != "none"  # a place is filled by some node
-    return bool(row["replicas"])  # without replicas, experts of a lost node are on no other node
+        return row["nodes"] != "none"  # a node must take the place of a lost one
+    return bool(row["replicas"])  # without replicas, no other node has the experts of a lost node
 
 
 @cache
 def prospects() -> Mapping[Cell, Prospect]:
-    """Predict all cells that have a meaning, by rising values of the factors. The precision does not matter."""
+    """Predict, in fp32, every cell whose values can be combined. The cells are in the order of ``FACTORS``."""
     factors = {**FACTORS, "dtype": ("fp32",)}
     rows = (dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values()))
     return {cell: prospect_of(cell) for cell in map(Cell.of, filter(has_meaning, rows))}
 
 
 def covered() -> list[Cell]:
-    """Return cells that survive and together contain every pair of values of two factors that a cell can have."""
+    """Return surviving cells that together contain every pair of two factors' values that a surviving cell has."""
 
     def survives(row: Row) -> bool:
         return has_meaning(row) and prospects()[Cell.of({**row, "dtype": "fp32"})].survives

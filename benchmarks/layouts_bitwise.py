@@ -52,7 +52,7 @@ COMMON = Cell(
     nodes="return",
     way="fewer nodes",
 )
-"""The layout with everything on that can be on together. It loses a node in every phase."""
+"""The common layout: all features that can be used together are on. Its jobs lose a node in every phase."""
 COMMON_KEPT = replace(COMMON, layout=replace(COMMON.layout, ep=2), replicas=False, nodes="spare", way="kept layout")
 """The common layout with upstream logs, which exclude replicas."""
 _PASSES = {"forward": 10, "dispatch": 20, "backward": 10, "replicate": 1}
@@ -105,7 +105,7 @@ def _rng(cell: Cell, number: int) -> random.Random:
 
 
 def _occurring(phases: Sequence[str], cell: Cell) -> list[str]:
-    """Return those of ``phases`` that occur in jobs of the cell: nothing is captured without windows."""
+    """Return those of ``phases`` that occur in jobs of the cell. Phases about windows do not occur without windows."""
     return [phase for phase in phases if cell.windows or phase in _OFTEN]
 
 
@@ -132,13 +132,13 @@ def _rejoining(number: int, cell: Cell, phases: Sequence[str], *, kills_nodes: b
 
 
 def _spared(number: int, cell: Cell) -> Job:
-    """Make a job in which a spare takes the place of each lost node. Its number is not known before, so the victim is
-    named by its rank. With more than two lanes the victim is always the last rank."""
+    """Make a job in which a spare takes the place of each lost node. The spare's number is not known in advance, so
+    faults name their victims by rank. With more than two lanes the victim is always the last rank."""
     rng, num_nodes = _rng(cell, number), cell.layout.num_ranks
     phases = rng.sample(_OFTEN, _NUM_SPARED)
     # Ranks are in the order of node numbers, and spares have the highest numbers. In the reference, a spare has the
-    # number of the node whose place it takes (``at_first_nodes``). Ranks have the same order in both only if the spare
-    # replaces the last node; with more than two lanes, another order gives sums other bits.
+    # number of the node whose place it takes (``at_first_nodes``). So ranks have the same order in both only if the
+    # spare replaces the last node. With more than two lanes, sums have other bits in another order.
     first_victim = num_nodes - 1 if cell.layout.dp > 2 else 0
     faults: list[Row] = [
         {
@@ -155,15 +155,15 @@ def _spared(number: int, cell: Cell) -> Job:
 
 
 def _shrinking(number: int, cell: Cell) -> Job:
-    """Make a job that loses nodes until one lane is left. Each victim trains when it dies: a hot spare would not reach
-    its failpoint."""
+    """Make a job that loses nodes until one lane is left. Victims are chosen among the nodes that train, because a hot
+    spare would not reach its failpoint."""
     rng, layout = _rng(cell, number), cell.layout
     num_nodes = layout.num_ranks
     first = ParallelLayout.regular(num_nodes, tensor_size=layout.tp, num_stages=layout.pp)
     limits = LaneLimits(most=layout.dp)
     living, now = set(range(num_nodes)), first
     faults: list[Row] = []
-    # With one lane, no rank has another copy of what its ranks hold.
+    # The ranks of the last lane have the only copy of their state, so none of them may be lost.
     while now.num_lanes > 1:
         victim = rng.choice(now.ranks)
         following = choose_layout(first, living - {victim}, {node: node for node in range(num_nodes)}, limits)
@@ -178,7 +178,7 @@ def _shrinking(number: int, cell: Cell) -> Job:
 
 
 def _kept(number: int, cell: Cell, phases: Sequence[str], strategy: str) -> FaultJob:
-    """Make a job that keeps its layout and loses ranks in these phases; whole nodes at any moment without phases."""
+    """Make a job that keeps its layout and loses ranks in ``phases``; if empty, whole nodes at any moment."""
     rng, layout = _rng(cell, number), cell.layout
     if phases:
         groups = single_faults(layout, _occurring(phases, cell), rng, first=number)
@@ -202,7 +202,7 @@ class ChangingCampaign(Campaign):
     """Executes jobs whose number of ranks may change, and compares memberships with new jobs of their sizes."""
 
     num_fresh: int = _NUM_FRESH
-    """Largest number of these comparisons for each job."""
+    """Largest number of memberships of a job that are compared with new jobs."""
     fresh: dict[int, Comparison] = field(default_factory=dict)
     """Comparisons of the present job, by the number of the change."""
     compares_undisturbed: bool = False

@@ -247,7 +247,7 @@ def in_order(groups: Sequence[Sequence[Row]], rng: random.Random, *, keeps_layou
                 about["at_iteration"] = iteration
             faults.append({**fault, **about})
             generation += 1
-        # If all ranks must start again, although places were filled, they end once more before that start.
+        # A rollback of a kept layout takes two generations: places are filled first, then all ranks start again.
         generation += keeps_layout and group[0]["strategy"] == "rollback"
         iteration += len(group)
     return faults
@@ -278,7 +278,7 @@ def _pairs(layout: Layout, rng: random.Random) -> list[list[Row]]:
     peers = list(layout.ranks_of(stage))
 
     def pair(kind: str, second: int, phase: str, *, first: int | None = None, passes: int = 1) -> list[Row]:
-        # One of two ranks must keep its state. If both lose it, all ranks start again from windows.
+        # If both ranks of a job of two ranks are lost, no rank has state, and all ranks start again from windows.
         is_lost = layout.num_ranks == 2 and kind in ("side by side", "apart", "beside a replay")
         begins = _fault(
             layout, stage, "forward", rng, kind=kind, strategy="rollback" if is_lost else "localized_replay"

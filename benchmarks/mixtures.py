@@ -108,7 +108,8 @@ class Mixtures:
         return torch.stack([mine] * self.group.size(), dim=1).numpy()
 
     def _gain_bound(self) -> float:
-        """Return the rows of the busiest rank with contiguous experts, over the fewest that the placement allows."""
+        """Return the largest possible speed-up: the busiest rank's rows with contiguous experts, over its fewest rows
+        with the placement."""
         counts = self._counts()
         contiguous = counts.sum(axis=1).reshape(self.group.size(), -1).sum(axis=1)
         return float(contiguous.max() / rule.quotas(counts, self.plan.replicas_per_rank(0)).sum(axis=0).max())

@@ -84,7 +84,7 @@ def _read(
     if answer["survives"] and seen["lost"] and "problem" not in seen:
         wanted = answer["strategy"]
         others = sorted(set(strategies) - {wanted})
-        # After the loss, nodes join. In jobs with replicas, these memberships also continue with replicas.
+        # Nodes that join after the loss form memberships, too. In jobs with replicas, these continue with replicas.
         problems += [f"the job continued with {', '.join(others)}, but {wanted} was predicted"] if others else []
         problems += [f"{num_restarts} restarts of all ranks"] if num_restarts and wanted != "rollback" else []
         if forming is None:
@@ -158,8 +158,8 @@ def _forming_seconds(seen: Event, events: Sequence[Event], orders: Sequence[Even
 
 
 def _named(seen: Event) -> set[int]:
-    """Return the nodes of all processes that a fault hit. A node whose process was stopped only briefly does not count
-    as healthy either."""
+    """Return the nodes of all processes that a fault hit, even if a process was only stopped briefly. These nodes do
+    not count as healthy."""
     numbers = (log.partition("-")[2].partition("-")[0].partition(".")[0] for log in seen.get("processes", {}))
     return {int(number) for number in numbers if number.isdigit()}
 

@@ -23,8 +23,8 @@ WEIGHT_BYTES, MASTER_BYTES, MOMENT_BYTES = 2, 4, 8
 CASES = {"case 1": (8, 8), "case 2": (16, 16), "case 3": (16, 8)}
 """Data-parallel and expert-parallel sizes of table 2."""
 PRINTED_REDUCTIONS = {"case 1": 0.12, "case 3": 0.28}
-"""Smallest and largest reduction by full-save sharding of section 6.2.1. That the cases 1 and 3 have them follows from
-the arithmetic; the paper prints only the range."""
+"""Smallest and largest reduction by sharding of a full save (section 6.2.1). The paper prints only this range; the
+arithmetic shows that its ends belong to cases 1 and 3."""
 PRINTED_SIZES = {"6.2.1, K=1": 0.423, "W": 0.88, "O": 0.54, "WO": 0.42}
 """Checkpoint sizes at K=1 of section 6.2.1 and table 3, as shares of a full checkpoint."""
 WITHIN, ROUNDING = 0.015, 0.005
@@ -58,9 +58,9 @@ class Parts:
     def reduction(self, data_size: int, expert_size: int) -> float:
         """Return by how much full sharding reduces the bytes of the busiest rank of a full save (section 4).
 
-        The baseline saves weights outside experts on rank 0, and expert weights in the first group of experts; the
-        optimizer is sharded in both. Modules are the units of weights outside experts; equation 8 prints the size of
-        expert parallelism as the divisor of expert weights, but the printed 28 % need the data-parallel size.
+        Without full sharding, rank 0 saves all weights outside experts, and the first expert-parallel group saves the
+        expert weights; the optimizer is always sharded. Full sharding divides weights outside experts by modules.
+        Equation 8 divides expert weights by the expert-parallel size; the printed 28 % need the data-parallel size.
         """
         optimizer = (self.outside + self.experts) * (MASTER_BYTES + MOMENT_BYTES) / data_size
         before = optimizer + self.outside * WEIGHT_BYTES + self.experts * WEIGHT_BYTES / expert_size
@@ -77,8 +77,8 @@ class Parts:
         return 1 - (optimizer + (self.outside + self.experts) * WEIGHT_BYTES / data_size) / before
 
     def size(self, left_out_bytes: int) -> float:
-        """Return the share of a full checkpoint if ``left_out_bytes`` of every parameter of all experts but one of each
-        layer are left out (equation 6)."""
+        """Return the size of a partial checkpoint as a share of a full one (equation 6). Of all experts of a layer but
+        one, ``left_out_bytes`` of every parameter are left out."""
         whole = (self.outside + self.experts) * (WEIGHT_BYTES + MASTER_BYTES + MOMENT_BYTES)
         return 1 - self.experts * (1 - 1 / self.num_experts) * left_out_bytes / whole
 
@@ -139,8 +139,8 @@ def _range(pair: tuple[float, float]) -> str:
 
 
 def _ours(case: str, data_size: int, expert_size: int) -> list[dict[str, Any]]:
-    """Return, for each number of experts, the share of all bytes that a window captures, and by how many experts the
-    busiest group of ranks exceeds an even division."""
+    """Return a row for each number of captured experts: the share of all bytes that a window captures, and by how many
+    experts the busiest group of ranks exceeds an even division."""
     words = [
         "model=gpt_350m_16e",
         f"launch.ranks_per_node={data_size}",
@@ -168,8 +168,8 @@ def _ours(case: str, data_size: int, expert_size: int) -> list[dict[str, Any]]:
 def _shares_of_lost_tokens(parts: Parts) -> dict[str, Any]:
     """Return PLT for one failure in the middle of 1,280 iterations, by K and interval, as figure 5 varies them.
 
-    1,280 is the length for which K=2 of 8 at an interval of 32 gives the printed 3.75 %. With equal loads, the experts
-    were captured 0, 1, ... turns ago, so PLT has a closed form.
+    In a run of 1,280 iterations, K=2 of 8 experts and an interval of 32 give the printed 3.75 %. Loads are equal and
+    experts are captured in turn, so PLT has a closed form.
     """
     rows, num_experts, length, per_iteration = [], 8, 1280, 64
     for interval in (4, 8, 16, 32):

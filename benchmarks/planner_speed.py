@@ -89,10 +89,10 @@ def measure(
     """Return the CPU milliseconds of allocation and placement: the median over layers of the fastest repeat of each
     layer.
 
-    Each plan starts from the experts that ranks hold in the placement of the previous layer. The base copies are
-    searched again for each plan, although a membership needs that search only once. ``even_over_balanced`` is the ratio
-    of the busiest rank's tokens with even shares, which the search compares above 256 ranks, to those with balanced
-    shares.
+    Each plan starts from the experts that ranks have in the placement of the previous layer. The base copies are
+    searched again for each plan, although a membership needs that search only once. Above 256 ranks, the search uses
+    even shares in place of balanced shares. ``even_over_balanced`` is the ratio of the busiest rank's tokens with even
+    shares to those with balanced shares.
     """
     place = partial(algorithm.place, min_replicas=MIN_REPLICAS)
     times, gaps, held = [], [], None

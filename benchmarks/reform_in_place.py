@@ -3,7 +3,7 @@
 A running job with two pipeline stages, two data-parallel ranks and the distributed optimizer loses one rank after
 another by kill -9. Survivors keep weights, gradient buffers, master weights and moments in place, and replace their
 connections. Each rank reports the bytes of this state, and the bytes that it copied at one time while it restored a
-window. The resident memory of the ranks that survive the first loss is measured beside.
+window. The resident memory of the ranks that survive the first loss is also measured.
 
 A fault counts only if the victim recorded it before it happened. Bits are compared by ``localized-bitwise``.
 """

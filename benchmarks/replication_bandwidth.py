@@ -33,8 +33,8 @@ MIB = 1 << 20
 SLICE_BYTES = tuple(size * MIB for size in (1, 4, 16, 64))
 NUM_SLICES = 4
 PAIRS_BYTES, MAX_PAIRS, QUICK_PAIRS, WARM_UP = 8 << 30, 201, 7, 6
-"""Total bytes that determine the number of pairs, and limits of that number. Small trials vary more and take less time,
-so there are more of them."""
+"""Bytes of all pairs of a case together, largest number of pairs, number of pairs of the quick variant, and number of
+warm-up pairs. Small trials vary more and take less time, so there are more of them."""
 PIECE_BYTES = MIB
 WAIT_SECONDS, POLL_SECONDS = 60.0, 5e-5
 

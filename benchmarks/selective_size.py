@@ -57,14 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _model(dense: float, sparse: float, num_experts: int) -> dict[str, Any]:
-    """Return how many parameters of a model are in experts, each of which replaces a feed-forward layer."""
+    """Return the numbers of parameters inside and outside experts. One expert is as large as the layer it replaces."""
     one = (sparse - dense) / (num_experts - 1)
     return {
         "parameters": sparse,
         "outside": dense - one,
         "experts": one * num_experts,
         "share_of_experts": one * num_experts / sparse,
-        # All feed-forward layers of the dense model together cannot be larger than the dense model.
+        # ``one`` is the size of the replaced feed-forward layers, which are only a part of the dense model.
         "is_possible": one < dense,
     }
 
@@ -72,7 +72,7 @@ def _model(dense: float, sparse: float, num_experts: int) -> dict[str, Any]:
 def _to_peers(is_sharded: bool, number: int) -> dict[str, Any]:
     """Return the share of a full window that a window with ``number`` experts of a layer sends to each peer of a node.
 
-    State that several ranks hold is captured once, each part by one of them, so peers of the same data-parallel group
+    If several ranks have the same state, each captures a different part of it. So the peers of a data-parallel group
     receive no state twice, with and without the distributed optimizer.
     """
     words = [

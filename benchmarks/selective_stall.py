@@ -28,7 +28,7 @@ ID = "selective-stall"
 WORLD_SIZE, NUM_NODES = 2, 2
 ROUNDS, QUICK_ROUNDS = 9, 2
 NUM_WARM, NUM_SAVES = 2, 4
-"""Captures before and while a kind of snapshot is measured. The first one captures everything and allocates memory."""
+"""Number of captures before and during a measurement. The first capture captures all state and allocates memory."""
 JOB_SECONDS, QUICK_JOB_SECONDS = 1800.0, 400.0
 MAX_BLOCKED_SHARE = 0.01
 _JOB = (
@@ -133,7 +133,7 @@ class _Bench:
         self.adaptive: dict[str, int] = {}
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Return the rows of all kinds, by name and round, and the seconds of iterations without snapshots."""
+        """Return the figures of each kind of snapshot by round, and the seconds of iterations without snapshots."""
         rows: dict[str, list[dict[str, float]]] = {name: [] for name in self.snapshots}
         plain = []
         names = list(self.snapshots)
@@ -199,14 +199,14 @@ class _Bench:
         began = time.perf_counter()
         self.result = self.engine.run_iteration(self.engine.iteration + 1)
         took = time.perf_counter() - began - waited[0]
-        # The engine counts tokens only in jobs whose own windows leave out experts.
+        # The engine counts tokens only if the job's configured windows leave out experts, so they are counted here.
         loads = [self.result.expert_load[layer - 1].tolist() for layer in moe_layers(self.engine.config.model)]
         tokens = self.engine.history.tokens or TokenLedger.empty(loads)
         self.engine.history = replace(self.engine.history, tokens=tokens.after(loads))
         return took, waited[0]
 
     def _note_adaptive(self, name: str, windows: Any) -> None:
-        """Compare the number of experts of the plan with the largest whose captures fit the budget on every rank."""
+        """Note the plan's number of experts, and the largest number whose captures fit the budget on every rank."""
         if name != PARTIAL or self.adaptive:
             return
         import numpy as np

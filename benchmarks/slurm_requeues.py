@@ -19,8 +19,8 @@ KEPT = (
     "checkpoint.save_at_end=true",
     "detector.lost_controller_seconds=6",
 )
-"""Overrides of the jobs: a warned job saves a checkpoint, windows are soon written to storage, and nodes wait only
-briefly for an unresponsive controller."""
+"""Overrides of the jobs: every window is written to storage, a job saves a checkpoint when it is warned, and nodes wait
+only briefly for an unresponsive controller."""
 FINAL_EXIT_CODE = 93
 
 

@@ -214,8 +214,8 @@ def outcome_of(
     after = generations[number + 1 :]
     chosen = after[0].newest("recovery_started") if after else None
     unproven = why_unproven(fault, number, generations)
-    # If the next fault hits the replay, this recovery trains nothing. The next recovery that trains then covers both
-    # faults.
+    # A recovery trains nothing if the next fault hits its replay. Its bits are then compared in the next recovery that
+    # trains.
     place, trained = next(
         ((place, later) for place, later in enumerate(after) if later.digests or later.losses), (0, None)
     )

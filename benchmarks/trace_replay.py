@@ -220,8 +220,8 @@ def median_seconds(iterations: Sequence[Event]) -> float:
 
 
 def standing_at_end(iterations: Sequence[Event], events: Sequence[Event], began: float) -> int:
-    """Return the newest iteration of the last job that was started, or the iteration of its checkpoint if it completed
-    none."""
+    """Return the newest iteration of the launcher started at ``began``. If it has completed none, return the iteration
+    of the newest checkpoint before its start."""
     saved = [e for e in events if e["kind"] == "checkpoint_saved" and e["time_unix_seconds"] < began]
     own = [record["iteration"] for record in iterations if record["time_unix_seconds"] >= began]
     return max(own or [event["iteration"] for event in saved], default=0)

@@ -254,7 +254,7 @@ def _memberships(events: Sequence[Record]) -> list[tuple[int, ...]]:
     for event in events:
         if not isinstance(event, MembershipChanged):
             continue
-        # ``schedule`` has one entry for each change since ``iteration`` was committed that is valid, including this one.
+        # ``schedule`` has one entry for each valid change since ``iteration`` was committed, including this change.
         num_alike = sum(earlier.iteration == event.iteration for earlier in found)
         num_valid = len(found) - num_alike + max(0, len(event.schedule) - 1)
         found = [*found[:num_valid], event]
@@ -366,8 +366,7 @@ def render(answer: Answer) -> str:
 
 
 def _held(cost: Cost) -> str:
-    """Describe whether the remaining nodes have the current state of all operators, and whether the recovery uses this
-    state."""
+    """Return the words for operators whose current state is left; they depend on whether the recovery uses it."""
     if cost.keeps_processes:
         return "keep their current state"
     return "have their current state on remaining nodes, but the recovery does not use this state"

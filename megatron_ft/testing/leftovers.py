@@ -10,8 +10,8 @@ MARK = "MEGATRON_FT_MARK"
 
 
 def mark(environment: Mapping[str, str] | None = None) -> tuple[str, dict[str, str]]:
-    """Return a new mark and ``environment`` with this mark added. A process that starts with this environment is marked,
-    and so are the processes that it starts."""
+    """Return a new mark, and ``environment`` with this mark added. A process that starts with this environment has the
+    mark, and so have the processes that it starts."""
     value = uuid.uuid4().hex
     inherited = dict(os.environ if environment is None else environment)
     return value, {**inherited, MARK: ",".join([*filter(None, [inherited.get(MARK)]), value])}

@@ -345,7 +345,7 @@ class _Folding:
         elif isinstance(record, _FAILURES):
             self.pending.append(record)
         elif isinstance(record, (*_SOURCES, events.RecoveryStarted)):
-            # ``RecoveryStarted`` without a generation belongs to the next job. Earlier versions wrote it in restarts too.
+            # ``RecoveryStarted`` of generation 0 belongs to the next job, but earlier versions wrote it in restarts.
             is_of_next = isinstance(record, events.RecoveryStarted) and not self._is_restarting
             if self.current is None or self.pending or is_of_next:
                 self.pending.append(record)
