@@ -5,7 +5,7 @@ are combined to cells (``layout_cells``). The prediction of ``tools/can_recover`
 covered in pairs, and the others are listed with the reason. Another four jobs have the *common layout* and a fault in
 every phase.
 
-Each job lives through all its faults. Its bits must equal those of a reference, with ``atol=0``:
+Each job continues after each of its faults. Its bits must equal those of a reference, with ``atol=0``:
 
 * If the number of ranks may change, the reference is a run in which the same nodes leave and join by schedule, as in
   ``elastic_bitwise``. Memberships are also compared with a new job of their size from the dense checkpoint of the

@@ -1,8 +1,8 @@
 """Runs many node agents without ranks in one process. They use the real protocol with a real controller.
 
-Each agent has its own connection, registers, and polls for orders as often as a real agent. It delivers the reports of
-its ranks: their position once a second, and after an order to break also their progress, with a vote and a traceback of
-typical length.
+Each agent has its own connection, registers, and polls for orders as often as a real agent. It reports the progress of
+its ranks once a second. After an order that ends the membership, it also reports the position of each rank, with a vote
+and a traceback of typical length.
 """
 
 import asyncio
@@ -125,7 +125,7 @@ class LightAgent:
                 self.sent = answer["next"]
 
     async def _progress(self, _channel: Any) -> None:
-        """Report the position of the ranks once a second, as a real agent does. Agents report at different moments."""
+        """Report the progress of the ranks once a second, as a real agent does. Agents report at different moments."""
         await asyncio.sleep(HEARTBEAT_SECONDS * (self.node % 64) / 64)
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
@@ -160,7 +160,7 @@ class LightAgent:
         return {"iteration": self.iteration, "phase": "backward"}
 
     def _words(self, rank: Rank) -> Message:
-        """Return the progress of a rank. All ranks report the same completed iteration and the same vote."""
+        """Return what a rank reports after a loss. All ranks report the same completed iteration and the same vote."""
         traceback = "Traceback (most recent call last):\n".ljust(TRACEBACK_BYTES, ".")
         about = {"at_seconds": time.time(), "error": "RuntimeError: a peer has gone", "exit_code": None}
         return {**self._position(rank), "traceback": traceback, **self._place(), **about}

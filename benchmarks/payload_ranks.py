@@ -32,7 +32,7 @@ GROUP_TIMEOUT_SECONDS = 120.0
 """Time after which gloo itself ends an operation that it would otherwise wait for without end."""
 FORM_SECONDS = 60.0
 STRIDE = 3
-"""Number of operations by which each membership begins later in the list of operations than the previous membership."""
+"""Each membership begins this many operations further in the list of operations than the previous membership."""
 _BYTES_RECEIVED = slice(128, 136)
 """Position of the number of received bytes in ``tcp_info`` (``linux/tcp.h``)."""
 

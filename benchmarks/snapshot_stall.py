@@ -1,9 +1,9 @@
 """Claim ``snapshot-stall``: capturing a slice of the state in every iteration hardly delays training.
 
-Two ranks of one real job have a sharded optimizer. In every round each system takes its turn, in an order that changes:
-some iterations with a save after each, with a warm copy of as many bytes right before and right after. This project's
-windows are sent to real snapshot servers, with copies at two other nodes' servers. The time of a save is the time
-between the end of an iteration and the start of the next one, plus the time that the next update waits. Each round
+Two ranks of one real job have a sharded optimizer. In every round each system takes its turn, in an order that changes.
+A turn is some iterations with a save after each; before and after it, the rate of a warm memory copy is measured. This
+project's windows are sent to real snapshot servers, with copies at two other nodes' servers. The time of a save is the
+time between the end of an iteration and the start of the next one, plus the time that the next update waits. Each round
 counts for its slowest rank. Times are medians over rounds, except the first round, which is reported separately. CPU
 time and page counts come from the kernel.
 """
@@ -167,7 +167,7 @@ class _Bench:
         }
 
     def _block(self, name: str) -> Row:
-        """Run some iterations with a save after each, and one more iteration, whose update the last save may delay."""
+        """Run some iterations with a save after each. Then run one more, because the last save may delay its update."""
         saver = self.savers[name]
         num_bytes = self.windows.num_bytes
         before = self.memcpy_bytes_per_second()

@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_instances(max_nodes: int) -> dict[str, Any]:
-    """Compare the search with all placements, for every allocation that fills the slots, each number of lost nodes, and
-    their mixture."""
+    """Compare the search with all placements, for every allocation that fills the slots. The search optimizes the loss
+    of each number of nodes, and a weighted mixture of these numbers."""
     totals: dict[str, Any] = defaultdict(int)
     problems: list[str] = []
     for num_nodes in range(1, max_nodes + 1):

@@ -130,7 +130,7 @@ class Goodput:
 
 @dataclass(slots=True, kw_only=True)
 class _Gap:
-    """Records since the newest metrics of an iteration."""
+    """Facts from the records since the newest metrics of an iteration."""
 
     begin: float
     """Time of the newest metrics of an iteration."""

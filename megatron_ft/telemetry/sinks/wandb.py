@@ -223,7 +223,7 @@ class _Steps:
         figures, self._figures = self._figures, {}
         if not figures:
             if is_first_time and self._iteration <= self._sent:
-                self.run.hand_out()  # wandb's step of this iteration contains these figures
+                self.run.hand_out()  # wandb already has these figures, in this step
             return None
         return _Step(iteration=self._iteration, figures=figures | self.run.hand_out())
 
