@@ -114,7 +114,7 @@ async def lose_node(job: RealController, fleet: Fleet, outcome: Outcome, node: i
 
 
 def healthy_nodes_lost(run_dir: Path, losses: Sequence[int]) -> list[int]:
-    """Return living nodes that the controller's decisions name as lost, and dead nodes that they do not name."""
+    """Return the nodes about which the decisions are wrong: living nodes named as lost, and dead nodes not named."""
     path = run_dir / "decisions.jsonl"
     decisions = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     named = [node for decision in decisions for node in decision.get("lost_nodes", ())]

@@ -8,12 +8,12 @@ each fault ``can_recover`` is called for exactly that loss, and its result is wr
 the launcher is killed too.
 
 A trial is a fault. It counts only if ``/proc`` has shown that the fault happened. A fault that the job is predicted to
-survive passes under these conditions: the job survived, no other node was lost, the next membership formed within three
-seconds after the last fault was detected (without the time of replayed iterations), every lost node came back, every
-loss and state digest equals the reference's, and nothing of the job is left behind. With replicas, the reference is a
-run in which nodes leave and join by a script made from the controller's orders; with a kept layout, it is an
-undisturbed run. A fault that is predicted to be fatal passes if it ended the job, or if the job restarted from the
-predicted state. Jobs that fail are counted even if they pass in another run.
+survive passes if the job survived, lost no other node, got every lost node back, and left nothing behind. The next
+membership must form within three seconds after the last fault was detected (without the time of replayed iterations).
+Every loss and state digest must equal the reference's. With replicas, the reference is a run in which nodes leave and
+join by a script made from the controller's orders; with a kept layout, it is an undisturbed run. A fault that is
+predicted to be fatal passes if it ended the job, or if the job restarted from the predicted state. Jobs that fail are
+counted even if they pass in another run.
 """
 
 import contextlib

@@ -1,10 +1,10 @@
 """Claim ``host-memory``: memory for snapshots is predicted before a job starts, refused above a limit, and does not
 grow.
 
-The claim has three parts. The predictions of ``dry_run`` and of the current plan for the node with the largest need are
-compared with the size and the resident part of its memory files, with no, one and two copies at peers. A job whose
-limit is just below its need must be refused before anything starts. A long run of three ranks with two copies each,
-sampled from ``/proc``, must not grow in memory, threads, descriptors and memory files.
+The claim has three parts. (1) ``dry_run`` and the current plan predict the memory of the node with the largest need.
+This is compared with the size and the resident part of the node's memory files, with no, one and two copies at peers.
+(2) A job whose limit is just below its need must be refused before anything starts. (3) A long run of three ranks with
+two copies each, sampled from ``/proc``, must not grow in memory, threads, descriptors and memory files.
 """
 
 import json

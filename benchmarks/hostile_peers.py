@@ -3,11 +3,11 @@
 Two jobs are attacked while they train, on every listener of this project: the controller's port, the sockets of node
 agents and of the fork server, and in the second job the listeners of snapshot servers. The attackers have no token, a
 wrong token, or the right token with malformed messages. They send random bytes, frames that are cut, too long or nested
-too deep, and calls without the announced body, and they open crowds of silent connections. The same jobs without
-attacks are the reference: no process may die, losses and digests of every rank's state must be equal in every bit,
-events and decisions must be the same, and the job may take only a limited factor longer. A trial is an attack on a
-running job; its outcome must be one that is allowed. PyTorch's store and gloo have no token and are not attacked
-(SECURITY.md).
+too deep, and calls without the announced body. They also open many connections on which they send nothing. No process
+may die. The same jobs without attacks are the reference: losses and digests of every rank's state must be equal in
+every bit, events and decisions must be the same, and an attacked job may take at most ``MAX_DELAY`` times as long. A
+trial is an attack on a running job; its outcome must be one that is allowed. PyTorch's store and gloo have no token and
+are not attacked (SECURITY.md).
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """Claim ``localized-bitwise``: only the pipeline stages that lost a rank replay, and they reach the same bits.
 
 Running jobs of every layout (pipeline, data, expert and tensor parallel, interleaved, sharded optimizer) lose one rank
-after another by kill -9: in every phase, and in the first, a middle and the last stage. Some faults meet in pairs: in
-neighbouring stages, in distant stages, in the same stage, inside or beside a replay, in the replacement itself, or in a
-neighbour right after a recovery. A newly started process takes the place of the lost rank, and the job continues.
+after another by kill -9, in every phase, and in the first, a middle and the last stage. Some faults come in pairs. The
+second rank is in a neighbouring stage, a distant stage or the same stage; or it replays, waits during a replay, has
+replaced the first rank, or is a neighbour right after the recovery. A new process takes the place of each lost rank.
 
 A trial is a fault. It counts only if the victim recorded the fault before it happened. It passes if the job continued
 by a localized recovery, and if the losses and state digests of all ranks in every iteration equal those of an

@@ -1,5 +1,5 @@
-"""Claim ``membership-simulation``: the real decisions about a job's membership keep all rules of the protocol, on a
-virtual clock.
+"""Claim ``membership-simulation``: the product's decisions about a job's membership keep all rules of the protocol, in
+simulations with a virtual clock.
 
 A seed determines a job: its nodes and spares, all durations, which ranks and nodes die, hang or are cut off, which
 nodes are requested to leave or to join, and which messages are late, repeated, or lost and sent again. Every fourth job

@@ -1,11 +1,11 @@
 """Claim ``slurm-node-death``: node failures in a real Slurm job do not change a bit of the training.
 
 slurmctld runs on this machine, and one slurmd per node in its own namespaces. ``sbatch`` starts jobs with overrides on
-five nodes, in some trials with a spare. In the trials, a node is cut off from the network and its first process is
-killed by kill -9 at a random moment, also while slurmctld is dead; or a node is partitioned and returns; or an
-administrator drains a node. Some jobs are arrays. The other nodes continue from replicas. With two pipeline stages, a
-spare takes the place of the lost node and replays. Every loss and every rank's state after every iteration are compared
-with a reference, with ``atol=0``.
+five nodes, in some trials with a spare. There are three kinds of failures. A node is cut off from the network and its
+first process is killed by kill -9 at a random moment, in some trials while slurmctld is dead. A node is partitioned and
+returns. An administrator drains a node. Some jobs are arrays. The other nodes continue from replicas. With two pipeline
+stages, a spare takes the place of the lost node and replays. Every loss and every rank's state after every iteration
+are compared with a reference, with ``atol=0``.
 """
 
 import random

@@ -2,10 +2,10 @@
 
 There is one job per row of a covering array, and one fault per generation of the job. All ranks are killed at a random
 iteration and phase and are started again; they find their windows in the memory of the nodes, replay them and continue.
-All losses, and the digests of every rank's whole state after every iteration, are compared in all generations with
-undisturbed runs, one without snapshots and one with snapshots. A few jobs lose their nodes too, and continue from
+All losses, and the digests of every rank's whole state after every iteration, are compared with ``atol=0`` with two
+undisturbed runs, one without snapshots and one with snapshots. A few jobs also lose their nodes, and continue from
 windows on disk. A trial is a fault. It counts only if the run's own record shows that the fault happened, that windows
-had three slices or more, and from which source the job continued. Values are compared with ``atol=0``.
+had three slices or more, and from which source the job continued.
 """
 
 import json

@@ -2,9 +2,9 @@
 
     python torchft_replica.py LIGHTHOUSE_ADDRESS NUMBER MIN_REPLICAS TIMEOUT_SECONDS
 
-A small transformer is trained with torchft's ``Manager`` over ``ProcessGroupGloo``, gradients averaged over replicas by
-``PureDistributedDataParallel`` (with torch 2.13 its ``DistributedDataParallel`` ends survivors of a fault inside an
-all-reduce). The script prints a line of JSON for every committed step, and ends when standard input closes.
+A small transformer is trained with torchft's ``Manager`` over ``ProcessGroupGloo``. ``PureDistributedDataParallel``
+averages gradients over replicas, because torchft's ``DistributedDataParallel`` ends survivors of a fault inside an
+all-reduce with torch 2.13. The script prints a line of JSON for every committed step, and ends when stdin closes.
 """
 
 import json

@@ -1,11 +1,11 @@
 """Claim ``trace-replay``: a recorded trace of preemptible nodes, replayed on a running job and on restarts from
 checkpoints.
 
-The trace is the first 80 minutes of that of Bamboo (Lazarus, section 6.4), scaled in time, on at most ten nodes with
+The trace is the first 80 minutes of Bamboo's trace (Lazarus, section 6.4), scaled in time, on at most ten nodes with
 one rank each. All processes of a lost node receive SIGKILL; an arriving node is added by an operator's call. For
-comparison, the same training is killed as a whole at every change of membership, at the same times in the same run. It
-is started again from the same fork server on the available nodes, and continues from its newest dense checkpoint. The
-compared figure is the number of iterations that are still valid at the end of the replayed time, each counted once.
+comparison, a second job runs the same training and is killed as a whole at the time of every change. It is started
+again from the same fork server on the available nodes, and continues from its newest dense checkpoint. The compared
+figure is the number of iterations that are still valid at the end of the replayed time, each counted once.
 """
 
 import dataclasses

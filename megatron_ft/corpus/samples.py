@@ -223,7 +223,7 @@ def _read_info(key: str, prefix: Path) -> IndexInfo:
 
 
 def _configured(config: DataConfig, split: str) -> tuple[str, list[str], Sequence[float] | None]:
-    """Return key, sources and weights of ``split``; ``valid`` uses the training sources if it has no sources."""
+    """Return key, sources and weights of ``split``. If ``valid`` has no sources, return those of the training split."""
     assert split in SPLITS, f"split {split!r} is not one of {SPLITS}"
     if split == "valid" and config.valid:
         return "data.valid", config.valid, config.valid_weights

@@ -58,7 +58,7 @@ def _check_vocabulary(path: Path, vocabulary: object) -> dict[str, int]:
 
 
 def _check_merges(vocab_path: Path, vocabulary: dict[str, int], merges: Iterable[tuple[str, str, str]]) -> None:
-    """Check that the vocabulary has all entries of ``merges`` (place in a file, left, right). Raises DataError."""
+    """Check that the vocabulary has each entry that a merge (place in a file, left, right) needs. Raises DataError."""
     for place, left, right in merges:
         for entry in (left, right, left + right):
             if entry not in vocabulary:

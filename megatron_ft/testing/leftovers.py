@@ -37,7 +37,7 @@ def _carries(process: psutil.Process, value: str) -> bool:
 
 
 def outlive(value: str, *, grace_seconds: float) -> list[str]:
-    """Wait for marked processes to end, then kill those that remain. Return their command lines."""
+    """Wait for marked processes to end, then kill those that remain. Return the command lines of the killed ones."""
     _, alive = psutil.wait_procs(marked(value), timeout=grace_seconds)
     lines = [line for line in map(_describe, alive) if line]
     end(alive)

@@ -178,7 +178,7 @@ def _context(rank: Rank) -> RankContext:
 
 
 def resident_growth(function: Callable[[], object]) -> int:
-    """Call ``function``, and return by how many bytes the resident memory of this process grew at most meanwhile."""
+    """Call ``function``. Return the largest growth of this process's resident memory during the call, in bytes."""
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the maximum of VmRSS
     before = _memory("VmRSS")
     function()

@@ -69,7 +69,7 @@ def plan_all(backend: DispatchBackend, routing: Routing) -> list[DispatchHandle]
 
 
 def swap(rows: Sequence[torch.Tensor], splits: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Emulate an all-to-all in one process. ``rows[i]`` is divided by ``splits[i]``; the result has the rows that each
-    rank receives, ordered by sender."""
+    """Emulate an all-to-all in one process. Rank i sends ``rows[i]``; ``splits[i]`` has the number of rows for each
+    receiver. The result has the rows that each rank receives, ordered by sender."""
     parts = [list(each.split(list(cut))) for each, cut in zip(rows, splits, strict=True)]
     return [torch.cat([part[receiver] for part in parts]) for receiver in range(len(rows))]

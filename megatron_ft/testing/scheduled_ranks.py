@@ -140,8 +140,8 @@ class MembershipSchedule:
         self._ahead.clear()
 
     def await_own(self) -> NextMembership | None:
-        """Wait for the next membership that contains this process's node, and return it; None if there is no other
-        one.
+        """Wait for the next membership that contains this process's node, and return it. Return None if no later
+        membership contains the node, or if the run ends before.
 
         The process that has the store waits until the last membership has formed.
         """

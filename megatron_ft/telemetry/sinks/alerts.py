@@ -32,7 +32,7 @@ def _free_share(folder: Path) -> float:
 
 
 class AlertSink(Sink):
-    """Computes the figures that have alert limits, and reports when one passes its limit or is within it again."""
+    """Computes figures that have limits. Reports when a figure passes its limit, and when it is within it again."""
 
     name = "alerts"
 
