@@ -23,7 +23,7 @@ from megatron_ft.serde import parse_json
 ID = "lost-tokens"
 NUM_SCHEDULES, QUICK_SCHEDULES = 100, 5
 MOST_AT_RISK = {8: 0.55, 4: 0.5}
-"""Largest ratio of the tokens at risk, top S over round-robin, by the number of experts of a layer divided by S."""
+"""Largest allowed ratio of tokens at risk: top-S choice over round-robin. The key is E / S, for S of E experts."""
 BOUND = 0.0375
 INTERVAL, NUM_EXPERTS, ITERATION_SECONDS = 100, 16, 10.0
 """Job with the recorded faults of a cluster: iterations between windows, experts of a layer, and seconds of an
@@ -119,7 +119,7 @@ class Run:
 
 @dataclass(frozen=True)
 class _Named:
-    """Piece of which only these values are used."""
+    """Replacement for a piece, with the only fields of a piece that are used here."""
 
     parameter: str
     component: str = "master"
@@ -199,8 +199,8 @@ def _counts_are_equal(seed: int) -> bool:
 def _ratios() -> list[dict[str, Any]]:
     """Return the mean tokens at risk on the recorded loads, as ratios to round-robin with the same number of experts.
 
-    The first window captures everything, which a choice by load profits from for longer than round-robin does. So the
-    ratio of the second half of the records is computed, too, and the larger of both counts.
+    The first window captures all experts. This lowers the tokens at risk of a choice by load for longer than those of
+    round-robin. So the ratio is computed for all records and for their second half, and the larger value counts.
     """
     loads = recorded.read(recorded.SMARTMOE)
     records = [loads.per_layer(record).astype(np.int64) for record in range(loads.num_records)]
@@ -213,7 +213,7 @@ def _ratios() -> list[dict[str, Any]]:
             run, found = Run(policy, layers, experts, 10**12), []
             for number, tokens in enumerate(records):
                 run.step(tokens)
-                # Until every expert had its turn once after the first window, round-robin has fewer tokens at risk.
+                # Not counted: until round-robin has captured every expert again, the first window lowers its figures.
                 if number > part:
                     found.append(run.at_risk)
             means[type(choice).__name__] = float(np.mean(found)), float(np.mean(found[len(found) // 2 :]))
@@ -233,7 +233,7 @@ def _ratios() -> list[dict[str, Any]]:
 
 
 def _fault_iterations() -> list[int]:
-    """Return the iterations at which the recorded cluster had faults, of a job as long as the recording."""
+    """Return the iterations in which a job as long as the recording has the faults of the recorded cluster."""
     path = ROOT.parent / "shared" / "data" / "traces" / "llm_cluster_faults.json"
     events = parse_json(path.read_bytes())
     assert isinstance(events, list), "the recording is a list of events"
@@ -243,10 +243,11 @@ def _fault_iterations() -> list[int]:
 
 
 def _with_faults(bound: float | None, faults: Sequence[int]) -> tuple[float, float]:
-    """Run the recorded faults with K=1, at a rate of tokens that is the same for all experts of the layer.
+    """Run a job with the recorded faults, in which all experts of the layer get tokens at the same rate. Windows begin
+    with K=1; the policy may raise K if ``bound`` is given.
 
     Returns:
-        PLT, and the largest number of experts of a layer in any window but the first and those after failures.
+        PLT, and the largest K of all windows except the first one and the first ones after failures.
     """
     per_window = 1000 * INTERVAL
     num_windows = faults[-1] // INTERVAL + 1
@@ -255,7 +256,7 @@ def _with_faults(bound: float | None, faults: Sequence[int]) -> tuple[float, flo
     tokens = np.full((1, NUM_EXPERTS), per_window)
     at, most, is_whole = 0, 0.0, True
     due = [fault // INTERVAL for fault in faults]
-    # Time goes on while iterations run again: the windows of the schedule are those that the job has time to capture.
+    # Faults come at fixed times, and iterations that run again take time, too. So ``window`` counts intervals of time.
     for window in range(num_windows):
         run.step(tokens)
         most, is_whole = (most if is_whole else max(most, run.num_captured)), False

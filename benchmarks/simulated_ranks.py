@@ -144,7 +144,7 @@ class Ranks(Nodes):
         self.work(rank)
 
     def vote(self, iteration: int, generation: int, peers: Sequence[Rank]) -> Vote:
-        """Return the vote of an iteration. Another generation would settle the same iteration with other values."""
+        """Return the vote of an iteration. Votes of two generations on the same iteration have different values."""
         asked = any(other.asked_to_change == generation for other in peers)
         self.changes.setdefault((generation, iteration), asked)
         return Vote(
@@ -161,7 +161,7 @@ class Ranks(Nodes):
         )
 
     def stand(self, rank: Rank) -> None:
-        """Stop the rank for a change after it has received the order itself, and report this."""
+        """Stop the rank for a change, and report this. If the order has not reached the rank itself, wait for it."""
         if rank.asked_to_change != rank.generation:
             generation = rank.generation
             self.later(0.05, lambda: self.do(rank, generation))
@@ -224,7 +224,7 @@ class Ranks(Nodes):
             self.work(rank)
 
     def replay(self, rank: Rank) -> None:
-        """Replay in a rank: its stage computes what it has lost, with the history that other ranks have."""
+        """Make a rank replay: its stage computes the lost state again, with the history that other ranks have."""
         generation, rank.is_replaying = rank.generation, True
         self.counts["replaying ranks"] += 1
 

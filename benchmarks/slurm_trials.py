@@ -156,8 +156,8 @@ def replicas(
 
 
 def _same_loss(change: Mapping[str, Any], spares: int) -> list[str]:
-    """Return the overrides of a job whose node dies after the beginning of an iteration, so that the previous iteration
-    is the last complete one."""
+    """Return the overrides of a job that loses the same node at the beginning of the next iteration, so that both jobs
+    have the same last complete iteration."""
     (lost,) = set(range(NUM_NODES)) - set(change["nodes"])
     fault = {"phase": "data", "node": lost, "at_iteration": change["iteration"] + 1}
     return [f"nodes.num_spare_nodes={spares}", "recovery.min_nodes=2", failpoints([fault])]
