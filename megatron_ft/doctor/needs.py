@@ -7,8 +7,7 @@ from megatron_ft.config.checks.parallel import needs_transformer_engine
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.validate import on_device
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES
-from megatron_ft.planning.cost.saving import OPTIMIZER_BYTES
+from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES, OPTIMIZER_BYTES
 from megatron_ft.planning.job import JobPlan
 from megatron_ft.planning.rank_environment import rank_environment
 from megatron_ft.planning.snapshot.memory import NUM_OWN_BUFFERS

@@ -13,8 +13,7 @@ from megatron_ft.config.membership import derive_placement
 from megatron_ft.config.validate import on_device
 from megatron_ft.corpus.samples import DataSummary
 from megatron_ft.operators import Operator, num_active_parameters, num_parameters, operators_of
-from megatron_ft.planning.cost.memory import PROCESS_BYTES, RankMemory, RankParameters
-from megatron_ft.planning.cost.saving import SavingMemory
+from megatron_ft.planning.cost.memory import PROCESS_BYTES, RankMemory, RankParameters, saving_bytes
 from megatron_ft.planning.devices import DeviceChoice, other_device
 from megatron_ft.planning.iteration import BatchPlan
 from megatron_ft.planning.placement.report import PlacementReport
@@ -52,12 +51,8 @@ class StagePlan:
     layers: tuple[int, ...]
     parameters: RankParameters
     memory: RankMemory
-    saving: SavingMemory
-
-    @property
-    def device_bytes(self) -> int:
-        """Largest device memory that a rank needs, in training or while it gathers its state for a checkpoint."""
-        return self.memory.state_bytes + max(self.memory.activations_bytes, self.saving.device_bytes)
+    saving_bytes: int
+    """Host memory for the copy of the state that the rank writes in a save of a dense checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +67,7 @@ class _JobMemory:
     @classmethod
     def of(cls, config: JobConfig, data: DataSummary, device: str) -> "_JobMemory":
         topology = Topology.of(config.parallel, config.world_size)
-        stages = _stages(config, operators_of(config.model, data.tokenizer_vocab_size), data, topology, device)
+        stages = _stages(config, operators_of(config.model, data.tokenizer_vocab_size), data, topology)
         snapshot = SnapshotReport.of(config, data.tokenizer_vocab_size)
         upstream_log = UpstreamLogReport.of(config, snapshot)
         # On either device, both are in host memory, in addition to the memory of the ranks' processes.
@@ -91,7 +86,7 @@ class _JobMemory:
     @property
     def device_bytes(self) -> int:
         """Largest device memory that any rank needs."""
-        return max(stage.device_bytes for stage in self.stages)
+        return max(stage.memory.total_bytes for stage in self.stages)
 
     def fits(self, limits: LimitsConfig, device: str) -> bool:
         """Return whether no limit is exceeded."""
@@ -222,7 +217,7 @@ class JobPlan:
     @property
     def device_bytes(self) -> int:
         """Largest device memory that any rank needs."""
-        return max(stage.device_bytes for stage in self.stages)
+        return max(stage.memory.total_bytes for stage in self.stages)
 
     def validate(self) -> None:
         """Check the plan against the memory limits of the configuration.
@@ -418,7 +413,7 @@ def _trace(config: JobConfig, inputs: JobInputs) -> RoutingTrace | None:
 
 
 def _stages(
-    config: JobConfig, operators: tuple[Operator, ...], data: DataSummary, topology: Topology, device: str
+    config: JobConfig, operators: tuple[Operator, ...], data: DataSummary, topology: Topology
 ) -> tuple[StagePlan, ...]:
     plans = []
     for stage in range(topology.pipeline_model_parallel_size):
@@ -426,9 +421,14 @@ def _stages(
         parameters = RankParameters.of_stage(config.model, operators, topology, stage, num_slots)
         memory = RankMemory.of_stage(config, parameters, topology, stage, data.vocab_size)
         layers = topology.stage_layers(config.model.num_layers, stage)
-        saving = SavingMemory.of_stage(config, parameters, topology, device)
         plans.append(
-            StagePlan(pipeline_stage=stage, layers=layers, parameters=parameters, memory=memory, saving=saving)
+            StagePlan(
+                pipeline_stage=stage,
+                layers=layers,
+                parameters=parameters,
+                memory=memory,
+                saving_bytes=saving_bytes(config, parameters, topology),
+            )
         )
     return tuple(plans)
 
@@ -438,11 +438,12 @@ def _host_bytes_per_node(config: JobConfig, stages: tuple[StagePlan, ...], topol
 
     def host_bytes(rank: int) -> int:
         stage = stages[rank // topology.stage_size]
-        kept = stage.saving.snapshot_bytes if config.checkpoint.async_save else 0
         if device == "cuda":
-            return PROCESS_BYTES + max(kept, stage.saving.peak_bytes)
-        memory = stage.memory
-        return PROCESS_BYTES + memory.state_bytes + max(kept + memory.activations_bytes, stage.saving.peak_bytes)
+            return PROCESS_BYTES + stage.saving_bytes
+        memory, copy = stage.memory, stage.saving_bytes
+        if config.checkpoint.async_save:
+            return PROCESS_BYTES + memory.state_bytes + memory.activations_bytes + copy
+        return PROCESS_BYTES + memory.state_bytes + max(memory.activations_bytes, copy)
 
     totals: dict[int, int] = {}
     for rank, node in enumerate(config.rank_places):

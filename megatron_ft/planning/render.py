@@ -199,7 +199,7 @@ def _device_memory(plan: JobPlan) -> str:
 def _memory_row(stage: StagePlan) -> tuple[str, ...]:
     memory = stage.memory
     state = (memory.weights_bytes, memory.gradients_bytes, memory.master_bytes, memory.moments_bytes)
-    sizes = (*state, memory.copies_bytes, memory.activations_bytes, memory.total_bytes, stage.saving.peak_bytes)
+    sizes = (*state, memory.copies_bytes, memory.activations_bytes, memory.total_bytes, stage.saving_bytes)
     layers = _spans(stage.layers)
     return (
         str(stage.pipeline_stage),

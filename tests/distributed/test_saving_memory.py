@@ -13,7 +13,7 @@ from megatron_ft.testing.jobs import REPOSITORY
 
 TOLERANCE = 0.03
 """Relative tolerance of the predicted growth."""
-KEPT_BYTES = 120_000_000
+KEPT_BYTES = 40_000_000
 """Largest amount of freed memory that glibc keeps: blocks of up to 32 MiB may not return to the system."""
 OVERRIDES = (
     "model=moe_micro",
@@ -40,9 +40,10 @@ def test_a_save_takes_what_the_plan_says(layout: tuple[str, ...], tmp_path: Path
     assert outcome.returncode == 0, outcome.stderr[-3000:]
     measured = json.loads((tmp_path / "measured.json").read_text())
     assert measured["num_parameters"] > 20_000_000
-    for grown in measured["grown_bytes"]:
-        predicted = measured["predicted_bytes"]
-        assert (1 - TOLERANCE) * predicted <= grown <= (1 + TOLERANCE) * predicted + KEPT_BYTES, measured
+    predicted, grown = measured["predicted_bytes"], measured["grown_bytes"]
+    assert max(grown) >= (1 - TOLERANCE) * predicted, measured
+    # A rank whose process has free memory grows less.
+    assert all(each <= (1 + TOLERANCE) * predicted + KEPT_BYTES for each in grown), measured
 
 
 # -- the runner: forks two ranks and measures them ---------------------------------------------------------------
@@ -66,7 +67,7 @@ def main(folder: Path, overrides: list[str]) -> None:
     config = compose(*overrides)
     plan = JobPlan.of(config, check_data(config), device="cpu")
     grown = run_ranks(_measure, config, world_size=2, run_dir=folder / "run")
-    predicted = plan.stages[0].saving.peak_bytes
+    predicted = plan.stages[0].saving_bytes
     result = {"num_parameters": plan.num_parameters, "predicted_bytes": predicted, "grown_bytes": grown}
     (folder / "measured.json").write_text(json.dumps(result))
     print(json.dumps(result))

@@ -39,8 +39,8 @@ class DenseState:
 
     def build_shards(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
         """Build Megatron's sharded description of model and optimizer, with the keys ``model`` and ``optimizer``. With
-        several model chunks, the keys are ``model0``, ``model1`` and so on. Unless ``is_loading``, all ranks must call
-        this, because Megatron gathers the state of the distributed optimizer over the data-parallel groups."""
+        several model chunks, the keys are ``model0``, ``model1`` and so on. Unless ``is_loading``, the
+        shards refer to the present tensors."""
         model = {
             f"model{index}" if len(self.model_chunks) > 1 else "model": unwrap(chunk).sharded_state_dict(
                 metadata=metadata

@@ -22,6 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.model.parameters import named_parameters
 from megatron_ft.mcore.model.transformer_config import DTYPES
+from megatron_ft.mcore.optimizer.stored_ranges import install_ranges, own_ranges
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -55,13 +56,12 @@ def masters(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -
             )
 
 
-# The distributed optimizer is stored in Megatron's format ``fully_reshardable``: its flat buffers are gathered over the
-# data-parallel ranks and divided into tensors with the shapes of the parameters. So a job with other TP, PP, EP or DP
-# sizes can load the same numbers. Master weights and moments are stored in FP32, without rounding.
+# The distributed optimizer is stored in Megatron's format ``fully_reshardable``, as tensors with the shapes of the
+# parameters. So a job with other TP, PP, EP or DP sizes can load the same numbers. Master weights and moments are
+# stored in FP32, without rounding.
 
 SHARDING_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
-    # With True, one rank of each data-parallel group would gather the state, which needs additional gloo groups.
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
@@ -135,7 +135,8 @@ def sharded_tree(
 ) -> Any:
     """Build Megatron's nested description of the optimizer's state, whose leaves are shards, numbers or strings."""
     allocate_state(optimizer)
-    return optimizer.sharded_state_dict(model_shards, is_loading, metadata=metadata)
+    with own_ranges(sub_optimizers(optimizer)):
+        return optimizer.sharded_state_dict(model_shards, is_loading, metadata=metadata)
 
 
 def split_shards(tree: Any) -> dict[str, ShardedBase]:
@@ -183,7 +184,7 @@ def _install_member(member: MegatronOptimizer, frame: dict[str, Any], step: int,
     _own_steps(member, step)
     if tensors is not None:
         with _steps_put_away(member):
-            member.load_parameter_state_from_fully_reshardable(tensors)
+            install_ranges(member, tensors)
     if scaler is not None and getattr(member, "grad_scaler", None):
         member.grad_scaler.load_state_dict(scaler)
 

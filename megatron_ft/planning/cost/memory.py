@@ -74,6 +74,8 @@ def _tied_copy(model: ModelConfig, operators: tuple[Operator, ...], topology: To
 
 BYTES_PER_VALUE = {"fp32": 4, "bf16": 2, "fp16": 2}
 FP32_BYTES = 4
+OPTIMIZER_BYTES = 3 * FP32_BYTES
+"""Bytes of the master weight and the two moments of one parameter in a checkpoint."""
 PROCESS_BYTES = 450_000_000
 """Estimated host memory of a rank's Python process that has imported torch and Megatron."""
 
@@ -195,6 +197,25 @@ def _microbatches_in_flight(topology: Topology, pipeline_stage: int) -> int:
     if vpp == 1:
         return pp - pipeline_stage
     return -(-((pp - pipeline_stage - 1) * 2 + (vpp - 1) * pp + 1) // vpp)
+
+
+def saving_bytes(config: JobConfig, parameters: RankParameters, topology: Topology) -> int:
+    """Return the size of the copy of the state that each rank of a stage writes in a save of a dense checkpoint. The
+    copy is in host memory until it is written. Data-parallel ranks divide all state among themselves, but one of them
+    writes all weights with ``checkpoint.fully_parallel=false``."""
+    value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
+    dense = topology.data_parallel_size * topology.context_parallel_size
+    expert = topology.expert_data_parallel_size
+
+    def written(dense_ranks: int, expert_ranks: int) -> int:
+        return -(-parameters.num_dense // dense_ranks) + -(-parameters.num_expert // expert_ranks)
+
+    weights = written(dense, expert) if config.checkpoint.fully_parallel else written(1, 1)
+    if config.parallel.use_distributed_optimizer:
+        return weights * value_bytes + written(dense, expert) * OPTIMIZER_BYTES
+    # FP32 weights are their own master weights.
+    own_master = 0 if value_bytes == FP32_BYTES else FP32_BYTES
+    return weights * (value_bytes + own_master + 2 * FP32_BYTES)
 
 
 def _layer_values(model: ModelConfig, layer: int, recompute: str | None) -> int:
