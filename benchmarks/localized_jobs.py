@@ -247,8 +247,9 @@ def in_order(groups: Sequence[Sequence[Row]], rng: random.Random, *, keeps_layou
                 about["at_iteration"] = iteration
             faults.append({**fault, **about})
             generation += 1
-        # A rollback of a kept layout takes two generations: places are filled first, then all ranks start again.
-        generation += keeps_layout and group[0]["strategy"] == "rollback"
+        # After one loss, a rollback of a kept layout takes two generations: places are filled first, then all ranks start
+        # again. If the second fault of a group ends the last rank with state, they start again at once.
+        generation += keeps_layout and len(group) == 1 and group[0]["strategy"] == "rollback"
         iteration += len(group)
     return faults
 
@@ -286,7 +287,9 @@ def _pairs(layout: Layout, rng: random.Random) -> list[list[Row]]:
         if first is not None:
             begins = {**begins, "rank": first}
         of_stage = second // len(peers)
-        return [begins, {**begins, "rank": second, "stage": of_stage, "phase": phase, "passes": passes}]
+        following = {**begins, "rank": second, "stage": of_stage, "phase": phase, "passes": passes}
+        # The replay after the first loss has begun when the second rank is lost.
+        return [{**begins, "strategy": "localized_replay"} if kind == "beside a replay" else begins, following]
 
     neighbour, far, mate = (rng.choice(list(layout.ranks_of(of))) for of in (beside, apart, stage))
     return [

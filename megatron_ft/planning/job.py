@@ -434,16 +434,11 @@ def _stages(
 
 
 def _host_bytes_per_node(config: JobConfig, stages: tuple[StagePlan, ...], topology: Topology, device: str) -> int:
-    # A save runs between iterations. Its copy of the state exists until the state is written in the background.
-
     def host_bytes(rank: int) -> int:
         stage = stages[rank // topology.stage_size]
-        if device == "cuda":
-            return PROCESS_BYTES + stage.saving_bytes
-        memory, copy = stage.memory, stage.saving_bytes
-        if config.checkpoint.async_save:
-            return PROCESS_BYTES + memory.state_bytes + memory.activations_bytes + copy
-        return PROCESS_BYTES + memory.state_bytes + max(memory.activations_bytes, copy)
+        # The first save allocates the copy, which later saves use again.
+        state = 0 if device == "cuda" else stage.memory.total_bytes
+        return PROCESS_BYTES + state + stage.saving_bytes
 
     totals: dict[int, int] = {}
     for rank, node in enumerate(config.rank_places):

@@ -31,6 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"world": 2, "tp": 2},
 }
 SAME = ("dp1_fp16", "dp2_bf16", "dp2_bf16_plain", "dp1_fp32_plain", "vpp2", "ep2", "tp2")
+AGAIN = ("dp2_bf16", "dp2_bf16_plain", "tp2", "vpp2")
 RESHARDED = (("ep2", "pp2"), ("pp2", "tp2"), ("tp2", "dp1"), ("dp2", "ep2"), ("dp2", "vpp2"))
 FAULTS = ("fails_on_one_rank", "fails_at_the_end", "damaged", "foreign", "retention", "given_up", "lost_at_the_end")
 
@@ -47,7 +48,11 @@ def run_scenarios(names: list[str], directory: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    names = [f"same:{name}" for name in SAME] + [f"reshard:{a}:{b}" for a, b in RESHARDED]
+    names = (
+        [f"same:{name}" for name in SAME]
+        + [f"again:{name}" for name in AGAIN]
+        + [f"reshard:{a}:{b}" for a, b in RESHARDED]
+    )
     return run_scenarios(names + [f"fault:{name}" for name in FAULTS], tmp_path_factory.mktemp("checkpoints"))
 
 
@@ -75,6 +80,13 @@ def test_resume_at_the_same_layout_is_bitwise(outcomes: dict[str, Any], layout: 
         # The names of the first format, so that older checkpoints are read.
         assert rank["stored"] == {"num_skipped": 3, "losses": rank["losses"], "num_consecutive_skips": 0}
         assert "iter_0000004" in rank["saved_again"]
+
+
+@pytest.mark.parametrize("layout", AGAIN)
+def test_a_plan_is_used_again_with_the_newest_state(outcomes: dict[str, Any], layout: str) -> None:
+    for rank in ranks_of(outcomes, f"again:{layout}"):
+        assert rank["is_same_plan"] and rank["consumed"] and len(rank["loaded"]) > 20
+        assert rank["differences"] == []
 
 
 @pytest.mark.parametrize(("saved", "loaded"), RESHARDED)
@@ -283,6 +295,50 @@ def rng_words() -> str:
     import torch
 
     return f"{random.getstate()[1][:3]} {np.random.get_state()[1][:3]} {torch.get_rng_state().sum()}"
+
+
+def scenario_again(layout: str, directory: Path) -> dict[str, Any]:
+    """Save three times with the same plan, and the last state also with a new one."""
+    import torch.distributed as dist
+
+    rank = Rank(layout, directory)
+    rank.train(1)
+    rank.manager.save(rank.state(), 1)
+    first = rank.manager._planner._planned
+    for iteration in (2, 3):
+        rank.train(iteration)
+        rank.manager.save(rank.state(), iteration)
+        # Training changes the state while it is written.
+        saved = rank.state()
+    scribble(rank)
+    rank.manager.finish()
+    is_same_plan = first is not None and rank.manager._planner._planned is first
+    rank.rebuild()
+    state, _ = rank.load(directory / "checkpoints" / "iter_0000003")
+    loaded = rank.digests()
+    rank.manager.save(rank.state(), 3)
+    rank.manager.finish()
+    dist.barrier()
+    return {
+        "is_same_plan": is_same_plan,
+        "consumed": saved.consumed_samples == state.consumed_samples,
+        "loaded": loaded,
+        "differences": _differences(directory / "checkpoints") if dist.get_rank() == 0 else [],
+    }
+
+
+def _differences(folder: Path) -> list[str]:
+    """Compare the repeated save of iteration 3 with the one that was planned anew."""
+    import torch
+
+    from megatron_ft.mcore.convert.dense_files import DenseReader
+
+    again, new = (folder / name for name in ("iter_0000003", "iter_0000003.1"))
+    readers = [DenseReader.open(path) for path in (again, new)]
+    found = [name for name in readers[0].tensors if not torch.equal(*(reader.read(name) for reader in readers))]
+    found += sorted(readers[0].tensors.keys() ^ readers[1].tensors.keys())
+    common = [torch.load(path / "common.pt", weights_only=False) for path in (again, new)]
+    return found + [key for key in common[0].keys() | common[1].keys() if common[0].get(key) != common[1].get(key)]
 
 
 def scenario_same(layout: str, directory: Path) -> dict[str, Any]:

@@ -41,9 +41,8 @@ def test_a_save_takes_what_the_plan_says(layout: tuple[str, ...], tmp_path: Path
     measured = json.loads((tmp_path / "measured.json").read_text())
     assert measured["num_parameters"] > 20_000_000
     predicted, grown = measured["predicted_bytes"], measured["grown_bytes"]
-    assert max(grown) >= (1 - TOLERANCE) * predicted, measured
-    # A rank whose process has free memory grows less.
-    assert all(each <= (1 + TOLERANCE) * predicted + KEPT_BYTES for each in grown), measured
+    # A rank grows less if its process has free memory from before.
+    assert all(abs(each - predicted) <= TOLERANCE * predicted + KEPT_BYTES for each in grown), measured
 
 
 # -- the runner: forks two ranks and measures them ---------------------------------------------------------------

@@ -9,14 +9,14 @@ import io
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -195,6 +195,11 @@ class PlannedWrite:
         return capture.content
 
 
+Addresses = tuple[int, ...]
+RANK_STATE_KEY = "rank_state"
+"""Key of the object in a checkpoint that contains the random number generators of each rank."""
+
+
 class _PlanningStrategy(TorchDistSaveShardedStrategy):
     """Megatron's save strategy, which only plans: it stores the plan in ``planned`` and writes nothing."""
 
@@ -205,7 +210,7 @@ class _PlanningStrategy(TorchDistSaveShardedStrategy):
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
         buckets = _on_host(writer)
         files = [(name, [*bytes_items, *self._copies(tensors)]) for _, name, (bytes_items, tensors) in buckets]
-        writer.write_buckets = None  # otherwise the copies would stay in memory until the end of the save
+        writer.write_buckets = None  # only ``PlannedWrite`` keeps the copies
         self.planned = PlannedWrite(files=files, writer=writer, metadata=save_state_dict_ret[1])
         return AsyncRequest(None, (), [])
 
@@ -224,25 +229,68 @@ def _on_host(writer: Any) -> Any:
     return writer.preload_tensors(writer.write_buckets, True)
 
 
+_Sources = dict[tuple[str, tuple[int, ...]], torch.Tensor]
+"""Saved tensors by name and by the position of their first element in the tensor of the whole model."""
+
+
 class Planner:
     """Plans saves with Megatron. With ``fully_parallel``, the ranks of ``dp_cp_group`` divide the writing among
-    themselves. This division is computed once and used for all saves."""
+    themselves. A plan and its copies are used again while the saved tensors stay in the same memory: a save then copies
+    its bytes, and plans nothing."""
 
     def __init__(self, dp_cp_group: dist.ProcessGroup, *, fully_parallel: bool) -> None:
         self._base = _PlanningStrategy(BACKEND, BACKEND_VERSION, thread_count=1)
         self._strategy: Any = self._base
         if fully_parallel:
             self._strategy = FullyParallelSaveStrategyWrapper(self._base, dp_cp_group, do_cache_distribution=True)
+        self._planned: PlannedWrite | None = None
+        self._sources: _Sources = {}
+        self._addresses: Addresses = ()
 
-    def plan(self, shards: dict[str, Any], directory: Path) -> PlannedWrite:
-        """Plan the save of ``shards`` into ``directory``, and copy this rank's part. All ranks must call this."""
-        leaves = (leaf for leaf in nested_values(shards) if isinstance(leaf, ShardedTensor))
-        self._base.given = frozenset(_storage(leaf.data) for leaf in leaves if leaf.data is not None)
+    def can_repeat(self, addresses: Addresses) -> bool:
+        """Return whether the newest plan of this rank is valid for tensors with these addresses."""
+        return self._planned is not None and self._addresses == addresses
+
+    def plan(self, shards: dict[str, Any], directory: Path, addresses: Addresses) -> PlannedWrite:
+        """Plan the save of ``shards`` into ``directory``, and copy this rank's part. All ranks must call this.
+
+        Args:
+            addresses: addresses of all memory that the saved tensors may be in.
+        """
+        leaves = [leaf for leaf in nested_values(shards) if isinstance(leaf, ShardedTensor) and leaf.data is not None]
+        self._sources = {(leaf.key, tuple(leaf.global_offset)): leaf.data for leaf in leaves}
+        self._base.given = frozenset(map(_storage, self._sources.values()))
+        # Copies of the state that Megatron made for this save do not follow the state.
+        is_live = self._base.given <= set(addresses)
+        # Megatron's layers may store bytes, such as scales of FP8, which only a new plan contains.
+        objects = (leaf for leaf in nested_values(shards) if isinstance(leaf, ShardedObject))
+        is_fixed = all(leaf.data is None for leaf in objects if leaf.key != RANK_STATE_KEY)
         with _without_manager_process():
             self._strategy.async_save(shards, directory)
         planned = self._base.planned
         del self._base.planned
-        return planned
+        self._planned, self._addresses = (planned, addresses) if is_live and is_fixed else (None, ())
+        return replace(planned)
+
+    @torch.no_grad()
+    def repeat(self, own: ShardedObject) -> PlannedWrite:
+        """Copy this rank's part again, as in the newest plan. ``own`` is the state that only this rank has."""
+        assert self._planned is not None, "there is no plan"
+        files = []
+        for name, items in self._planned.files:
+            written: list[tuple[Any, Any]] = []
+            for item, copy in items:
+                if isinstance(copy, torch.Tensor):
+                    copy.copy_(self._sources[item.index.fqn, tuple(item.index.offset)])
+                    written.append((item, copy))
+                elif item.index.fqn.startswith(f"{RANK_STATE_KEY}/"):
+                    content = io.BytesIO()
+                    torch.save([own.data], content)
+                    written.append((item, content))
+                else:
+                    written.append((item, copy))
+            files.append((name, written))
+        return replace(self._planned, files=files)
 
 
 @contextmanager

@@ -30,14 +30,16 @@ from megatron_ft.events import CheckpointFailed, CheckpointLoaded, CheckpointSav
 from megatron_ft.mcore.checkpoint.files import (
     BACKEND,
     BACKEND_VERSION,
+    RANK_STATE_KEY,
     CheckpointFinder,
     PlannedWrite,
     Planner,
     WriteJob,
 )
-from megatron_ft.mcore.checkpoint.state import OURS_KEY, RANK_STATE_KEY, DenseState, install, rank_state
+from megatron_ft.mcore.checkpoint.state import OURS_KEY, DenseState, install, rank_state
 from megatron_ft.mcore.groups import Collectives
 from megatron_ft.mcore.model.parameters import unwrap
+from megatron_ft.mcore.optimizer import adamw
 from megatron_ft.mcore.optimizer.adamw import SHARDING_METADATA, split_shards
 from megatron_ft.planning.retention import RetentionPolicy
 from megatron_ft.snapshot.storage import checkpoints
@@ -185,6 +187,8 @@ class CheckpointManager:
         self._retention = RetentionPolicy(
             keep_last=config.keep_last, keep_every_iterations=config.keep_every_iterations
         )
+        self._common: dict[str, Any] = {}
+        """State that is written only once, of the newest save."""
         self._pending: _Pending | None = None
         self._resumed_from: str | None = None
         self._finder = CheckpointFinder(
@@ -274,21 +278,29 @@ class CheckpointManager:
         return self.folder / name
 
     def _start(self, state: DenseState, directory: Path) -> WriteJob:
-        metadata = self._metadata()
-        # The process group is left out, because it cannot be stored.
-        content_metadata = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
-        tree = {
-            **state.build_shards(metadata, is_loading=False),
-            **state.common_state(),
-            RANK_STATE_KEY: rank_state(state.host),
-            "content_metadata": content_metadata,
-        }
-        # Without Megatron's check, which would gather the metadata of all tensors as pickled objects at every save.
-        shards, common = save_preprocess(tree, validate_access_integrity=False)
+        addresses = state.addresses()
+        # All ranks plan, or none: Megatron's planning is collective.
+        if self._collectives.all(self._planner.can_repeat(addresses)):
+            planned = self._planner.repeat(rank_state(state.host))
+            adamw.refresh_groups(state.optimizer, self._common["optimizer"])
+            self._common |= state.common_state()
+        else:
+            metadata = self._metadata()
+            # The process group is left out, because it cannot be stored.
+            content_metadata = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
+            tree = {
+                **state.build_shards(metadata, is_loading=False),
+                **state.common_state(),
+                RANK_STATE_KEY: rank_state(state.host),
+                "content_metadata": content_metadata,
+            }
+            # Without Megatron's check, which would gather the metadata of all tensors as pickled objects at every save.
+            shards, self._common = save_preprocess(tree, validate_access_integrity=False)
+            planned = self._planner.plan(shards, directory, addresses)
         whole_files = {}
         if self._collectives.rank == 0:
-            whole_files[COMMON_NAME] = _torch_bytes(common)
-        return WriteJob(self._planner.plan(shards, directory), directory, whole_files)
+            whole_files[COMMON_NAME] = _torch_bytes(self._common)
+        return WriteJob(planned, directory, whole_files)
 
     def _metadata(self) -> dict[str, Any]:
         return {

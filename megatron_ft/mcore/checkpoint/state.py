@@ -10,12 +10,12 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_ft.errors import CheckpointError
+from megatron_ft.mcore.checkpoint.files import RANK_STATE_KEY, Addresses
 from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.mcore.optimizer import adamw
 from megatron_ft.mcore.state.train_state import TrainState, restore_rng
 from megatron_ft.planning.iteration import History
 
-RANK_STATE_KEY = "rank_state"
 OURS_KEY = "megatron_ft"
 
 
@@ -49,6 +49,17 @@ class DenseState:
         }
         tree = adamw.sharded_tree(self.optimizer, model, metadata, is_loading=is_loading)
         return {**model, "optimizer": tree}
+
+    def addresses(self) -> Addresses:
+        """Return the addresses of the memory of all parameters, buffers and optimizer state of this rank."""
+        chunks = [unwrap(chunk) for chunk in self.model_chunks]
+        tensors = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+        for member in adamw.sub_optimizers(self.optimizer):
+            tensors += [master for _, master in adamw.masters_of(member)]
+            tensors += [
+                value for state in member.optimizer.state.values() for value in state.values() if torch.is_tensor(value)
+            ]
+        return tuple(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
     def common_state(self) -> dict[str, Any]:
         """Return the state that is the same on all ranks and is written only once."""

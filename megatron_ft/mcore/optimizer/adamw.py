@@ -139,6 +139,19 @@ def sharded_tree(
         return optimizer.sharded_state_dict(model_shards, is_loading, metadata=metadata)
 
 
+def refresh_groups(optimizer: MegatronOptimizer, tree: Any) -> None:
+    """Set learning rates, weight decays and step counts of parameter groups in ``tree``, the part of an earlier
+    ``sharded_tree`` that contains no shards, to their present values."""
+    members = sub_optimizers(optimizer)
+    frames = [tree] if len(members) == 1 else [tree[index] for index in range(len(members))]
+    for member, frame in zip(members, frames, strict=True):
+        inner = frame.get("optimizer", frame)
+        for stored, group in zip(inner["param_groups"], member.optimizer.param_groups, strict=True):
+            stored |= {name: group[name] for name in stored.keys() & group.keys() if name not in ("params", "step")}
+            if "step" in stored:
+                stored["step"] = type(stored["step"])(step_count(optimizer))
+
+
 def split_shards(tree: Any) -> dict[str, ShardedBase]:
     """Return the shards in ``tree``. Each key is the path of a shard in the tree, joined by slashes."""
     return {"/".join(path): leaf for path, leaf in _leaves(tree, ()) if isinstance(leaf, ShardedBase)}

@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
@@ -121,9 +123,12 @@ def own_ranges(optimizers: Sequence[MegatronOptimizer]) -> Iterator[None]:
     sharded = [member for member in optimizers if isinstance(member, DistributedOptimizer)]
     for member in sharded:
         member.sharded_param_state_fully_reshardable = partial(_describe, member)
+    # Megatron then collects garbage, which takes longer than the description and would block training.
+    collector, distrib_optimizer.gc = distrib_optimizer.gc, SimpleNamespace(collect=lambda: 0)
     try:
         yield
     finally:
+        distrib_optimizer.gc = collector
         for member in sharded:
             del member.sharded_param_state_fully_reshardable
 
