@@ -1,5 +1,5 @@
-"""Entry point of training. It composes ``JobConfig`` from conf/ and the command line, then launches ranks or becomes a
-rank.
+"""Entry point of training. It composes ``JobConfig`` from conf/ and the command line, then starts the ranks of the job,
+or runs as a rank itself.
 
 This file imports torch, Megatron and wandb only in a rank. Help, dry runs and configuration errors therefore take about
 a second.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CONF = Path(__file__).resolve().parent / "conf"
 _REFUSAL_SECONDS = 30.0
-"""Time that a rank waits to be ended by the launcher before it reports the configuration's error itself."""
+"""Longest time that a rank waits for the launcher to end it. After this time, it reports the error itself."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,8 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _another_rank_reports() -> bool:
-    """Return whether the first rank of this node reports the error. All ranks of a node get the same error, so one
-    message is enough."""
+    """Return whether this process is a rank, but not the first rank of its node. All ranks of a node get the same
+    error, so only the first one reports it."""
     from megatron_ft.control.launchers.torchrun import detect
 
     local_rank = {"torchrun": "LOCAL_RANK", "srun": "SLURM_LOCALID"}.get(detect(os.environ))
@@ -56,9 +56,9 @@ def _another_rank_reports() -> bool:
 def _wait_for_termination() -> None:
     """Wait for the launcher to end this rank.
 
-    The launcher ends all ranks when one has ended. If this rank ended first, without a message, the message of the
-    first rank would be lost. If the launcher does not end this rank within a time limit, the function returns, and this
-    rank reports the error.
+    The launcher ends all ranks when one of them has ended. If this rank ended before the first rank has reported the
+    error, the message would be lost. If the launcher does not end this rank within ``_REFUSAL_SECONDS``, this function
+    returns, and this rank reports the error.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process without a message, as SIGTERM does
     threading.Event().wait(_REFUSAL_SECONDS)
@@ -68,7 +68,8 @@ def compose(overrides: list[str]) -> tuple[JobConfig, str]:
     """Compose the configuration from conf/ and ``overrides``. Return it as ``JobConfig`` and as YAML text.
 
     Raises:
-        ConfigError: unknown keys, groups or options, wrong types, or text outside Hydra's grammar.
+        ConfigError: a key, group or option is unknown, a value has the wrong type, or an override violates Hydra's
+            grammar.
     """
     from megatron_ft.config.overrides import check_moved, check_override, explain, open_key
 
@@ -95,8 +96,8 @@ def compose(overrides: list[str]) -> tuple[JobConfig, str]:
 
 
 def _compose(overrides: list[str], fields: dict[str, Any]) -> tuple[JobConfig, str]:
-    """Compose the configuration from ``overrides``, then set ``fields``. The fields belong to mappings with free keys,
-    which Hydra does not extend."""
+    """Compose the configuration from ``overrides``, then set ``fields``. ``fields`` are entries of mappings that accept
+    any key. Hydra's overrides cannot add keys to such mappings."""
     import hydra
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
@@ -178,7 +179,7 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     from megatron_ft.config.validate import validate
 
     validate(config)
-    _check_gpus(config, facts)  # before data are read and indexed for a missing device
+    _check_gpus(config, facts)  # first, so that no data are read and indexed if GPUs are missing
     plan = resolve_plan(config, facts=facts, may_be_elsewhere=False)
     config, config_yaml = _decide(config, config_yaml, plan)
     _check_gpus(config, facts)
@@ -202,16 +203,17 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
 
 
 def _check_resume(config: JobConfig, vocab_size: int) -> None:
-    """Check that a resumed run has the settings with which it was saved, and that a new run finds the checkpoint of
-    ``checkpoint.load``, before the job claims the run's folder or starts a rank.
+    """Check the saved state from which the job will start, before the job claims the run's folder or starts a rank.
 
-    A dry run compares all settings except the data, because it does not index the data.
+    A resumed run must have the settings with which its state was saved. A new run must find the checkpoint of
+    ``checkpoint.load`` or ``checkpoint.load_weights``. A dry run does not compare the data, because it does not index
+    them.
 
     Args:
         vocab_size: Number of entries of the model's vocabulary, including padding.
 
     Raises:
-        CheckpointError: settings differ, and the message names each key; or ``checkpoint.load`` cannot be loaded.
+        CheckpointError: settings differ (the message names each key), or the checkpoint of a new run cannot be loaded.
     """
     from megatron_ft.control.rundir import RUN_ID_NAME, RunId
 
@@ -243,7 +245,7 @@ def _check_resume(config: JobConfig, vocab_size: int) -> None:
         settings=settings_of(config, data_fingerprint=data or "", vocab_size=vocab_size),
         takes_format_1=known.is_older,
     )
-    # Ranks compare windows in an object store, because they open the store anyway.
+    # Windows in an object store are not compared here. The ranks open the store later, and compare them then.
     is_remote = "://" in (config.snapshot.persist_url or "").removeprefix("file://")
     windows = None if is_remote else WindowFolder.of_run(config, run_dir)
     check_same_settings(
@@ -256,11 +258,12 @@ def _check_resume(config: JobConfig, vocab_size: int) -> None:
 
 
 def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig, str]:
-    """Set the failure domains of the configuration from Slurm. Return the configuration as ``JobConfig`` and as YAML
-    text. A dry run does not ask Slurm, because it may have no nodes yet.
+    """Read the failure domains from Slurm if the configuration requests this. Return the configuration as ``JobConfig``
+    and as YAML text. A dry run does not query Slurm, because Slurm may not have allocated nodes yet.
 
     Raises:
-        ConfigError: Slurm does not report the domains, or the configuration is invalid whatever the domains are.
+        ConfigError: Slurm does not report the domains, or the configuration has an error that does not depend on the
+            domains.
     """
     if config.topology.failure_domain_source == "listed" or config.dry_run:
         return config, config_yaml
@@ -275,8 +278,8 @@ def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig
 
 
 def _environment(config: JobConfig, overrides: list[str]) -> "RankEnvironment | None":
-    """Return this process's rank if torchrun or srun started it; None if not, or if the command line chooses
-    ``launch=local``.
+    """Return the ``RankEnvironment`` of this process if torchrun or srun started it. Return None otherwise, or if the
+    command line chooses ``launch=local``.
 
     Raises:
         ConfigError: the environment variables of the chosen launch mode are not set.
@@ -294,7 +297,7 @@ def _environment(config: JobConfig, overrides: list[str]) -> "RankEnvironment | 
 
 def _adopt(config: JobConfig, environment: "RankEnvironment", overrides: list[str]) -> JobConfig:
     """Set the launch mode and the numbers of nodes and ranks to the values of the launcher that started this process.
-    Values on the command line must equal these values."""
+    If the command line sets one of these values, it must be the same."""
     mode, num_nodes, per_node = environment.launcher, environment.num_nodes, environment.local_world_size
     found: dict[str, Any] = {"mode": mode, "num_nodes": num_nodes, "ranks_per_node": per_node}
     for name, value in found.items():
@@ -315,15 +318,15 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
 
     Args:
         facts: Devices of this machine. If None, the function detects them.
-        may_be_elsewhere: Whether ranks may run on other machines. If so, and if this machine has no GPU, the
-            configuration is checked for both cpu and cuda.
+        may_be_elsewhere: Whether ranks may run on other machines, whose devices are unknown. With
+            ``training.device=auto`` on a machine without a GPU, the job may then be planned for either device.
 
     Raises:
         ConfigError: the job cannot run. DataError: a file is missing or damaged.
     """
     from megatron_ft.config.validate import validate
 
-    validate(config)  # before other imports, so that a refusal is quick
+    validate(config)  # before the slow imports, so that errors are reported quickly
     from megatron_ft.config.inputs import JobInputs
     from megatron_ft.config.validate import on_device, refused_devices
     from megatron_ft.corpus.samples import check_data
@@ -339,7 +342,7 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
         may_be_elsewhere=may_be_elsewhere,
     )
     data = check_data(config)
-    # From limits of the configuration alone, so that a dry run on another machine gives the same number.
+    # These numbers are derived only from limits in the configuration. So a dry run on another machine gives the same.
     derived, reason = with_slots(on_device(config, choice.device), choice.device, lambda: data)
     derived, prebuilt_reason = with_prebuilt_parts(derived, choice.device, lambda: data)
     decided = _with_gpu_memory(derived, facts)
@@ -358,7 +361,7 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
         )
     except ConfigError as error:
         if str(error).startswith("limits.gpu_memory_bytes=") and config.limits.gpu_memory_bytes is None:
-            raise ConfigError(f"{error} (the smallest GPU of this machine by nvidia-smi)") from None
+            raise ConfigError(f"{error} (the memory of this machine's smallest GPU, by nvidia-smi)") from None
         raise
 
 
@@ -427,15 +430,15 @@ def _check_gpus(config: JobConfig, facts: "DeviceFacts") -> None:
     if usable < gpus_needed(num_ranks, launch.ranks_per_gpu):
         most = usable * launch.ranks_per_gpu
         constraint = (
-            f"must be lower: the job starts {num_ranks} ranks on this machine, but its {usable} usable GPUs can hold "
+            f"must be lower: the job starts {num_ranks} ranks on this machine, but its {usable} usable GPUs have room "
         )
-        constraint += f"{most} (launch.ranks_per_gpu={launch.ranks_per_gpu})"
+        constraint += f"for {most} (launch.ranks_per_gpu={launch.ranks_per_gpu})"
         raise ConfigError.of("launch.ranks_per_node", launch.ranks_per_node, constraint)
 
 
 def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
-    """Check that the memory of this machine is enough for all nodes that this command starts on it, and that
-    Transformer Engine and a compiler are installed if they are needed."""
+    """Check that this machine has enough memory for all nodes that this command starts on it. Check that Transformer
+    Engine and a compiler are installed if the job needs them."""
     _check_transformer_engine(config)
     if missing := _missing_compiler(config, plan.device):
         raise ConfigError.of("placement.dispatch_backend", config.placement.dispatch_backend, missing)
@@ -463,13 +466,13 @@ def _check_transformer_engine(config: JobConfig) -> None:
         for key, value, constraint in needs_transformer_engine(config):
             shown = str(value).lower()
             raise ConfigError.of(
-                key, shown, f"{constraint}, because it needs Transformer Engine, which is not installed on this machine"
+                key, shown, f"{constraint}: this value needs Transformer Engine, which is not installed on this machine"
             )
 
 
 def _missing_compiler(config: JobConfig, device: str) -> str:
-    """Return a message about the compiler that ranks on this machine need and do not find; empty if they find one or
-    need none, or if ranks run on other machines."""
+    """Return an error message if ranks on this machine need a compiler that is not installed. Return an empty string if
+    a compiler is installed or not needed, or if ranks run on other machines."""
     import shutil
 
     from megatron_ft.planning.compilers import find_compiler, no_compiler
@@ -485,7 +488,7 @@ def _with_compiler_note(plan: "JobPlan", config: JobConfig) -> "JobPlan":
     if config.launch.mode != "local" or not (missing := _missing_compiler(config, plan.device)):
         return plan
     key = f"placement.dispatch_backend={config.placement.dispatch_backend}"
-    return dataclasses.replace(plan, notes=(*plan.notes, f"{key}: {missing}; without one, ranks are not started here"))
+    return dataclasses.replace(plan, notes=(*plan.notes, f"{key}: {missing}; without one, no ranks can start here"))
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ class CheckpointConfig:
     keep_every_iterations: int = 0
     """Also keep every checkpoint whose iteration is a multiple of this number; 0 keeps only the newest."""
     load: str | None = None
-    """Checkpoint directory from which a new run starts. Weights, optimizer state and data position are loaded;
-    differences between its configuration and the job's are printed. The checkpoint may belong to another run. null
-    starts without a checkpoint."""
+    """Checkpoint directory from which a new run starts. Weights, optimizer state and data position are loaded.
+    Differences between the configurations of checkpoint and job are printed. The checkpoint may belong to another run.
+    null starts without a checkpoint."""
     load_weights: str | None = None
     """Checkpoint directory whose weights a new run starts with, at iteration 0 and with new optimizer state.
     ``tools/convert_checkpoint.py`` makes such a directory from a Hugging Face folder; a checkpoint of another run can

@@ -1,7 +1,7 @@
 """Settings that identify a job: run, data, model, optimizer and learning-rate schedule.
 
-The layout (parallel sizes, replicas) and the keys of telemetry, snapshots, launch and recovery do not belong to the
-identity, because they may change when a run is resumed.
+A resumed run may have another layout (parallel sizes, replicas) and other values of the keys of telemetry, snapshots,
+launch and recovery. So these do not belong to the identity.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _IGNORED_MODEL_KEYS = (
     "published_parameters_source",
 )
 """Keys of ``model`` that do not affect training, and keys that only determine the stored vocabulary size."""
-# The fingerprint decides whether data are equal; these only let a message name what was changed.
+# Only the fingerprint decides whether data are equal. These keys let a message name what was changed.
 _DATA_KEYS = ("train", "train_weights", "valid_fraction", "tokenizer", "seed")
 _OPTIMIZER_KEYS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 
@@ -42,7 +42,7 @@ class Difference:
     present: JsonValue
     """Value in this job."""
     advice: str = ""
-    """Override that keeps the stored value, if the value was derived from another key; otherwise empty."""
+    """Advice or explanation, e.g. the override that keeps the stored value of a derived key; may be empty."""
 
     def __str__(self) -> str:
         text = f"{self.key}: was {_shown(self.stored)}, now {_shown(self.present)}"
@@ -153,7 +153,7 @@ def _schedule(config: JobConfig) -> dict[str, JsonValue]:
         # Store the resulting value, because null means another number in a longer run.
         "optimizer.lr_warmup_iterations": options.num_warmup_iterations(num_iterations),
     }
-    # Keys that have no effect with this style must not refuse a resume.
+    # A difference in keys that have no effect with this style must not prevent a resume.
     if options.lr_decay_style != "constant":
         schedule["optimizer.min_lr"] = options.min_lr
         schedule["optimizer.lr_decay_iterations"] = options.num_decay_iterations(num_iterations)

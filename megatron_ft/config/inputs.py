@@ -30,7 +30,7 @@ class JobInputs:
 
     loads: ExpertLoads | None = None
     schedule: Mapping[int, ScheduledPlacement] = field(default_factory=dict)
-    """Placement by the first iteration that uses it."""
+    """Placements by the first iteration that uses each of them."""
     trace: ExpertLoads | None = None
 
     @classmethod
@@ -84,7 +84,7 @@ def _read_loads(key: str, path: str) -> ExpertLoads:
 
 def _stages(path: str) -> tuple[Mapping[str, Any], ...]:
     try:
-        # Limited before it is parsed: the key may name any file of the machine.
+        # The size is limited before parsing, because the key may name any file of the machine.
         document = parse_json(read_bytes(Path(path), max_bytes=MAX_BYTES))
     except DataError as error:
         raise DataError(f"placement.schedule={path}: {error}") from None

@@ -50,8 +50,8 @@ class ParallelConfig:
 class DataConfig:
     """Sources of tokens, and the tokenizer.
 
-    A *source* is an indexed dataset, given as its path without ``.bin`` or ``.idx``, or ``python-stdlib``, a built-in
-    corpus of the source code and docstrings of the running Python.
+    A *source* is an indexed dataset or ``python-stdlib``. An indexed dataset is given as its path without ``.bin`` or
+    ``.idx``. ``python-stdlib`` is a built-in corpus: source code and docstrings of the running Python.
     """
 
     train: list[str] = field(default_factory=lambda: ["python-stdlib"])
@@ -63,7 +63,7 @@ class DataConfig:
     valid_weights: list[float] | None = None
     """Relative weights of the validation sources. If null, each source is weighted by its number of tokens."""
     valid_fraction: float = 0.02
-    """Share of each training source, at its end, that is used only for validation if ``valid`` is empty."""
+    """Share at the end of each training source that is used only for validation, if ``valid`` is empty."""
     tokenizer: str = "bytes"
     """``bytes``, ``huggingface`` (reads ``tokenizer_file``) or ``gpt2`` (reads ``vocab_file`` and ``merges_file``)."""
     tokenizer_file: str | None = None
@@ -184,8 +184,8 @@ class TrainingConfig:
     """A loss is a spike if it exceeds this factor times the median of the last
     ``loss_spike_window`` committed losses. null turns the check off."""
     loss_spike_window: int = 50
-    """Number of newest committed losses, with whose median a new loss is compared. The check starts when half of
-    this number of losses are committed."""
+    """Number of newest committed losses over which the median is computed. The check starts when half of this number of
+    losses are committed."""
     loss_spike_policy: str = "warn"
     """Action if a loss is a spike: ``warn``, ``skip`` the update, or ``stop`` the run."""
     recompute_granularity: str | None = None
@@ -193,7 +193,7 @@ class TrainingConfig:
     distributed_timeout_seconds: float = 600.0
     """Timeout of collective operations."""
     digest_interval_iterations: int = 0
-    """Number of iterations between two records of state digests of all ranks; 0 records none, even at the end."""
+    """Number of iterations between two reports of a digest (checksum) of each rank's state; 0 never reports digests."""
 
 
 @dataclass
@@ -202,12 +202,12 @@ class LaunchConfig:
 
     mode: str = "local"
     """Launcher of the ranks. ``local``: this command starts an agent for each node, and agents start the ranks.
-    ``torchrun`` or ``srun``: that launcher has started this process as a rank. The mode is chosen automatically, with a
-    note, if the environment variables of such a launcher are set."""
+    ``torchrun`` or ``srun``: that launcher has started this process as a rank. If the environment variables of such a
+    launcher are set, its mode is chosen by default, with a note."""
     node_launcher: str = "local"
     """Launcher of the nodes in mode ``local``. ``local``: this command starts them on this machine. ``srun``: this
     command starts one on each node of its Slurm allocation. ``none``: Slurm starts them as tasks of a job array, and
-    each task connects to this command, also when Slurm has restarted it. ``module:Class``: a launcher of another
+    each task connects to this command, also after Slurm has restarted the task. ``module:Class``: a launcher of another
     package (``control/launchers/base.py``)."""
     num_nodes: int = 1
     """Number of nodes with which the job starts."""
@@ -236,10 +236,10 @@ class NodesConfig:
     num_spare_nodes: int = 0
     """Number of nodes started in addition to ``launch.num_nodes``. A spare waits until it replaces a lost node."""
     num_prebuilt_parts: int | None = None
-    """Number of model parts that each spare builds in advance, if ``recovery.keep_layout`` is true: model, gradient
-    buffers and optimizer of the ranks of a node. Nodes of one pipeline stage have the same part unless they have
-    different experts. null: as many as fit ``limits.host_memory_bytes``, or 1 if that is null. 0: a spare builds its
-    part when it replaces a node."""
+    """Number of model parts that each spare builds in advance if ``recovery.keep_layout`` is true. A part is model,
+    gradient buffers and optimizer for the ranks of a node. Nodes of one pipeline stage have the same part unless they
+    have different experts. null: as many as fit in ``limits.host_memory_bytes``, or 1 if that key is null. 0: a spare
+    builds its part when it replaces a node."""
     join_window_seconds: float = 5.0
     """Time that the job waits after a node is ready to join, so that other nodes can join at the same time."""
     max_node_restarts: int = 3
@@ -256,9 +256,9 @@ class RecoveryConfig:
 
     strategies: list[str] | None = None
     """Recovery strategies that the job may use by itself: ``living_state``, ``localized_replay``, ``rollback`` and
-    ``checkpoint``. Their order has no meaning: a strategy that gives up no committed iteration comes first, then the
-    one that is predicted to be faster. null allows all that the other keys make possible. A user who starts the job
-    again (``run.resume``) can use any saved state."""
+    ``checkpoint``. Their order has no meaning. The job prefers strategies that lose no committed iteration; of these it
+    uses the one with the shortest predicted time. null allows all strategies that the other keys make possible. When a
+    user starts the job again (``run.resume``), any saved state can be used."""
     max_restarts: int = 0
     """Largest number of times that all ranks are restarted after a rank has failed. Progress resets the count to 0. The
     ranks continue from the newest window or checkpoint. Only in mode ``local``."""
@@ -267,17 +267,16 @@ class RecoveryConfig:
     removed, and ranks on the other nodes continue without a restart. null: the job needs all nodes."""
     keep_layout: bool = False
     """Whether the job keeps its parallel layout when nodes are lost. A spare node, or the lost node after a restart,
-    replaces the lost one. Its ranks receive the state of living ranks, or only stages that lost a rank replay. With
-    ``recovery.keep_processes=false`` all ranks start again instead."""
+    replaces the lost one. Its ranks receive their state from living ranks. If this is impossible, only stages that lost
+    a rank replay. With ``recovery.keep_processes=false`` all ranks start again instead."""
     keep_processes: bool | None = None
     """Whether ranks on the remaining nodes continue in their processes after a loss. With false, which needs
     ``recovery.keep_layout=true``, all ranks start again from the newest window as soon as other nodes have replaced the
     lost ones. null: true on CPUs; false on CUDA, where NCCL communicators of a living process cannot be aborted."""
     position_timeout_seconds: float = 10.0
-    """After nodes are lost, ranks report their positions (newest iterations). This is the longest time from the first
-    report to the last. The node of a rank that reports later also counts as lost. Usually ranks report earlier,
-    because they abort a collective after half a second. Must exceed the time that a rank computes between two
-    collectives."""
+    """Longest time from the first report to the last when ranks report their positions (newest iterations) after a
+    loss. The node of a rank that reports later also counts as lost. Usually ranks report earlier, because they abort a
+    collective after half a second. Must exceed the time that a rank computes between two collectives."""
     reconfigure_timeout_seconds: float = 60.0
     """Longest time to wait for positions of all remaining ranks and for the new process group after a loss."""
 
@@ -331,10 +330,10 @@ class DetectorConfig:
     heartbeat_timeout_seconds: float = 10.0
     """Longest time without a heartbeat. After it, a rank is killed, and an agent's node counts as lost."""
     vanished_seconds: float | None = 2.0
-    """Longest time without an answer from the kernel of an agent's machine. After it, the machine has vanished (no
-    power, no network), and the node counts as lost. A kernel answers however loaded its machine is, and also for
-    suspended processes. Must be at least 1 and below ``detector.heartbeat_timeout_seconds``. null finds vanished
-    machines only by missing heartbeats."""
+    """Longest time without an answer from the kernel of an agent's machine. After it, the machine counts as vanished
+    (no power or no network), and its node as lost. A kernel also answers if its machine is overloaded or processes are
+    suspended. Must be at least 1 and below ``detector.heartbeat_timeout_seconds``. With null, only missing heartbeats
+    reveal a vanished machine."""
     lost_controller_seconds: float = 60.0
     """Longest time without an answer from the controller. After it, a node ends its ranks, because the node is
     disconnected and may have been replaced. Must be above ``detector.heartbeat_timeout_seconds``."""
@@ -372,10 +371,11 @@ class SnapshotConfig:
     keep_persisted: int = 2
     """Number of newest complete windows to keep on storage; 0 keeps all windows."""
     outlive_job_seconds: int = 0
-    """Seconds for which snapshot servers stay after their job has ended without finishing, however it ended. A new
-    start of the run on the same nodes takes them over and continues from windows in their memory (``run.resume``). The
-    memory of a server does not grow meanwhile. It ends by itself after this time, at most 604800 (one week). 0 ends
-    servers with the job. Not with ``launch.node_launcher=srun``, because Slurm ends all processes of a step."""
+    """Seconds for which snapshot servers continue to run after a job has ended, for any reason, without finishing the
+    run. If the run is started again on the same nodes (``run.resume``), it takes over these servers and continues from
+    windows in their memory. A server's memory does not grow meanwhile. After this time, at most 604800 (one week), a
+    server ends. 0 ends servers with the job. Not with ``launch.node_launcher=srun``, because Slurm ends all processes
+    of a step."""
     replan_interval_windows: int = 4
     """Number of windows after which the plan is compared with measured bandwidth, iteration time and expert loads, and
     replaced if necessary. 0 keeps the first plan."""
@@ -439,9 +439,9 @@ class TelemetryConfig:
     alert_slowest_rank_over_median: float | None = 2.0
     """Alert if the slowest rank takes more than this factor times as long as the median rank. null: no alert."""
     alert_lost_token_share: float | None = 0.0375
-    """Alert if the tokens whose updates of experts are lost, or would be lost by a recovery from the newest window, are
-    more than this share of the tokens of the whole training. Known only if windows leave out experts. null: no
-    alert."""
+    """Alert if more than this share of the whole training's tokens is lost. A token is lost if its updates of experts
+    were lost in a recovery, or would be lost in a recovery from the newest window. Tokens are lost only if windows
+    leave out experts. null: no alert."""
 
 
 @dataclass
@@ -469,8 +469,8 @@ class TestingConfig:
     membership_schedule: list[str] = field(default_factory=list)
     """Membership changes before given iterations, e.g. ``lose(nodes=[2],before_iteration=5)``,
     ``join(nodes=[2],before_iteration=9)`` or both in ``change(lose=[1],join=[2],before_iteration=12)``. A node in both
-    lists is restarted. Tests compare runs that lost nodes with scheduled runs: the event ``membership_changed``
-    contains entries that schedule the same changes (docs/elastic.md)."""
+    lists is restarted. Tests compare a run that lost nodes with a run in which the same changes are scheduled. The
+    event ``membership_changed`` contains the entries for that (docs/elastic.md)."""
 
 
 @dataclass
@@ -526,7 +526,7 @@ class JobConfig:
 
     @property
     def rank_places(self) -> tuple[int, ...]:
-        """Return the place of each rank's node in ``member_domains``."""
+        """Return, for each rank, the index of its node in ``member_domains``."""
         launch = self.launch
         return tuple(node for node in range(launch.num_nodes) for _ in range(launch.ranks_per_node))
 
@@ -566,7 +566,7 @@ class JobConfig:
 
     @property
     def why_nodes_change(self) -> str | None:
-        """Return the key and value because of which ``may_change_nodes`` is true; otherwise None."""
+        """Return the setting (``key=value``) that makes ``may_change_nodes`` true; None if it is false."""
         if not self.may_change_nodes:
             return None
         if self.recovery.keep_layout:

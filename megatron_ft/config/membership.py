@@ -132,7 +132,7 @@ def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
     ``recovery.keep_layout`` only the failure domains and ``placement.state_copies`` change, because the number of nodes
     stays the same.
     """
-    # With a kept layout the order of ``nodes`` determines the ranks of each node: a spare has those of the lost node.
+    # With a kept layout the order of ``nodes`` determines the ranks of each node: a spare gets those of the lost node.
     present = list(dict.fromkeys(nodes)) if job.recovery.keep_layout else sorted(set(nodes))
     names = dict(enumerate(job.topology.failure_domains))
     domains = [names.get(node, f"node{node}") for node in present]
@@ -173,7 +173,7 @@ def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
 def fewest_domains(config: JobConfig) -> int:
     """Return the smallest number of failure domains that contain the ranks of a pipeline stage."""
     topology, domains = Topology.of(config.parallel, config.world_size), config.rank_domains
-    # Every stage has to spread its replicas, so the one with the fewest domains decides.
+    # Every stage has to spread its replicas over domains, so the stage with the fewest domains decides.
     return min(
         len({domains[rank] for rank in topology.stage_ranks(stage)})
         for stage in range(topology.pipeline_model_parallel_size)
@@ -190,7 +190,7 @@ def derive_placement(config: JobConfig) -> JobConfig:
     if placement.algorithm is None:
         return config
     stage_size = Topology.of(config.parallel, config.world_size).stage_size
-    # A second copy on the same rank survives nothing more, so a rank never needs more slots than there are experts.
+    # A second copy on the same rank protects against no loss, so no rank needs more slots than there are experts.
     num_slots = placement.num_slots_per_rank or min(num_experts, -(-placement.min_replicas * num_experts // stage_size))
     return replace(
         config,

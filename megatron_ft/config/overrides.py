@@ -81,7 +81,7 @@ def _known_keys() -> dict[str, KeyDoc]:
 
 
 def open_key(key: str) -> str | None:
-    """Return ``key`` or its parent, whichever accepts any subkeys, such as a policy's fields. None if neither does."""
+    """Return the mapping that ``key`` names or is in, if it accepts any subkeys, e.g. those of a policy; else None."""
     opened = [doc.key for doc in _known_keys().values() if doc.type.startswith("dict")]
     return next((name for name in opened if key == name or key.startswith(f"{name}.")), None)
 

@@ -25,8 +25,8 @@ class PlacementConfig:
     failure domains of a pipeline stage. If there are too few slots, the number is lowered, with a note."""
     state_copies: int | None = None
     """Number of copies of each optimizer shard, on different failure domains. null keeps a copy with each expert
-    replica. With the distributed optimizer, a job needs at least 2 to continue without a lost node, or to replace one
-    (``recovery.keep_layout``) without running iterations again."""
+    replica. With the distributed optimizer, at least 2 are necessary to continue without a lost node, or to replace a
+    lost node (``recovery.keep_layout``) without running iterations again."""
     rebalance_interval_iterations: int | None = None
     """Number of iterations after which the placement is planned again from the observed loads; 0 plans only once. null:
     200, or 0 with a ``schedule``."""
@@ -34,8 +34,8 @@ class PlacementConfig:
     """Smallest gain for which a new placement is used. The gain is the share of the busiest ranks' tokens that other
     ranks would process instead."""
     rebalance_bytes_per_token: float = 65536.0
-    """Largest number of bytes moved per saved token. Saved tokens are those that the busiest ranks no longer process
-    until the next rebalancing."""
+    """Largest number of bytes moved per saved token. Saved tokens are those that the busiest ranks no longer have to
+    process before the next rebalancing."""
     load_smoothing: float = 0.5
     """Weight of older iterations in the smoothed loads: at least 0 (only the newest iteration counts) and below 1."""
     loads_file: str | None = None

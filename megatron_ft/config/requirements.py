@@ -1,4 +1,4 @@
-"""Values of keys that each kind of recovery requires, used by the checks, ``dry_run`` and ``tools/can_recover``."""
+"""Values that keys must have for each kind of recovery. The checks, ``dry_run`` and ``tools/can_recover`` use them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ class KeyChange:
     key: str
     value: Any
     option: str = ""
-    """Words that select the value on a command line, e.g. ``placement=overlap_search``; empty for ``key=value``."""
+    """Override that sets the value, e.g. ``placement=overlap_search``; if empty, the override is ``key=value``."""
 
     def __str__(self) -> str:
         return self.option or f"{self.key}={show(self.value)}"
@@ -39,12 +39,11 @@ class Requirement:
     instead: str = ""
     """Description of the allowed values if ``value`` is forbidden, e.g. ``given``."""
     reason: str = ""
-    """Reason for the requirement, which is added to messages."""
+    """Reason for the requirement. Messages contain it."""
     unless: Callable[[JobConfig], bool] = lambda config: False
     """Returns whether other keys of a configuration make the requirement unnecessary."""
     remedy: KeyChange | None = None
-    """Change that meets the requirement and leaves model, parallel layout and device as they are; None if there is
-    none."""
+    """Change that meets the requirement without a change of model, parallel layout or device; None if there is none."""
 
     def is_met(self, config: JobConfig) -> bool:
         """Return whether ``config`` meets the requirement."""
@@ -178,8 +177,8 @@ REPLICAS: tuple[Requirement, ...] = (
         on_cuda="; recovery.keep_layout=true starts all ranks again instead",
     ),
 )
-"""Values that keys must have so that a job can continue on fewer nodes: with them non-expert state is on every rank, or
-each shard of it has copies on several nodes, and experts have replicas."""
+"""Values that keys must have so that a job can continue on fewer nodes: experts have replicas, and non-expert state is
+on every rank or each shard of it has copies on several nodes."""
 
 _REPLACED_NODES = (
     *_AGENTS,
@@ -203,7 +202,7 @@ KEPT_LAYOUT: tuple[Requirement, ...] = (
         value=0,
         is_excluded=True,
         instead="above 0",
-        reason="all ranks start again after a loss (recovery.keep_processes=false, which null means on CUDA)",
+        reason="all ranks start again after a loss (recovery.keep_processes is false, or null on CUDA)",
         # Without rollback, the check of ``recovery.strategies`` names the key that must change.
         unless=lambda config: config.keeps_processes or not config.recovery.may_use("rollback"),
         remedy=KeyChange("recovery.max_restarts", 3),
@@ -215,13 +214,13 @@ LIVING_PLACES: tuple[Requirement, ...] = (
     *_processes("ranks that are not lost keep their state in their processes"),
     *_REPLACED_NODES,
 )
-"""Values that keys must have so that ranks in the places of lost ranks can receive state from living ranks."""
+"""Values that keys must have so that ranks that replace lost ranks can receive state from living ranks."""
 
 REPLAYS: tuple[Requirement, ...] = (
     *LIVING_PLACES,
     _windows("a stage that replays begins with a window"),
 )
-"""Values that keys must have so that only pipeline stages that lost a rank replay in the same layout."""
+"""Values that keys must have so that, in the same layout, only the pipeline stages that lost a rank replay."""
 
 ROLLBACK: tuple[Requirement, ...] = (_windows("ranks go back to a window"),)
 """Values that keys must have so that all ranks can go back to a window."""

@@ -96,7 +96,7 @@ def build_policy(key: str, spec: Mapping[str, Any]) -> Any:
         ConfigError: ``_target_`` is missing or names no frozen dataclass, or the other entries do not fit the fields.
     """
     found = find_target(key, spec)
-    # Ranks build their policies independently: one that changed while it runs would plan differently on each of them.
+    # Each rank builds its own policies. Policies with state that changes could make different plans on different ranks.
     if not isinstance(found, type) or not dataclasses.is_dataclass(found) or not _is_frozen(found):
         raise ConfigError.of(f"{key}._target_", spec["_target_"], "must be the path of a frozen dataclass")
     return _build_fields(key, found, {field: value for field, value in spec.items() if field != "_target_"})
@@ -124,7 +124,7 @@ def _build_fields(key: str, found: type, values: Mapping[str, Any]) -> Any:
         if name not in fields:
             what = f"must be one of the fields of {found.__name__}: {', '.join(sorted(fields))}"
             raise ConfigError.of(f"{key}.{name}", values[name], what)
-    # Checked before the call, whose TypeError would name arguments of a class and no key.
+    # Checked before the call, because its TypeError would not name the key of the configuration.
     for name, field in fields.items():
         if name not in values and field.default is field.default_factory is dataclasses.MISSING:
             raise ConfigError.of(f"{key}.{name}", None, f"must be given: {found.__name__} has no default for it")

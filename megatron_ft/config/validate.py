@@ -58,9 +58,8 @@ def _check_failpoints(config: JobConfig) -> None:
 
 
 def _last_generation(config: JobConfig) -> int | None:
-    # Largest generation that can occur; None where nodes can join without limit.
-    # The count of restarts is reset after every iteration of progress, and after each start nodes can be lost one by
-    # one.
+    # Returns the largest generation that can occur, or None if nodes can join without limit. The count of restarts is
+    # reset after every iteration of progress, and after each start nodes can be lost one by one.
     if config.most_nodes > config.launch.num_nodes or config.nodes.restart_lost_nodes:
         return None
     num_restarts = config.recovery.max_restarts * (config.training.train_iterations + 1)

@@ -60,7 +60,7 @@ class ClockFacts:
         """Observe both clocks for ``OBSERVED_SECONDS``, and ask the time service whether the wall clock is
         synchronized."""
         begin, wall = _both()
-        # The calls of time services run during the wait.
+        # The time service is asked during the observation.
         is_synchronized, source = _ask_time_service()
         while (rest := begin + OBSERVED_SECONDS - time.monotonic()) > 0:
             time.sleep(rest)
@@ -107,7 +107,7 @@ def _ask_time_service() -> tuple[bool | None, str]:
 
 
 def _understand(tool: str, output: str) -> bool | None:
-    """Return whether ``output`` of the program ``tool`` reports a synchronized clock; None if it does not say.
+    """Return whether ``output`` of the program ``tool`` reports a synchronized clock; None if it has no answer.
 
     Sources: chronyc(1), ``tracking``, whose last field is the leap status; timedatectl(1), ``show``.
     """

@@ -11,7 +11,7 @@ from megatron_ft.doctor.findings import Finding, amount, count
 from megatron_ft.planning.devices import DeviceFacts, gpus_needed
 from megatron_ft.planning.rank_environment import set_otherwise
 
-if TYPE_CHECKING:  # every start observes the devices, and the import of the planning would double its time
+if TYPE_CHECKING:  # every start imports this file, and the import of ``needs`` would double its time
     from megatron_ft.doctor.needs import JobNeeds
 
 _QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
@@ -66,7 +66,7 @@ def _ask_memory() -> int | None:
 def _smallest_memory(answer: str) -> int | None:
     """Return the memory in bytes of the smallest GPU. ``answer`` is output of ``nvidia-smi`` with one line of MiB for
     each GPU. None if no line is a number."""
-    # A GPU without a figure answers ``[N/A]``.
+    # For a GPU whose memory is unknown, the line is ``[N/A]``.
     sizes = [int(line) << 20 for line in answer.split() if line.isdigit()]
     return min(sizes, default=None)
 
@@ -89,7 +89,7 @@ def check_devices(facts: DeviceFacts, needs: "JobNeeds") -> list[Finding]:
         seen += f", {usable} of them visible by CUDA_VISIBLE_DEVICES={facts.visible}"
     needed = gpus_needed(needs.ranks_here, needs.ranks_per_gpu)
     if usable < needed:
-        each = "one each" if needs.ranks_per_gpu == 1 else f"{needed}, with {needs.ranks_per_gpu} ranks on each"
+        each = "a GPU each" if needs.ranks_per_gpu == 1 else f"{needed} GPUs, with {needs.ranks_per_gpu} ranks on each"
         what = f"{seen}; {count(needs.ranks_here, 'rank')} here must have {each}"
         fix = f"set launch.ranks_per_node={usable // needs.nodes_here or 1}, or use another machine"
         return [Finding.error("devices", what, fix)]
@@ -130,7 +130,7 @@ def _check_gpu_memory(facts: DeviceFacts, needs: "JobNeeds") -> list[Finding]:
     needed = f"the largest rank needs {amount(needs.device_bytes)} of GPU memory (activations estimated)"
     if facts.gpu_memory_bytes is None:
         if needs.gpu_memory_bytes is not None:
-            return []  # the plan has been compared with it
+            return []  # the plan was already compared with this limit
         what = f"{needed}, but the memory of the GPUs is unknown: nvidia-smi does not answer"
         return [Finding.warning("devices", what, "set limits.gpu_memory_bytes to the memory of one GPU")]
     if needs.device_bytes > facts.gpu_memory_bytes:

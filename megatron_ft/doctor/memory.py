@@ -55,7 +55,7 @@ class MemoryFacts:
     shared_free_bytes: int | None
     has_infiniband: bool
     kept_bytes: int = 0
-    """Memory of snapshot servers of earlier jobs of the run. A start of the run takes them over, or ends them."""
+    """Memory of snapshot servers of earlier jobs of this run. The next job takes over these servers, or ends them."""
 
     def check(self, needs: JobNeeds) -> list[Finding]:
         """Check memory, and limits on file sizes, address space, open files and locked memory."""
@@ -98,11 +98,11 @@ def _limit(number: int) -> tuple[int | None, int | None]:
 
 
 def _cgroup_limit(root: Path) -> tuple[int, int] | None:
-    """Return the memory limit and the memory use of the cgroup with the least memory left, among the cgroups of this
-    process. None if none of them has a limit.
+    """Find the cgroup of this process with the least memory left. Return its memory limit and its memory use. Return
+    None if no cgroup of this process has a limit.
 
     Source: cgroups(7); kernel documentation, "Control Group v2", ``memory.max`` and ``memory.stat``, and "Memory
-    Resource Controller" of version 1. A container's own cgroup is mounted at the top, whatever its path is.
+    Resource Controller" of version 1. A container's own cgroup is mounted at the top, whatever the cgroup's path is.
     """
     found: list[tuple[int, int]] = []
     for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
@@ -142,7 +142,7 @@ def _check_fits(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
     of_it = f", {amount(for_servers)} of it for windows and copies" if for_servers else ""
     has = f"{whose} has {amount(limit)}, of which {amount(free)} are free"
     if facts.kept_bytes:
-        has += f" (with {amount(facts.kept_bytes)} in snapshot servers of earlier jobs of this run)"
+        has += f" (including {amount(facts.kept_bytes)} in snapshot servers of earlier jobs of this run)"
     what = f"{nodes} {amount(needed)}{of_it} (estimated); {has}"
     less = "lower launch.ranks_per_node or the model's size, or spread the job over more machines"
     if for_servers:
@@ -182,7 +182,7 @@ def _raise(command: str, hard: int | None, needed: int | None) -> str:
 
 
 def _check_open_files(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
-    # Check the limit on open files; on CUDA only the vote's group certainly uses gloo.
+    # Check the limit on open files. On CUDA, only the process group of the vote is certain to use gloo.
     soft, hard = facts.limits["open_files"]
     peers = needs.world_size - 1
     rank = f"a rank with {count(peers, 'peer')}"

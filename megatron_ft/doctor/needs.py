@@ -83,7 +83,7 @@ class JobNeeds:
         """
         launch, snapshot = config.launch, plan.snapshot
         if nodes_here is None:
-            # Spares hold their own memory while they wait, so they count.
+            # Spares need memory while they wait, so they count.
             nodes_here = config.most_nodes if launch.mode == "local" else 1
         if not 1 <= nodes_here <= config.most_nodes:
             raise ConfigError.of(
@@ -127,13 +127,13 @@ def _uses_transformer_engine(config: JobConfig) -> bool:
 def _bytes_per_parameter(config: JobConfig) -> int:
     value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
     if config.parallel.use_distributed_optimizer:
-        # Megatron's distributed optimizer writes master weights also where the weights are FP32.
+        # Megatron's distributed optimizer writes master weights even if the weights are FP32.
         return value_bytes + OPTIMIZER_BYTES
     return value_bytes + (0 if value_bytes == FP32_BYTES else FP32_BYTES) + 2 * FP32_BYTES
 
 
 def _num_checkpoints(config: JobConfig) -> int:
-    # Count the most checkpoints at once; a run that deletes none counts two.
+    # Returns the largest number of checkpoints at once. A run that deletes none (``keep_last=0``) counts two.
     checkpoint = config.checkpoint
     if not checkpoint.save_interval_iterations:
         return 1 if checkpoint.save_at_end else 0

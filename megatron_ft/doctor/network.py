@@ -14,7 +14,7 @@ from megatron_ft.doctor.needs import JobNeeds
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Environment variables with comma-separated names of network interfaces. Sources: PyTorch, torch.distributed, "Common
 environment variables"; NCCL user guide, "Environment variables". In NCCL's variable, ``=`` before the list demands
-exact names, ``^`` excludes interfaces, and otherwise a name also matches interfaces that begin with it."""
+exact names, and ``^`` excludes interfaces. Otherwise, a name matches all interfaces whose names begin with it."""
 PORTS_PER_RANK = 64
 """Estimated largest number of ports that a rank needs. In each of its about 25 process groups it needs one port to
 listen, and one to connect to a peer."""
@@ -41,8 +41,8 @@ class NetworkFacts:
     resolved: tuple[str, ...]
     """IP addresses to which ``control.interface`` resolves; empty if it does not resolve."""
     bind_error: str | None
-    """Error that occurred when listening at ``control.interface`` on ``launch.master_port``, or on any free
-    port if ``launch.master_port`` is 0. None if there was no error."""
+    """Error of an attempt to listen at ``control.interface`` on ``launch.master_port``, or on any free port if
+    ``launch.master_port`` is 0. None if the attempt succeeded."""
     port_is_taken: bool = False
     """Whether ``bind_error`` occurred because another process uses the port."""
     ephemeral: tuple[int, int] | None = None
@@ -64,7 +64,7 @@ class NetworkFacts:
         """Observe the network. This function listens on ``launch.master_port`` for a moment."""
         interfaces = _interfaces()
         if needs.is_batch_job and needs.interface in interfaces:
-            # IPv4 first, as the launcher chooses.
+            # IPv4 addresses come first, because the launcher prefers them, too.
             resolved = tuple(sorted(interfaces[needs.interface].addresses, key=lambda address: ":" in address))
         else:
             resolved = _resolve(needs.interface)
@@ -103,13 +103,13 @@ def _resolve(name: str) -> tuple[str, ...]:
 
 
 def _try_to_bind(addresses: tuple[str, ...], port: int) -> tuple[str | None, bool]:
-    # Return the error if the port cannot be bound, and whether another process holds it. Only listening reserves a
-    # port, so it listens.
+    # Return the error if the port cannot be used, and whether another process uses it. The function also listens,
+    # because only this reserves a port.
     if not addresses:
         return "no address", False
     family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # Stores set this option, too. It allows to use a port whose last connections are still closing.
+        # Stores of a job set this option, too. It permits a port whose last connections are still closing.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((addresses[0], port))
@@ -192,7 +192,7 @@ def _check_ephemeral(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
         found.append(Finding.warning("ports", what, wide))
     for first, last, named in _own_ports(needs):
         free = not (first <= high and last >= low)
-        # The kernel never gives reserved ports to outgoing connections, also inside of the range.
+        # The kernel never gives reserved ports to outgoing connections, even inside the ephemeral range.
         if not free and not any(a <= max(first, low) and min(last, high) <= b for a, b in facts.reserved):
             what = f"outgoing connections ({low}-{high}) may use {named} before the job does"
             ports = str(first) if first == last else f"{first}-{last}"
@@ -217,7 +217,7 @@ def _check_variables(facts: NetworkFacts) -> list[Finding]:
         prefixes = variable.startswith("NCCL")
         if prefixes and value.startswith("^"):
             continue
-        # NCCL takes a name as the beginning of names, gloo as a whole name.
+        # NCCL treats a name as the beginning of interface names, gloo as a complete name.
         exact = not prefixes or value.startswith("=")
         for name in filter(None, value.lstrip("=").split(",")):
             holders = [own for own in facts.interfaces if (own == name if exact else own.startswith(name))]

@@ -42,7 +42,7 @@ class SoftwareFacts:
 
         Args:
             device: ``cpu`` or ``cuda``, the device of the job.
-            needs_transformer_engine: whether the job requires it.
+            needs_transformer_engine: whether the job requires Transformer Engine.
         """
         lacking = self.missing()
         # Without the package ``packaging``, no version can be compared.

@@ -55,7 +55,7 @@ class StorageFacts:
     def observe(cls, needs: JobNeeds) -> "StorageFacts":
         """Observe the file system of ``run.dir``: write, sync and delete one small file."""
         folder = Path(needs.run_dir).absolute()
-        # The check must not make ``run.dir``: it may be run where the job is only prepared.
+        # The check must not create ``run.dir``, because it may run on a machine that only prepares the job.
         while not folder.is_dir():
             folder = folder.parent
         file_system, options = _mount_of(folder.resolve(), Path("/proc/self/mountinfo").read_text(encoding="utf-8"))
@@ -127,7 +127,7 @@ def _check_flushes(facts: StorageFacts, needs: JobNeeds) -> list[Finding]:
         )
     # The median is used, because single syncs may be slow for other reasons.
     elif median < SMALLEST_FLUSH_SECONDS:
-        what = f"{where}: fsync seems to have no effect ({took}), because no storage is so fast"
+        what = f"{where}: fsync seems to have no effect: no storage is so fast ({took})"
         found.append(
             Finding.warning("fsync", what, f"ask the administrator whether fsync has an effect; otherwise {elsewhere}")
         )

@@ -112,7 +112,7 @@ def _joined(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    # The backend of the group decides, not the tensors: a rank without tensors takes part, too.
+    # The group's backend determines the device, not the tensors, because a rank without tensors takes part, too.
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -207,8 +207,8 @@ class Groups:
     handles: tuple[Handle, ...]
     """Groups that ``reconnect`` connects again, ``vote`` last. With NCCL, only ``vote``."""
     is_shared: bool
-    """Whether groups of the same ranks share connections. If gradients are reduced during the backward pass, they do
-    not, because reductions would delay other collectives."""
+    """Whether groups of the same ranks share connections. Groups do not share connections if gradients are reduced
+    during the backward pass, because these reductions would delay other collectives."""
     num_added: Iterator[int] = field(default_factory=itertools.count)
     """Counts the groups of ``add`` in this generation."""
 
@@ -226,7 +226,7 @@ class Groups:
             RuntimeError: a rank of the group did not connect within the timeout, or the connections were shut down.
         """
         if dist.get_backend() == "nccl":
-            # NCCL opens sockets at its first use. This must end before the new sockets of gloo are searched.
+            # NCCL opens sockets at its first use. Wait for them, so that the new sockets found below are gloo's.
             torch.cuda.synchronize()
         before, store = open_sockets(), dist.PrefixStore(f"added-{next(self.num_added)}", self.store)
         group = _new_handle(ranks, timeout_seconds)
@@ -276,8 +276,8 @@ class Groups:
     ) -> "Groups":
         register()
         backend = parallel.backend_on(device)
-        # Handles are created without communication. NCCL groups are torch's own: a communicator can be replaced only
-        # after it was aborted, which could not be tested without GPUs.
+        # Handles are created without communication. NCCL has no handles, only torch's own groups: a communicator can be
+        # replaced only after an abort, and aborts could not be tested without GPUs.
         dist.init_process_group(
             backend=backend if backend == "nccl" else HANDLE,
             store=keys,
@@ -309,24 +309,24 @@ class Groups:
         )
 
     def move(self, parallel: ParallelConfig, *, rank: int, world_size: int, timeout_seconds: float) -> "Groups":
-        """Change these groups, which must not be connected, to the groups of ``rank``. The handles stay the same
-        objects, so a model that references them becomes the model of ``rank``, which must have the same layers, tensor
-        part and experts."""
+        """Change these groups to the groups of ``rank``. They must not be connected. The handles stay the same objects,
+        so a model that references them becomes the model of ``rank``. The model must have the layers, tensor part and
+        experts of ``rank``."""
         # Ranks of one model part are members of the same kinds of groups, which are created in the same order.
         _forget_groups()
         with reusing(self.handles):
             return Groups.form_offline(parallel, rank=rank, world_size=world_size, timeout_seconds=timeout_seconds)
 
     def put_away(self) -> "GroupsPutAway":
-        """Let torch and Megatron forget these groups, which are not connected, so that others can be created."""
+        """Remove these groups, which must not be connected, from torch and Megatron, so that others can be created."""
         variables = {name: value for name, value in vars(parallel_state).items() if _is_state(name, value)}
         found = GroupsPutAway(self, put_away(), variables)
         _forget_groups()
         return found
 
     def reconnect(self, *, store: dist.Store, generation: int) -> "Groups":
-        """Connect the same groups for ``generation`` with all ranks that use ``store``, some of which may call ``form``
-        instead. ``disconnect`` must have been called.
+        """Connect these groups again, for ``generation``, with all ranks that use ``store``. Some of these ranks may
+        call ``form`` instead. ``disconnect`` must have been called before.
 
         Raises:
             RuntimeError: other ranks did not connect in time, or the connections were shut down.
@@ -344,7 +344,7 @@ class Groups:
             if group not in self.handles:
                 dist.destroy_process_group(group)
         use_store(self.handles, dist.HashStore())
-        # A collective that failed while it was combined with others has left its list, which torch would refuse.
+        # A failed batch of collectives leaves its list behind, and torch would refuse to begin the next batch.
         dist.distributed_c10d._world.pg_coalesce_state.clear()
         _destroy(inner)
 
@@ -390,7 +390,7 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class GroupsPutAway:
-    """Process groups that torch and Megatron do not know at present."""
+    """Process groups that were removed from torch and Megatron, and can be registered again."""
 
     groups: Groups
     of_torch: PutAway
@@ -428,7 +428,7 @@ def _connect(context: RankContext, timeout_seconds: float, opening: Opening) -> 
     while True:
         try:
             socket.create_connection((context.master_addr, context.master_port), timeout=try_seconds).close()
-            # In a worker thread, because torch pauses between its own attempts without a socket to shut down.
+            # In a worker thread: between its own attempts, torch waits without a socket that could be shut down.
             store = abort.call(lambda: _store(context, try_seconds))
         except (OSError, dist.DistNetworkError) as error:
             if time.monotonic() > deadline:
@@ -459,12 +459,12 @@ def _keys(store: dist.Store, generation: int) -> dist.Store:
 
 
 def _connect_all(formed: Sequence[Handle], keys: dist.Store, store: dist.Store, is_shared: bool) -> Transports:
-    # Earlier sockets are left out. NCCL's sockets are among them: NCCL would report their shutdown as an error of a
-    # peer, so it is aborted instead.
+    # Earlier sockets are left out, because those of NCCL are among them. NCCL would report the shutdown of a socket as
+    # an error of a peer, so NCCL is aborted instead.
     before = open_sockets()
     world = [handle for handle in formed if handle is dist.group.WORLD]
     # The group of all ranks shares no connections: with two stages, Megatron sends in both directions between the same
-    # ranks, and separates the directions by this group.
+    # ranks, and uses this group to keep the directions apart.
     connect(world, dist.PrefixStore("world", keys))
     connect(formed[len(world) : -1], dist.PrefixStore("model", keys), is_shared=is_shared)
     connect(formed[-1:], dist.PrefixStore("vote", keys))
@@ -476,7 +476,7 @@ def _connect_all(formed: Sequence[Handle], keys: dist.Store, store: dist.Store, 
 
 
 def _new_handle(ranks: Sequence[int], timeout_seconds: float) -> Any:
-    # Each process counts its groups, and torch makes the group's name from this count. So all ranks must create it.
+    # Each process counts its groups, and torch names a group after this count. So all ranks must create every group.
     return dist.new_group(list(ranks), backend=HANDLE, timeout=datetime.timedelta(seconds=timeout_seconds))
 
 
@@ -521,5 +521,5 @@ def _forget_groups(*, collects: bool = False) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     else:
-        # torch has counted the groups that could not be formed. The next groups would get other names on other ranks.
+        # torch has counted groups that were not formed. Without a reset, names of later groups would differ by rank.
         dist.distributed_c10d._world.group_count = 0

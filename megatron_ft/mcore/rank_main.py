@@ -107,7 +107,7 @@ def prepare(config: JobConfig, context: RankContext) -> tuple[torch.device, str]
     _arm_failpoints(config, context)
     # Megatron and torch warn about calls in their own code, which a user cannot change.
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.c10d_logger")
-    # Before ``install``: the search for Transformer Engine may initialise CUDA, which allocates memory on the device.
+    # Called before ``install``, which imports Transformer Engine: this may initialise CUDA on the current device.
     device = take_device(config, node=context.node, local_rank=context.local_rank)
     _, transformer_impl = install(config)
     _prepare_process(config)
@@ -141,8 +141,8 @@ def _check_kernels(config: JobConfig) -> None:
 
     Raises:
         RankLost: the kernels cannot be built or run on this machine. After this error only the rank ends, and its node
-            does not join. Any other error would be reported as a failure of the rank, which would end the job if the
-            membership has begun meanwhile.
+            does not join. Any other error would count as a failure of the rank, and would end the job if the membership
+            has begun.
     """
     if config.placement.algorithm is None:
         return
@@ -155,7 +155,7 @@ def _check_kernels(config: JobConfig) -> None:
 
 
 def report_unfired(context: RankContext) -> None:
-    """Report failpoints that were not reached. Otherwise a trial without an injected fault would count as survived."""
+    """Report failpoints that were not reached. Otherwise a test without an injected fault would seem to succeed."""
     for failpoint in failpoints.unfired():
         unfired = FailpointUnfired(failpoint=failpoint.text, rank=context.rank, node=context.node)
         context.worker.report(unfired.to_record())

@@ -128,7 +128,7 @@ class _Rank:
 
 @contextlib.contextmanager
 def _open_store(config: JobConfig, environment: RankEnvironment, stop: StopFlag) -> Iterator[TCPStore]:
-    """Open the store in which rank 0 publishes its decisions. If rank 0 serves the store, it exits the context only
+    """Open the store in which rank 0 publishes its decisions. If rank 0 serves the store, it leaves the context only
     after all other ranks have read the decisions. Raise ControlError if the store does not answer in time."""
     serve = environment.rank == 0 and not environment.store_is_served
     try:
@@ -151,9 +151,8 @@ def _open_store(config: JobConfig, environment: RankEnvironment, stop: StopFlag)
 
 
 def _outlive_readers(config: JobConfig, environment: RankEnvironment, store: TCPStore, stop: StopFlag) -> None:
-    """Wait on rank 0 until all other ranks have read its decisions from the store, which ends with rank 0. Otherwise
-    they would try to connect to the store until their timeout, for example if rank 0 ends early because it could not
-    start the run."""
+    """Wait on rank 0, which serves the store, until all other ranks have read its decisions. If rank 0 ended earlier,
+    for example because it could not start the run, the others would try to connect to the store until their timeout."""
     deadline = time.monotonic() + config.launch.start_timeout_seconds
     num_others = environment.world_size - 1
     # Adding 0 reads the counter. ``get`` would block until the first rank has increased it.
@@ -183,7 +182,7 @@ def _claim(config: JobConfig, environment: RankEnvironment, store: TCPStore) -> 
             "master_port": free_port(environment.master_addr),
         }
     except MegatronFtError as error:
-        # Without this value, all other ranks would wait for the key until their timeout.
+        # The error is published, too. Otherwise all other ranks would wait for the key until their timeout.
         store.set(_key(environment), json.dumps({"error": str(error)}))
         raise
     store.set(_key(environment), json.dumps(agreed))

@@ -9,7 +9,7 @@ from megatron_ft.config.job import DetectorConfig, JobConfig, RunConfig, Telemet
 from megatron_ft.config.requirements import value_of
 from megatron_ft.reading import means_every_interface
 
-# The name becomes a folder: without separators and a leading dot it cannot leave ``run.dir``.
+# The name of a run becomes a folder. Without separators and a leading dot, it is always inside ``run.dir``.
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # ``sockaddr_un`` has 108 bytes, one of them for the closing zero (unix(7)).
 LONGEST_SOCKET_PATH = 107
@@ -31,12 +31,12 @@ def _check_launch(config: JobConfig) -> None:
     launch, max_restarts = config.launch, config.recovery.max_restarts
     one_of(("local", "torchrun", "srun"), "launch.mode", launch.mode)
     wanted_values: list[tuple[str, str | None, str | None]] = [("launch.mode", launch.mode, "local")]
-    if ":" not in launch.node_launcher:  # else a class from outside: the start imports it and checks the socket
+    if ":" not in launch.node_launcher:  # for a class of another package, the start checks the socket
         one_of(("local", "srun", "none"), "launch.node_launcher", launch.node_launcher)
         wanted_values.append(("launch.forkserver_socket", launch.forkserver_socket, None))
     for key, value, wanted in wanted_values:
         constraint = (
-            f"must be {show(wanted)} with launch.node_launcher={launch.node_launcher}, whose nodes are other machines"
+            f"must be {show(wanted)} with launch.node_launcher={launch.node_launcher}, which uses other machines"
         )
         require(launch.node_launcher == "local" or value == wanted, key, value, constraint)
     at_least(1, "launch.num_nodes", launch.num_nodes)
@@ -110,8 +110,8 @@ def _check_nodes(config: JobConfig) -> None:
         not nodes.num_prebuilt_parts or (config.recovery.keep_layout and nodes.num_spare_nodes > 0),
         "nodes.num_prebuilt_parts",
         nodes.num_prebuilt_parts,
-        "must be null or 0 unless recovery.keep_layout=true and nodes.num_spare_nodes is above 0: otherwise the ranks "
-        "of a spare are not known in advance",
+        "must be null or 0 unless recovery.keep_layout=true and nodes.num_spare_nodes is above 0: only then does a "
+        "spare know in advance which parts it may need",
     )
     at_least(0, "nodes.join_window_seconds", nodes.join_window_seconds)
     at_least(0, "nodes.max_node_restarts", nodes.max_node_restarts)
@@ -144,7 +144,7 @@ def _check_detector(detector: DetectorConfig) -> None:
     )
     lost_controller = detector.lost_controller_seconds
     require(
-        # A controller that does not answer is replaced after that timeout: nodes have to wait for the next one.
+        # A controller that does not answer for ``timeout`` is replaced. Nodes have to wait for the next controller.
         lost_controller > timeout,
         "detector.lost_controller_seconds",
         lost_controller,
@@ -246,8 +246,8 @@ def _check_coming_nodes(config: JobConfig) -> None:
     """Check that nodes can find the run's folder if Slurm starts them (``launch.node_launcher=none``)."""
     if config.launch.node_launcher == "none":
         why = (
-            "with launch.node_launcher=none: nodes look for the controller in the run's folder, also after another "
-            "command has resumed the run"
+            "with launch.node_launcher=none: nodes find the controller's address in the run's folder, even after "
+            "another command has resumed the run"
         )
         require(config.run.name is not None, "run.name", config.run.name, f"must be given {why}")
         require(config.run.resume != "never", "run.resume", config.run.resume, f"must be 'auto' or 'must' {why}")

@@ -156,14 +156,14 @@ def _check_dense(model: ModelConfig) -> None:
 
 
 def _check_has_mixture_layer(model: ModelConfig) -> None:
-    # The last layer that the frequency makes an MoE layer.
+    # Number of the last layer that ``moe_layer_freq`` makes an MoE layer.
     last = model.num_layers - model.num_layers % model.moe_layer_freq
     require(
         last > model.moe_first_dense_layers,
         "model.moe_layer_freq",
         model.moe_layer_freq,
-        f"must make at least one of the model.num_layers={model.num_layers} layers an MoE layer, but not the first "
-        f"model.moe_first_dense_layers={model.moe_first_dense_layers}, which are dense. For a dense model set "
+        f"must make at least one of the model.num_layers={model.num_layers} layers an MoE layer; the first "
+        f"model.moe_first_dense_layers={model.moe_first_dense_layers} layers are always dense. For a dense model set "
         "model.num_moe_experts=null",
     )
 

@@ -22,7 +22,7 @@ def _check_parallel(config: JobConfig) -> None:
         True,
         "must be false: an iteration must gather its updated parameters before the next iteration begins",
     )
-    # It raises where the sizes do not divide the ranks.
+    # ``Topology.of`` raises an error if the sizes do not divide the number of ranks.
     Topology.of(parallel, config.launch.num_nodes * config.launch.ranks_per_node)
     _check_pipeline(config)
     _check_tensor(config)
@@ -111,7 +111,7 @@ def _check_experts(config: JobConfig) -> None:
 def _check_context(config: JobConfig) -> None:
     cp = config.parallel.context_parallel_size
     if cp > 1:
-        # Megatron gives each rank a chunk from the front and one from the back: causal attention then costs them alike.
+        # Each rank gets a chunk from the front and one from the back, so causal attention costs all ranks the same.
         divides(2 * cp, "model.seq_length", config.model.seq_length, "2 * parallel.context_parallel_size")
 
 

@@ -64,8 +64,8 @@ def _check_unused(config: JobConfig) -> None:
             raise ConfigError.of(
                 "placement.state_copies",
                 copies,
-                "must be null without placement.algorithm, unless recovery.keep_layout=true: only processes in the "
-                "places of lost ranks can receive copies of optimizer shards in a job without expert replicas",
+                "must be null unless placement.algorithm is given or recovery.keep_layout=true: without expert "
+                "replicas, only ranks that replace lost ranks in the same layout can use copies of optimizer shards",
             )
         _check_copies(config, "state_copies", copies)
 

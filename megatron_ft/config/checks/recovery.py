@@ -12,7 +12,7 @@ from megatron_ft.records import FORMER_STRATEGIES
 from megatron_ft.topology import Topology
 
 MAX_OUTLIVE_SECONDS = 7 * 24 * 3600
-"""Largest value of ``snapshot.outlive_job_seconds``: servers that no job takes over do not stay for ever."""
+"""Largest value of ``snapshot.outlive_job_seconds``: servers that no job takes over must end some time."""
 _OUTLIVE = "snapshot.outlive_job_seconds"
 
 
@@ -43,8 +43,8 @@ def _check_survival(config: JobConfig) -> None:
         not recovery.keep_processes or config.may_change_nodes,
         "recovery.keep_processes",
         recovery.keep_processes,
-        "must be null or false without recovery.keep_layout=true, recovery.min_nodes below "
-        f"launch.num_nodes={launch.num_nodes}, spares or nodes.max_nodes: after a loss such a job ends all processes",
+        "must be null or false: this job ends all processes after a loss. To keep them, set recovery.keep_layout, "
+        f"recovery.min_nodes below launch.num_nodes={launch.num_nodes}, nodes.num_spare_nodes or nodes.max_nodes",
     )
     changes = _check_schedule(config)
     # Slots are checked for the smallest membership that can occur, before the job starts.
@@ -66,7 +66,7 @@ def _check_survival(config: JobConfig) -> None:
 
 
 def _check_strategies(config: JobConfig) -> None:
-    """Check ``recovery.strategies``: only known names, whose requirements are met, and no key that needs others.
+    """Check ``recovery.strategies``: known names, their requirements, and keys that need a strategy to be named.
 
     Raises:
         ConfigError: a rule is violated; the message names key, value and constraint.
@@ -75,7 +75,7 @@ def _check_strategies(config: JobConfig) -> None:
     names = recovery.strategies
     if names is None:
         return
-    require(bool(names), key, names, f"must be null or name some of {', '.join(REQUIREMENTS)}")
+    require(bool(names), key, names, f"must be null or name at least one of {', '.join(REQUIREMENTS)}")
     for name in names:
         require(name not in FORMER_STRATEGIES, key, name, f"is now called {FORMER_STRATEGIES.get(name)}")
         one_of(REQUIREMENTS, key, name)
@@ -83,7 +83,7 @@ def _check_strategies(config: JobConfig) -> None:
     feature = f"{key}=[{','.join(names)}]"
     layout = recovery.keep_layout
     for name in names:
-        # In the same layout living state needs no replicas: the job declines it for a loss of which no copy lives.
+        # In a kept layout, living_state does not require replicas: the job declines it if no copy of lost state exists.
         needed = LIVING_PLACES if layout and name == "living_state" else REQUIREMENTS[name]
         _check_requirements(config, needed, feature)
     replays, is_used = "localized_replay" in names, bool({"localized_replay", "living_state", "rollback"} & set(names))
@@ -93,7 +93,7 @@ def _check_strategies(config: JobConfig) -> None:
         not recovery.keep_processes or config.keeps_processes,
         "recovery.keep_processes",
         recovery.keep_processes,
-        f"must be null or false with {feature}, recovery.keep_layout={show(layout)}: no strategy among them keeps the "
+        f"must be null or false with {feature}, recovery.keep_layout={show(layout)}: none of these strategies keeps "
         "processes",
     )
     changes = config.may_change_nodes and not layout
@@ -101,7 +101,7 @@ def _check_strategies(config: JobConfig) -> None:
         changes or layout or "living_state" not in names,
         "recovery.min_nodes",
         recovery.min_nodes,
-        f"must be below launch.num_nodes={config.launch.num_nodes} with {feature}",
+        f"must be below launch.num_nodes={config.launch.num_nodes} with {feature}: otherwise the job needs all nodes",
     )
     restarts = recovery.may_use("rollback") or recovery.may_use("checkpoint")
     require(
@@ -125,7 +125,7 @@ def _check_strategies(config: JobConfig) -> None:
         "recovery.min_nodes",
         recovery.min_nodes,
         f"must be null with {feature} and recovery.max_restarts={recovery.max_restarts}: without living_state, ranks "
-        "on fewer nodes can only start again from a checkpoint",
+        "on fewer nodes can only restart from a checkpoint; or allow checkpoint and set recovery.max_restarts above 0",
     )
 
 
@@ -180,7 +180,7 @@ def _check_requirements(
     config: JobConfig, requirements: tuple[Requirement, ...], feature: str, instead: str = ""
 ) -> None:
     found = Requirement.unmet(config, requirements)
-    # Name all of them in one message, because the user may find only the last one impossible to change.
+    # Name all unmet requirements at once, because the user may be unable to change one of the last ones.
     others = [f"{need.key}={show(value_of(config, need.key))} {need.demand}" for need in found[1:]]
     also = f"; {feature} also requires: {', '.join(others)}" if others else ""
     for need in found[:1]:
@@ -218,8 +218,8 @@ def _check_slots(config: JobConfig, num_nodes: int, feature: str) -> None:
         num_lanes > 0,
         "recovery.min_nodes",
         config.recovery.min_nodes,
-        f"must leave at least TP * CP * PP = {lane} ranks, one model replica: with {feature} the job may continue with "
-        f"{fewest}",
+        f"must leave at least TP * CP * PP = {lane} ranks, one model replica. With {feature}, the job may continue on "
+        f"only {fewest}",
     )
     num_ranks = num_lanes * lane // topology.pipeline_model_parallel_size
     require(
@@ -233,7 +233,7 @@ def _check_slots(config: JobConfig, num_nodes: int, feature: str) -> None:
 
 
 def _check_upstream_log(config: JobConfig) -> None:
-    """Check ``upstream_log`` and, with ``recovery.keep_layout``, that one stage alone can be replayed bit for bit.
+    """Check ``upstream_log``. With ``recovery.keep_layout``, check that a replay of one stage gives the same bits.
 
     Raises:
         ConfigError: a rule is violated; the message names key, value and constraint.
@@ -245,9 +245,9 @@ def _check_upstream_log(config: JobConfig) -> None:
 
 
 def _check_replays_exactly(config: JobConfig) -> None:
-    # A replay reads the stage's window, its samples and its neighbours' logs. Besides logged tensors, stages exchange
-    # only what the vote holds (norm, found-inf, loss scale) and the number of tokens, which each stage can count.
-    # Random number generators are part of the window.
+    # A stage that replays reads its window, its samples and the logs of adjacent stages. Otherwise stages exchange only
+    # the values of the vote (gradient norm, overflow, loss scale), which are recorded, and the number of tokens, which
+    # each stage can count. The window contains the random number generators.
     feature = "recovery.keep_layout=true"
     require(
         config.training.deterministic,
@@ -273,7 +273,7 @@ def _check_replays_exactly(config: JobConfig) -> None:
 
 
 def _check_partial(config: JobConfig, policy: Mapping[str, Any]) -> None:
-    """Check that a job whose windows leave out experts has experts, and that no stage of it replays.
+    """Check a job whose windows leave out experts: it must have experts, and single stages must not replay.
 
     Raises:
         ConfigError: a rule is violated, or the policy cannot be built.
@@ -285,15 +285,15 @@ def _check_partial(config: JobConfig, policy: Mapping[str, Any]) -> None:
         config.model.num_moe_experts is not None,
         "snapshot.policy",
         target,
-        "must capture everything with model.num_moe_experts=null, for example snapshot=dense: there are no experts "
-        "that windows could leave out",
+        "must capture everything with model.num_moe_experts=null, for example snapshot=dense: a dense model has no "
+        "experts that windows could leave out",
     )
     require(
         not config.replays_stages,
         "snapshot.policy",
         target,
         "must capture all experts with recovery.keep_layout=true, for example snapshot=sparse_window: a stage that "
-        "replays needs the experts with which the other stages computed. With recovery.keep_processes=false, all ranks "
+        "replays must have the same experts as before the loss. Or set recovery.keep_processes=false: then all ranks "
         "start again from a window, which may leave out experts",
     )
 
@@ -318,7 +318,7 @@ def _check_snapshot(config: JobConfig) -> None:
         not outlive or launch.node_launcher != "srun",
         _OUTLIVE,
         outlive,
-        "must be 0 with launch.node_launcher=srun: Slurm ends all processes of a step with its task; use "
+        "must be 0 with launch.node_launcher=srun: at the end of a job step, Slurm ends all of its processes; use "
         "launch=slurm_array, whose tasks continue",
     )
     if snapshot.policy is None:
@@ -328,7 +328,7 @@ def _check_snapshot(config: JobConfig) -> None:
         launch.mode == "local" or config.dry_run,
         "snapshot.policy",
         snapshot.policy.get("_target_"),
-        f"must be null with launch.mode={launch.mode}, which starts no processes for the memory of snapshots; use "
+        f"must be null with launch.mode={launch.mode}, which starts no snapshot servers; use "
         "launch.mode=local or snapshot=none",
     )
     _check_partial(config, snapshot.policy)

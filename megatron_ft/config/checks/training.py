@@ -130,6 +130,6 @@ def _check_checkpoint(config: JobConfig) -> None:
         "must be null with checkpoint.load, which loads the weights, too",
     )
     interval, keep = config.checkpoint.save_interval_iterations, config.checkpoint.keep_every_iterations
-    # A multiple that no save ever hits would keep nothing.
+    # Saves fall only on multiples of the interval, so other multiples would never be kept.
     if keep and interval:
         divides(interval, "checkpoint.keep_every_iterations", keep, "checkpoint.save_interval_iterations")

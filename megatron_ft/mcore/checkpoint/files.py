@@ -53,19 +53,19 @@ class CheckpointFinder:
         self._report_damage = report_damage
         self._verified: tuple[Path, Manifest] | None = None
         self.foreign: dict[Path, str] = {}
-        """Checkpoints that ``newest`` skipped, each with a reason: another run, or a wrong iteration in its name."""
+        """Checkpoints that ``newest`` skipped, each with the reason: another run, or a wrong name."""
         self._reasons: dict[str, str] = {}
         """Reasons why this process has renamed checkpoints, by their new names. Only rank 0 has these reasons."""
 
     def newest(self, folder: Path) -> Path | None:
         """Return the newest undamaged checkpoint of this run in ``folder``, or None if there is none.
 
-        Newer checkpoints that are damaged are reported and renamed. Newer checkpoints that belong to another run, or
-        whose manifest has another iteration than their name, are added to ``foreign``.
+        Newer checkpoints that are damaged are reported and renamed. Newer checkpoints are added to ``foreign`` if they
+        belong to another run, or if the iteration in the name is not that of the manifest.
 
         Raises:
-            CheckpointError: the newest undamaged checkpoint was written with other data, or another model, optimizer
-                or schedule, than this job has.
+            CheckpointError: the newest undamaged checkpoint has other data, or another model, optimizer or schedule
+                than this job.
         """
         self.foreign = {}
         while True:
@@ -112,7 +112,7 @@ class CheckpointFinder:
         return tuple(note for note in notes if note is not None)
 
     def _not_own(self, path: Path, manifest: Manifest) -> str | None:
-        # Returns why the checkpoint is of another iteration than its name, or of another run; None if it is not.
+        # Returns a text if the checkpoint has another iteration than its name, or belongs to another run; else None.
         if checkpoints.is_named(path) and (renamed := checkpoints.other_iteration(path, manifest)) is not None:
             return renamed
         reason = self._identity.not_of_run(
@@ -159,9 +159,9 @@ class CheckpointFinder:
         return manifest
 
     def check(self, directory: Path, *, trust: bool) -> Manifest | None:
-        """Verify ``directory``, unless the preceding call of this object has verified it, and return the manifest. With
-        ``trust``, a directory without a manifest is not verified, and the result is None. Raises CheckpointError when
-        files are damaged, or when there is no manifest and ``trust`` is false."""
+        """Return the manifest of ``directory``. Verify the files, unless the preceding call of this object has done so.
+        With ``trust``, a directory without a manifest is not verified, and the result is None. Raises CheckpointError
+        when files are damaged, or when there is no manifest and ``trust`` is false."""
         if not checkpoints.has_manifest(directory, trust=trust):
             return None
         # An earlier verification counts only once, because the files may change later.

@@ -83,7 +83,7 @@ def _load_shards(
         )
     except (CheckpointingException, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
-    # Random number generators are requested only with the layout of the save.
+    # States of random number generators are requested only if the layout is that of the save.
     unclaimed = sorted(key for key in unclaimed if not key.startswith(_RANK_STATE_PREFIX))
     if absent or unclaimed:
         raise CheckpointError(
@@ -206,7 +206,7 @@ class CheckpointManager:
 
     def save(self, state: DenseState, iteration: int) -> None:
         """Begin to save the current ``state``. Wait for the end of the save unless ``checkpoint.async_save`` is true.
-        If an earlier save is in progress, it is finished first. If a save was abandoned, this waits for its threads."""
+        If an earlier save is in progress, it is finished first. If a save was abandoned, its threads must end first."""
         assert iteration == state.host.iteration, (
             f"cannot save the state of iteration {state.host.iteration} as iteration {iteration}"
         )
@@ -319,7 +319,7 @@ class CheckpointManager:
                 {"results": pending.job.results, "entries": [asdict(entry) for entry in pending.job.entries]}
             )
             error, num_bytes = self._commit(pending, written)
-        # Reset only here: if ranks are lost in a collective above, the save is still pending and reported as abandoned.
+        # Reset only here. If ranks are lost in a collective above, the save stays pending and is reported as abandoned.
         self._pending = None
         if error is not None:
             self._discard(pending, error)
@@ -366,7 +366,7 @@ class CheckpointManager:
         )
 
     def _discard(self, pending: _Pending, error: str) -> None:
-        # With a manifest the checkpoint is complete, and only ``latest`` could not be moved, so the files are kept.
+        # If the manifest exists, the checkpoint is complete and only ``latest`` was not moved. Then the files are kept.
         if self._collectives.rank == 0 and not (pending.directory / MANIFEST_NAME).exists():
             try:
                 checkpoints.delete(pending.directory)
@@ -403,8 +403,8 @@ class CheckpointManager:
         ``folder=None`` is the run's own folder. Newer checkpoints that are damaged are reported and renamed.
 
         Raises:
-            CheckpointError: the newest undamaged checkpoint was written with other data, or another model, optimizer
-                or schedule, than this job has.
+            CheckpointError: the newest undamaged checkpoint has other data, or another model, optimizer or schedule
+                than this job.
         """
         return self._finder.newest(folder or self.folder)
 
@@ -474,7 +474,7 @@ class CheckpointManager:
             )
         except (CheckpointingException, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{directory}: {error}") from error
-        # ``unclaimed`` are the stored tensors of other ranks' layers only if no rank has requested them.
+        # ``unclaimed`` contains only tensors that no rank has requested, so no layers of other ranks.
         left = [key for key in unclaimed if key.startswith(_WEIGHTS) and _EXTRA_STATE not in key]
         everywhere = self._collectives.gather(left)
         unknown = sorted(set.intersection(*map(set, everywhere)))
@@ -486,7 +486,7 @@ class CheckpointManager:
         for number, (chunk, frame) in enumerate(zip(model_chunks, frames, strict=True)):
             others = {key: None for key, shard in frame.items() if isinstance(shard, ShardedObject)}
             unwrap(chunk).load_state_dict({**loaded[str(number)], **others}, strict=True)
-        # Master weights are copies of the weights with which the optimizer was built.
+        # The master weights still have the values of the optimizer's construction, so they are copied again.
         optimizer.reload_model_params()
 
     def read_extra(self, directory: Path) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class DenseState:
                 "consumed_samples": self.consumed_samples,
                 "optimizer_step": adamw.step_count(self.optimizer),
                 "grad_scaler": scaler,
-                # The format of checkpoints contains the history under ``extra``.
+                # In the checkpoint format, the history is a part of ``extra``.
                 "extra": {**self.extra, **history},
             },
         }

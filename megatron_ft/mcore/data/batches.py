@@ -37,8 +37,8 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReader:
-    """Reads the microbatches of one rank. With context parallelism, a rank gets two chunks of every sequence, which
-    Megatron's layout chooses so that the work of causal attention is balanced."""
+    """Reads the microbatches of one rank. With context parallelism, a rank gets two chunks of every sequence.
+    Megatron's layout chooses them so that the work of causal attention is balanced."""
 
     samples: Samples
     plan: BatchPlan
@@ -168,9 +168,9 @@ def sum_of_losses(is_padding: bool, losses: torch.Tensor) -> LossResult:
 
 
 def padding_mask(batch: Microbatch) -> torch.Tensor | None:
-    """Return the mask of a padding microbatch, bool with the shape of its tokens, or [1, 1] if this rank has no tokens;
-    None for any other microbatch."""
-    # No mask of zeros, because the router treats any mask as padding. The embedding checks the shape of the mask.
+    """Return a mask of True values for a padding microbatch, with the shape of its tokens, or [1, 1] if this rank has
+    no tokens. Return None for any other microbatch."""
+    # Real microbatches get no mask, because the router treats any mask as padding. The embedding checks the shape.
     if not batch.is_padding:
         return None
     if batch.tokens is None:

@@ -167,8 +167,8 @@ def check_run_data(config: JobConfig, samples: Samples, run_dir: Path) -> None:
 def check_newcomers_data(config: JobConfig, context: RankContext, fingerprints: Sequence[str], first: int) -> None:
     """Exclude joining ranks that read other samples than rank ``first``, which has state. All ranks must call this.
 
-    If the job can continue without such a rank, the rank's process exits like a killed process, because an error that
-    it raised would end the job. The other ranks then form the next membership without it.
+    If the job can continue without such a rank, the rank's process exits as if it had been killed. It raises no error,
+    because an error would end the job. The other ranks then form the next membership without this rank.
 
     Args:
         fingerprints: data fingerprint of every rank of the new membership.

@@ -99,7 +99,7 @@ def _choose_transformer_impl(requested: str, device: str, software: _Software) -
 
 
 def _check_provider(fp8: str | None, context_parallel_size: int, transformer_impl: str) -> None:
-    """Raise ConfigError for features that need Transformer Engine, unless ``transformer_impl`` is this engine. Megatron
+    """Raise ConfigError for features that need Transformer Engine, unless ``transformer_impl`` selects it. Megatron
     itself would accept ``fp8`` and train without quantization, without a warning."""
     if transformer_impl == "transformer_engine":
         return
@@ -154,7 +154,7 @@ def take_device(config: JobConfig, *, node: int, local_rank: int) -> torch.devic
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    # Megatron logs this for each subclass of its MoE layer. The project's layers get their groups from the layer spec.
+    # Megatron logs this for each MoE layer of the project, because it passes no groups to it. The layer spec does that.
     return not record.getMessage().startswith("Unknown MLP type")
 
 

@@ -44,23 +44,23 @@ class _ReleasableDataParallel(DistributedDataParallel):
 
 
 def forget_iteration(model_chunks: list[torch.nn.Module]) -> None:
-    """Reset what a failed iteration or evaluation has left in ``model_chunks``, except gradients and buffers."""
+    """Reset training mode and reduction state of ``model_chunks`` after a failure. Gradients and buffers stay."""
     for chunk in model_chunks:
         chunk.train()
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):  # type: ignore[misc]
             group.grad_reduce_handle = group.param_gather_handle = None
             group.param_gather_dispatched = False
             group.is_last_microbatch = True
-            # As after a build: in the first iteration, Megatron reduces the buckets in a fixed order, and learns the
-            # order for reductions during the backward pass. Ranks that have just built their model do so, too.
+            # Reset as after a build: in its first iteration, Megatron reduces buckets in a fixed order and learns the
+            # later order. All ranks must do the same, and other ranks may have just built their model.
             group.is_first_batch = True
             group.per_param_grad_ready_counts = {}
             group.golden_per_param_grad_ready_counts = {}
 
 
 def forget_shards(model_chunks: list[torch.nn.Module]) -> None:
-    """Let the gradient buffers of ``model_chunks`` use the present data-parallel rank. Its groups must have as many
-    ranks as those for which the buffers were made."""
+    """Make the gradient buffers of ``model_chunks`` use the shards of this process's present data-parallel rank. The
+    present groups must have as many ranks as the groups for which the buffers were made."""
     for chunk in model_chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):  # type: ignore[misc]
             if group.ddp_config.use_distributed_optimizer:
@@ -102,8 +102,8 @@ def _build_block_spec(
     replicas: Replicas | None,
     router: RouterBuilder,
 ) -> TransformerBlockSubmodules:
-    """Return the layer specs of one model chunk of this rank. ``vp_stage`` is its virtual pipeline stage, or None.
-    Without ``replicas``, MoE layers assign experts to ranks as Megatron does. ``router`` creates the routers."""
+    """Return the layer specs of one model chunk of this rank. ``vp_stage`` is its virtual pipeline stage, or None. If
+    ``replicas`` is None, Megatron assigns experts to ranks. ``router`` creates the routers."""
     local = transformer_impl == "local"
     block = get_gpt_decoder_block_spec(
         config,
@@ -163,8 +163,8 @@ def build_model(
     replicas: Replicas | None = None,
     router: RouterBuilder = PaddingAwareRouter,
 ) -> list[torch.nn.Module]:
-    """Build the model chunks of this rank in ``DistributedDataParallel``: one chunk per virtual pipeline stage, in
-    order.
+    """Build the model chunks of this rank, one for each virtual pipeline stage, in order. Wrap each in
+    ``DistributedDataParallel``.
 
     Args:
         vocab_size: size of the vocabulary after padding.
@@ -181,7 +181,7 @@ def build_model(
         grad_reduce_in_fp32=config.precision.grad_reduce_in_fp32,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-        # The commit vote handles gradients that are not finite. This check would raise on one rank during a reduction.
+        # The commit vote handles gradients that are not finite. Megatron's check would raise an error on one rank only.
         check_for_nan_in_grad=False,
     )
     return [
@@ -237,9 +237,9 @@ def _build_chunk(
 
 
 def _reduce_experts_over_their_holders(chunk: torch.nn.Module, pg_collection: ProcessGroupCollection) -> None:
-    """Make Megatron sum the gradients of an expert over all ranks that have a copy of it. Megatron does so by itself
-    only with EP > 1. With EP = 1 and TP > 1, every tensor-parallel rank has all experts and processes other tokens than
-    its peers, so the copies would diverge."""
+    """Make Megatron sum the gradients of an expert over all ranks that have a copy of it. Without this function,
+    Megatron does so only with EP > 1. With EP = 1 and TP > 1, all tensor-parallel ranks have all experts but process
+    different tokens, so the copies would diverge."""
     if pg_collection.ep.size() == 1 and pg_collection.tp.size() != pg_collection.expt_tp.size():
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:

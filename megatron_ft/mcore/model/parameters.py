@@ -51,7 +51,7 @@ def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Par
     expert_ids = {number: getattr(layer.mlp, "local_expert_indices", ()) for number, layer in enumerate(layers)}
     for name, parameter in chunk.named_parameters():
         if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
-            # The last stage has a copy of the word embedding, which gets the name of the embedding.
+            # The output layer of the last stage is a copy of the word embedding, so it gets the name of the embedding.
             name = "embedding.word_embeddings.weight"
         yield _global_name(name, layer_offset=layer_offset, expert_ids=expert_ids), parameter
 

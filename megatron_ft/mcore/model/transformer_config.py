@@ -28,14 +28,14 @@ def build_transformer_config(config: JobConfig, transformer_impl: str) -> Transf
         "context_parallel_size": parallel.context_parallel_size,
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
-        # With interleaved stages and two pipeline ranks, a rank exchanges several tensors with the same peer at once.
-        # Only unbatched calls, which are ordered, keep these tensors apart.
+        # With an interleaved schedule and two pipeline stages, a rank exchanges several tensors with the same peer at
+        # once. Unbatched calls have a fixed order, so the peer can distinguish them.
         "overlap_p2p_comm": parallel.virtual_pipeline_model_parallel_size is not None,
         "batch_p2p_comm": parallel.virtual_pipeline_model_parallel_size is None,
         # If true, Megatron waits for the whole device after each exchange, which only PyTorch before 2.0 needs.
         "batch_p2p_sync": False,
-        # Only the autograd graph of a sent output is needed, so its data is freed. Interleaved stages free the data
-        # before the send has ended; then the communicator keeps the memory until the end of the send.
+        # After an output is sent, only its autograd graph is needed, so its data is freed. Interleaved schedules free
+        # the data before the send has ended, so the communicator keeps the memory allocated until then.
         "deallocate_pipeline_outputs": True,
         "sequence_parallel": parallel.tensor_model_parallel_size > 1,
         "params_dtype": dtype,

@@ -66,18 +66,18 @@ class PreviousPlacement:
     plans: list[PlacementPlan]
     """Placement of each stage before the migration."""
     state: NamedState
-    """Tensors of this rank: during the migration all of them, afterwards only those of experts that this rank no longer
+    """During the migration, all tensors of this rank; afterwards, only the tensors of experts that this rank no longer
     has. Always empty if ``is_in_place``."""
     host: TrainState | None = None
-    """State of this rank besides tensors, from before the migration. It is kept until the migration ends, because a
-    failed migration leaves the engine without usable state; then it is None."""
+    """State of this rank besides tensors, from before the migration. It is kept only during the migration, because a
+    migration that fails leaves the engine without usable state. None after the migration."""
     is_evacuation: bool = False
     """Whether the migration moved all experts to the ranks that remain in the job, before other ranks leave it."""
     copies: StateCopies | None = None
     """Copies of optimizer state for other ranks, as before the migration; None if there are newer ones."""
     is_in_place: bool = False
-    """Whether the migration overwrites experts in the tensors of the model, so that this rank no longer has the state
-    of all experts that ``plans`` assigns to it."""
+    """Whether the migration overwrites experts in the tensors of the model. Then this rank no longer has the state of
+    all experts that ``plans`` assigns to it."""
     saved: SavedExperts | None = None
     """Copies of the experts that this rank has overwritten; None if they are not kept."""
 
@@ -146,11 +146,11 @@ class PlacementManager:
         self.plans = first_plans(config, self._requests, self._inputs) if before is None else before.plans
 
     def follow(self, holders: Sequence[StageHolders]) -> tuple[MigrationPlan, ...] | Declined:
-        """Adopt placements for this membership that follow the placements of the previous membership, in which the
-        ranks in ``holders`` (one entry for each stage) have held experts.
+        """Plan and adopt the placements of this membership, from those of the previous membership. ``holders``
+        describes, for each stage, which ranks have experts from the previous membership.
 
         The result depends only on the configuration, the previous placements and ``holders``. Return the migrations of
-        all stages, or ``Declined`` with the reason why they are impossible.
+        all stages, or ``Declined`` with the reason if a migration is impossible.
         """
         found = []
         for stage, (plan, held) in enumerate(zip(self.plans, holders, strict=True)):
@@ -186,7 +186,7 @@ class PlacementManager:
 
     def _evacuation(self, stage: int, staying: Sequence[int]) -> MigrationPlan | None:
         request = self._requests[stage]
-        # Only the staying ranks are rearranged, and their domains may be too few for all replicas.
+        # Only the staying ranks get experts, and they may be in too few failure domains for all replicas.
         smaller = replace(request, ranks=tuple(staying))
         smaller = replace(smaller, min_replicas=min(request.min_replicas, smaller.num_domains))
         return plan_drain(
@@ -261,8 +261,8 @@ class PlacementManager:
         return change.migrations[self._stage]
 
     def steps_to(self, change: Change) -> list[Step] | None:
-        """Divide the migration of this rank's stage into steps. Return None if a stage has to rebuild the model: then
-        all stages rebuild it, because the build is collective."""
+        """Divide the migration of this rank's stage into steps that replace experts in place. Return None if this is
+        impossible in any stage. Then all stages rebuild their models, because the build is collective."""
         steps = [replacement_steps(plan, new) for plan, new in zip(self.plans, change.migrations, strict=True)]
         return None if None in steps else steps[self._stage]
 

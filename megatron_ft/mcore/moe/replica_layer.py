@@ -37,8 +37,8 @@ def holders(slots: Sequence[Sequence[int]], expert: int) -> list[int]:
     return [rank for rank, experts in enumerate(slots) if expert in experts]
 
 
-# The gradient of an expert is divided into as many pieces as ranks have the expert. In a first exchange, these ranks
-# send piece k to the k-th of them, which sums it. In a second exchange, they receive the sums of all pieces.
+# The gradient of an expert that is on n ranks is divided into n pieces. In a first exchange, each of these ranks sends
+# piece k to the k-th of them, which sums the pieces. In a second exchange, they send each other the sums.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class ReplicaGradients:
 
     def sum(self) -> None:
         """Replace the gradients of each expert by their sum over all copies. All ranks of the stage must call this."""
-        # All experts share one exchange. Groups for each set of ranks would have to change with the placement.
+        # All experts share one exchange. Separate groups for sets of ranks would have to change with the placement.
         flats = [torch.cat([p.main_grad.reshape(-1) for p in expert.parameters]) for expert in self._experts]
         parts = [flat.split(expert.pieces()) for flat, expert in zip(flats, self._experts, strict=True)]
         contributions = self._exchange(
@@ -197,7 +197,7 @@ class _ReplicaExperts(SequentialMLP):
         self.place(expert_ids, holders, rank)
 
     def place(self, expert_ids: Sequence[int], holders: Sequence[Sequence[int]], rank: int) -> None:
-        """Set the ids of the experts whose weights are in this object. The constructor explains the arguments."""
+        """Set the ids of the experts whose weights are in this object. The class docstring explains the arguments."""
         self.expert_ids = list(expert_ids)
         self.copy_numbers = [list(ranks).index(rank) for ranks in holders]
         self._mark_copies()
@@ -215,7 +215,7 @@ class _ReplicaExperts(SequentialMLP):
         """Run the experts on ``tokens`` [rows, H], which are sorted by expert. ``tokens_per_expert`` is the number of
         rows of each. ``permuted_probs`` is ignored, because the ranks that sent the tokens apply the probabilities."""
         outputs = []
-        # Experts without rows run, too, because a gradient bucket is reduced after all its parameters have a gradient.
+        # Experts without rows run, too, because a bucket is reduced only if all its parameters have gradients.
         for expert, rows in zip(self.local_experts, torch.split(tokens, list(tokens_per_expert)), strict=True):
             output, bias = expert(self._padded(rows))
             outputs.append((output if bias is None else output + bias)[: len(rows)])
@@ -230,8 +230,8 @@ class _ReplicaExperts(SequentialMLP):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Return Megatron's sharded state dict, with one entry per expert. All copies of an expert are replicas of one
-        tensor, of which Megatron saves one."""
+        """Return Megatron's sharded state dict, with one entry per expert. Megatron treats all copies of an expert as
+        replicas of one tensor, and saves one."""
         assert metadata is not None and metadata.get("singleton_local_shards"), (
             "metadata must have singleton_local_shards, because each expert is saved as separate tensors"
         )
@@ -279,7 +279,7 @@ class _ReplicaTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy ``hidden_states`` [sequence, batch, H] to rows [S, H] in sending order. Do not send ``probs`` [T, E]."""
+        """Copy ``hidden_states`` [sequence, batch, H] to rows [S, H] in sending order. ``probs`` [T, E] stay local."""
         self._shape = hidden_states.shape
         self._probs = probs
         counts = gather_counts(routing_map, self.group)
@@ -312,7 +312,7 @@ class _ReplicaTokenDispatcher(MoETokenDispatcher):
     def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
         """Sum the ``rows`` [S, H] of each token, weighted with their probabilities, to [sequence, batch, H]."""
         output = self.backend.unpermute(rows, self._probs, self._handle).view(self._shape)
-        # Autograd keeps the tensors that the backward pass needs. These references would keep all until the next call.
+        # Autograd keeps what the backward pass needs. These references would keep all tensors until the next call.
         del self._probs, self._handle
         return output
 
@@ -336,7 +336,7 @@ class ReplicaMixtureLayer(MixtureLayer):
         backend: DispatchBackend,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        # Not ``MoELayer.__init__``, which needs a number of experts that EP divides, and gives each rank a fixed block.
+        # ``MoELayer.__init__`` is not called: it gives each rank a block of experts, so EP must divide their number.
         MegatronModule.__init__(self, config)
         rank = utils.get_pg_rank(pg_collection.ep)
         assert len(slots) == utils.get_pg_size(pg_collection.ep), "slots must have one row for each rank of the stage"
@@ -379,7 +379,7 @@ class ReplicaMixtureLayer(MixtureLayer):
             )
 
     def replace(self, dropped: int, expert: int) -> None:
-        """Record that the tensors of the expert ``dropped`` now contain ``expert``. Tokens are still sent as before."""
+        """Record that the tensors of the expert ``dropped`` now contain ``expert``. ``use`` redirects the tokens."""
         place = self.local_expert_indices.index(dropped)
         self.local_expert_indices[place] = self.experts.expert_ids[place] = expert
 

@@ -83,9 +83,9 @@ class PaddingAwareRouter(TopKRouter):
     ) -> torch.Tensor:
         """Attach a load-balancing loss to ``activation`` [T, E], unless the microbatch is padding.
 
-        With per-token losses, Megatron multiplies the loss by ``valid_token_count``. This weight is too small if a rank
-        has only a part of a microbatch's tokens, if data-parallel ranks share one loss, and, for the sequence-level
-        loss, with several sequences per microbatch. This method uses a weight that does not depend on how the batch is
+        With per-token losses, Megatron multiplies the loss by ``valid_token_count``. This weight is too small in three
+        cases: a rank has only a part of a microbatch's tokens, data-parallel ranks share one loss, or the loss is per
+        sequence and a microbatch has several. This method uses a weight that does not depend on how the batch is
         divided.
         """
         if self.is_padding:
@@ -127,11 +127,11 @@ class PaddingAwareRouter(TopKRouter):
 
 
 class _TraceRouter(PaddingAwareRouter):
-    """Routes tokens so that each expert gets its share in a trace (Lazarus, arXiv 2407.04656, section 6.1).
+    """Routes tokens so that the loads of experts follow a recorded trace (Lazarus, arXiv 2407.04656, section 6.1).
 
     The assignment of tokens to experts depends only on the seed, the iteration, the layer and the position of the
-    microbatch in the global batch, not on the parallel layout or the placement. Tensor-parallel ranks use parts of the
-    same assignment. Auxiliary losses use the choice of the learned gate.
+    microbatch in the global batch. It does not depend on the parallel layout or the placement. Tensor-parallel ranks
+    use parts of the same assignment. Auxiliary losses use the choice of the learned gate.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class _TraceRouter(PaddingAwareRouter):
 
     def _next_microbatch(self) -> int:
         """Return the position of the next microbatch in the global batch. Passes with and without gradients are counted
-        separately, because full recomputation routes each microbatch once in each of them."""
+        separately, because full recomputation routes each microbatch twice: without and with gradients."""
         with_gradients = torch.is_grad_enabled()
         number = self._num_routed[with_gradients]
         self._num_routed[with_gradients] += 1
@@ -219,7 +219,7 @@ def routers(model_chunks: list[torch.nn.Module]) -> list[PaddingAwareRouter]:
 
 
 def take_auxiliary_losses() -> tuple[float, float]:
-    """Return this rank's auxiliary losses since the last call, and reset them.
+    """Return this rank's auxiliary losses, summed since the last call, and reset the sums.
 
     Returns:
         (sum of balancing losses, sum of z-losses) over layers and microbatches, without their coefficients.

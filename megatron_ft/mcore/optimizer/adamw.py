@@ -204,8 +204,8 @@ def _install_member(member: MegatronOptimizer, frame: dict[str, Any], step: int,
 
 @contextmanager
 def _steps_put_away(member: MegatronOptimizer) -> Iterator[None]:
-    """Remove the step counts during a load. Megatron would look for each entry of the optimizer's state in the stored
-    tensors, which have no step counts."""
+    """Remove the step counts during a load. Megatron's load expects a stored tensor for each entry of the optimizer's
+    state, and there are none for step counts."""
     states = list(member.optimizer.state.values())
     steps = [state.pop("step", None) for state in states]
     try:
@@ -226,9 +226,9 @@ def _set_step(member: MegatronOptimizer, frame: dict[str, Any], step: int) -> No
 
 
 def _own_steps(member: MegatronOptimizer, step: int) -> None:
-    """Give each parameter its own step tensor, and remove the step counts of parameter groups. Megatron's load gives
-    all parameters the same tensor, which each parameter's update would increase. It also leaves step counts in the
-    groups, which no update would increase."""
+    """Give each parameter its own step tensor, and remove the step counts of parameter groups. After Megatron's load,
+    all parameters share one tensor, which the update of each parameter would increase. The groups also have step
+    counts, which no update increases."""
     if isinstance(member.optimizer, torch.optim.Adam):
         for state in member.optimizer.state.values():
             state["step"] = torch.tensor(float(step), dtype=torch.float32)
@@ -237,15 +237,15 @@ def _own_steps(member: MegatronOptimizer, step: int) -> None:
 
 
 GroupKeys = list[list[Any]]
-"""Keys of the parameter groups of all ranks, in the order in which Megatron asks for them: lists of (override of the
-configuration or None, whether the parameters are expert parameters)."""
+"""Keys of the parameter groups of all ranks: one list for each time that Megatron gathers keys. A key is (override of
+the configuration or None, whether the parameters are expert parameters)."""
 
 
 @contextmanager
 def _agreeing(known: GroupKeys | None, *, is_offline: bool) -> Iterator[GroupKeys]:
-    """Yield the keys of the parameter groups that an optimizer gets in the block. All ranks must have the same groups,
-    so Megatron gathers the keys of all ranks. With ``known``, this rank uses these keys and does not communicate. With
-    ``is_offline``, it uses the keys of its own parameters."""
+    """Yield a list that collects the keys of the parameter groups of an optimizer built in this context. All ranks must
+    have the same groups, so Megatron gathers the keys of all ranks. With ``known``, this rank uses these keys and does
+    not communicate. With ``is_offline`` alone, it uses only the keys of its own parameters."""
     gathered: GroupKeys = []
     native = dist.all_gather_object
 
@@ -268,7 +268,7 @@ def _agreeing(known: GroupKeys | None, *, is_offline: bool) -> Iterator[GroupKey
 
 
 def group_keys_from_json(content: Sequence[Any]) -> GroupKeys:
-    """Return the keys of which ``content`` is the JSON form, in which tuples are lists."""
+    """Convert ``content``, the JSON form of group keys, to ``GroupKeys``. JSON has lists instead of tuples."""
     return [
         [(None if options is None else tuple(map(tuple, options)), is_expert) for options, is_expert in keys]
         for keys in content
@@ -288,7 +288,7 @@ def build_optimizer(
 
     Args:
         group_keys: keys of the parameter groups of another rank of the job, if the other ranks do not build an
-            optimizer at the same time; None if all ranks build one, and agree on the keys.
+            optimizer at the same time; None if all ranks build one and gather keys.
         is_offline: whether this rank cannot communicate; without ``group_keys`` it uses the keys of its own parameters.
     """
     dtype, options, precision = DTYPES[config.precision.params_dtype], config.optimizer, config.precision
@@ -379,8 +379,8 @@ def prepare(optimizer: MegatronOptimizer) -> tuple[bool, float]:
 def prepare_known(
     optimizer: MegatronOptimizer, *, found_inf: bool, without: Collection[torch.nn.Parameter] = frozenset()
 ) -> None:
-    """Do the work of ``prepare`` without communication, for a replay whose logged vote contains the results. Parameters
-    in ``without`` get no master gradients, so that the update does not change their state."""
+    """Do the work of ``prepare`` without communication. A replay calls this, because its logged vote contains the
+    results. Parameters in ``without`` get no master gradients, so that the update does not change their state."""
     for part in _parts(optimizer):
         scaler: Any = getattr(part, "grad_scaler", None)
         if scaler is None:
@@ -433,8 +433,8 @@ def gather(optimizer: MegatronOptimizer, model_chunks: list[torch.nn.Module]) ->
 
 @torch.no_grad()
 def refresh_weights(optimizer: MegatronOptimizer, model_chunks: list[torch.nn.Module]) -> None:
-    """Round this rank's shard of the compute weights from its master weights, and all-gather the compute weights. All
-    ranks must call this. Without a sharded optimizer nothing changes."""
+    """Set this rank's shard of the compute weights to its rounded master weights, and all-gather the compute weights.
+    All ranks must call this. Without a sharded optimizer nothing changes."""
     for part in _parts(optimizer):
         if isinstance(part, DistributedOptimizer):
             part._copy_main_params_to_model_params()

@@ -1,11 +1,11 @@
 """Keeps copies of optimizer state on other failure domains, and repeats each update on the copies.
 
 With the distributed optimizer, only one rank has each shard of the non-expert optimizer state. This module copies the
-shard, its master weights and moments, to f - 1 ranks on other failure domains, where f is ``placement.state_copies``.
+master weights and moments of the shard to f - 1 ranks on other failure domains, where f is ``placement.state_copies``.
 Before the vote of every iteration these ranks receive the reduced gradients of the shard, which have a third of the
-bytes of the state. After the vote every rank updates its copies together with its own state, so the copies always have
-the iteration of the rank, and stay equal to the original bit for bit. No other rank is necessary for this update: once
-a vote is complete, each living rank can finish the iteration, also for shards of ranks that are lost.
+bytes of the state. After the vote every rank updates its copies together with its own state. So the copies belong to
+the same iteration as the rank's own state, and stay equal to the originals bit for bit. This update needs no other
+rank: once a vote is complete, each living rank can finish the iteration, also in copies of lost ranks' shards.
 
 All replicas of an expert have its whole optimizer state. If the replicas are on fewer than f failure domains, ranks on
 other failure domains get copies of the expert's state in the same way. In a job without replicas, the shard of a rank
@@ -52,7 +52,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lending:
-    """The master weights of this rank that the rank ``keeper`` copies, in the order in which they are sent."""
+    """Master weights of this rank of which the rank ``keeper`` has copies, in the order in which they are sent."""
 
     keeper: int
     masters: list[Master] = field(default_factory=list)
@@ -68,8 +68,8 @@ class StateCopies:
         plan: for each shard, the ranks that have its state.
         placement: the assignment of experts to slots for which ``plan`` was made; None without replica slots.
         group: the ranks of the pipeline stage, in the order of the plan.
-        former: earlier object of this rank for the same ranks, whose copies have the present state; None if this rank
-            lacks copies. The copies stay if ``plan`` has the same owners as before.
+        former: earlier object of this rank, if its copies have the present state; otherwise None. Its copies are kept
+            if ``plan`` assigns them to the same ranks as before.
     """
 
     def __init__(
@@ -91,15 +91,15 @@ class StateCopies:
         """Rank of this process in the job."""
         mine = list(masters(model_chunks, optimizer))
         self.ranges = {m.name: (m.start, m.start + m.tensor.numel()) for m in mine}
-        """Range of the elements of each parameter that this rank updates. They stay the same until ranks change."""
+        """Range of the elements that this rank updates, for each parameter. Ranges change only if ranks change."""
         self._lent = self._lendings(mine, plan, placement)
-        # A process in the place of a lost rank may be in another failure domain, so that shards have other owners.
+        # If a process in another failure domain has replaced a lost rank, copies may belong on other ranks than before.
         is_current = former is not None and former._plan.operators == plan.operators
         self.kept = self._receive(config, former if is_current else None)
 
     def exchange_gradients(self) -> None:
-        """Send the reduced gradients of this rank's master weights to the ranks that copy them, and receive those of
-        all copies. The gradients must be unscaled, but not clipped."""
+        """Send the reduced gradients of this rank's master weights to the ranks with copies, and receive the gradients
+        for all copies on this rank. The gradients must be unscaled, but not clipped."""
         outgoing = self._by_rank({lent.keeper: [m.tensor.grad for m in lent.masters] for lent in self._lent})
         # Gradients of an earlier iteration remain if it was skipped or rolled back. They are overwritten.
         for kept in self.kept:
@@ -112,7 +112,7 @@ class StateCopies:
         """Apply the update of the iteration to the copies, with the gradient norm of its vote. If this fails, the
         copies are unusable."""
         for kept in self.kept:
-            # Megatron's function, so that the gradients have the bits with which their owner updates.
+            # Clipped by Megatron's function, so that the gradients are bitwise equal to those of their owner.
             if self._clip_grad > 0.0:
                 clip_grad_by_total_norm_fp32(kept.parameters, max_norm=self._clip_grad, total_norm=grad_norm)
             # AdamW works element by element, so the grouping of parameters does not affect the bits of the result.
@@ -122,8 +122,8 @@ class StateCopies:
             kept.optimizer.zero_grad(set_to_none=True)
 
     def end(self) -> None:
-        """Release the master weights of this rank, because experts move. The copies remain valid until the next update,
-        so that this rank can return to them after a failure."""
+        """Release the references to this rank's master weights before experts move. The copies remain valid until the
+        next update, so they can be used again if the move fails."""
         self._lent = []
 
     # -- parts --------------------------------------------------------------------------------------------

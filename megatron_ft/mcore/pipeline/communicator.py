@@ -19,7 +19,7 @@ from megatron_ft.planning.iteration import Vote
 from megatron_ft.planning.pipeline import Direction
 from megatron_ft.runtime.upstream_log.log import UpstreamLog
 
-# Collectives of gloo accept tensors on a GPU. Its sends and receives do not, because they pass the address to a socket.
+# Collectives of gloo accept tensors on a GPU. Its sends and receives do not, because sockets need host memory.
 
 Received = tuple[torch.Tensor | None, torch.Tensor | None, Any]
 """(tensor from the previous stage, tensor from the next stage, requests to wait for)."""
@@ -45,8 +45,8 @@ class _StagedCommunicator(P2PCommunicator):
     ) -> Received:
         # Has the arguments and results of ``P2PCommunicator._communicate``. All received tensors have ``tensor_shape``.
         if not self.is_staged:
-            # Interleaved schedules set the ``.data`` of an output before its send has ended. The request references the
-            # detached tensor, which keeps the memory allocated until the end of the send.
+            # Interleaved schedules free an output by setting its ``.data`` before its send has ended. The request
+            # references the detached tensor, so the memory stays allocated until the end of the send.
             received: Received = super()._communicate(
                 tensor_send_next=None if tensor_send_next is None else tensor_send_next.detach(),
                 tensor_send_prev=tensor_send_prev,
@@ -258,7 +258,7 @@ class ReplayCommunicator(_LoggingCommunicator):
         wait_on_reqs: bool = True,
     ) -> Received:
         self.keep(tensor_send_next, tensor_send_prev)
-        # Not ``super()``, which would log a second time. Stages that do not replay have received these messages before.
+        # Not ``super()``, which would log a second time. Stages that do not replay already have these messages.
         from_previous, from_next, requests = _StagedCommunicator._communicate(
             self,
             tensor_send_next=tensor_send_next if self._replays_next else None,

@@ -82,16 +82,16 @@ class TrainingEngine:
         transformer_impl: ``local`` or ``transformer_engine``.
         vocab_size: size of the vocabulary after padding.
         samples: token sequences of the splits ``train`` and ``valid``.
-        stop_requested: returns whether this rank has received a request to end the run; the ballot carries the result.
-        change_requested: returns whether nodes are to join or leave; the ballot carries the result.
-        wants_load: returns whether tokens per expert are summed over all ranks before the vote of an iteration.
+        stop_requested: returns whether this rank has received a request to end the run. The ballot contains the result.
+        change_requested: returns whether nodes are to join or leave. The ballot contains the result.
+        wants_load: returns, for an iteration, whether the tokens per expert are summed over all ranks before the vote.
     """
 
     model_chunks: list[torch.nn.Module]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     state_copies: StateCopies | None = None
-    """Copies of optimizer state for other ranks; None until ``keep_copies``, and while experts move."""
+    """Copies of optimizer state for other ranks; None before ``keep_copies`` is called, and while experts move."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class TrainingEngine:
         """The iteration that has begun and is not finished, or the iteration that stopped the run."""
         self.wants_load = wants_load
         self.before_update: Callable[[], None] | None = None
-        """Called before master weights, moments and compute weights change."""
+        """Function that is called before master weights, moments and compute weights change."""
         self.window_report: Callable[[], WindowReport] = WindowReport
         """Returns the state of this rank's windows for its ballot."""
         self.boundaries = Boundaries()
@@ -148,15 +148,15 @@ class TrainingEngine:
 
         Args:
             replicas: experts of the ranks of this stage; None assigns experts as Megatron does.
-            group_keys: ``group_keys`` of another rank's engine, if not all ranks build; None if all ranks do.
-            is_offline: whether ``groups`` are not connected, so that this rank cannot ask others for ``group_keys``.
+            group_keys: ``group_keys`` of another rank's engine if not all ranks build now; None if all ranks build now.
+            is_offline: whether ``groups`` are not connected, so that this rank cannot exchange ``group_keys``.
         """
         failpoints.hit("prebuild" if is_offline else "build", self.iteration)
         self.groups = groups
         self.pg = groups.pg_collection
         seed_rng(self.config.training.seed, self.pg)
         self._assemble(replicas, group_keys, is_offline=is_offline)
-        self.first_generators = generators_digest()  # to see later whether anything has drawn random numbers
+        self.first_generators = generators_digest()  # shows later whether random numbers have been drawn
 
     def use_built(self, groups: Groups, group_keys: adamw.GroupKeys, *, has_moved: bool) -> bool:
         """Use ``groups``, which have been connected since ``build`` was called with ``is_offline``.
@@ -166,13 +166,13 @@ class TrainingEngine:
             has_moved: whether ``groups`` have been moved to another rank since the build.
 
         Returns:
-            Whether the optimizer had to be built again: its shards belong to another rank, or other stages have
-            parameter groups that this stage does not have.
+            Whether the optimizer was built again. This is necessary if ``groups`` have moved, because each rank has
+            other shards, or if other stages have parameter groups that this stage lacks.
         """
         is_other = has_moved or [set(keys) for keys in self.group_keys] != [set(keys) for keys in group_keys]
         if is_other:
             self.groups, self.pg = groups, groups.pg_collection
-            self.first_generators = generators_digest()  # those of another rank, if the groups have moved
+            self.first_generators = generators_digest()  # after a move, those of another rank
             forget_shards(self.model_chunks)
             self._equip(group_keys)
         self.group_keys = group_keys
@@ -180,8 +180,8 @@ class TrainingEngine:
         return is_other
 
     def reconnect(self, groups: Groups) -> None:
-        """Use ``groups``, which are those of ``build`` with new connections. Model, gradient buffers and optimizer
-        stay. The iteration in progress must have been finished or rolled back."""
+        """Use ``groups``, which are the groups of ``build`` with new connections. Keep model, gradient buffers and
+        optimizer. The caller must have finished or rolled back the iteration in progress."""
         self.groups, self.pg = groups, groups.pg_collection
         forget_iteration(self.model_chunks)
         self._straggler_timer.forget()
@@ -212,7 +212,7 @@ class TrainingEngine:
         if keep is not None:
             keep(dict(state))  # a copy, because ``move_experts`` adds tensors
         move_experts(state, migration.transfers, self.pg.ep, migration.placement.ranks)
-        # Until ``put_state`` returns, the engine has no usable state. After a failure, the caller needs what ``keep``
+        # The engine has no usable state until ``put_state`` returns. After a failure, the caller uses what ``keep``
         # got.
         self.rebuild(replicas)
         put_state(self.model_chunks, self.optimizer, state)
@@ -220,10 +220,10 @@ class TrainingEngine:
         return {name: t for name, t in state.items() if (expert := expert_of(name)) is not None and expert not in held}
 
     def replace_experts(self, steps: Iterable[Step], replicas: Replicas, *, saved: SavedExperts | None = None) -> int:
-        """Carry out ``steps`` in the existing tensors, so that each rank has the experts that ``replicas`` gives it.
+        """Carry out ``steps`` in the existing tensors. Then each rank has the experts that ``replicas`` assigns to it.
 
-        All ranks of the stage must call this. If it fails, each rank has the complete state of the experts that its
-        model names, and the state of every expert is on at least one rank.
+        All ranks of the stage must call this. Even after a failure, each rank has the complete state of the experts
+        that its model names, and every expert is complete on at least one rank.
 
         Args:
             saved: receives copies of the experts that this rank drops, for ``return_experts``; None makes no copies.
@@ -248,8 +248,8 @@ class TrainingEngine:
         return num_bytes
 
     def return_experts(self, replicas: Replicas, saved: SavedExperts) -> None:
-        """Undo ``replace_experts``, also if it failed: give this rank the experts of ``replicas`` again, which it had
-        before. This needs no other rank."""
+        """Undo ``replace_experts``, even if it failed: give this rank its former experts again, without communication.
+        ``replicas`` is the former placement. ``saved`` contains the copies that ``replace_experts`` made."""
         places, wanted = ExpertPlaces(self.model_chunks, self.optimizer), replicas.plan.of_rank(self.pg.ep.rank())
         for number, layer in self._replica_layers.items():
             before = {expert for of_layer, expert in wanted if of_layer == number}
@@ -265,7 +265,7 @@ class TrainingEngine:
 
     def _settle(self, places: ExpertPlaces, replicas: Replicas) -> None:
         for number, layer in self._replica_layers.items():
-            # In the order in which a new model would have them, because sums over parameters depend on the order.
+            # Experts are sorted as in a newly built model, because sums over parameters depend on the order.
             places.sort(number, layer.local_expert_indices)
             layer.use(replicas.slots_of(number))
         for member in sub_optimizers(self.optimizer):
@@ -317,8 +317,8 @@ class TrainingEngine:
     def keep_copies(
         self, plan: StateCopyPlan, placement: PlacementPlan | None, *, former: StateCopies | None = None
     ) -> StateCopies:
-        """Copy optimizer state to the ranks that ``plan`` names and that have no ``former`` copies, and update the
-        copies with every iteration. All ranks must call this. ``placement`` is None without replica slots."""
+        """Copy optimizer state to the ranks that ``plan`` names, and update the copies with every iteration. Ranks with
+        ``former`` copies keep those. All ranks must call this.  ``placement`` is None without replica slots."""
         chunks, ranks = self.model_chunks, self.pg.tp_dp_cp
         self.state_copies = StateCopies(
             chunks, self.optimizer, self.config.optimizer, plan=plan, placement=placement, group=ranks, former=former
@@ -331,7 +331,7 @@ class TrainingEngine:
         self._release("pg", "groups")
 
     def end_copies(self) -> None:
-        """Drop the copies of optimizer state for other ranks, and make no updates of them until ``keep_copies``."""
+        """Drop the copies of optimizer state for other ranks. No copies are updated until ``keep_copies`` is called."""
         if self.state_copies is not None:
             self.state_copies.end()
         self.state_copies = None
@@ -342,8 +342,8 @@ class TrainingEngine:
         release_caches()
         self.boundaries.release()
         for name in (*_BUILT, *_OPTIONAL, *others):
-            self.__dict__.pop(name, None)  # a build that failed has not made all of them
-        # Modules and hooks form reference cycles, so only the collector frees them and the groups that they reference.
+            self.__dict__.pop(name, None)  # after a failed build, some of them do not exist
+        # Modules, hooks and groups are in reference cycles, so only a garbage collection frees them.
         gc.collect()
 
     def _connect_schedule(self) -> None:
@@ -363,7 +363,7 @@ class TrainingEngine:
 
     def run_iteration(self, iteration: int) -> IterationResult:
         """Run iteration ``iteration`` (counted from 1), vote, and carry out the decision."""
-        # Before the vote, nothing changes that ``IterationState.before`` cannot restore.
+        # All changes before the vote can be undone with ``IterationState.before``.
         vote = self.vote(self.prepare(iteration))
         result = self.decide(vote)
         self.apply(result)
@@ -390,7 +390,7 @@ class TrainingEngine:
         if result.decision.action == "commit":
             self.commit(result.vote)
         elif result.decision.action == "skip":
-            # Only the router bias is restored. The random numbers stay consumed, and the new loss scale stays.
+            # A skip restores only the router bias. It keeps the new states of random number generators and loss scale.
             in_progress.before.restore_router_bias(self.model_chunks)
         else:
             # The run stops. The state before the iteration is restored, so that it can be saved as a checkpoint.
@@ -406,7 +406,7 @@ class TrainingEngine:
         loads = self.in_progress.loads_of(self._counted_layers) if self.in_progress else None
         self.history = self.history.after(vote, decision, self.config.training.loss_spike_window, loads)
         self.continue_after(vote.iteration, vote)
-        # A replay may read the logged messages from now on. A failed attempt may have logged only some of them.
+        # Only now may a replay read the logged messages, because a failed attempt may have logged only some of them.
         self.boundaries.commit(vote)
 
     def prepare(self, iteration: int) -> Ballot:
@@ -414,14 +414,14 @@ class TrainingEngine:
         # Captured first, because Megatron updates the router bias and the loss scale before the vote.
         self.in_progress = in_progress = IterationState(iteration=iteration, before=self.train_state())
         reports = self.accumulate(iteration)
-        # Summed before the vote: a survivor that finishes the iteration after a failure cannot sum with lost ranks, but
-        # all survivors must plan placements from the same loads.
+        # Loads are summed before the vote. If ranks are lost after it, survivors finish the iteration and must plan
+        # placements from the same loads, but can no longer sum them with the lost ranks.
         if self._counted_layers or self.wants_load(iteration):
             in_progress.expert_load = self.expert_load()
-        # Read before ``prepare``, which updates the scale: the ballot contains the scale of these gradients.
+        # Read before ``adamw.prepare`` updates it, because the ballot must contain the loss scale of these gradients.
         loss_scale = float(self.optimizer.get_loss_scale())
         found_inf, grad_norm = adamw.prepare(self.optimizer)
-        # Sent before the vote: later their owner may be lost, and no other rank has the reduced gradients of its shard.
+        # Sent before the vote. Later the owner of a shard may be lost, and only it has the shard's reduced gradients.
         if self.state_copies is not None:
             self.state_copies.exchange_gradients()
         return self.ballot(reports, loss_scale=loss_scale, found_inf=found_inf, grad_norm=grad_norm)
@@ -468,8 +468,8 @@ class TrainingEngine:
         iteration = ballot.iteration
         failpoints.hit("vote_before", iteration)
         in_progress = self._of(iteration)
-        # Set before the exchange: as soon as this rank may have sent its ballot, other ranks may have the complete vote
-        # and commit. Then this rank must be able to finish the iteration, too.
+        # Set before the exchange. Once this rank has sent its ballot, other ranks may have the complete vote and
+        # commit. Then this rank must be able to finish the iteration, even if its own exchange fails.
         in_progress.contributed = True
         ballots = exchange(ballot, self.groups.vote)
         in_progress.pass_seconds = tuple(each.pass_seconds for each in ballots)
@@ -493,7 +493,7 @@ class TrainingEngine:
         # A snapshot slice in progress may still copy the tensors that are about to change.
         if self.before_update is not None:
             self.before_update()
-        # A replay has no iteration in progress. If it fails, it starts again from its window.
+        # ``in_progress`` is None in a replay. A replay that fails starts again from its window, so no record is needed.
         with nullcontext() if self.in_progress is None else self.in_progress.updating():
             adamw.update(self.optimizer, self.config.optimizer.clip_grad, vote.grad_norm)
             if self.state_copies is not None:
@@ -514,7 +514,7 @@ class TrainingEngine:
         self.iteration, self.newest_vote, self.in_progress = iteration, vote, None
 
     def restore(self, state: TrainState) -> None:
-        """Restore ``state``. Raises RecoveryError if it belongs to another model or optimizer."""
+        """Restore ``state``. Raises RecoveryError if ``state`` belongs to another model or optimizer."""
         state.restore(self.model_chunks, self.optimizer)
         self.iteration, self.history = state.iteration, state.history
 
@@ -538,7 +538,7 @@ class TrainingEngine:
         totals = torch.zeros(2, dtype=torch.float64)
         with torch.no_grad():
             for batch in range(1, self.config.training.eval_iterations + 1):
-                # Called for each batch, because forced routing counts microbatches, whose number depends on the layout.
+                # Resets counters: forced routing counts microbatches, whose number per batch depends on the layout.
                 self._start_iteration(0)
                 reports = self._run_microbatches("valid", batch, forward_only=True)
                 totals += torch.tensor(self._own_share(reports), dtype=torch.float64)
@@ -588,12 +588,12 @@ class TrainingEngine:
     def _finalize_gradients(self, *args: Any, **kwargs: Any) -> None:
         failpoints.hit("grad_sync", self._current_iteration)
         finalize_model_grads(*args, **kwargs)
-        # Only now has Megatron reduced and scaled ``main_grad``; with ``overlap_grad_reduce`` it changes until then.
+        # ``main_grad`` is final only now, after Megatron has reduced and scaled it, even with ``overlap_grad_reduce``.
         if self.replica_gradients is not None:
             self.replica_gradients.sum()
 
     def _own_share(self, reports: list[torch.Tensor]) -> tuple[float, int]:
-        # Returns the loss sum and the tokens for this rank's ballot. All tensor-parallel ranks have the same loss.
+        # Returns loss sum and number of tokens for the ballot. Only one TP rank counts them, because all have the same.
         if not reports or self.pg.tp.rank() != 0:
             return 0.0, 0
         loss_sum, num_tokens = torch.stack(reports).sum(dim=0).tolist()

@@ -61,8 +61,8 @@ SNAPSHOT_SERVICE = "keeper"
 
 
 class Trainer:
-    """Runs the iterations of a ``TrainingEngine``, and the work that is due between them. Every rank has the reported
-    values from the vote, so only one rank reports them, usually rank 0."""
+    """Runs the iterations of a ``TrainingEngine``, and the work between iterations. The vote gives all ranks the same
+    values, so only one rank reports them, usually rank 0."""
 
     collectives: Collectives
     checkpoints: CheckpointManager
@@ -101,12 +101,12 @@ class Trainer:
         self.previous_placement: PreviousPlacement | None = None
         """The placement before the newest migration; None after an iteration with the new placement is committed."""
         self.placed_from = 0
-        """First iteration that was committed with the present placement. Earlier windows have another one."""
+        """First iteration that was committed with the present placement. Earlier windows have another placement."""
         self.snapshots: Snapshotter | None = None
         self.ended = False
         """Whether the run has reached its last iteration, or a stop for which the ranks have voted."""
         self.rounded_off = 0
-        """Newest iteration for which ``round_off`` has done all work."""
+        """Newest iteration for which ``round_off`` is complete."""
         self.abandoned_saves: list[Path] = []
         """Directories of saves that were abandoned at the end of a membership and are not reported yet."""
         self.is_save_due = False
@@ -148,9 +148,9 @@ class Trainer:
             self.checkpoints.load_weights(self.engine.model_chunks, self.engine.optimizer, Path(weights))
         if window is not None:
             replay_window(self.engine, restorer, window, self.report)
-        # Only after the state is loaded, so that a start that cannot load it does not rename windows.
+        # Windows are renamed only after the state is loaded: a start that cannot load it must not rename any.
         restorer.set_aside_later(self.engine.iteration, is_new_job=self.context.generation == 0)
-        # Requests to stop in a replayed vote do not apply to this run.
+        # The last vote is dropped: a request to stop in a replayed vote does not apply to this start of the run.
         self.engine.continue_after(self.engine.iteration, None)
         self.rounded_off = self.engine.iteration
         self.keep_copies()
@@ -175,16 +175,16 @@ class Trainer:
         failpoints.watch(self._tell_phase)
 
     def break_with(self, hang_up: Abort) -> None:
-        """Register ``hang_up``, which shuts down the connections to other ranks. The control plane also calls it when
-        other ranks are lost."""
+        """Use ``hang_up`` to shut down the connections to other ranks. If this rank can survive the loss of other
+        ranks, the control plane calls ``hang_up``, too, when they are lost."""
         self.hang_up = hang_up
         if self.context.worker.can_survive:
             self.context.worker.on_break(hang_up)
 
     def run(self) -> None:
-        """Train to the last iteration, or until a vote contains a request to stop. Then ``ended`` is true.
+        """Train to the last iteration, or until a vote contains a request to stop. Then set ``ended``.
 
-        If a vote contains a request to change the nodes, return after its iteration and the work that is due then.
+        If a vote contains a request to change the nodes, finish its iteration and the work that is due, and return.
 
         Raises:
             TrainingStopped: a policy stopped the run at an iteration. The state before this iteration is saved.
@@ -210,9 +210,9 @@ class Trainer:
         return self.engine.newest_vote is not None and self.engine.newest_vote.stop_requested
 
     def membership_ends(self) -> bool:
-        """Whether the newest vote requests that nodes join or leave before the next iteration."""
+        """Return whether the newest vote requests that nodes join or leave before the next iteration."""
         vote = self.engine.newest_vote
-        # A request in a vote of an earlier membership has led to this membership.
+        # A request in a vote of an earlier membership does not count: it has led to this membership.
         return vote is not None and vote.change_requested and vote.generation == self.context.generation
 
     def teardown(self, *, keeps_engine: bool = False) -> None:
@@ -246,7 +246,7 @@ class Trainer:
         began = time.perf_counter()
         result = self.engine.run_iteration(iteration)
         if result.decision.action != "stop":
-            # A recovery cannot go back before this iteration any more, so the states for that are freed.
+            # No recovery can return to the state before this iteration any more, so stored earlier state is freed.
             if self.previous_placement is not None:
                 self.placed_from = iteration
             self.previous_placement = self.membership_start = None
@@ -261,7 +261,7 @@ class Trainer:
             self.snapshots.persist_newest()
 
     def round_off(self, iteration: int) -> None:
-        """Evaluate, save a checkpoint and report digests, whichever of these is due after ``iteration``."""
+        """Evaluate, save a checkpoint and report state digests, if they are due after ``iteration``."""
         self._evaluate(iteration)
         self.checkpoints.poll()
         if _due(iteration, self.config.checkpoint.save_interval_iterations):
@@ -271,8 +271,8 @@ class Trainer:
         self.rounded_off = iteration
 
     def account(self, result: IterationResult, seconds: float, batch: BatchPlan | None = None) -> None:
-        """Report an iteration that took ``seconds``, and stop the run if this was decided. ``batch`` is the batch plan
-        with which the iteration ran, if it is not the current one."""
+        """Report an iteration that took ``seconds``. If its decision is to stop, stop the run. ``batch`` is the batch
+        plan of the iteration, if it is not the engine's current plan."""
         iteration, vote, decision = result.vote.iteration, result.vote, result.decision
         if _due(iteration, self.config.telemetry.log_interval_iterations):
             self.report(metrics_record(self.config, result, batch or self.engine.batch, seconds, self.nodes))
@@ -320,17 +320,17 @@ class Trainer:
             return
         self.context.worker.progress(iteration, "migrate")
         began = time.perf_counter()
-        # The plan of a window names the experts of each rank, which change.
+        # The plan of a window names the experts of each rank, and ``move`` changes them.
         if self.snapshots is not None:
             self.snapshots.pause()
         self.move(change, iteration)
-        # Only after ``move``, which records the current plans, to return to them if the migration fails.
+        # Adopted only after ``move``, which records the old plans: ranks return to them if the migration fails.
         self.placement.adopt(change)
         self.keep_copies()
         self.report_placement(change.reason, change=change, seconds=time.perf_counter() - began)
 
     def move(self, change: Change, iteration: int, *, is_evacuation: bool = False) -> None:
-        """Move experts between ranks, as ``change`` plans, before ``iteration``. All ranks must call this. This rank
+        """Move experts between ranks before ``iteration``, according to ``change``. All ranks must call this. This rank
         can return to the old placement until an iteration with the new one is committed."""
         assert self.placement is not None, "the job has no expert placement"
         failpoints.hit("migrate", iteration)
@@ -344,10 +344,10 @@ class Trainer:
         )
         migration = self.placement.part_of(change)
         replicas = self.placement.replicas(migration.placement)
-        # An evacuation needs the placements before and after it, because ranks leave afterwards.
+        # An evacuation is not done in place: a recovery before the next commit may need the old or the new placement.
         steps = None if is_evacuation else self.placement.steps_to(change)
         if steps is not None:
-            # In a kept layout each rank returns to its former experts by itself, because it keeps its place.
+            # With a kept layout, each rank keeps its place, so it can restore its former experts from own copies.
             saved: SavedExperts | None = {} if self.job.recovery.keep_layout else None
             self.previous_placement = former(state={}, is_in_place=True, saved=saved)
             self.engine.replace_experts(steps, replicas, saved=saved)
@@ -356,18 +356,18 @@ class Trainer:
         def keep(state: NamedState) -> None:
             self.previous_placement = former(state=state, host=self.engine.train_state())
 
-        # During the migration the whole state of this rank is kept, after it only the state of experts that have left.
+        # During the migration, this rank keeps its whole former state; afterwards, only that of experts that have left.
         self.previous_placement = former(state=self.engine.migrate(replicas, migration, keep=keep))
 
     def keep_copies(self, *, former: StateCopies | None = None) -> None:
-        """Copy optimizer state to other ranks if ``placement.state_copies`` is set. Ranks with ``former`` copies, which
-        have the present state, keep them."""
+        """Copy optimizer state to other ranks if ``placement.state_copies`` is set. Ranks whose ``former`` copies have
+        the present state keep these copies."""
         placement, stage = self.placement, self.topology.coordinates(self.context.rank).pp
         plan = plan_shard_copies(self.config, stage) if placement is None else placement.copy_plan()
         if plan is None:
             return
         self.engine.keep_copies(plan, None if placement is None else placement.replicas().plan, former=former)
-        # Freed only now: until all copies are made again, a rank that is lost may have the only other copy.
+        # The old copies are freed only now: until all new copies exist, a loss of ranks may leave no others.
         if self.previous_placement is not None:
             self.previous_placement = replace(self.previous_placement, copies=None)
 
@@ -391,7 +391,7 @@ class Trainer:
 
     @property
     def topology(self) -> Topology:
-        """Positions of the ranks of this membership."""
+        """Positions of this membership's ranks in the parallel layout."""
         return Topology.of(self.config.parallel, self.context.world_size)
 
     def _evaluate(self, iteration: int) -> None:
@@ -414,7 +414,7 @@ class Trainer:
     def save(self) -> None:
         """Save a checkpoint of the current state, unless it is saved already."""
         iteration = self.engine.iteration
-        # A save of the same state is in progress. The state is saved again only if this save fails.
+        # If a save of this state is in progress, wait for it, and save again only if it has failed.
         if self.checkpoints.pending_iteration == iteration:
             self.checkpoints.finish()
         if iteration == 0 or self.checkpoints.last_saved_iteration == iteration:
@@ -424,7 +424,7 @@ class Trainer:
         self.checkpoints.save(self.state(self.extra_state()), iteration)
 
     def state(self, extra: dict[str, Any]) -> DenseState:
-        """Return the ``DenseState`` of this rank with ``extra``, which a save writes and a load fills."""
+        """Return the ``DenseState`` of this rank with the given ``extra``. A save writes it, and a load fills it."""
         engine = self.engine
         return DenseState(
             model_chunks=engine.model_chunks,
@@ -460,8 +460,8 @@ class Trainer:
 
         Raises:
             CheckpointError: the checkpoint is damaged, or does not match this job.
-            DataError: the checkpoint was trained on other data. Checkpoints whose manifest has ``format_version`` 2 or
-                higher are compared with the data before they are loaded.
+            DataError: the checkpoint was trained on other data. Only a checkpoint without a manifest, or with
+                ``format_version`` 1, is compared here. The data of others were compared before.
         """
         state = self.state({})
         manifest = self.checkpoints.load(state, directory).manifest
@@ -481,7 +481,7 @@ class Trainer:
         if config.snapshot.policy is None:
             return None
         service = context.sidecars[SNAPSHOT_SERVICE]
-        # In the order of ``config_of``.
+        # Nodes have the same order as in ``config_of``.
         present = list(dict.fromkeys(self.nodes)) if config.recovery.keep_layout else sorted(set(self.nodes))
         peers = self._peer_assignment().peers[present.index(context.node)]
         hello = {
@@ -489,7 +489,7 @@ class Trainer:
             "rank": context.rank,
             "world_size": context.world_size,
             "node": context.node,
-            # Windows of an earlier job may be in the server's memory: generations of windows rise over the run's jobs.
+            # The server may have windows of an earlier job, so generations of windows rise over all jobs of the run.
             "generation": int(service.get("first_generation", 0)) + context.generation,
             "run_id": self.identity.run_id,
             "topology": self.topology_record,
@@ -502,9 +502,9 @@ class Trainer:
         return KeeperClient(service["socket"], hello=hello)
 
     def _peer_assignment(self) -> PeerAssignment:
-        # For each node, the nodes in other failure domains that store copies of its windows. Nodes are numbered from 0
-        # among the present nodes. Ranks with the same state capture disjoint parts of it, so no other node has a copy
-        # of a window before it is replicated.
+        # Assigns to each node the nodes in other failure domains that store copies of its windows. The present nodes
+        # are numbered from 0. Ranks with equal state capture disjoint parts of it, so without peers a window has no
+        # copies.
         return PeerAssignment.of(self.config.member_domains, self.config.snapshot.num_peer_copies)
 
     def open_restorer(self, client: KeeperClient | None, *, region: Collectives | None = None) -> SnapshotRestorer:
@@ -536,8 +536,8 @@ class Trainer:
 
     def _continue_snapshots(self, client: KeeperClient, window: LocalWindow | None) -> None:
         snapshots = self.take_snapshots(client, None if window is None else (window.stored, window.plan_in_force))
-        # A part that was fetched from a peer has no other copy, and the loss of that peer would end the run. This must
-        # not last until all slices of a planned window are captured.
+        # A part that was fetched from a peer has no other copy, so the loss of this peer would end the run. To end this
+        # risk soon, the whole state is captured at once, instead of in the slices of a planned window.
         if window is not None and self.collectives.any(window.stored.where == "copy"):
             snapshots.capture_whole_next()
 

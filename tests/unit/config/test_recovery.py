@@ -292,7 +292,7 @@ ELASTIC = {"recovery.min_nodes": 2, "model.num_layers": 6}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"recovery.strategies": []}, r"recovery\.strategies=\[\]: must be null or name some of living_state,"),
+        ({"recovery.strategies": []}, r"recovery\.strategies=\[\]: must be null or name at least one of living_state,"),
         ({"recovery.strategies": ["replicas"]}, r"recovery\.strategies=replicas: is now called living_state$"),
         ({"recovery.strategies": ["window"]}, r"recovery\.strategies=window: is now called rollback$"),
         ({"recovery.strategies": ["chekpoint"]}, r"must be one of living_state, .*did you mean 'checkpoint'"),
@@ -336,7 +336,7 @@ def test_strategies_are_known_and_possible(changes: dict[str, Any], message: str
         ),
         (
             {"recovery.strategies": ["rollback"], "recovery.keep_processes": True},
-            r"recovery\.keep_processes=true: must be null or false with .*: no strategy among them keeps the processes",
+            r"recovery\.keep_processes=true: must be null or false with .*: none of these strategies keeps processes",
         ),
         (
             {"recovery.strategies": ["rollback"], "recovery.max_restarts": 0},
