@@ -139,8 +139,8 @@ def placement_record(
 NUM_ITERATIONS = 16
 """Number of newest iterations over which ``StragglerTimer`` takes the median."""
 MIN_ITERATIONS = 8
-"""Smallest number of iterations for this median. The first iterations of a process are slow, by different amounts on
-different ranks."""
+"""Smallest number of iterations for which ``StragglerTimer`` returns a median. The first iterations of a process are
+slow, by different amounts on different ranks."""
 
 
 class _Clock(Protocol):
@@ -213,9 +213,9 @@ class StragglerTimer:
         module.register_forward_hook(self._end)
 
     def end_iteration(self) -> float:
-        """Return the median seconds of a forward pass over the newest iterations, or 0.0 if there are too few of them.
-        Each iteration counts with its own median. An iteration without a forward pass does not count."""
-        # Reading the marks does not wait: the caller has read the gradient norm, so the stream has passed them.
+        """Return the duration of a forward pass in seconds: the median, over the newest iterations, of each iteration's
+        median. Return 0.0 if there are too few iterations. An iteration without a forward pass does not count."""
+        # Reading the marks does not wait. The caller has read the gradient norm, so the stream has passed all marks.
         passes, self._passes = self._passes, []
         if passes:
             self._iterations.append(statistics.median(self._clock.seconds(*marks) for marks in passes))
