@@ -31,9 +31,8 @@ class PlacementAlgorithm(Protocol):
         """Assign every replica to a slot.
 
         Args:
-            replica_counts: number of replicas of each expert in each layer, ``[L][E]``. An algorithm may give a slot to
-                another expert, if otherwise a rank would hold an expert twice, but each expert gets at least the
-                smallest count.
+            replica_counts: number of replicas of each expert in each layer, ``[L][E]``. Instead of a second replica on
+                the same rank, an algorithm may place another expert. Each expert gets at least the smallest count.
             cluster: nodes, their ranks and failure domains, and which nodes are alive.
             num_slots_per_rank: number of replicas that a rank can hold in each layer.
             ranks: ranks with slots, such as the ranks of one pipeline stage; None for all ranks that are alive.
@@ -51,8 +50,8 @@ class PlacementAlgorithm(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementBase(ABC):
-    """Base of algorithms that only decide how many replicas of each expert a failure domain gets; ``place`` assigns
-    these replicas to the slots of ranks in the same way for all algorithms."""
+    """Base of algorithms that only decide how many replicas of each expert a failure domain gets. In the same way for
+    all of these algorithms, ``place`` assigns the replicas to the slots of ranks."""
 
     name: ClassVar[str]
     """Name of the algorithm in plans."""
@@ -199,7 +198,7 @@ def _spread_once(result: Counts, expert: int, goals: Counts) -> bool:
         for target in np.nonzero(result[expert] == 0)[0].tolist():
             held = result[:, target]
             support = (result > 0).sum(axis=1)
-            # The other expert is still in as many domains as before, or in one more than it needs.
+            # The other expert leaves no domain, gets a new one, or is in more domains than it needs.
             spare = (held > 1) | (result[:, source] == 0) | (support > goals)
             partners = np.nonzero((held > 0) & spare)[0]
             if partners.size:

@@ -1,10 +1,10 @@
-"""Computes the number of replicas of each expert in a layer, in proportion to its tokens and with a minimum, and
-divides them into base copies, which are placed for survival, and extra copies, which are placed by load.
+"""Computes the number of replicas of each expert in a layer, in proportion to its tokens but at least a minimum. The
+replicas consist of base copies, which are placed for survival, and extra copies, which are placed by load.
 
-Every expert has the same small number of base copies. They are placed equally in all layers, because the model is lost
-as soon as one layer is lost. They do not depend on loads, so they do not move while the membership stays the same.
-Extra copies never reduce survival, so they can be placed by load. They connect the small groups of domains that share
-base copies, so that balanced shares (``planning/balanced_shares.py``) can even out the loads of all ranks.
+Every expert has the same small number of base copies. All layers place them in the same way, because the model is lost
+as soon as one layer is lost. They do not depend on loads, so they move only if the membership changes. Extra copies
+never reduce survival, so they can be placed by load. They also connect the small groups of domains that share base
+copies, so that balanced shares (``planning/balanced_shares.py``) can even out the loads of all ranks.
 """
 
 import heapq
@@ -60,10 +60,11 @@ def allocate(
     """Distribute ``num_slots`` over experts in proportion to ``loads`` (Lazarus, section 4.1, equation 1).
 
     In ascending order of load (ties by id), each expert gets ``floor(t_e * S / T)`` of the S remaining slots, but at
-    least the minimum. T is the number of tokens of this expert and all experts after it. The division is of integers,
-    so that rounding of floats has no influence. The sum of all counts is ``num_slots``. In a layer without tokens, all
-    experts get about the same count. If there are too few slots, the minimum is ``num_slots // num_experts``. A count
-    may exceed the number of nodes or ranks: several replicas on one rank share one set of weights.
+    least the minimum. Its number of tokens is t_e; T is the number of tokens of this expert and all experts after it.
+    The division is of integers, so that rounding of floats has no influence. The sum of all counts is ``num_slots``. In
+    a layer without tokens, all experts get about the same count. If there are too few slots, the minimum is ``num_slots
+    // num_experts``. A count may exceed the number of nodes or ranks: several replicas on one rank share one set of
+    weights.
 
     Args:
         loads: tokens of each expert, ``[E]``; fractions are used exactly.
@@ -115,7 +116,7 @@ def integer_loads(loads: Sequence[float]) -> list[int]:
 
 
 def base_counts(replica_counts: Sequence[int], floor: int, num_slots: int) -> tuple[int, ...]:
-    """Return the number of base copies of each expert, ``[E]``: ``floor``, or more if ``num_slots`` has room for more.
+    """Return the number of base copies of each expert, ``[E]``: ``floor``, and more while ``num_slots`` are not full.
 
     Experts with the fewest base copies get more first. No expert gets more base copies than its ``replica_counts``.
     """
@@ -128,8 +129,7 @@ def base_counts(replica_counts: Sequence[int], floor: int, num_slots: int) -> tu
 
 
 def base_capacities(capacities: Sequence[int], num_base: int) -> tuple[int, ...]:
-    """Return the number of slots of each domain for ``num_base`` base copies: in proportion to ``capacities``, rounded
-    up."""
+    """Return the slots of each domain for ``num_base`` base copies, in proportion to ``capacities`` and rounded up."""
     total = sum(capacities)
     return tuple(-(-capacity * num_base // total) for capacity in capacities)
 
@@ -143,15 +143,15 @@ def add_extra_copies(
 ) -> Counts:
     """Add copies to ``base`` ``[E, D]`` until every slot is in use.
 
-    Experts get copies until they have as many as ``replica_counts`` says, those with the most tokens per copy first.
-    Each copy goes to the domain with the smallest load per slot among those that have a free slot and no copy of its
-    expert. If there is no such domain, another expert gets the slot.
+    Experts with the most tokens per copy come first. Each gets copies until it has its number in ``replica_counts``. A
+    copy goes to the domain with the smallest load per slot among those with a free slot and no copy of the expert. If
+    there is no such domain, another expert gets the slot.
 
     Args:
         replica_counts: number of copies of each expert, ``[E]``.
         capacities: number of slots of each domain, ``[D]``.
         loads: tokens of each expert, ``[E]``.
-        held: copies in the previous placement, ``[E, D]``; those that the expert still needs stay in their domains.
+        held: copies in the previous placement, ``[E, D]``; copies that an expert still needs stay in their domains.
     """
     result = base.copy()
     left = np.asarray(replica_counts, dtype=np.int64) - base.sum(axis=1)
@@ -187,7 +187,7 @@ def _add_copy(
     free: Integers,
     capacities: Sequence[int],
 ) -> bool:
-    """Add one copy to the first domain in ``queue`` that has none. Return False if all of these domains have one.
+    """Add one copy of an expert to the first domain in ``queue`` without one. Return False if there is no such domain.
 
     Entries of ``queue`` are pairs (load per slot, domain with a free slot).
     """
@@ -207,8 +207,8 @@ def _add_copy(
 
 
 def _fill_up(result: Counts, free: Integers, loads: npt.NDArray[np.float64]) -> None:
-    """Give each free slot to the expert with the most tokens per copy among those with the fewest copies in the slot's
-    domain: a second copy in a domain helps less than the first copy of another expert."""
+    """Fill each free slot with an expert with the fewest copies in the slot's domain: a second copy in a domain helps
+    less than the first copy of another expert. Among these experts, the one with the most tokens per copy is chosen."""
     for domain in np.nonzero(free)[0].tolist():
         for _ in range(int(free[domain])):
             fewest = np.nonzero(result[:, domain] == result[:, domain].min())[0]
@@ -218,7 +218,7 @@ def _fill_up(result: Counts, free: Integers, loads: npt.NDArray[np.float64]) -> 
 
 
 def match_domains(base: Sequence[Counts], held: Sequence[Counts], capacities: Sequence[int]) -> list[Counts]:
-    """Exchange domains of equal capacity, in the same way in all layers, so that the fewest base copies have to move.
+    """Exchange domains of equal capacity, with the same exchanges in all layers, so that the fewest base copies move.
 
     Args:
         base: base copies of each layer, ``[L][E, D]``.

@@ -24,7 +24,7 @@ def _pack(replica_counts: Sequence[int], capacities: Sequence[int], loads: Seque
     """Return the number of replicas of each expert in each domain for one layer, ``[E, D]``.
 
     Experts are placed in descending order of their numbers of replicas. All replicas of an expert go to the fullest
-    domain that has enough free slots for them. If there is none, the domain with the most free slots is filled first.
+    domain that has enough free slots. If no domain has enough, the domain with the most free slots is filled first.
     """
     counts = np.zeros((len(replica_counts), len(capacities)), dtype=np.int64)
     vacant = list(capacities)

@@ -53,7 +53,7 @@ class StateCopyPlan:
         """Check that the copies of every shard are in distinct failure domains.
 
         Raises:
-            ConfigError: two copies of a shard are in one domain, or copies are missing (named in the message).
+            ConfigError: two copies of a shard are in one domain, or copies are missing; the message names the shard.
         """
         domain_of = dict(zip(self.ranks, self.domains, strict=True))
         for operator in self.operators:
@@ -97,9 +97,9 @@ class StateCopyPlan:
         """Assign owners to the optimizer state of every expert and every non-expert part.
 
         The first owner of a shard is a rank that computes with the operator (for a non-expert part, each rank in turn).
-        The other owners are in the next failure domains of a cycle, which begins with the domains of computing ranks.
-        So one owner remains after the loss of any ``num_state_copies - 1`` domains, even if fewer ranks compute with
-        the operator.
+        The other owners are in the next failure domains of a cycle that begins with the domains of computing ranks. So
+        after the loss of any ``num_state_copies - 1`` domains, every shard still has an owner, even if fewer ranks
+        compute with the operator.
 
         Args:
             plan: placement of experts.
@@ -187,7 +187,7 @@ class _Ring:
         for step in range(1, self.num_copies):
             members = self.members[cycle[(start + step) % len(cycle)]]
             candidates = [position for position in members if position in holders] or members
-            # If all ranks hold the part, the owners have the same position in their domains: all own equally much.
+            # If all ranks hold the part, owners have the same position in their domains, so that all own equally much.
             place = (
                 self.members[self.domains[holder]].index(holder) if len(holders) == len(self.ranks) else turn + shard
             )

@@ -15,9 +15,9 @@ from megatron_ft.topology import Cluster
 Counts = npt.NDArray[np.int64]
 """Number of replicas of each expert in each failure domain, ``[E, D]``."""
 Holdings = tuple[tuple[frozenset[int], ...], ...]
-"""Experts whose state each rank holds, ``[layer][rank]``, in a plan's order of ranks; joining ranks hold none."""
+"""Experts whose state each rank has, ``[layer][rank]``, in a plan's order of ranks; joining ranks have none."""
 OtherHoldings = Mapping[int, Sequence[frozenset[int]]]
-"""Experts whose state ranks of other stages hold, by rank and layer."""
+"""Experts of a stage that are on ranks of other stages, by rank and layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,14 +125,14 @@ class Layout:
                 sums[position] = sum(weights[expert] for expert in slots[position])
         for expert in experts:
             free = (position for position in positions if len(slots[position]) < self.num_slots_per_rank)
-            # A second copy on a rank does not help. With equal loads, the rank with the fewest replicas comes first.
+            # A second copy on a rank has no benefit. With equal loads, the rank with the fewest replicas comes first.
             chosen = min(free, key=lambda place: (expert in slots[place], sums[place], len(slots[place]), place))
             slots[chosen].append(expert)
             sums[chosen] += weights[expert]
 
 
 def _take(experts: list[int], held: frozenset[int], most: int) -> list[int]:
-    """Remove one replica of each expert of ``held`` from ``experts``; return the removed ones, at most ``most``."""
+    """Remove one replica of each expert in ``held`` from ``experts``, at most ``most``; return the removed experts."""
     taken: list[int] = []
     for expert in sorted(held):
         if expert in experts and len(taken) < most:

@@ -28,7 +28,7 @@ class Losses:
     """Weight of each set, ``[M]``."""
 
     def dead(self, held: Masks) -> Bools:
-        """Return, as ``[..., M]``, whether the loss of each set removes every domain of each mask in ``held``."""
+        """Return for each mask in ``held`` whether each loss removes all of its domains, ``[..., M]``."""
         wide = held[..., None]
         return np.asarray((self.masks & wide) == wide)
 
@@ -96,7 +96,7 @@ class Search:
                     break
 
     def kick(self, draw: random.Random, num_swaps: int) -> None:
-        """Make ``num_swaps`` random exchanges of replicas that leave every expert in its minimum number of domains."""
+        """Try ``num_swaps`` random exchanges of replicas that leave every expert in its minimum number of domains."""
         for _ in range(num_swaps):
             left, right = draw.sample(range(self.counts.shape[1]), 2)
             ours, theirs, allowed = self._exchanges(left, right)
@@ -113,7 +113,7 @@ class Search:
         return ours, theirs, allowed & (ours[:, None] != theirs[None, :])
 
     def _keeps_floor(self, experts: Masks, source: int, target: int) -> Bools:
-        # Number of domains that the expert leaves, minus the number of domains that are new to it.
+        # Change of the expert's number of domains: 1 if it leaves ``source``, minus 1 if ``target`` is new to it.
         lost = (self.counts[experts, source] == 1).astype(np.int64) - (self.counts[experts, target] == 0)
         return np.asarray(self.support[experts] - lost >= self.goals[experts])
 

@@ -14,9 +14,9 @@ from megatron_ft.planning.placement.layout import Counts
 class MaximumRankOverlap(LayerwisePlacement):
     """Construction of Lazarus, section 4.1, with failure domains instead of nodes.
 
-    The placement is optimal for every number of lost domains if the number of slots of a domain divides the number of
-    experts or is at least as large. Otherwise a better placement may exist, and an expert may be in fewer domains than
-    the slots allow.
+    The placement is optimal for every number of lost domains if a domain has slots for all experts, or if its number of
+    slots divides the number of experts. Otherwise a better placement may exist, and an expert may be in fewer domains
+    than the slots allow.
     """
 
     name: ClassVar[str] = "maximum_rank_overlap"
@@ -28,10 +28,10 @@ class MaximumRankOverlap(LayerwisePlacement):
 def overlap(replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None = None) -> Counts:
     """Return the number of replicas of each expert in each domain for one layer, ``[E, D]``.
 
-    Experts are sorted by their numbers of replicas, ascending, and divided into groups of as many experts as the
-    smallest domain has slots. A group gets as many domains as its first expert has replicas; the last group gets the
-    remaining domains. Every expert of a group gets a replica in every domain of the group. All other replicas fill the
-    free slots.
+    Experts are sorted by their numbers of replicas, ascending. Groups of consecutive experts have as many experts as
+    the smallest domain has slots. A group gets as many domains as its first expert has replicas, or the remaining
+    domains if these are fewer. Every expert of a group gets a replica in every domain of the group. All other replicas
+    fill the free slots.
     """
     return overlap_groups(replica_counts, capacities, group_sizes(len(replica_counts), min(capacities)), loads)
 

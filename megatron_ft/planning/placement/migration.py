@@ -135,7 +135,7 @@ class MigrationPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replacement:
-    """A transfer whose expert takes the place of another expert of the same layer on the receiving rank."""
+    """Transfer of an expert that overwrites another expert of the same layer on the receiving rank."""
 
     transfer: Transfer
     dropped: int
@@ -147,15 +147,15 @@ Step = tuple[Replacement, ...]
 
 
 def replacement_steps(now: PlacementPlan, migration: MigrationPlan) -> list[Step] | None:
-    """Divide ``migration`` into steps in which each rank receives at most one expert and sends at most one, so that a
-    rank needs memory for one more expert only.
+    """Divide ``migration`` into steps. In a step, each rank receives at most one expert and sends at most one, so that
+    it needs memory for only one more expert.
 
     An expert is overwritten only if another rank had it before the step, so every expert always has a copy. If
     possible, an expert is sent by the rank that ``migration`` names; otherwise, another rank that holds it sends it.
 
     Returns:
-        None if there are no such steps: a rank would hold another number of distinct experts of a layer than under
-        ``now``, or ranks would have to exchange experts of which no other rank has a copy.
+        Steps in order. None if such steps do not exist: the migration changes how many distinct experts of a layer a
+        rank holds, or ranks would have to exchange experts of which no other rank has a copy.
     """
     state = _Replacing.of(now, migration)
     if any(len(experts) != len(state.wanted[key]) for key, experts in state.held.items()):
@@ -175,7 +175,7 @@ class _Replacing:
     """Progress of a migration that is made in steps."""
 
     held: dict[tuple[int, int], set[int]]
-    """Experts by layer number and rank."""
+    """Experts that each rank holds now, by layer number and rank."""
     wanted: dict[tuple[int, int], set[int]]
     """Experts after the migration, by layer number and rank."""
     holders: dict[tuple[int, int], set[int]]
@@ -231,7 +231,7 @@ class _Replacing:
         def left(expert: int) -> int:
             return len(self.holders[layer, expert]) - overwritten.get((layer, expert), 0)
 
-        # The expert with most copies, because other ranks may still have to receive experts with few copies from here.
+        # The expert with the most copies: other ranks may still have to receive a rarer expert from this rank.
         most = max(self.held[key] - self.wanted[key], key=lambda expert: (left(expert), -expert))
         return most if left(most) > 1 else None
 
@@ -252,8 +252,8 @@ def holdings(plan: PlacementPlan, previous: Sequence[int | None] | None = None) 
     """Return the experts that ranks hold in each layer under ``plan``.
 
     Args:
-        previous: for each rank of the next membership, in order, its rank in ``plan``, or None if it is joining; by
-            default, the ranks are those of ``plan``.
+        previous: rank in ``plan`` of each rank of the next membership, in order; None for a joining rank. By default,
+            the ranks are those of ``plan``.
     """
     position = {rank: index for index, rank in enumerate(plan.ranks)}
     wanted: Sequence[int | None] = plan.ranks if previous is None else previous
@@ -266,8 +266,8 @@ def holdings(plan: PlacementPlan, previous: Sequence[int | None] | None = None) 
 def remap(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int] = 1) -> PlacementPlan:
     """Permute the ranks of ``plan`` so that as few bytes as possible move, in all layers together.
 
-    Only ranks within a domain, and whole domains with equal numbers of ranks, are exchanged, so survival does not
-    change. Both exchanges are solved exactly as linear assignment problems.
+    Two kinds of exchanges are made: of ranks within a domain, and of whole domains with equal numbers of ranks. Neither
+    changes survival. Both are solved exactly as linear assignment problems.
     """
     mapping = _mapping(plan, held, expert_bytes)
     slots: Slots = tuple(tuple(by_rank[part] for part in mapping) for by_rank in plan.slots)
@@ -316,7 +316,7 @@ def _missing_bytes(plan: PlacementPlan, held: Holdings, sizes: Sequence[int]) ->
     costs = np.zeros((len(plan.ranks), len(plan.ranks)), dtype=np.int64)
     for by_rank, owned, size in zip(plan.slots, held, sizes, strict=True):
         wants = _incidence(by_rank, plan.num_experts)
-        # Floats, because BLAS multiplies them; they represent counts of experts exactly.
+        # Floats, because BLAS multiplies only floats; they represent counts of experts exactly.
         has = _incidence(owned, plan.num_experts)
         costs += size * (wants.sum(axis=1)[None, :] - has @ wants.T).astype(np.int64)
     return costs

@@ -1,5 +1,5 @@
-"""Placement by search: base copies are placed so that survival is at least that of maximum rank overlap, and extra
-copies by load."""
+"""Placement by search: base copies are placed so that survival is at least that of maximum rank overlap. Extra copies
+are placed by load."""
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +28,7 @@ from megatron_ft.planning.placement.plan import Slots
 from megatron_ft.planning.placement.survival import SurvivalObjective, TooManyStates
 
 WORTH_MOVING = 0.02
-"""Extra copies move only if this relieves the busiest rank of a layer by at least this fraction of its tokens."""
+"""Extra copies move only if this relieves the busiest rank of a layer by more than this fraction of its tokens."""
 MAX_BALANCED_RANKS = 256
 """Largest number of ranks for which the search computes balanced shares."""
 MAX_SEARCHED_DOMAINS = 62
@@ -44,14 +44,14 @@ Column = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapSearch(PlacementBase):
-    """Searches places of base copies that survive more often than maximum rank overlap; places other copies by load.
+    """Finds domains for base copies that survive more often than maximum rank overlap; places extra copies by load.
 
     * Every expert is in ``min_domains`` distinct failure domains, or in as many as its replicas and the cluster allow.
-    * If loads are given and slots are left when all experts have the smallest replica count, base copies are placed
-      for survival by the search, and extra copies by load (``allocation.py``). ``survival_share`` divides the slots
-      between base copies and extra copies.
-    * If the number of slots of a domain divides the number of experts or is at least as large, maximum rank overlap is
-      optimal and is used. Otherwise, a small layer is solved by enumeration of all placements, a medium layer by
+    * If loads are given and there are more slots than the smallest replica count of every expert needs, the search
+      places base copies for survival, and other copies are placed by load (``allocation.py``). ``survival_share``
+      divides the slots between base copies and extra copies.
+    * If a domain has slots for all experts, or its number of slots divides the number of experts, maximum rank overlap
+      is optimal and is used. Otherwise, a small layer is solved by enumeration of all placements, a medium layer by
       exchanges of replicas, and a large layer by the best of several groupings.
     * The domains of each layer are then permuted so that all layers survive together as often as possible.
     """
@@ -70,8 +70,8 @@ class OverlapSearch(PlacementBase):
     balance: bool = True
     """Whether the loads of domains are evened out, if loads are given."""
     survival_share: float = 0.0
-    """Share of the slots whose copies are placed for survival instead of balance, if loads are given. With 0 these are
-    only the ``min_replicas`` base copies of every expert, with 1 all copies."""
+    """Share of the slots whose copies are placed for survival instead of balance, if loads are given: 0 for only the
+    ``min_replicas`` base copies of every expert, 1 for all copies."""
 
     def fill(
         self,
@@ -128,9 +128,9 @@ class OverlapSearch(PlacementBase):
         loads: Sequence[Sequence[float] | None],
         min_replicas: int | None,
     ) -> list[Counts] | None:
-        """Return the base copies of each layer, ``[L][E, D]``. Return None if there are no extra copies, because
-        ``survival_share`` is 1, a layer has no loads, or base copies fill the replica counts: ``fill`` then places all
-        copies for survival."""
+        """Return the base copies of each layer, ``[L][E, D]``. Return None if ``fill`` must place all copies for
+        survival. This is so if ``survival_share`` is 1, a layer has no loads, or the replica counts leave no extra
+        copies."""
         if self.survival_share == 1 or any(load is None for load in loads):
             return None
         floor = min([*map(min, replica_counts), *([] if min_replicas is None else [min_replicas])])
@@ -258,7 +258,7 @@ class OverlapSearch(PlacementBase):
         loads: Sequence[Sequence[float] | None],
         losses: Losses,
     ) -> list[Counts]:
-        # Aligns the layers for joint survival; uses maximum rank overlap in all layers if that survives more often.
+        # Aligns the layers for joint survival; if maximum rank overlap in all layers survives more often, uses that.
         turned = _align(layers, capacities, losses)
         plain = [
             spread_to_floor(overlap(counts, capacities, load), self._floor(counts))
@@ -270,7 +270,7 @@ class OverlapSearch(PlacementBase):
         return [layer if load is None or not self.balance else _even_out(layer, load) for layer, load in pairs]
 
     def _losses(self, num_domains: int, limit: int | None = None) -> Losses | None:
-        # Returns the losses with which exchanges are evaluated; None if losses of several domains are too many.
+        # Returns the losses with which exchanges are evaluated; None if there are too many losses of several domains.
         if num_domains > MAX_SEARCHED_DOMAINS:
             return None
         masks, values = self.objective.losses(num_domains, limit or self.num_losses)
@@ -297,15 +297,14 @@ class OverlapSearch(PlacementBase):
 def search_base(
     search: OverlapSearch, counts: tuple[tuple[int, ...], ...], capacities: tuple[int, ...]
 ) -> tuple[Counts, ...]:
-    """Search places for base copies. Results are cached, because all plans of a membership have the same base
-    copies."""
+    """Find domains for base copies. Results are cached, because all plans of a membership have the same base copies."""
     return tuple(search.assign_layers(counts, capacities, [None] * len(counts)))
 
 
 def _cheaper(
     kept: tuple[tuple[int, ...], ...], fresh: tuple[tuple[int, ...], ...], loads: Sequence[float]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return ``fresh`` if it saves at least ``WORTH_MOVING`` of the busiest rank's tokens compared with ``kept``,
+    """Return ``fresh`` if it saves more than ``WORTH_MOVING`` of the busiest rank's tokens compared with ``kept``,
     otherwise ``kept``."""
     # Even shares never give the busiest rank fewer tokens than balanced shares, and they are cheaper to compute.
     shares = BALANCED if len(kept) <= MAX_BALANCED_RANKS else EVEN
@@ -318,9 +317,9 @@ def _mask(held: np.ndarray) -> int:
 
 
 def placements(replica_counts: Sequence[int], num_slots: int, num_domains: int, floor: int) -> Iterator[Counts]:
-    """Yield every placement with each expert in ``floor`` domains if possible, as replicas of each domain ``[E, D]``.
+    """Yield the counts ``[E, D]`` of every placement with each expert in ``floor`` domains, or in as many as possible.
 
-    All domains have ``num_slots`` slots and are interchangeable, so only one order of the same columns is yielded.
+    All domains have ``num_slots`` slots. Of placements that differ only in the order of domains, one is yielded.
     """
     num_experts = len(replica_counts)
     left = [*replica_counts, num_slots * num_domains - sum(replica_counts)]
@@ -356,7 +355,7 @@ def _fill(columns: list[Column], first: int, left: list[int], num_domains: int) 
 def _align(layers: Sequence[Counts], capacities: Sequence[int], losses: Losses) -> list[Counts]:
     """Exchange domains of equal capacity in one layer after another, as long as the joint survival of layers grows.
 
-    An exchange does not change the survival of its layer alone, but a model survives only if all of its layers survive.
+    An exchange does not change how often its layer survives, but it changes how often all layers survive together.
     """
     result = [layer.copy() for layer in layers]
     lethal = [_lethal(layer, losses) for layer in result]
@@ -431,7 +430,7 @@ def _even_out(counts: Counts, loads: Sequence[float], max_exchanges: int = MAX_E
         if change[best] >= enough:
             break
         first, second = left[best], right[best]
-        # Updated instead of computed again, because with hundreds of experts that would take long for each exchange.
+        # An update is much faster than computing ``along`` again for each exchange with hundreds of experts.
         along += moved[best] * (overlaps[first] - overlaps[second])
         expert_of[[first, second]] = expert_of[[second, first]]
     result = np.empty_like(counts)

@@ -20,8 +20,8 @@ Slots = tuple[tuple[tuple[int, ...], ...], ...]
 class PlacementPlan:
     """Assignment of experts to the slots of every rank and layer, the same on every rank.
 
-    Several slots of a rank may hold the same expert. They share one set of weights, and the rank processes a larger
-    share of the expert's tokens.
+    Several slots of a rank may hold the same expert. These slots share one set of weights, and the rank processes a
+    larger share of the expert's tokens.
     """
 
     num_experts: int
@@ -33,7 +33,7 @@ class PlacementPlan:
     layer_numbers: tuple[int, ...]
     """Megatron's layer numbers, counted from 1."""
     slots: Slots
-    """Expert ids ``[layer][rank][slot]``, ascending; some slots of a rank may be empty, which shortens its list."""
+    """Expert ids ``[layer][rank][slot]``, ascending; empty slots are left out, so the lists of ranks may be shorter."""
     algorithm: str
 
     @classmethod

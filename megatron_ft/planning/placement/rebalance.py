@@ -54,7 +54,7 @@ class RebalancePolicy:
     """Value of ``placement.shares``."""
 
     def due(self, iteration: int) -> bool:
-        """Whether a new placement is planned after ``iteration``."""
+        """Whether ranks plan a new placement after ``iteration``."""
         return self.interval_iterations > 0 and iteration > 0 and iteration % self.interval_iterations == 0
 
     def decide(self, now: PlacementPlan, migration: MigrationPlan, loads: Sequence[Sequence[float]]) -> _Rebalance:
@@ -80,7 +80,7 @@ class RebalancePolicy:
 
 
 def imbalance(plan: PlacementPlan, loads: Sequence[Sequence[float]], shares: str = BALANCED) -> float:
-    """Return the largest ratio, over all layers, of the busiest rank's tokens to the mean of the ranks; 1 if equal."""
+    """Return the largest ratio of the busiest rank's tokens to the mean of all ranks in any layer, at least 1."""
     means = [sum(load) / len(plan.ranks) for load in loads]
     ratios = [
         busiest_tokens(plan.replicas_per_rank(layer), load, shares) / mean

@@ -44,7 +44,7 @@ class PlacementReport:
     expert_copies_bytes: int | None
     """Bytes of ``num_state_copies`` copies of the optimizer state of experts."""
     non_expert_state_bytes: int
-    """Bytes of the optimizer state of all other parameters, summed over ranks; sharded state counts once."""
+    """Bytes of the optimizer state of all other parameters on all ranks, without the copies below."""
     non_expert_copies_bytes: int | None
     """Bytes of ``num_state_copies`` copies of the optimizer state of all other parameters."""
     rebalance_interval_iterations: int
@@ -52,9 +52,9 @@ class PlacementReport:
     staged_bytes: int
     """Bytes of one expert. A rank needs this much additional memory during a rebalance."""
     most_moved_bytes: int
-    """Largest number of bytes that a rebalance moves. Base copies of ``overlap_search`` do not move."""
+    """Most bytes that a rebalance can move. ``overlap_search`` does not move base copies (``allocation.py``)."""
     most_received_bytes: int
-    """Bytes that the rank that receives the most in such a rebalance receives."""
+    """Most bytes that one rank receives in such a rebalance."""
     rebalance_seconds: float | None
     """Predicted time of the transfers of such a rebalance, for which training waits; None without
     ``topology.link_bytes_per_second``."""
@@ -142,8 +142,8 @@ class PlacementReport:
 
 
 def _movable_copies(plan: PlacementPlan, min_replicas: int) -> list[int]:
-    """Return for each layer the number of copies that a rebalance may move. ``overlap_search`` does not move the base
-    copies, ``min_replicas`` of each expert if there are enough slots."""
+    """Return for each layer the number of copies that a rebalance may move. ``overlap_search`` does not move base
+    copies, of which each expert has ``min_replicas``, or fewer if there are too few slots."""
     counts = [plan.replica_counts(layer) for layer in range(len(plan.slots))]
     kept = min_replicas if plan.algorithm == OverlapSearch.name else 0
     return [sum(of_layer) - min(kept, *of_layer) * len(of_layer) for of_layer in counts]
@@ -188,7 +188,7 @@ def plan_shard_copies(config: JobConfig, stage: int, num_bytes: int = 0) -> Stat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """State of one pipeline stage: its bytes, and the failure domains that hold it."""
+    """State of one pipeline stage: its number of bytes, and the failure domains that hold its parts."""
 
     plan: PlacementPlan
     num_tensor_parts: int
@@ -233,8 +233,8 @@ class _Stage:
         yield from self._dense_holders()
 
     def state_holders(self) -> Iterator[Domains]:
-        """Yield the failure domains that hold each shard of optimizer state. Every replica of an expert has all of
-        the expert's optimizer state."""
+        """Yield the failure domains that hold each shard of optimizer state. Ranks with a replica of an expert have all
+        optimizer state of this expert."""
         domain_of = dict(zip(self.plan.ranks, self.plan.domains, strict=True))
         if not self.sharded:
             yield from self._dense_holders()
@@ -260,6 +260,6 @@ class _Stage:
         )
 
     def _dense_holders(self) -> Iterator[Domains]:
-        # Tensor-parallel ranks are adjacent.
+        # Ranks of one tensor-parallel group have adjacent numbers.
         for part in range(self.num_tensor_parts):
             yield frozenset(self.plan.domains[part :: self.num_tensor_parts])

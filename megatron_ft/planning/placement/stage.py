@@ -1,6 +1,6 @@
 """Makes the placements of a job's pipeline stages from the loads of experts.
 
-The dry run and every rank call the same functions, so that the placement that is printed is also used.
+The dry run and every rank call the same functions, so that ranks use the placement that the dry run prints.
 """
 
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ class StageRequest:
         ]
 
     def fits(self, plan: PlacementPlan) -> bool:
-        """Whether ``_check_fit`` accepts ``plan``."""
+        """Whether ``plan`` has the ranks, domains, layers, experts and slots of this request; see ``_check_fit``."""
         try:
             _check_fit(plan, self)
         except ConfigError:
@@ -127,8 +127,8 @@ def algorithm_of(config: JobConfig) -> PlacementAlgorithm:
 
 
 def first_plans(config: JobConfig, requests: Sequence[StageRequest], inputs: JobInputs) -> list[PlacementPlan]:
-    """Return the plans of all stages at the start of a job: the plans that ``placement.schedule`` has for iteration 1,
-    or otherwise plans from recorded loads or, without these, from equal loads.
+    """Return the plans of all stages at the start of a job: the plans in ``placement.schedule`` for iteration 1. If
+    there are none, plans are made from recorded loads, or from equal loads if no loads are recorded.
 
     Raises:
         ConfigError, DataError: recorded loads or a scheduled placement do not fit the job.

@@ -1,9 +1,9 @@
 """Computes the probability that a model's state survives the loss of failure domains.
 
-State survives if every piece of it (an expert of a layer, a shard of non-expert state) has a holder left. A piece is
-represented by the set of domains that hold it. All layers are considered together, because layers in the same domains
-do not survive independently. Counting is exact. Only if it would take too much memory, losses are sampled instead;
-``Survival.method`` states which method was used.
+State survives if every part of it (an expert of a layer, a shard of non-expert state) is in at least one domain that is
+not lost. A part is represented by the set of domains that hold it. All layers are considered together, because layers
+in the same domains do not survive independently. Losses are counted exactly. If this would take too much memory, they
+are sampled instead; ``Survival.method`` states which method was used.
 """
 
 import math
@@ -19,23 +19,23 @@ import numpy.typing as npt
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.plan import PlacementPlan
 
-# Sets without a common domain are independent, so each connected component is counted separately, and the results are
-# convolved. Within a component, dynamic programming processes one domain after another. A state is the collection of
-# sets that have no surviving domain so far. The value of a state is a list: the total weight of all losses that lead to
-# the state, by their number of lost domains.
+# How losses are counted: sets without a common domain are independent, so each connected component is counted
+# separately, and the results are convolved. In a component, dynamic programming processes one domain after another. Its
+# states are the collections of sets that have no surviving domain so far. Each state has a list of total weights: entry
+# n belongs to the losses of n domains that lead to the state.
 
 # Each state has a list of weights, so more states would take too much memory.
 MAX_STATES = 4096
 NEGLIGIBLE = 1e-4
-"""Numbers of lost domains are left out if ``lost_ratio`` gives them, before normalization, at most this weight."""
+"""Losses of n domains are left out if their weight from ``lost_ratio``, before normalization, is at most this."""
 
 
 class TooManyStates(Exception):
-    """Raised if the sets of domains overlap so much that counting would need more than ``MAX_STATES`` states."""
+    """Sets of domains overlap so much that counting would need more than ``MAX_STATES`` states."""
 
 
 def minimal_masks(masks: Iterable[int]) -> list[int]:
-    """Remove masks that contain another mask: if the smaller set survives, the larger set survives as well."""
+    """Remove each mask that contains another: state in more domains survives whenever state in some of them does."""
     kept: list[int] = []
     by_size = sorted(set(masks), key=lambda mask: (mask.bit_count(), mask))
     for _, of_size in groupby(by_size, key=int.bit_count):
@@ -112,7 +112,7 @@ def _sweep(masks: Sequence[int], union: int, max_lost: int, odds: Sequence[float
         for unhit, weights in states.items():
             # The domain survives, and so do all sets that contain it.
             _add(following, unhit & ~members[domain], weights)
-            # The domain is lost. No set may end with this domain without a surviving domain.
+            # The domain is lost. Sets whose last domain this is must already have a surviving domain.
             if not unhit & closing[domain]:
                 _add(following, unhit, [0, *(value * weight for value in weights[:max_lost])])
         if len(following) > MAX_STATES:
@@ -173,8 +173,8 @@ class SurvivalObjective:
     def weights(self, num_domains: int) -> tuple[float, ...]:
         """Return the weights of losing 0, 1, ... domains, up to the last weight that is not 0; their sum is 1.
 
-        If only losses of more domains have a weight, because domains were lost, the largest loss that leaves a domain
-        gets all weight.
+        If ``lost_weights`` has weights only for more domains than are left, the largest loss that leaves a domain gets
+        all weight.
         """
         geometric = (self.lost_ratio**lost for lost in range(1, num_domains + 1))
         chosen = self.lost_weights or tuple(weight for weight in geometric if weight > NEGLIGIBLE)
@@ -197,7 +197,7 @@ class SurvivalObjective:
         for lost in range(1, len(weights)):
             if not weights[lost]:
                 continue
-            # All sets of one size or none of them: a part of them would favour the domains that it does not contain.
+            # Sets of one size are all taken or all left out: a part of them would favour domains outside of this part.
             if len(masks) + math.comb(num_domains, lost) > limit:
                 break
             sets = list(combinations(range(num_domains), lost))
@@ -207,7 +207,7 @@ class SurvivalObjective:
         return np.asarray(masks, dtype=np.int64), np.asarray(values, dtype=np.float64)
 
     def score(self, masks: Sequence[int], num_domains: int) -> float:
-        """Return the expected survival of state, exact up to rounding. Each mask has the domains of one piece of state.
+        """Return the expected survival of state, exact up to rounding. Each mask has the domains of one part of state.
 
         Raises:
             TooManyStates: the sets overlap so much that counting would take too much memory.
@@ -254,7 +254,7 @@ def survival(
     """Return one ``Survival`` for each number in ``lost``, in ascending order of these numbers.
 
     Args:
-        holders: domains that hold each piece of state.
+        holders: domains that hold each part of the state.
         domains: all domains that may be lost.
         lost: numbers of domains that are lost at the same time.
         odds: odds ``q / (1 - q)`` of the failure of each domain. The weight of a loss is the product of the odds of the
@@ -263,7 +263,7 @@ def survival(
         seed: seed of the samples.
 
     Raises:
-        ConfigError: ``lost`` contains a number above the number of domains, or a piece of state has no holder.
+        ConfigError: ``lost`` contains a number above the number of domains, or a part of the state has no holder.
     """
     index = {name: position for position, name in enumerate(domains)}
     masks = minimal_masks(sum(1 << index[name] for name in set(held)) for held in holders)
@@ -272,7 +272,7 @@ def survival(
         if not 0 <= count <= len(index):
             raise ConfigError.of("lost domains", count, f"must be from 0 to {len(index)}, the number of domains")
     if 0 in masks:
-        raise ConfigError.of("holders", "{}", "must name at least one failure domain for each piece of state")
+        raise ConfigError.of("holders", "{}", "must name at least one failure domain for each part of the state")
     return tuple(_survival(masks, len(index), count, odds, num_samples, seed) for count in wanted)
 
 
@@ -321,7 +321,7 @@ def _lethal(masks: Iterable[int], num_domains: int) -> npt.NDArray[np.bool_]:
     bad = np.zeros(1 << num_domains, dtype=np.bool_)
     bad[list(masks)] = True
     for bit in range(num_domains):
-        # A set with the bit is lethal if the same set without it is. So n passes suffice, not one for each mask.
+        # More lost domains keep a set lethal, so one pass for each domain replaces one pass for each mask.
         view = bad.reshape(-1, 2, 1 << bit)
         view[:, 1] |= view[:, 0]
     return bad

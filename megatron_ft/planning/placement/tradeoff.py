@@ -44,7 +44,7 @@ def tradeoff(
         loads: tokens of each expert, ``[L][E]``.
         slots: numbers of slots of a rank.
         min_replicas: smallest number of copies of an expert.
-        lost: numbers of failure domains that are lost together.
+        lost: numbers of failure domains that are lost at the same time; survival is computed for each of them.
 
     Raises:
         ConfigError: there are fewer slots than experts.

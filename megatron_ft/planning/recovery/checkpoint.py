@@ -14,7 +14,7 @@ from megatron_ft.planning.state.declined import Declined
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """All ranks restart from the newest dense checkpoint that verifies."""
+    """All ranks restart from the newest dense checkpoint that passes verification."""
 
     name: ClassVar[str] = "checkpoint"
     requirements: ClassVar[tuple[Requirement, ...]] = REQUIREMENTS[name]
@@ -48,7 +48,7 @@ class StartOver:
 
 def _has_unusable_state(loss: Loss, facts: RecoveryFacts) -> bool:
     """Whether the run may have saved state that ranks cannot load, or that ``recovery.strategies`` does not allow them
-    to load. If so, they refuse to start at iteration 0 unless ``run.start_over=true``."""
+    to load. If so, ranks refuse to start at iteration 0 unless ``run.start_over=true``."""
     if loss.stored is None:
         return facts.snapshot is not None or facts.config.checkpoint.save_interval_iterations > 0
     stored = (loss.stored.memory_start, loss.stored.persisted_start, loss.stored.checkpoint)

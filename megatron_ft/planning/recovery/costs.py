@@ -1,4 +1,4 @@
-"""Costs of losses: asks the recovery strategies in order, and computes the costs that ``dry_run`` shows."""
+"""Asks each recovery strategy for the cost of a loss and chooses the best one; computes the costs in a ``dry_run``."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -21,8 +21,8 @@ from megatron_ft.planning.state.declined import Declined
 STRATEGIES: tuple[Strategy, ...] = (LivingState(), LocalizedReplay(), Rollback(), Checkpoint(), StartOver())
 """All recovery strategies, in the order in which they are tried."""
 MAX_PLANNED_NODES = 16
-"""Largest number of nodes for which ``costs_of_nodes`` plans the placement after the loss of that node. For the loss of
-any other node, the bytes that move are not computed."""
+"""``costs_of_nodes`` plans the placement after the loss of a node only for the first nodes, at most this many. Without
+this plan, the bytes of experts that move after a loss are not computed."""
 
 
 def cost_of_loss(
@@ -34,11 +34,11 @@ def cost_of_loss(
     place: Place | None = None,
     stored: Stored | None = None,
 ) -> Cost:
-    """Compute the cost of losing the nodes ``lost`` at the same time: that of the best strategy that does not decline.
+    """Return the cost of losing all nodes in ``lost`` at the same time, with the best strategy that does not decline.
 
-    Committed iterations are not given up while a strategy can keep them. Of the strategies that keep them, the one with
-    the shortest predicted time is the best; otherwise the first in the order of ``STRATEGIES``, in which ranks load
-    saved state. The arguments are described at ``Loss``.
+    Strategies that keep the surviving processes and all committed iterations are better than the others. Of these, the
+    one with the shortest predicted time is the best. If there is none, ranks load saved state, and the first strategy
+    in ``STRATEGIES`` that does not decline is the best. The arguments are described at ``Loss``.
 
     Raises:
         ConfigError: ``lost`` contains a node that is not present.
@@ -61,7 +61,7 @@ def _cost_by(strategy: Strategy, loss: Loss, facts: RecoveryFacts) -> Cost | Dec
     found, recovery = strategy.cost(loss, facts), facts.config.recovery
     if isinstance(strategy, StartOver) or recovery.may_use(strategy.name):
         return found
-    # A person who starts the job again can use any saved state, so only what the job does by itself is excluded.
+    # The key limits only what the job does by itself: a user who starts the job again may use any saved state.
     if isinstance(found, Cost) and not found.is_automatic:
         return found
     return Declined(
@@ -70,8 +70,8 @@ def _cost_by(strategy: Strategy, loss: Loss, facts: RecoveryFacts) -> Cost | Dec
 
 
 def costs_of_nodes(facts: RecoveryFacts, inputs: JobInputs) -> tuple[Cost, ...]:
-    """Compute the cost of losing each present node alone, of the death of all ranks if the job restarts ranks, and of
-    the death of all processes of the job if its snapshot servers outlive it."""
+    """Return the cost of losing each present node alone. If the job restarts ranks, the cost of the death of all ranks
+    follows. If snapshot servers outlive the job, the cost of the death of all processes of the job follows."""
     wanted = placer(facts.config, inputs)
     gone = tuple(
         cost_of_loss(facts, [node], place=wanted if position < MAX_PLANNED_NODES else None)
@@ -84,8 +84,8 @@ def costs_of_nodes(facts: RecoveryFacts, inputs: JobInputs) -> tuple[Cost, ...]:
 
 
 def placer(config: JobConfig, inputs: JobInputs, loads: Sequence[Sequence[Sequence[float]]] | None = None) -> Place:
-    """Return a function that plans survivors' placements from ``loads`` [stages][layers][experts], or from the first
-    loads."""
+    """Return a function that plans the placement of experts on the survivors from ``loads`` [stages][layers][experts].
+    If ``loads`` is None, it uses the loads with which the job starts."""
 
     def place(nodes: tuple[int, ...], stage: int, held: Holdings) -> PlacementPlan:
         remaining = config_of(config, nodes)
@@ -105,9 +105,9 @@ def idle_copies(config: JobConfig) -> tuple[str, ...]:
     if config.snapshot.policy is not None and config.snapshot.num_peer_copies and not config.recovery.keep_layout:
         after = "the loss of a node ends the job, and windows in memory are lost with the job"
         if config.snapshot.outlive_job_seconds:
-            after = "after the loss of a node a new start may find them (snapshot.outlive_job_seconds)"
+            after = "after the loss of a node a new start may use them (snapshot.outlive_job_seconds)"
         if not why_no_replicas(config):
-            after = "after the loss of a node the job continues from replicas, or from a dense checkpoint"
+            after = "after the loss of a node the job uses replicas or a dense checkpoint instead"
         copies = f"snapshot.num_peer_copies={config.snapshot.num_peer_copies}"
         notes.append(f"{copies}: peer copies are only used if a node's own window is damaged; {after}")
     return tuple(notes)
@@ -123,7 +123,7 @@ def windows_serve(config: JobConfig) -> str:
         served.append(f"the death of ranks on running nodes (recovery.max_restarts={recovery.max_restarts})")
     if snapshot.outlive_job_seconds:
         seconds = f"snapshot.outlive_job_seconds={snapshot.outlive_job_seconds}"
-        served.append(f"the death of the whole job: run.resume on the same nodes within this time ({seconds})")
+        served.append(f"the death of the whole job: run.resume on the same nodes within the time {seconds}")
     if snapshot.persist_interval_windows:
         served.append("the end of the job: run.resume with the same number of ranks loads persisted windows")
     restarts = f"recovery.max_restarts={recovery.max_restarts}"

@@ -23,7 +23,7 @@ class HeldOperator:
 
     operator: OperatorId
     holders: tuple[frozenset[int], ...]
-    """Set of the ranks that hold the part, for each part of the state."""
+    """Ranks that hold each part of the operator's state."""
 
     def lives_on(self, ranks: frozenset[int]) -> bool:
         """Whether ``ranks`` together hold every part of the state."""
@@ -52,7 +52,7 @@ class RecoveryFacts:
     snapshot: SnapshotReport | None
     """Estimate of the job's snapshots; None without snapshots."""
     state_bytes: int
-    """Bytes of the state of the largest rank, without activations; a vocabulary of unknown size counts as one entry."""
+    """Bytes of the state of the rank with the most, without activations; an unknown vocabulary counts as one entry."""
     received_bytes: tuple[int, ...] = ()
     """Bytes of weights, master weights, moments and state copies of a rank, by pipeline stage. A rank in the place of a
     lost rank receives them. A vocabulary of unknown size counts as one entry."""
@@ -75,7 +75,7 @@ class RecoveryFacts:
             config: configuration of the whole job with derived values; ``training.device=auto`` counts as ``cpu``.
             plans: present placement of each pipeline stage; empty without expert replicas.
             snapshot: estimate of the job's snapshots; None without snapshots.
-            layout: present layout; that at the start if None.
+            layout: present layout; None for the layout at the start of the job.
         """
         launch, layouts = config.launch, JobLayouts.of(config)
         if layout is None:
@@ -113,12 +113,12 @@ class RecoveryFacts:
 
     @property
     def num_written_windows(self) -> int:
-        """Return the number of windows of which one is written to storage, at least 1."""
+        """Return how many windows are captured for each window that is written to storage, at least 1."""
         return max(1, self.config.snapshot.persist_interval_windows)
 
     def window_bound(self, num_windows: int) -> int | None:
-        """Return the largest number of iterations that run again from the newest window, if one of every
-        ``num_windows`` windows is kept; None if the size of a window is not measured yet."""
+        """Return the largest number of iterations that run again from the newest usable window, if only one of every
+        ``num_windows`` windows is usable; None if the size of a window is not measured yet."""
         if self.snapshot is None or self.snapshot.window_iterations is None:
             return None
         interval = self.snapshot.interval_iterations
@@ -128,7 +128,7 @@ class RecoveryFacts:
 
     @property
     def unmeasured(self) -> tuple[str, ...]:
-        """Return the keys that are null, so that the size of a window is not known before it is measured."""
+        """Return those keys that are null although the size of a window can only be computed with them."""
         keys = ("snapshot.bandwidth_bytes_per_second", "snapshot.iteration_seconds")
         return tuple(f"{key}=null" for key in keys if value_of(self.config, key) is None)
 
@@ -214,7 +214,7 @@ def _memory(config: JobConfig, topology: Topology) -> Iterator[RankMemory]:
 
 
 def _received_bytes(memory: RankMemory) -> int:
-    # A quarter of the bytes of copies is their gradients.
+    # A quarter of the bytes of copies are gradients, which are not sent.
     return memory.weights_bytes + memory.master_bytes + memory.moments_bytes + memory.copies_bytes * 3 // 4
 
 
@@ -237,21 +237,21 @@ def _held(config: JobConfig, topology: Topology, plans: Sequence[PlacementPlan])
         else:
             groups, sharded_here = _dense_groups(topology, stage), sharded
         if copied and operator.id.kind != "expert":
-            # The weights themselves are only on the ranks of each tensor part.
+            # Copies contain no weights: these are only on the ranks of each tensor part.
             groups, sharded_here = [*copied[stage], *groups], False
         elif copied and not plans:
-            # The weights of experts can be rounded from the master weights in the shards.
+            # Weights of experts need no holder: they are computed by rounding the master weights in the shards.
             first = topology.stage_ranks(stage)[0]
             owners = sorted(rank for group in groups for rank in group)
             groups, sharded_here = [copied[stage][rank - first] for rank in owners], False
-        # Each shard of the distributed optimizer is on one rank; otherwise every rank of a group has all of it.
+        # Each shard of the distributed optimizer is on one rank; other state is on every rank of its group.
         parts = [frozenset((rank,)) for group in groups for rank in sorted(group)] if sharded_here else groups
         yield HeldOperator(operator=operator.id, holders=tuple(parts))
 
 
 def _holders_of_copies(config: JobConfig, stage: int, plan: PlacementPlan | None) -> list[frozenset[int]]:
-    # Returns the ranks that have the optimizer shard of each rank of a stage, as the ranks of the job plan them. With a
-    # placement, the state of experts does not belong to the shards.
+    # Returns the ranks that have a copy of the optimizer shard of each rank of a stage, planned as in the running job.
+    # With a placement, shards do not contain the state of experts.
     copies = plan_shard_copies(config, stage) if plan is None else plan_state_copies(config, plan, 0)
     assert copies is not None, "the job makes no copies of optimizer state"
     (non_expert,) = (operator for operator in copies.operators if operator.expert == NON_EXPERT)

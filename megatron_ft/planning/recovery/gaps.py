@@ -1,7 +1,7 @@
-"""``Gap``: losses after which committed iterations are given up or the job ends, and the keys that would change this.
+"""``Gap``: nodes after whose loss the job ends or gives up committed iterations, and changes of keys that avoid this.
 
-Candidates follow from the tables of requirements. Each is tried: it is applied to the configuration, checked like any
-configuration, and the losses are computed again with the same ``cost_of_loss``.
+Candidate changes follow from the tables of requirements. Each candidate is applied to the configuration, which is then
+validated as usual. After that, ``cost_of_loss`` computes the costs of the same losses again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,21 +29,21 @@ _ON_REPLACED_RANKS = "living_state on replaced nodes"
 """Name of the strategy ``living_state`` with ``recovery.keep_layout``: new processes receive the lost ranks' state."""
 _REQUIREMENTS = {**REQUIREMENTS, _ON_REPLACED_NODES: KEPT_LAYOUT, _ON_REPLACED_RANKS: LIVING_PLACES}
 _STRATEGY = {_ON_REPLACED_NODES: "rollback", _ON_REPLACED_RANKS: "living_state"}
-"""Name of the strategy, if it is not the name in ``_REQUIREMENTS``."""
+"""Strategy to which a key of ``_REQUIREMENTS`` belongs, if the key is not the strategy's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """Nodes whose loss gives up committed iterations or ends the job, and the smallest change that was found."""
+    """Nodes whose loss gives up committed iterations or ends the job, and the smallest found change that avoids it."""
 
     nodes: tuple[int, ...]
     """Nodes, each of which is lost alone."""
     changes: tuple[str, ...]
-    """Words for the command line that close the gap, e.g. ``recovery.min_nodes=3``; empty if none was found."""
+    """Arguments of the command that avoid this outcome, e.g. ``recovery.min_nodes=3``; empty if none were found."""
     strategy: str
     """Description of the recovery with these changes; empty if no changes were found."""
     obstacles: tuple[str, ...]
-    """Reason for each strategy that no change makes possible; empty if changes were found."""
+    """Reasons why no change makes the strategies possible, one for each; empty if changes were found."""
 
     def summary(self) -> str:
         """Describe the gap and the change in one line."""
@@ -60,7 +60,7 @@ def find_gaps(config: JobConfig, costs: Sequence[Cost], inputs: JobInputs, vocab
     and device stay as they are. Memory limits are not checked; the plan of the changed job checks them.
 
     Args:
-        config: configuration before values are derived, for one device.
+        config: configuration before values are derived; ``training.device`` must not be ``auto``.
         costs: costs of losing nodes of the job, from ``costs_of_nodes``.
         vocab_size: number of entries of the tokenizer.
     """
@@ -91,8 +91,8 @@ def find_gaps(config: JobConfig, costs: Sequence[Cost], inputs: JobInputs, vocab
 
 
 def _badness(cost: Cost) -> float:
-    # 0: all committed iterations are kept; 1 and 2: those since a window in memory, or since older state, are given up;
-    # 3: the job ends; 4: all iterations are lost.
+    # 0: no committed iteration is given up; 1: those since a window in memory are; 2: those since older saved state
+    # are; 3: the job ends; 4: all iterations are lost.
     if cost.keeps_processes:
         return 0
     if not cost.is_recoverable:
@@ -103,16 +103,16 @@ def _badness(cost: Cost) -> float:
 
 
 def _changes(config: JobConfig, name: str) -> tuple[KeyChange, ...] | str:
-    """Return the changes with which the strategy ``name`` may serve the loss of a node, or why there are none."""
+    """Return the changes with which the strategy ``name`` can recover a lost node, or why no changes are possible."""
     changed, changes = config, list[KeyChange]()
     if not config.recovery.may_use(_STRATEGY.get(name, name)):
-        # Not ``recovery=auto``, which would also replace other keys of the group.
+        # Only this key is changed: ``recovery=auto`` would also replace other keys of the group.
         changes.append(KeyChange("recovery.strategies", None))
         changed = changes[0].apply(config)
     if name == _ON_REPLACED_NODES and changed.keeps_processes:
         changes.append(KeyChange("recovery.keep_processes", False))
         changed = changes[-1].apply(changed)
-    # Applied in two passes, because the remedy of one requirement can make another one necessary or unnecessary.
+    # Two passes, because the change for one requirement can influence whether another requirement is met.
     for _ in range(2):
         for requirement in _REQUIREMENTS[name]:
             if requirement.is_met(changed):
@@ -128,12 +128,12 @@ def _changes(config: JobConfig, name: str) -> tuple[KeyChange, ...] | str:
 
 
 def _switches(config: JobConfig, name: str) -> Iterator[KeyChange]:
-    """Yield the changes of keys that allow the strategy ``name``, once its requirements are met."""
+    """Yield the further changes of keys that the strategy ``name`` needs after its requirements are met."""
     num_nodes, recovery, placement = config.launch.num_nodes, config.recovery, config.placement
     num_domains = len(set(config.member_domains))
     match name:
         case "living_state":
-            # In a kept layout, nodes take the places of lost ones, so fewer nodes need not be allowed.
+            # With a kept layout, other nodes replace lost nodes, so the job need not continue on fewer nodes.
             if not recovery.keep_layout and (recovery.min_nodes is None or recovery.min_nodes > num_nodes - 1):
                 yield KeyChange("recovery.min_nodes", num_nodes - 1)
             if placement.min_replicas < 2:
@@ -172,7 +172,7 @@ def _try(
     inputs: JobInputs,
     vocab_size: int | None,
 ) -> list[Cost] | str:
-    """Return the cost of losing each of ``nodes`` alone after ``changes``, or why the configuration is refused."""
+    """Return the cost of losing each of ``nodes`` alone after ``changes``, or why this configuration is invalid."""
     changed = config
     for change in changes:
         changed = change.apply(changed)

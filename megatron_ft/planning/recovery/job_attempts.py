@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES
 
-# One failure can be chance.
+# A single failure may be a coincidence.
 MOST_FAILURES = 2
 """A host with at least this many failures in the newest ``MEMORY`` attempts is used only if other hosts are too few."""
 MEMORY = 10
@@ -51,7 +51,7 @@ class Attempt:
     lost_hosts: tuple[str, ...] = ()
     """Hosts of nodes that were lost."""
     failed_hosts: tuple[str, ...] = ()
-    """Host of the first failed rank, for each failure; may contain a host several times."""
+    """Host of the first failed rank of each failure; a host may occur several times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,14 +76,14 @@ class AttemptPolicy:
         assert last.exit_code is not None, "the last attempt has no exit code"
         if last.exit_code == EXIT_OK:
             return Verdict(Next.END, "the run has ended as planned", is_final=True)
-        # Before anything else that could start it again: a configuration that is refused now is refused on every node.
+        # Checked before every case with another attempt: for example, an invalid configuration is invalid on all nodes.
         if last.exit_code in FINAL_EXIT_CODES:
             return Verdict(
                 Next.END, f"exit code {last.exit_code}: another attempt would end the same way", is_final=True
             )
         if last.asked is Asked.TO_END or (last.exit_code == EXIT_INTERRUPTED and last.asked is None):
             return Verdict(Next.END, "the run received a signal to end", is_final=True)
-        # Also before a requeue: a job that fails at the same place each time would occupy the cluster without end.
+        # Checked before a requeue: a job that always fails at the same place would occupy the cluster without end.
         no_progress = why_hopeless(attempts, self.max_fruitless)
         if no_progress is not None:
             return Verdict(Next.END, no_progress, is_final=True)
@@ -105,7 +105,7 @@ class Verdict:
     next: Next
     reason: str
     is_final: bool = False
-    """Whether no other job should continue the run, because it is complete or needs a change by the user."""
+    """True if no other job should continue the run: the run is complete, or the user must change something first."""
 
 
 def why_hopeless(attempts: Sequence[Attempt], max_fruitless: int) -> str | None:
@@ -118,7 +118,7 @@ def why_hopeless(attempts: Sequence[Attempt], max_fruitless: int) -> str | None:
 
 
 def _num_fruitless(attempts: Sequence[Attempt]) -> int:
-    """Count the attempts, from the newest backward, that reached no later iteration than all attempts before them."""
+    """Return how many of the newest attempts, in a row, reached no later iteration than the attempts before."""
     count, reached = 0, 0
     for attempt in attempts:
         count = 0 if attempt.iteration > reached else count + 1

@@ -1,7 +1,7 @@
 """Chooses the parallel layout of the living processes after a loss: TP, CP and PP stay, the number of lanes may change.
 
-The number of a process does not change with the membership. Members of the former layout keep the numbers that they
-have in it, and processes that have joined since have other numbers.
+A process has the same number in every membership. Processes of the former layout keep their numbers in the next layout;
+processes that have joined since have numbers that the former layout does not contain.
 """
 
 from bisect import bisect_left
@@ -31,7 +31,7 @@ class LaneLimits:
     """EP times expert TP; None if experts are placed in slots. Ranks of a stage hold the same experts if their numbers
     differ by a multiple of this."""
     optimizer_bytes: tuple[int, int] = (1, 1)
-    """Bytes of a stage's non-expert and expert optimizer state. Lanes are assigned to groups by this ratio."""
+    """Bytes of a stage's non-expert and expert optimizer state. Groups get lanes in which most of these bytes stay."""
 
     @classmethod
     def of(
@@ -90,7 +90,7 @@ class MembershipLayout:
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """Place of each rank's process among those of its node."""
+        """Place of each rank's process among the processes of its node."""
         return tuple(process % self.ranks_per_node for process in self.processes)
 
     def rank_of(self, process: int) -> int | None:
@@ -118,10 +118,10 @@ class MembershipLayout:
 class JobLayouts:
     """Determines the layout of every membership of a job.
 
-    A layout follows from the nodes and from the *base*, the newest layout whose ranks all had received their state. It
-    does not depend on memberships that were abandoned while they were formed. So a job that reaches its nodes by losses
-    has the same layout as one in which the same nodes leave by a schedule. Only stages with more groups than lanes give
-    groups away, so the loss of one node takes state from one stage only.
+    A layout depends only on the nodes and on the *base*, the newest layout whose ranks all had received their state.
+    Memberships that were abandoned while they were formed have no influence, so it does not matter whether nodes were
+    lost or have left by a schedule. A stage gives groups to other stages only if it has more groups than lanes, so the
+    loss of one node takes state from one stage only.
     """
 
     num_nodes: int
@@ -131,14 +131,14 @@ class JobLayouts:
     context_size: int = 1
     num_stages: int = 1
     keeps_layout: bool = False
-    """Whether every membership has the initial layout, with the nodes at its places in the given order."""
+    """Whether every membership has the initial layout; its nodes then take the places in the given order."""
     limits: LaneLimits = LaneLimits(most=1)
     fewest_expert_ranks: int = 1
     """Smallest number of ranks with a slot for every expert."""
 
     @classmethod
     def of(cls, config: JobConfig) -> "JobLayouts":
-        """Return the layouts of a job with ``config``, the configuration of its start."""
+        """Return the layouts of a job that starts with ``config``."""
         launch, parallel = config.launch, config.parallel
         tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         stages = parallel.pipeline_model_parallel_size
@@ -169,8 +169,8 @@ class JobLayouts:
     def history(
         self, memberships: Iterable[Iterable[int]], first: Iterable[int] | None = None
     ) -> list[MembershipLayout | Declined]:
-        """Return the layouts of the first membership and of the following memberships, of the given nodes, if all ranks
-        of each had received their state. ``first`` are the nodes of the first membership; all if None."""
+        """Return the layouts of a first membership, with the nodes ``first`` (None for all), and of ``memberships``
+        after it, given by their nodes. All ranks of each membership are assumed to have received their state."""
         found = [self.on(range(self.num_nodes) if first is None else first)]
         base: MembershipLayout | None = None
         for nodes in memberships:
@@ -179,7 +179,7 @@ class JobLayouts:
         return found
 
     def why_not_without(self, now: MembershipLayout, leaving: Collection[int]) -> str:
-        """Return the reason why ``leaving`` cannot leave the membership ``now`` on request; empty if they can.
+        """Return the reason why nodes in ``leaving`` cannot leave the membership ``now`` on request; empty if they can.
 
         The processes that keep a rank must have all state before others leave: the weights of each model part, and
         slots for all experts of each stage.
@@ -242,7 +242,7 @@ def config_on(job: JobConfig, nodes: Iterable[int]) -> JobConfig | Declined:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A complete TP·CP group, with the former stage and lane of its ranks' state; None and -1 if they have no state."""
+    """A complete TP·CP group, and the stage and lane of the state that its ranks have; None and -1 without state."""
 
     ranks: Group
     stage: int | None = None
@@ -254,11 +254,11 @@ def choose_layout(
 ) -> ParallelLayout | Declined:
     """Choose the layout with which the ``living`` processes continue.
 
-    If there are enough hot spares, they replace the lost processes, and the layout does not change. Otherwise there are
-    as many lanes as complete groups allow: groups whose members are all living, and new groups of other living
-    processes of one node. If possible, a group keeps its stage and gets a lane with the same experts. Groups get lanes
-    in the order of their former lanes, so that most optimizer state need not move. Processes of incomplete and surplus
-    groups become hot spares.
+    If there are enough hot spares, they replace the lost processes, and the layout does not change. Otherwise the
+    number of lanes is the largest with enough complete groups. A group is complete if all of its members are
+    living; other living processes of one node form new groups. If possible, a group keeps its stage and gets a lane
+    with the same experts. Groups get lanes in the order of their former lanes, so that most optimizer state need not
+    move. Processes of incomplete and surplus groups become hot spares.
 
     Args:
         former: the layout that committed the newest iteration.
@@ -282,7 +282,7 @@ def choose_layout(
     left = [rank for rank in alive if rank not in placed]
     whole += _formed(former, left, node_of)
     possible = min(limits.most, len(whole) // former.num_stages)
-    # Lanes beyond a multiple would leave an expert group without some of its experts.
+    # With a number of lanes that is not a multiple, one expert-parallel group would lack some experts.
     num_lanes = possible - possible % limits.multiple
     if num_lanes < max(1, limits.fewest):
         return Declined(reason=_too_few(former, len(whole), len(alive), limits))
@@ -293,15 +293,15 @@ def _too_few(former: ParallelLayout, num_groups: int, num_alive: int, limits: La
     fewest = -(-max(1, limits.fewest) // limits.multiple) * limits.multiple
     return (
         f"complete groups of TP * CP = {former.group_size} ranks among {num_alive} living ranks: {num_groups}; needed: "
-        f"{fewest * former.num_stages}, for a number of lanes of at least {fewest} and PP{former.num_stages}"
+        f"{fewest * former.num_stages}, one for each of {former.num_stages} pipeline stages in at least {fewest} lanes"
     )
 
 
 def _substitutes(
     former: ParallelLayout, alive: Collection[int], free: Sequence[int], node_of: Mapping[int, int]
 ) -> dict[int, int]:
-    """Choose the replacement of each lost rank. A free process on the same node comes first. Other lost ranks are
-    replaced by spare nodes, if possible one for each lost node, but only if there are enough processes for all."""
+    """Choose a free process to replace each lost rank, first of all one on the same node. Processes on other nodes are
+    used only if there are enough for all lost ranks. If possible, one spare node replaces one lost node."""
     lost = sorted((rank for rank in former.ranks if rank not in alive), key=lambda rank: (node_of[rank], rank))
     by_node: dict[int, list[int]] = {}
     for rank in free:
@@ -310,7 +310,7 @@ def _substitutes(
     for rank in lost:
         if by_node.get(node_of[rank]):
             found[rank] = by_node[node_of[rank]].pop(0)
-    # The layout has to change, so spare nodes are not scattered over groups: they form complete groups of their own.
+    # Too few processes: the layout changes, so spare nodes form complete groups instead of filling gaps in others.
     if len(free) < len(lost):
         return found
     lost_by_node: dict[int, list[int]] = {}
@@ -336,7 +336,7 @@ def _formed(former: ParallelLayout, left: Iterable[int], node_of: Mapping[int, i
         per_node[node] = per_node.get(node, 0) + 1
     by_node: dict[int, list[int]] = {}
     for rank in sorted(left, key=lambda rank: (node_of[rank], rank)):
-        # If a group is larger than every node, groups span nodes anyway.
+        # Groups stay within one node, unless a group is larger than every node.
         by_node.setdefault(node_of[rank] if size <= max(per_node.values()) else 0, []).append(rank)
     found = []
     for ranks in by_node.values():
@@ -346,7 +346,7 @@ def _formed(former: ParallelLayout, left: Iterable[int], node_of: Mapping[int, i
                 stage, _, place = places[rank]
                 by_place.setdefault((stage, place), []).append(rank)
         rest = set(ranks)
-        for stage in range(former.num_stages):  # parts of incomplete groups of a stage form a group with its weights
+        for stage in range(former.num_stages):  # the remaining ranks of a stage form groups with its weights
             for members in zip(*(by_place.get((stage, place), []) for place in range(size)), strict=False):
                 found.append(_Group(members, stage, places[members[0]][1]))
                 rest -= set(members)
@@ -358,7 +358,7 @@ def _formed(former: ParallelLayout, left: Iterable[int], node_of: Mapping[int, i
 def _arranged(
     former: ParallelLayout, groups: Sequence[_Group], num_lanes: int, limits: LaneLimits, alive: Collection[int]
 ) -> ParallelLayout:
-    """Assign a stage and a lane to each group: its former ones if possible, otherwise ones that are free."""
+    """Assign a stage and a lane to each group: its former stage and lane if possible, otherwise free ones."""
     stages: list[list[Group | None]] = []
     pool = [group for group in groups if group.stage is None]
     surplus: list[_Group] = []
@@ -379,8 +379,8 @@ def _arranged(
 def _lanes_of(members: Sequence[_Group], overlap: "_Overlap") -> tuple[list[Group | None], list[_Group]]:
     """Assign lanes to the former groups of a stage. Return the group of each lane, and the groups without a lane.
 
-    Lanes whose numbers differ by a multiple of ``LaneLimits.multiple`` hold the same experts. Weights of experts have
-    more bytes than shards of optimizer state, so a group gets a lane with its own experts if possible.
+    Lanes whose numbers differ by a multiple of ``LaneLimits.multiple`` have the same experts. Weights of experts have
+    more bytes than shards of optimizer state, so a group gets a lane with the experts that it already has, if possible.
     """
     num_lanes, period = overlap.num_lanes, overlap.limits.multiple
     lanes: list[Group | None] = [None] * num_lanes
@@ -403,7 +403,7 @@ def _lanes_of(members: Sequence[_Group], overlap: "_Overlap") -> tuple[list[Grou
 
 def _in_order(before: Sequence[int], overlap: "_Overlap", offset: int) -> dict[int, int]:
     """Choose ascending new lanes for groups with the ascending former lanes ``before``, so that most optimizer state
-    stays. Return the new lane by position in ``before``; groups without a lane are missing.
+    stays. Return the new lane for each position in ``before``; positions of groups that get no lane are left out.
 
     The optimizer shard of a lane is a fraction of each bucket, so lanes share state if their fractions overlap. Each
     former lane overlaps with few new lanes. The assignment with the most shared state is found in O(n log n).
@@ -421,7 +421,7 @@ def _in_order(before: Sequence[int], overlap: "_Overlap", offset: int) -> dict[i
                 # New lanes ascend with former lanes, so ``new`` can only follow a chain that ends below it.
                 total, chain = best.below(new)
                 found.append((total + weight, new, chain))
-        for total, new, chain in found:  # only now, because a group gets at most one lane
+        for total, new, chain in found:  # after the loop above, because a group gets at most one lane
             chains.append((place, new, chain))
             best.raise_to(new, total, len(chains) - 1)
     chosen = {}
@@ -442,7 +442,7 @@ class _Overlap:
     limits: LaneLimits
 
     def weight(self, lane: int, new: int) -> int:
-        """Return the bytes of state in both lanes, times a factor that is the same for all pairs of lanes."""
+        """Return the bytes of state that both lanes have, times a factor that is the same for all pairs of lanes."""
         dense_bytes, expert_bytes = self.limits.optimizer_bytes
         dense = _shared(lane, self.num_before, new, self.num_lanes)
         every = self.limits.num_expert_ranks
@@ -453,7 +453,7 @@ class _Overlap:
         for place in range(self.group_size):
             (block, part), (new_block, new_part) = (divmod(at * self.group_size + place, every) for at in (lane, new))
             expert += _shared(block, before, new_block, after) if part == new_part else 0
-        # ``dense`` counts in 1 / (num_before * num_lanes), ``expert`` in 1 / (before * after * every): use one unit.
+        # ``dense`` has the unit 1 / (num_before * num_lanes), ``expert`` 1 / (before * after * every): make them equal.
         return dense * dense_bytes * before * after * every + expert * expert_bytes * self.num_before * self.num_lanes
 
 
@@ -476,7 +476,8 @@ class _PrefixMaximum:
         return self._values[found - 1] if found else (0, -1)
 
     def raise_to(self, place: int, value: int, source: int) -> None:
-        """Set the value at index ``place`` if it exceeds all values up to there; remove smaller values after it."""
+        """Set the value at index ``place`` if no value up to it is as large; remove later values that are not
+        larger."""
         assert 0 <= place < self._size, f"index {place} must be from 0 to {self._size - 1}"
         at = bisect_left(self._places, place + 1)
         if at and self._values[at - 1][0] >= value:

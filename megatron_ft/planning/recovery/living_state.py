@@ -1,9 +1,9 @@
 """Recovery strategy ``living_state``: the surviving ranks have all state, and continue without going back.
 
-All ranks of a model part have its non-expert state, or other nodes have copies of its shards, and experts have
-replicas or expert-data-parallel peers. In a job that keeps its layout, the ranks in the places of lost ranks receive
-their state (``LocalizedPlan``). Otherwise experts and shards move if ranks are lost, leave or join, and ranks that
-change their model part receive it.
+Every part of the state is on several ranks. All ranks of a model part have its non-expert state, or other nodes have
+copies of its optimizer shards; experts have replicas or expert-data-parallel peers. In a job that keeps its layout, new
+ranks in the places of lost ranks receive their state (``LocalizedPlan``). In other jobs, experts and shards move
+whenever ranks are lost, leave or join, and ranks receive the model part that the new layout gives them.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -42,7 +42,7 @@ class LivingState:
             return self._cost_in_place(loss, facts)
         if reason := _why_not(loss, facts):
             return Declined(strategy=self.name, reason=reason)
-        # Joint over all operators: the loss of one expert of one layer is enough to end this strategy.
+        # All operators are necessary: after the loss of one expert of one layer, this strategy cannot be used.
         if loss.missing:
             return Declined(strategy=self.name, reason=NO_HOLDER, missing=loss.missing)
         num_bytes, sent_bytes = None, None
@@ -100,8 +100,8 @@ def why_no_living_places(loss: Loss, facts: RecoveryFacts) -> str:
 
 
 def _moved_bytes(loss: Loss, facts: RecoveryFacts, place: Place) -> tuple[int, int] | Declined:
-    """Return the bytes of expert state that the remaining ranks send in all stages together, and the largest number
-    that one rank sends for one stage."""
+    """Return the bytes of expert state that the remaining ranks send in all stages together, and the most bytes that
+    one rank sends or receives for one stage."""
     after = facts.layouts.on(loss.remaining, facts.layout)
     assert facts.placements and isinstance(after, MembershipLayout), "this was checked before"
     topology = Topology.of(config_of(facts.config, after.rank_nodes).parallel, len(after.processes))
@@ -124,8 +124,8 @@ def _moved_bytes(loss: Loss, facts: RecoveryFacts, place: Place) -> tuple[int, i
 
 
 def why_no_replicas(config: JobConfig) -> str:
-    """Return the reason why the job never continues from the state of the remaining ranks after the loss of a node,
-    expert replicas among it; empty if it may.
+    """Return the reason why the job can never continue after the loss of a node from the state of the remaining ranks
+    (including expert replicas); empty if it may do so.
 
     Args:
         config: configuration of the job, in which ``training.device`` is not ``auto``.
@@ -156,11 +156,11 @@ class StageHolders:
     """Ranks of a membership that hold experts of one stage from the previous membership."""
 
     previous_ranks: tuple[int | None, ...]
-    """Previous rank of each rank of the stage, in order; None if it has no state of this stage."""
+    """Previous rank of each rank of the stage, in order; None if the rank has no state of this stage."""
     owned: Holdings | None = None
-    """Experts that each of these ranks has; None for those of the previous placement."""
+    """Experts that each of these ranks has; None if these are the experts of the previous placement."""
     others: OtherHoldings
-    """Experts of ranks that were in this stage and are in another one now."""
+    """Experts of this stage on ranks that were in it and are in another stage now."""
 
 
 def stage_holders(
@@ -173,10 +173,10 @@ def stage_holders(
 
     Args:
         plans: previous placement of each stage.
-        previous: for each rank of the membership, its rank in ``plans``; None without state.
+        previous: for each rank of the membership, its rank in ``plans``; None if it has no state.
         topology: positions of the ranks of the membership.
-        changed: ranks that have other experts than those of ``plans``, and their experts (layer number, expert). A
-            migration that was interrupted leaves such ranks.
+        changed: experts (layer number, expert) of each rank on which an interrupted migration has left other experts
+            than those of ``plans``.
     """
     stage_of = {rank: stage for stage, plan in enumerate(plans) for rank in plan.ranks}
     before = [None if rank is None else stage_of[rank] for rank in previous]
@@ -211,8 +211,8 @@ def lost_experts(
     owned: Holdings | None = None,
     others: OtherHoldings | None = None,
 ) -> tuple[OperatorId, ...]:
-    """Return the experts of ``plan`` that none of the surviving ranks ``previous_ranks`` has, nor any of the ranks
-    ``others``. Each surviving rank has the experts of ``plan``, or those in ``owned``, ``[layer][rank]``."""
+    """Return the experts of ``plan`` that neither the surviving ranks ``previous_ranks`` nor the ranks ``others`` have.
+    Surviving ranks have the experts in ``owned``, ``[layer][rank]``; if it is None, those of ``plan``."""
     return tuple(
         OperatorId(layer=number, kind="expert", expert=expert)
         for layer, (number, of_layer) in enumerate(
@@ -242,7 +242,7 @@ def plan_replicas(
         plan: present placement.
         previous_ranks: rank in ``plan`` of each rank of the stage in the next membership, in order; None for ranks
             without state of the stage.
-        place: function that plans the next placement from what ranks hold; it is called only if the job can continue.
+        place: function that plans the next placement from the experts of ranks; called only if no expert is lost.
         num_slots_per_rank: number of expert slots of a rank in the next membership.
         expert_bytes: bytes of the state of one expert, equal in all layers or one value for each layer.
         owned: experts whose state each rank of the next membership has, ``[layer][rank]``; None if these are the
@@ -251,7 +251,7 @@ def plan_replicas(
     """
     if missing := lost_experts(plan, previous_ranks, owned, others):
         return Declined(strategy=LivingState.name, reason=NO_HOLDER, missing=missing)
-    # Declined here, because ``place`` would raise an error, and the next strategy would not be tried.
+    # Checked before ``place``, which would raise an error, so that the next strategy would not be tried.
     num_slots = num_slots_per_rank * len(previous_ranks)
     if num_slots < plan.num_experts:
         return Declined(
@@ -260,8 +260,8 @@ def plan_replicas(
             f"than the experts, {plan.num_experts}",
         )
     held = holdings(plan, previous_ranks)
-    # Planned from ``plan`` also if a migration was interrupted: then the next placement does not depend on how far the
-    # migration had come.
+    # ``place`` gets the experts of ``plan`` even after an interrupted migration, so that the next placement does not
+    # depend on the progress of this migration.
     return MigrationPlan.between(remap(place(held), held, expert_bytes), owned or held, expert_bytes, others)
 
 
@@ -279,13 +279,13 @@ def plan_drain(
     Args:
         plan: present placement.
         staying: ranks of ``plan`` that stay, ascending.
-        place: function that plans the placement on the staying ranks from what they hold; it is called only if a
-            migration is necessary.
+        place: function that plans the placement on the staying ranks from the experts that they hold; it is called only
+            if a migration is necessary.
         expert_bytes: bytes of the state of one expert, equal in all layers or one value for each layer.
     """
     if not lost_experts(plan, staying):
         return None
-    # Only the staying ranks are rearranged: leaving ones compute with their experts until they have left.
+    # Leaving ranks keep their slots, because they compute with their experts until they have left.
     held = holdings(plan, staying)
     wanted = remap(place(held), held, expert_bytes)
     position = {rank: index for index, rank in enumerate(staying)}
@@ -297,7 +297,7 @@ def plan_drain(
 
 
 def share_out(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[int, tuple[str, ...]]:
-    """Distribute tensors for joining ranks over the sending ``ranks``, so that each sends about the same bytes.
+    """Divide the tensors for joining ranks among the sending ``ranks``, so that all send about equally many bytes.
 
     Args:
         sizes: bytes of each tensor, by its name.
@@ -307,7 +307,7 @@ def share_out(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[int, tuple
     """
     shares: dict[int, list[str]] = {rank: [] for rank in ranks}
     num_bytes = dict.fromkeys(ranks, 0)
-    # The largest first keeps shares even; ties by name and rank, because every rank computes the shares by itself.
+    # Largest tensors first, for even shares. Names and ranks resolve ties, so that every rank finds the same shares.
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         rank = min(ranks, key=lambda rank: (num_bytes[rank], rank))
         shares[rank].append(name)

@@ -1,9 +1,9 @@
 """Recovery strategy ``localized_replay``: only pipeline stages that lost a rank replay (``recovery.keep_layout``).
 
-Other processes take the places of lost ranks. If living ranks have all state of these places, the ranks *receive* it
-from them, and no iteration runs again. Otherwise the whole stage goes back to the newest committed window. Adjacent
-stages that go back form a *region* and replay jointly; separate regions replay at the same time. A stage next to a
-region sends the tensors that it has logged. It keeps its state and computes nothing (MoEvement, section 3.4 and
+Other processes take the places of lost ranks. If living ranks have all state that these places need, they send it to
+the new processes, and no iteration runs again. Otherwise all ranks of the stage go back to the newest committed window.
+Adjacent stages that go back form a *region* and replay jointly; separate regions replay at the same time. A stage next
+to a region keeps its state and computes nothing. It sends the tensors that it has logged (MoEvement, section 3.4 and
 appendix A).
 """
 
@@ -54,9 +54,9 @@ class LocalizedReplay:
 
 
 def _replaying_stages(loss: Loss, facts: RecoveryFacts) -> tuple[int, ...]:
-    # Stages without all of their state replay. So do lost stages beside them, because their logs are lost.
+    # A stage replays if some of its state is lost. A stage beside it replays if it lost a rank, and so its log.
     lost = facts.stages_of(loss.nodes)
-    # If living ranks had all state but may not send it, every lost stage replays.
+    # If living ranks cannot send state for another reason than missing operators, every lost stage replays.
     found = (
         set(facts.stages_with(loss.missing)) & set(lost) if why_no_living_places(loss, facts) == NO_HOLDER else set()
     )
@@ -87,7 +87,7 @@ def _why_not(loss: Loss, facts: RecoveryFacts) -> str:
         return "living ranks have all state, so that no iteration has to run again"
     if reason := why_no_replacement(loss, facts):
         return reason
-    # If only ranks have died, their windows are in the memory of their own node. A copy on a lost node cannot be used.
+    # If only ranks have died, their windows are still on their nodes. Lost nodes need copies on remaining nodes.
     if loss.is_gone and (alone := facts.without_copies(loss.nodes, loss.remaining)):
         return f"no remaining node has copies of the windows of nodes {alone}"
     if loss.stored is not None and loss.stored.memory_start is None:
@@ -101,7 +101,7 @@ class Standing:
 
     stage: int
     iteration: int | None
-    """Iteration after which the rank has the state, the same on all ranks with state; None without state."""
+    """The rank has the state after this iteration, which is the same for all ranks with state; None without state."""
     is_overwritten: bool = False
     """Whether a replay that failed has overwritten the rank's tensors. The rank still has the rest of its state."""
     has_whole_weights: bool = True
@@ -109,15 +109,15 @@ class Standing:
     window: WindowKey | None = None
     """Newest window that the rank knows to be committed; another rank may know a newer window from the last vote."""
     holds: tuple[str, ...] = ()
-    """Units of state that the rank has, see ``units_of``; not used without state."""
+    """Units of state that the rank has (see ``units_of``); ignored if ``has_state`` is false."""
     has_first_generators: bool = True
-    """Whether the seeded random number generators are as they were after the rank's model was built. If nothing draws
-    from them, a new process in the same place has the same generators."""
+    """Whether nothing has drawn from the seeded random number generators since the rank's model was built. If so, the
+    generators of a new process in the same place are in the same state."""
     has_copies: bool = True
-    """Whether the rank has the copies of other ranks' optimizer state that it keeps (``placement.state_copies``)."""
+    """Whether the rank has all copies that it stores for other ranks (``placement.state_copies``)."""
     placed_from: int = 0
-    """First iteration that was committed with the present placement of experts. A window that started before it has
-    experts at other places."""
+    """First iteration that was committed with the present placement of experts. In windows that started before it,
+    experts are on the ranks of an older placement."""
     logged: tuple[int, ...] = ()
     """Iterations in the rank's upstream log, ascending."""
     voted: tuple[int, ...] = ()
@@ -156,12 +156,12 @@ class LocalizedPlan:
     receiving: tuple[int, ...] = ()
     """Stages with ranks that receive their state from living ranks, ascending."""
     reasons: tuple[str, ...] = ()
-    """Reason for which each replaying stage replays, except for stages that lost a rank in a job that may not use
-    ``living_state``."""
+    """Reasons why stages replay. If the job may not use ``living_state``, stages that lost a rank always replay, and no
+    reason is given for them."""
 
     @property
     def strategy(self) -> str:
-        """Name of the recovery strategy that serves."""
+        """Name of the recovery strategy that the plan uses."""
         return LocalizedReplay.name if self.regions else LivingState.name
 
     @property
@@ -171,7 +171,7 @@ class LocalizedPlan:
         return range(start + 1, self.target + 1)
 
     def region_of(self, stage: int) -> tuple[int, ...] | None:
-        """Return the region that contains ``stage``, or None for a healthy stage."""
+        """Return the region that contains ``stage``; None if the stage does not replay."""
         return next((region for region in self.regions if stage in region), None)
 
     def replays(self, stage: int) -> bool:
@@ -179,7 +179,7 @@ class LocalizedPlan:
         return self.region_of(stage) is not None
 
     def lacks_copies(self, stage: int, standings: Sequence[Standing]) -> bool:
-        """Whether ranks of ``stage`` have to get copies of optimizer state again. A replay drops them."""
+        """Whether ranks of ``stage`` must receive their copies of optimizer state again: a replay discards copies."""
         return self.replays(stage) or not all(found.has_copies for found in standings if found.stage == stage)
 
     def neighbours(self, stage: int) -> Mapping[Direction, int]:
@@ -187,14 +187,14 @@ class LocalizedPlan:
         return _neighbours(stage, self.num_stages, self.is_ring)
 
     def serves(self, stage: int) -> tuple[tuple[Direction, int], ...]:
-        """Return (direction, receiving stage) for the tensors that ``stage`` sends from its log, if it is healthy."""
+        """Return (direction, adjacent stage) for each replay that ``stage`` serves from its log; none if it replays."""
         if self.replays(stage):
             return ()
         return tuple((direction, to) for direction, to in self.neighbours(stage).items() if self.replays(to))
 
     def voter(self, standings: Sequence[Standing]) -> int:
-        """Return the rank that sends votes and non-tensor state to all ranks: of the ranks with this state, the first
-        one that has the most votes of the iterations to replay."""
+        """Return the rank that sends votes and non-tensor state to all ranks. Of the ranks that have such state, this
+        is the first one with votes of the most iterations to replay."""
         # One rank is enough, because votes are the same on every rank.
         able = [rank for rank, standing in enumerate(standings) if standing.iteration is not None]
         return max(able, key=lambda rank: (len(set(self.iterations) & set(standings[rank].voted)), -rank))
@@ -240,13 +240,13 @@ class LocalizedPlan:
         Args:
             standings: report of every rank, by rank; at least one rank must have state.
             is_ring: see ``LocalizedPlan``.
-            needs: for each rank, the units of state that its place needs, see ``units_of``; None if ranks may not
-                receive state of living ranks.
+            needs: units of state that the place of each rank needs (see ``units_of``); None if living ranks may not
+                send state.
             may_replay: whether stages may replay.
         """
         targets = {standing.iteration for standing in standings if standing.iteration is not None}
         assert len(targets) == 1, f"surviving ranks are at different iterations: {sorted(targets)}"
-        # The whole stage goes back, because all of its ranks take part in every collective of the replay.
+        # All ranks of a stage go back together, because all of them take part in the collectives of the replay.
         behind = sorted({standing.stage for standing in standings if not standing.has_state})
         reasons = dict.fromkeys(behind, "")
         if needs is not None:
@@ -255,7 +255,7 @@ class LocalizedPlan:
         plan = cls(
             num_stages=num_stages,
             is_ring=is_ring,
-            # The vote commits a window for the whole job: if one rank knows the newest, every rank has its part.
+            # Votes commit windows for the whole job: every rank has its part of the newest window that any rank knows.
             window=max(windows, key=lambda kept: kept.start_iteration, default=None),
             target=targets.pop(),
             placed_from=max(standing.placed_from for standing in standings),
@@ -271,7 +271,7 @@ class LocalizedPlan:
             why = plan._why_no_replay(standings) if may_replay else "recovery.strategies does not contain it"
             if reasons and why:
                 return Declined(strategy=LocalizedReplay.name, reason="; ".join([why, *plan.reasons]))
-            # Logs contain the messages of their own rank, so no other rank can send them in its place.
+            # A log contains only the messages of its own rank, so no other rank can replace missing entries.
             unlogged = {stage: why for stage in range(num_stages) if (why := plan._why_no_log(stage, standings))}
             if not unlogged:
                 break
@@ -283,8 +283,8 @@ class LocalizedPlan:
         if self.window is None:
             return "no window has been committed yet"
         if self.window.start_iteration < self.placed_from:
-            started = f"the newest committed window, that of iteration {self.window.start_iteration}"
-            return f"experts have moved before iteration {self.placed_from}, after {started}"
+            started = f"the start of the newest committed window (iteration {self.window.start_iteration})"
+            return f"experts have moved before iteration {self.placed_from}, but after {started}"
         voter = self.voter(standings)
         unknown = sorted(set(self.iterations) - set(standings[voter].voted))
         if not unknown:
@@ -306,17 +306,17 @@ class LocalizedPlan:
 def needs_of(rank: int, topology: Topology, *, plan: PlacementPlan | None, is_sharded: bool) -> tuple[str, ...]:
     """Return the units of state that a joining process in the place of ``rank`` has to receive; see ``units_of``."""
     units = units_of(rank, topology, plan=plan, is_sharded=is_sharded)
-    # Weights of experts can be rounded from the master weights in the shards, if no living rank has them.
+    # If no living rank has weights of experts, they can be computed by rounding the master weights in the shards.
     return tuple(unit for unit in units if not is_sharded or unit != experts_unit(rank, topology))
 
 
 def units_of(rank: int, topology: Topology, *, plan: PlacementPlan | None, is_sharded: bool) -> tuple[str, ...]:
-    """Return the units of state that belong to the place of ``rank``. Ranks that have the same unit have the same bits.
+    """Return the units of state of the place of ``rank``: parts that have equal bits on all ranks that have them.
 
     Args:
         plan: placement of expert replicas in the rank's stage; None if Megatron assigns experts to ranks.
-        is_sharded: whether the optimizer is sharded (``parallel.use_distributed_optimizer``). Then each rank has a unit
-            of its own, and the optimizer state of experts belongs to it unless they have replicas.
+        is_sharded: whether the optimizer is sharded (``parallel.use_distributed_optimizer``). If so, the shard of each
+            rank is a separate unit, which includes the optimizer state of experts unless experts have replicas.
     """
     units = [part_unit(rank, topology)]
     if plan is None:
@@ -327,13 +327,12 @@ def units_of(rank: int, topology: Topology, *, plan: PlacementPlan | None, is_sh
 
 
 def part_unit(rank: int, topology: Topology) -> str:
-    """Return the unit of the non-expert state of ``rank``. If the optimizer is sharded, this is only the weights."""
+    """Return the unit of the non-expert state of ``rank``; if the optimizer is sharded, it contains only weights."""
     return f"the non-expert state of {topology.describe_part(topology.model_parts[rank])}"
 
 
 def experts_unit(rank: int, topology: Topology) -> str:
-    """Return the unit of the experts that Megatron assigns to ``rank``. If the optimizer is sharded, this is only the
-    weights."""
+    """Return the unit of the experts that Megatron assigns to ``rank``; if the optimizer is sharded, only weights."""
     place, part = topology.coordinates(rank), rank % topology.stage_size % topology.expert_tensor_parallel_size
     return f"the experts of expert-parallel rank {place.ep}, pipeline stage {place.pp}, expert tensor part {part}"
 
@@ -356,7 +355,7 @@ def _why_no_state(stage: int, standings: Sequence[Standing], needs: Sequence[Col
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             return f"{LivingState.name}: stage {stage}: no living rank has {missing[0]}{more}"
-    # Ranks of a stage run the same code: if one of them has drawn random numbers, so has the lost one.
+    # Ranks of a stage run the same code: if one of them has drawn random numbers, the lost rank has drawn, too.
     drawn = [rank for rank, standing in of_stage if not standing.has_first_generators]
     if drawn:
         return (

@@ -33,7 +33,7 @@ class Position:
     has_state: bool = True
     """False for a joining rank that had not received its state when the membership ended."""
     is_formed: bool = True
-    """Whether the rank had received all state of the membership, also if the membership has committed no iteration."""
+    """Whether the rank had received its state in this membership, even if the membership has committed no iteration."""
 
     def validate(self) -> None:
         """Check that the fields are consistent.
@@ -110,7 +110,7 @@ def choose_target(positions: Sequence[Position]) -> Target:
                 f"iteration {target}, but another rank has the complete vote of {target}"
             )
     votes = [p.vote for p in positions if p.vote is not None and p.vote.iteration == target]
-    # As text, which is exact for floats and equal for NaN.
+    # Votes are compared as text: this is exact for floats, and NaN equals NaN.
     _check_alike("vote", [repr(vote) for vote in votes])
     if all(position.completed == target for position in positions):
         return Target(iteration=target, vote=None)
@@ -207,7 +207,7 @@ class NextMembership:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "NextMembership":
         names = ("previous_ranks", "nodes", "local_ranks", "members")
-        # Decisions that an older version recorded lack the last two.
+        # Decisions that an older version of the program recorded lack ``local_ranks`` and ``members``.
         lists: dict[str, Sequence[int | None]] = {name: tuple(content.get(name, ())) for name in names}
         found = cls(**{**content, **lists, "target": Target.from_json(content["target"])})
         found.validate()

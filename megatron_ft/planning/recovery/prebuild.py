@@ -1,9 +1,9 @@
 """Decides what each spare builds before a node is lost.
 
-A spare that replaces a lost node needs model, gradient buffers and optimizer of the ranks of this node. It can build
-them in advance. Nodes whose ranks have the same layers, tensor parts and experts are one *part*: a model that a spare
-has built for one of them also fits the others. Every node is equally likely to be lost, so parts of more nodes are
-likelier. Spares begin with different parts, so that together they cover as many as possible.
+A spare that replaces a lost node needs its model, gradient buffers and optimizer, and can build these in advance. Nodes
+whose ranks have the same layers, tensor parts and experts form one *part*: a model that a spare has built for one of
+these nodes also fits the others. Every node is equally likely to be lost, so parts with more nodes are needed more
+often. Spares begin with different parts, so that together they cover as many parts as possible.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ class PrebuildPlan:
     """The parts that each spare node builds in advance. Places are the positions of nodes in the layout."""
 
     parts: tuple[tuple[int, ...], ...]
-    """Places of each part, ascending; likeliest part first, then in the order of their places."""
+    """Places of the nodes of each part, ascending. Parts with more nodes come first; ties are ordered by place."""
     stages: tuple[tuple[int, ...], ...]
     """Pipeline stages of each part."""
     num_built: int
@@ -33,7 +33,7 @@ class PrebuildPlan:
         """Check that each place is in one part."""
         places = sorted(place for part in self.parts for place in part)
         assert places == list(range(self.num_nodes)), f"parts {self.parts} must contain each of {self.num_nodes} places"
-        assert 0 <= self.num_built <= len(self.parts), f"{self.num_built} of {len(self.parts)} parts cannot be built"
+        assert 0 <= self.num_built <= len(self.parts), f"num_built={self.num_built} must be from 0 to {len(self.parts)}"
 
     def summary(self) -> str:
         """Describe the plan in one line."""
@@ -41,7 +41,7 @@ class PrebuildPlan:
 
     @classmethod
     def of(cls, config: JobConfig) -> "PrebuildPlan":
-        """Decide for a job with ``config``. If ``nodes.num_prebuilt_parts`` is null, each spare builds one part."""
+        """Plan the parts that spares build. If ``nodes.num_prebuilt_parts`` is null, each spare builds one part."""
         topology, size = Topology.of(config.parallel, config.world_size), config.launch.ranks_per_node
         found: dict[tuple[tuple[int, ...], ...], list[int]] = {}
         for place in range(config.launch.num_nodes):
@@ -57,10 +57,9 @@ class PrebuildPlan:
         )
 
     def of_node(self, node: int) -> tuple[int, ...]:
-        """Return the numbers of the parts that ``node`` builds while it is a spare, in the order in which it builds
-        them."""
+        """Return the numbers of the parts that ``node`` builds while it is a spare, in the order of building."""
         num_parts = len(self.parts)
-        # A former member begins with its former part.
+        # A former member begins with the part in which it trained.
         first = self.part_of(node) if node < self.num_nodes else (node - self.num_nodes) % num_parts
         return tuple((first + offset) % num_parts for offset in range(self.num_built))
 
@@ -69,15 +68,15 @@ class PrebuildPlan:
         return next(number for number, part in enumerate(self.parts) if place in part)
 
     def assign(self, places: Iterable[int], spares: Sequence[int]) -> Mapping[int, int]:
-        """Choose a node of ``spares`` for each of ``places``: one that has built the part of the place, if possible.
-        Otherwise earlier spares are preferred. There must be enough spares."""
+        """Choose a node of ``spares`` for each of ``places``, if possible one that builds the part of this place in
+        advance. All other places get the remaining spares in the given order. There must be enough spares."""
         left, found = list(spares), {}
         waiting = list(places)
         for place in tuple(waiting):
             part = self.part_of(place)
             able = [node for node in left if part in self.of_node(node)]
             if able:
-                # A part that a node builds first is certainly complete if any is.
+                # The earlier a node builds the part, the more likely the part is complete.
                 found[place] = min(able, key=lambda node: self.of_node(node).index(part))
                 left.remove(found[place])
                 waiting.remove(place)
@@ -85,8 +84,8 @@ class PrebuildPlan:
 
 
 def can_prebuild(config: JobConfig) -> bool:
-    """Return whether spares can build parts of the model in advance: the layout is kept, so that the ranks of a lost
-    node are known before, and experts have no replicas, so that the experts of a rank are known, too."""
+    """Return whether spares can build parts of the model in advance. This needs spares, a kept layout (so the ranks of
+    a lost node are known) and experts without replicas (so the experts of a rank are known), but not ``cuda``."""
     kept = config.recovery.keep_layout and config.placement.algorithm is None
     return kept and config.nodes.num_spare_nodes > 0 and config.training.device != "cuda"
 
@@ -124,7 +123,7 @@ class PrebuildReport:
 
     @property
     def extra_bytes(self) -> int:
-        """Largest host memory that a spare needs for the parts that it has built but does not use after a loss."""
+        """Most bytes of host memory that a spare needs for parts that it has built but does not use after a loss."""
         return extra_bytes(self.part_bytes, self.plan.num_built)
 
 
@@ -139,12 +138,12 @@ def bytes_of_parts(plan: PrebuildPlan, config: JobConfig, state_bytes: Sequence[
 
 
 def extra_bytes(part_bytes: Sequence[int], num_built: int) -> int:
-    """Return the largest number of bytes of ``num_built`` parts, without the smallest of them, which may be in use."""
+    """Return the most bytes of unused parts if a spare has built ``num_built`` parts and uses one of them."""
     return sum(sorted(part_bytes, reverse=True)[: max(0, num_built - 1)])
 
 
 def most_parts(part_bytes: Sequence[int], free_bytes: int) -> int:
-    """Return how many parts a spare can build if ``free_bytes`` of its memory remain when it uses one of them."""
+    """Return how many parts a spare can build, at least 1, if ``free_bytes`` remain for parts that it does not use."""
     return max(
         number for number in range(1, len(part_bytes) + 1) if extra_bytes(part_bytes, number) <= max(0, free_bytes)
     )

@@ -11,12 +11,12 @@ from megatron_ft.planning.snapshot.plan import WindowPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReplayStep:
-    """Step of a replay, which loads a slice and then runs an iteration again."""
+    """Step of a replay: it loads a slice, if one is left, and then runs an iteration again."""
 
     load: int | None
     """Number of the slice to load; None after the last slice, when the state is dense."""
     active: tuple[OperatorId, ...]
-    """Operators of which at least one part has its full state."""
+    """Operators with at least one part whose full state has been loaded."""
     frozen: tuple[OperatorId, ...]
     """Operators with compute weights only: they compute outputs and input gradients, but are not updated."""
     vote: Vote | None
@@ -27,7 +27,8 @@ class _ReplayStep:
 class ReplayPlan:
     """Steps from a window to the dense state after ``final_iteration`` (MoEvement, section 3.3).
 
-    The state is dense after the last slice is loaded. All further iterations run as in training.
+    After the last slice is loaded, the state is *dense*: complete for all operators. Further iterations run as in
+    training.
     """
 
     start_iteration: int
@@ -82,7 +83,7 @@ class ReplayPlan:
 
         Args:
             votes: logged votes by iteration, for all iterations to run.
-            until: last iteration to run, at or after the last iteration of the window, which is the default.
+            until: last iteration to run, not before the last iteration of the window; None for this iteration.
 
         Raises:
             RecoveryError: the vote of an iteration is missing, or ``until`` is before the last iteration of the window.
@@ -102,11 +103,11 @@ class ReplayPlan:
                     f"the vote of iteration {iteration} is not in the log, which has iterations {sorted(votes)}"
                 )
             active = {unit.operator for unit in window.active(slice_index)}
-            # Parts are ranges of the same tensors: an operator with one captured part computes all its gradients.
+            # Parts are ranges of the same tensors, so one active part requires the gradients of all parts.
             frozen = {unit.operator for unit in window.frozen(slice_index)} - active
             steps.append(
                 _ReplayStep(
-                    # After the window all state is dense, and iterations run as in training.
+                    # After the last slice nothing is left to load, and iterations run as in training.
                     load=index if index == slice_index else None,
                     active=tuple(sorted(active, key=str)),
                     frozen=tuple(sorted(frozen, key=str)),

@@ -54,7 +54,7 @@ class Rollback:
             medium=medium,
             declined=declined,
             max_windows=num_windows + 1,
-            # Windows on storage may be of an earlier start with another policy; then less is lost than is stated here.
+            # Windows on storage may be from an earlier start with another policy; then this overestimates the loss.
             loses_updates=facts.snapshot is not None and facts.snapshot.leaves_out_experts,
         )
 
@@ -88,14 +88,14 @@ def _why_not_memory(loss: Loss, facts: RecoveryFacts) -> str:
         return "snapshot.outlive_job_seconds=0: windows in memory are lost with the job"
     if loss.is_gone and loss.restart is None and facts.config.snapshot.outlive_job_seconds:
         return (
-            "the loss of a node ends the job; a new start uses windows in the memory of the other nodes if they are "
-            "complete (snapshot.outlive_job_seconds), which is not certain"
+            "the loss of a node ends the job; a new start uses windows in the memory of other nodes if all "
+            "of these are complete (snapshot.outlive_job_seconds), which is not certain"
         )
     if loss.is_gone and loss.restart is None:
         return "the loss of a node ends the job, and windows in memory are lost with the job"
     if loss.is_gone and (alone := facts.without_copies(loss.nodes, loss.remaining)):
         return f"no remaining node has copies of the windows of nodes {alone}"
-    # After the end of the job, the next one takes the snapshot servers over.
+    # If the whole job ended, this job need not restart ranks: the next job takes over the snapshot servers.
     if loss.restart is None and not loss.ends_job:
         return "recovery.max_restarts=0: the job does not restart its ranks"
     if loss.stored is not None and loss.stored.memory_start is None:

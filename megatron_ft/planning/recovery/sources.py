@@ -29,7 +29,7 @@ class StoredWindow:
     node: int = -1
     """Node whose memory contains the window; -1 for storage."""
     committed: bool = False
-    """Whether all ranks have replicated their windows with the same ``key``."""
+    """Whether the windows with this ``key`` of all ranks are replicated."""
     buffer: int | None = None
     """Number of the buffer that contains the window; None on storage and in the inventory of a peer."""
 
@@ -104,7 +104,7 @@ class RecoverySource:
         candidates = sorted({window.key for windows in windows_by_rank for window in windows}, reverse=True)
         for key in candidates:
             start = key.start_iteration
-            # Memory first: it has the same bytes and is read without waiting for storage.
+            # Memory comes first: it contains the same bytes as storage and is faster to read.
             for kind in ("memory", "persisted"):
                 places, reason = _places(windows_by_rank, key, kind)
                 if places is None:
@@ -128,7 +128,7 @@ def _places(
     found, missing = [], []
     for rank, windows in enumerate(windows_by_rank):
         same = [window for window in windows if window.key == key and window.complete]
-        # Peers may still have a part that this rank's own node has lost.
+        # A peer may still have the rank's window if the rank's own node has lost it.
         usable = [window for window in same if (window.where == "persisted") == (kind == "persisted")]
         if usable:
             found.append(min(usable, key=lambda window: (_NEARNESS[window.where], window.node)))

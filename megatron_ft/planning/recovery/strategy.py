@@ -1,7 +1,7 @@
 """``Strategy``: a way to recover a job from a loss of nodes. It computes the ``Cost`` of the recovery, or declines.
 
-A strategy is a frozen dataclass in a file of its own. ``costs.STRATEGIES`` has all strategies, in the order in which
-they are tried. ``dry_run``, ``tools/can_recover`` and the doctor call the same ``cost``.
+A strategy is a frozen dataclass in a file of its own. ``costs.STRATEGIES`` lists all strategies in the order in which
+they are tried. ``dry_run``, ``tools/can_recover`` and the doctor call the same method ``cost``.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -56,13 +56,13 @@ class Loss:
     is_gone: bool
     """Whether the nodes are lost with their memory; otherwise only their ranks have died."""
     missing: tuple[OperatorId, ...]
-    """Operators whose state is not complete on the ranks that continue. If the remaining nodes are too few for the
-    layout, all of their ranks count."""
+    """Operators whose complete state is not on the ranks that continue. If too few nodes remain for any layout, all
+    ranks on the remaining nodes count as ranks that continue."""
     ends_job: bool = False
     """Whether all processes of the job die, except snapshot servers that outlive it."""
     restart: Literal["all", "fewer"] | None
-    """Nodes on which the job itself can start its ranks again: as many as before, or only the remaining nodes; None if
-    the job ends."""
+    """Number of nodes on which the job can restart its ranks by itself: as many as before (``all``), or only the
+    remaining nodes (``fewer``); None if the job ends."""
     stored: Stored | None = None
     """Saved state of the run; if it is None, costs are upper bounds that follow from the configuration."""
     place: Place | None = None
@@ -88,7 +88,7 @@ class Loss:
         lost = tuple(sorted(set(nodes)))
         if foreign := [node for node in lost if node not in facts.nodes]:
             raise ConfigError.of("lost node", foreign[0], f"must be one of the present nodes {list(facts.nodes)}")
-        assert not ends_job or (lost == facts.nodes and not is_gone), "the end of a job leaves all nodes, without ranks"
+        assert not ends_job or (lost == facts.nodes and not is_gone), "ends_job needs all nodes, with is_gone=False"
         remaining = tuple(node for node in facts.nodes if node not in lost)
         living = facts.ranks_without(lost)
         return cls(
@@ -140,15 +140,15 @@ class Cost:
     """Whether the job continues without intervention, in its present processes or new ones. Otherwise the job ends; it
     can be started on all nodes with ``run.resume=auto``."""
     declined: tuple[Declined, ...] = ()
-    """Strategies that are tried before the one that recovers, each with the reason why it cannot be used. A rollback
-    from storage also has the reason why windows in memory are not used."""
+    """Strategies that were tried before ``strategy``, each with the reason why it cannot be used. For a rollback from
+    storage, the reason why windows in memory are not used is included."""
     lost_operators: tuple[OperatorId, ...]
-    """Operators whose state is not complete on the surviving ranks."""
+    """Operators whose complete state is not on the surviving ranks."""
     max_iterations: int | None
     """Largest possible number of committed iterations that run again; None if the size of a window is not measured."""
     moved_bytes: int | None = None
-    """Bytes of state that surviving ranks send, only that of experts if the layout changes; None if they were not
-    computed or no state is sent."""
+    """Bytes of state that surviving ranks send; if the layout changes, only the state of experts counts. None if these
+    bytes were not computed or no state is sent."""
     is_bitwise: bool
     """Whether the run gives the same results as a run without failures, bit by bit. Otherwise sums are computed in
     another order, and results agree within a tolerance."""
@@ -161,14 +161,14 @@ class Cost:
     stages: tuple[int, ...] = ()
     """Pipeline stages that replay while other stages keep their state; empty if all stages replay or none does."""
     restarted_by: str = "hand"
-    """Agent that starts the job again after its end: ``hand`` (the user) or ``Slurm``."""
+    """Means by which the job is started again after its end: ``hand`` (by the user) or ``Slurm``."""
     max_windows: int = 2
-    """Largest possible number of windows that run again, used if ``max_iterations`` is None."""
+    """Largest possible number of windows whose iterations run again, used if ``max_iterations`` is None."""
     seconds: float | None
-    """Predicted seconds from the failure until ranks train again after the newest committed iteration, see
-    ``RecoveryTimes``; an upper bound if ``max_iterations`` is one. None if it is not known."""
+    """Predicted seconds from the failure until ranks have replayed all committed iterations and train again (see
+    ``RecoveryTimes``). If iterations run again, this is an upper bound. None if it is not known."""
     why_no_seconds: tuple[str, ...]
-    """Missing inputs because of which ``seconds`` is not known, e.g. ``snapshot.iteration_seconds=null``."""
+    """Missing inputs without which ``seconds`` cannot be predicted, e.g. ``snapshot.iteration_seconds=null``."""
     is_recoverable: bool = True
     """Whether the job can continue from some state; otherwise it starts again at iteration 0."""
 
@@ -254,9 +254,9 @@ class Cost:
 
     def validate(self) -> None:
         """Assert that the fields are consistent."""
-        assert self.is_automatic or not self.keeps_processes, "processes continue, but not without intervention"
+        assert self.is_automatic or not self.keeps_processes, "processes continue although the job needs intervention"
         assert not (self.loses_updates and self.is_bitwise), "lost updates change the results"
-        assert self.is_recoverable or not self.keeps_processes, "processes continue from no state"
+        assert self.is_recoverable or not self.keeps_processes, "processes continue without any state"
         # After the end of the job, only its snapshot servers can still have windows in memory.
         keeps_memory = self.is_automatic or self.ends_job
         assert keeps_memory or self.medium != "memory", "windows in memory are lost with the job"

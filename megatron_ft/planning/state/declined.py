@@ -19,7 +19,7 @@ class MissingState:
     iteration: int
     """Iteration after which the state of the elements is needed."""
     held_iterations: tuple[int, ...]
-    """Other iterations for which a rank or storage has elements of this tensor."""
+    """Other iterations after which a rank or storage has elements of this tensor."""
 
     def __str__(self) -> str:
         held = f" (iterations held: {', '.join(map(str, self.held_iterations))})" if self.held_iterations else ""

@@ -16,7 +16,7 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.state.tensors import Column, StateTensor, TensorIndex
 
 STORAGE = -1
-"""Rank number that stands for storage, which every rank can read without the help of another rank."""
+"""Rank number of storage, which every rank can read without the help of another rank."""
 
 
 class Medium(IntEnum):
@@ -38,7 +38,7 @@ class Medium(IntEnum):
 class Need:
     """Elements [start, stop) of one tensor that a rank must have in their state after ``iteration``.
 
-    Holdings and needs use the same rank numbers. Every living process has one number, also spares and leaving ranks.
+    Holdings and needs use the same rank numbers. Every living process has one, including spares and leaving ranks.
     """
 
     rank: int
@@ -140,7 +140,7 @@ class Holdings:
 
     @classmethod
     def of_needs(cls, needs: Needs, domain_of: Mapping[int, str], medium: Medium = Medium.LIVE) -> "Holdings":
-        """Return what the ranks hold on ``medium`` if every rank has received the elements in ``needs``."""
+        """Return the holdings, all on ``medium``, of ranks that have received the elements in ``needs``."""
         return cls(
             index=needs.index,
             rank=needs.rank,
@@ -187,7 +187,7 @@ class Holdings:
         return self.take(~np.isin(self.rank, sorted(lost)))
 
     def renumbered(self, new_ranks: Mapping[int, int]) -> "Holdings":
-        """Return the rows with new rank numbers, where ``new_ranks`` maps old numbers to new ones.
+        """Return the rows with new rank numbers; ``new_ranks`` maps old numbers to new numbers.
 
         Rows of ranks that ``new_ranks`` does not contain are left out. Rows on storage remain.
         """

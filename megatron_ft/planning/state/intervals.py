@@ -9,7 +9,7 @@ Rows = npt.NDArray[np.intp]
 
 
 def expand(counts: Column) -> tuple[Rows, Column]:
-    """Repeat each row number ``counts[row]`` times. Return these numbers, and the number of each repetition from 0."""
+    """Return each row number ``counts[row]`` times, and the number of each repetition within its row, from 0."""
     rows = np.repeat(np.arange(len(counts)), counts)
     ends = np.cumsum(counts)
     return rows, np.arange(len(rows), dtype=np.int64) - np.repeat(ends - counts, counts)

@@ -58,8 +58,8 @@ class _ShardRanges:
 class _BufferLayout:
     """Ranges of elements that the parameters and buckets of one buffer occupy.
 
-    A running rank reads them from Megatron's buffer: ``ranges`` from its ``param_index_map`` in the order of its
-    ``params``, and ``buckets`` from its ``bucket_indices``.
+    A running rank reads both fields from Megatron's buffer: ``ranges`` from ``param_index_map`` in the order of
+    ``params``, and ``buckets`` from ``bucket_indices``.
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -84,7 +84,7 @@ class _BufferLayout:
             bucket_size: number of elements at which a bucket is full; None for one bucket.
             alone: numbers of the parameters that get a separate bucket, such as embeddings that two stages share.
         """
-        # Because of the padding for further sizes, a buffer does not change if the number of lanes changes.
+        # Padding for all of these sizes keeps a buffer unchanged if the number of lanes changes to one of them.
         multiple = math.lcm(*padded_for, BUCKET_MULTIPLE)
         ranges: list[tuple[int, int]] = [(0, 0)] * len(sizes)
         buckets: list[tuple[int, int]] = []
@@ -97,7 +97,7 @@ class _BufferLayout:
             bucket_start, is_open = buckets[-1][1], False
             return bucket_start
 
-        # Gradients are complete in the reverse order of the forward pass, so the first bucket can be reduced first.
+        # Reverse order, because the backward pass completes gradients of the last parameters first.
         for place in reversed(range(len(sizes))):
             start = _padded(stop, PARAMETER_MULTIPLE)
             if place in alone and is_open:
@@ -129,7 +129,7 @@ class _BufferLayout:
 
 
 def _cut(ranges: Column, edges: Column, num_shards: int) -> _ShardRanges:
-    """Cut the parameter ranges ``[parameters, 2]`` at ``edges``; edge ``i`` is a start of shard ``i % num_shards``."""
+    """Cut the parameter ranges ``[parameters, 2]`` at ``edges``; at edge ``i``, shard ``i % num_shards`` begins."""
     places = np.argsort(ranges[:, 0], kind="stable")
     ranges = ranges[places]
     points = distinct(np.concatenate([edges, ranges.ravel()]))
@@ -237,8 +237,8 @@ class Parameter:
     num_elements: int
     """Number of elements of one tensor-parallel part."""
     is_split: bool
-    """Whether tensor parallelism (for an expert: expert tensor parallelism) splits the parameter; otherwise every
-    tensor-parallel rank has the whole parameter."""
+    """Whether tensor parallelism (for the parameters of an expert: expert tensor parallelism) splits the parameter.
+    Otherwise every tensor-parallel rank has the whole parameter."""
     dtype: str = "bfloat16"
     """Type of the compute weight; Megatron has separate buffers for each type."""
     weight_bytes: int = 2
@@ -280,7 +280,7 @@ class ModelState:
     def holdings(
         self, layout: ParallelLayout, sharding: "Sharding", *, iteration: int, domain_of: Mapping[int, str]
     ) -> Holdings:
-        """List the elements that every rank of ``layout``, also a rank that is now lost, has after ``iteration``."""
+        """List the elements that every rank of ``layout``, including lost ranks, has after ``iteration``."""
         rows = _Rows(self, iteration)
         rows.add_layout(layout, sharding, domain_of)
         live = Holdings.of_needs(Needs.concatenate(self.index, rows.live), domain_of)
@@ -325,7 +325,7 @@ class Sharding:
     """Number of elements at which a bucket of the first stage's first chunk is full. Every other chunk has one bucket,
     as in Megatron."""
     padded_for_lanes: tuple[int, ...] = ()
-    """Additional numbers of lanes (data-parallel sizes) for which buckets are padded, so that a change to one of them
+    """Additional numbers of lanes (data-parallel sizes) for which buckets are padded. A change to one of these numbers
     leaves the layout of the buffers unchanged."""
     buffers: Mapping[BufferKey, _BufferLayout] | None = None
     """Buffer layouts that were read from running ranks; the layouts of other buffers are computed."""
@@ -341,7 +341,7 @@ class Sharding:
 
 
 class _Rows:
-    """Collects the state with which ranks train (``live``) and their copies of other ranks' state (``copies``)."""
+    """Collects the state with which ranks train (``live``) and the copies that ranks store for others (``copies``)."""
 
     def __init__(self, model: ModelState, iteration: int) -> None:
         self.model, self.iteration = model, iteration
@@ -407,13 +407,13 @@ class _Rows:
         domain_of: Mapping[int, str],
         spares: Sequence[int],
     ) -> None:
-        # Parameters are gathered before an iteration is complete: at its boundary every rank has the whole weights.
+        # Ranks gather parameters before an iteration is complete, so that after it every rank has the whole weights.
         self._add_whole(parameters, part, ranks, (WEIGHT,))
         if not buffers.sharding.is_distributed:
             self._add_whole(parameters, part, ranks, self._kinds)
             return
         owners = _assign_owners(ranks.tolist(), domain_of, buffers.sharding.num_state_copies, spares)
-        # Megatron keeps one buffer for each dtype, whose buckets are cut independently.
+        # Megatron has one buffer for each dtype, and cuts the buckets of each buffer independently.
         for dtype in sorted({parameter.dtype for parameter in parameters}):
             members = [parameter for parameter in parameters if parameter.dtype == dtype]
             shards = buffers.layout(members, dtype).shards(len(ranks))

@@ -11,7 +11,7 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.state.tensors import Column
 
 Group = tuple[int, ...]
-"""Ranks of one TP·CP group, in an order in which the TP coordinate changes fastest."""
+"""Ranks of one TP·CP group, ordered so that the TP coordinate changes fastest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class ParallelLayout:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that train; the position of each rank in this tuple is its new number in Megatron."""
+        """Ranks that train; the position of a rank in this tuple is the rank's new number in Megatron."""
         return tuple(chain.from_iterable(chain.from_iterable(self.stages)))
 
     def stage_array(self, stage: int) -> Column:

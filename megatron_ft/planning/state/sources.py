@@ -1,8 +1,8 @@
 """Finds the ranks that can send each element that a rank needs and does not have.
 
-Cost: let ``n`` be the number of rows, and ``d`` the largest number of different ranges that contain the same element,
-usually a handful (the whole tensor, an old and a new shard, state copies). The search takes O(n d log n) steps. All
-ranks that hold the same range form one set, and a pair of ranks without a transfer costs nothing.
+Let ``n`` be the number of rows, and ``d`` the largest number of different ranges that contain the same element. ``d``
+is usually small (the whole tensor, an old and a new shard, state copies). The search takes O(n d log n) steps. All
+ranks that hold the same range form one set, so the cost does not grow with the number of pairs of ranks.
 """
 
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Matched:
-    """Needed elements: the rank has ``kept`` itself, other ranks must send ``remote``, no rank has ``missing``."""
+    """Needed elements: ranks have ``kept`` themselves, others or storage have ``remote``, nothing has ``missing``."""
 
     kept: Pieces
     remote: Pieces
@@ -59,7 +59,7 @@ class Matched:
 
     @classmethod
     def of(cls, needs: Needs, holdings: Holdings) -> "Matched":
-        """Find for every needed element the rank's own holding or, without one, the ranks that can send the element.
+        """Find which needed elements each rank has itself, and the ranks that can send each of the other elements.
 
         Only holdings of the needed iteration are used. A rank's own holdings in memory are used before holdings of
         other ranks. Among holdings of other ranks and of storage, those on the fastest medium are used.
@@ -83,14 +83,14 @@ class Matched:
             left = union(*left)
             by_medium = {medium: sound.take(sound.medium == int(medium)) for medium in Medium}
             for medium, own in by_medium.items():
-                # Elements on storage have to be read. This counts as a transfer, so that the limit of staging applies.
+                # Reading from storage counts as a transfer, so that the limit of bytes for each round applies to it.
                 if medium is Medium.STORAGE or not len(own):
                     continue
                 cover = union(*_lines(index, own.rank, own.tensor, own.start, own.stop))
                 inside, outside = split(*left, *cover)
                 kept.append(_pieces(index, inside[1], inside[2], iteration, medium))
                 left = outside[1:]
-            # The fastest medium comes first; elements that it lacks are searched in the next one.
+            # The fastest medium comes first; elements that it does not contain are searched in the next medium.
             for others in by_medium.values():
                 found, left = _match_others(index, left, others, iteration, sets)
                 remote += found
@@ -135,7 +135,7 @@ class _Sets:
         return found
 
     def union(self, numbers: tuple[int, ...]) -> int:
-        """Return the number of the union of the sets ``numbers``, or of the largest set if that has enough ranks."""
+        """Return the number of the union of the sets with ``numbers``, or of the largest set if it has enough ranks."""
         largest = max(numbers, key=lambda number: len(self.ranks[number]))
         if len(numbers) == 1 or len(self.ranks[largest]) > ENOUGH_SENDERS:
             return largest
@@ -184,7 +184,7 @@ def _segments(index: TensorIndex, held: Holdings, sets: _Sets) -> tuple[Column, 
     starts, stops, ranks = starts[order], stops[order], held.rank[order]
     is_first = np.ones(len(starts), dtype=np.bool_)
     is_first[1:] = (starts[1:] != starts[:-1]) | (stops[1:] != stops[:-1])
-    # A rank that names a range twice must not count as two senders.
+    # A rank that has two rows for the same range must not count as two senders.
     is_new = is_first.copy()
     is_new[1:] |= ranks[1:] != ranks[:-1]
     starts, stops, ranks, is_first = starts[is_new], stops[is_new], ranks[is_new], is_first[is_new]
@@ -228,4 +228,4 @@ def _groups(segments: Column, numbers: Column) -> Iterator[tuple[int, tuple[int,
         begin = end
 
 
-assert int(Medium.STORAGE) == max(Medium), "storage, which every rank reads by itself, must have the last number"
+assert int(Medium.STORAGE) == max(Medium), "storage, the slowest medium, must have the largest number"

@@ -94,8 +94,7 @@ class TensorIndex:
 
     @cached_property
     def starts(self) -> Column:
-        """Index of the first element of each tensor if all tensors are laid end to end, followed by the number of all
-        elements, ``[tensors + 1]``."""
+        """Position of the first element of each tensor, followed by the number of all elements, ``[tensors + 1]``."""
         return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.sizes, dtype=np.int64)])
 
     @property

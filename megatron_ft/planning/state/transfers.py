@@ -20,14 +20,14 @@ from megatron_ft.planning.state.sources import Matched, Pieces
 from megatron_ft.planning.state.tensors import Column, StateTensor, TensorIndex
 
 # A *set* consists of ranks that hold the same elements; its *demand* is the number of bytes that these ranks together
-# must send. Let ``t`` be ``_Shares.slack``. If a rank sends bytes of a set, no other rank of this set sends more than
-# ``t`` bytes less in total. Let ``b`` be the bytes of the busiest sender in the best assignment. It follows that the
-# busiest of ``m`` senders sends at most ``b + (m - 1) * t`` bytes, and also at most
-# ``(1 + e) * b + t * log(m) / log(1 + e)`` bytes for every ``e > 0``. This also holds with sets of only one rank.
+# must send. Let ``t`` be ``_Shares.slack``. A rank that sends bytes of a set sends in total at most ``t`` bytes more
+# than any other rank of this set. Let ``b`` be the bytes of the busiest sender in the best assignment. Then the busiest
+# of ``m`` senders sends at most ``b + (m - 1) * t`` bytes, and also at most ``(1 + e) * b + t * log(m) / log(1 + e)``
+# bytes for every ``e > 0``. Both bounds also hold with sets of only one rank.
 
 RELATIVE_SLACK = 0.01
-"""Accepted difference between the bytes that two ranks of a set send, as a fraction of the busiest sender's bytes. To
-reduce it further is not worth another pass."""
+"""Accepted difference between the bytes that two ranks of a set send, as a fraction of the busiest sender's bytes. A
+smaller difference is not worth another pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -107,7 +107,7 @@ def _add(loads: list[int], ranks: Sequence[int], amounts: Sequence[int], sign: i
 def _spread(
     demand: int, ranks: Sequence[int], loads: Sequence[int], min_piece_bytes: int
 ) -> tuple[list[int], list[int]]:
-    # Raises the least busy ranks to one level. Returns the sending ranks, ascending, and their bytes, all above 0.
+    # Gives the least busy ranks equal totals. Returns the sending ranks, ascending, and their bytes, all above 0.
     most = max(1, demand // max(1, min_piece_bytes))
     # Shares are whole bytes, and ties are resolved by rank number, so that every rank computes the same shares.
     by_load = sorted(ranks, key=lambda rank: (loads[rank], rank))[:most]
@@ -142,8 +142,8 @@ def _cut_and_stage(
         limit_bytes: largest number of bytes that a rank may send and receive together in one round.
 
     Returns:
-        Four columns with one entry for each piece: the number of its transfer, the first item and the end of the items
-        (exclusive) that the piece has of this transfer, and the round.
+        Four columns with one entry for each piece: the number of its transfer, its first item and the end of its items
+        (exclusive) within this transfer, and its round.
 
     Raises:
         ConfigError: ``limit_bytes`` is less than four times the largest of ``item_bytes``.
@@ -165,17 +165,17 @@ def _cut_and_stage(
 
 def _first_fit(source: Column, target: Column, sizes: Column, limit_bytes: int) -> Column:
     num_ranks = int(max(source.max(), target.max())) + 1 if len(sizes) else 0
-    # This is the common case, and the loop below is the slowest part of planning.
+    # Usually one round is enough, and the loop below is the slowest part of planning.
     if _all_at_once(source, target, sizes, num_ranks) <= limit_bytes:
         return np.zeros(len(sizes), dtype=np.int64)
     used: list[list[int]] = [[0] for _ in range(num_ranks)]
-    # All rounds before a rank's first open one are too full for any piece, so the search need not begin at round 0.
+    # All rounds of a rank before its first open round are too full for any piece, so the search skips them.
     first_open = [0] * num_ranks
     is_open_below = limit_bytes - limit_bytes // PIECES_PER_LIMIT
     rounds = []
     for sender, receiver, size in zip(source.tolist(), target.tolist(), sizes.tolist(), strict=True):
         here = used[receiver]
-        # The plan does not limit the bytes that are read from storage in one round.
+        # Bytes from storage count only for the receiver.
         there = here if sender == STORAGE else used[sender]
         turn = first_open[receiver]
         if there is not here and first_open[sender] > turn:
@@ -220,7 +220,7 @@ class Transfer:
     stop: int
     iteration: int
     medium: Medium
-    """Kind of place from which ``source`` takes the elements."""
+    """Kind of place that contains the elements, e.g. live state or a copy."""
 
     @property
     def num_bytes(self) -> int:
@@ -337,8 +337,8 @@ class TransferPlan:
             yield Kept(rank=rank, tensor=found, start=start, stop=stop, iteration=iteration, medium=Medium(medium))
 
     def last_rounds(self, rank: int) -> dict[StateTensor, int]:
-        """Return the last round in which ``rank`` sends elements of each tensor; after it, the rank can free elements
-        of this tensor that it does not need itself."""
+        """Return the last round in which ``rank`` sends elements of each tensor. After this round, the rank can free
+        elements of the tensor that it does not need itself."""
         rows = np.flatnonzero(self.source == rank)
         pairs = zip(self.tensor[rows].tolist(), self.round[rows].tolist(), strict=True)
         return {self.index.tensors[tensor]: turn for tensor, turn in pairs}  # rounds ascend: the last one remains
@@ -365,7 +365,7 @@ class TransferPlan:
 
     def digest(self) -> str:
         """Return a hash of all transfers and kept ranges, which ranks compare before they begin."""
-        # Ranks that disagree about one transfer would wait for each other until a timeout: they compare this first.
+        # If ranks disagreed about a transfer, they would wait for each other until a timeout.
         found = hashlib.blake2b(digest_size=16)
         kept = self.kept
         order = np.lexsort((kept.start, kept.rank))
@@ -384,15 +384,14 @@ class TransferPlan:
         limit_bytes: int = STAGING_BYTES,
         min_piece_bytes: int = MIN_PIECE_BYTES,
     ) -> "TransferPlan | Declined":
-        """Plan the transfers that give every rank its needed elements, or list needed elements that no rank holds.
+        """Plan the transfers that give every rank its needed elements; ``Declined`` if no rank holds some of them.
 
         Elements that a rank already has are not moved. Any other element comes from the fastest medium that contains
         it, and from the holders with the fewest bytes to send. The planning time grows with the numbers of rows and
         transfers, not with the number of pairs of ranks.
 
         Args:
-            holdings: elements that living ranks and storage hold; iterations that ``needs`` does not contain are
-                ignored.
+            holdings: elements that living ranks and storage hold; rows of iterations without ``needs`` are ignored.
             needs: elements that ranks must have, with the same rank numbers as ``holdings``.
             limit_bytes: largest number of bytes that a rank may send and receive together in one round; this bounds its
                 staging memory.
@@ -404,13 +403,13 @@ class TransferPlan:
         holdings.validate()
         needs.validate()
         matched = Matched.of(needs, holdings)
-        # All or nothing: a plan that leaves elements out would give ranks state of no iteration.
+        # A plan must be complete: without some elements, the state of a rank would not be that of any iteration.
         if len(matched.missing.rank):
             return Declined(reason="no living rank holds these elements", missing=_missing(matched.missing, holdings))
         index = needs.index
         source, pieces, slack = _send(index, matched, min_piece_bytes)
         tensor = index.tensor_at(pieces.start)
-        # By position, so that rounds follow layers and the memory of a layer is free after its last round.
+        # Sorted by position: rounds follow layers, so the memory of a layer is free after the layer's last round.
         order = np.lexsort((source, pieces.rank, pieces.start, pieces.iteration))
         source, target, tensor = source[order], pieces.rank[order], tensor[order]
         start, stop = pieces.start[order] - index.starts[tensor], pieces.stop[order] - index.starts[tensor]
@@ -444,9 +443,9 @@ def _send(index: TensorIndex, matched: Matched, min_piece_bytes: int) -> tuple[C
     sizes = (stop - start) * item
     demands = np.zeros(len(matched.sets), dtype=np.int64)
     np.add.at(demands, senders, sizes)
-    # Over all media and iterations at once: a rank has one network connection for all of them.
+    # Shares balance all media and iterations together, because a rank has one network connection for all of them.
     shares = _Shares.of(demands.tolist(), matched.sets, min_piece_bytes=min_piece_bytes)
-    ends = np.cumsum(sizes)  # all demands end to end, set after set: each sender has one run of it
+    ends = np.cumsum(sizes)  # demands of all sets end to end; each sender sends one run of bytes of its set
     begins = ends - sizes
     nothing = [np.zeros(0, dtype=np.int64)]
     run_source = np.concatenate(nothing + list(shares.senders))
@@ -480,7 +479,7 @@ def _missing(missing: Pieces, holdings: Holdings) -> tuple[MissingState, ...]:
         starts, stops = union(missing.start[rows], missing.stop[rows])
         is_joined = np.concatenate([[False], starts[1:] == stops[:-1]]) if len(starts) else np.zeros(0, dtype=bool)
         tensors = index.tensor_at(starts)
-        # Positions of adjacent tensors have no gap between them: touching ranges may belong to different tensors.
+        # Touching ranges may belong to different tensors, because positions have no gap between adjacent tensors.
         is_joined[1:] &= tensors[1:] == tensors[:-1]
         begin = np.flatnonzero(~is_joined)
         end = np.append(begin[1:], len(starts)) - 1

@@ -121,12 +121,12 @@ def test_too_few_ranks_are_declined_with_what_is_missing() -> None:
     declined = choose_layout(former, [0, 1, 3, 5], node_of, MANY)
     assert isinstance(declined, Declined)
     assert declined.summary() == (
-        "complete groups of TP * CP = 2 ranks among 4 living ranks: 1; needed: 2, for a number of lanes of at least 1 "
-        "and PP2"
+        "complete groups of TP * CP = 2 ranks among 4 living ranks: 1; needed: 2, one for each of 2 pipeline "
+        "stages in at least 1 lanes"
     )
     declined = choose_layout(former, range(12), node_of, LaneLimits(most=4, multiple=4))
     assert isinstance(declined, Declined)
-    assert "needed: 8, for a number of lanes of at least 4 and PP2" in declined.summary()
+    assert "needed: 8, one for each of 2 pipeline stages in at least 4 lanes" in declined.summary()
 
 
 @pytest.mark.parametrize("period", [1, 2])
