@@ -58,7 +58,7 @@ class ControllerAddress:
 def _parse(path: Path, content: bytes) -> ControllerAddress:
     try:
         values = parse_json(content)
-        # A file of a later version may hold more.
+        # A later version of this package may write further fields.
         known = {name: value for name, value in values.items() if name in ControllerAddress.__dataclass_fields__}
         found: ControllerAddress = decode(ControllerAddress, known)
     except (ValueError, AttributeError) as error:

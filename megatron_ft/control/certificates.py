@@ -50,7 +50,7 @@ class Certificates:
 def _read(path: Path, folder: str) -> bytes:
     try:
         with path.open("rb") as file:
-            # The mode is that of the open file: the path may name another file a moment later.
+            # The mode is read from the open file, because the path may name another file a moment later.
             mode, content = stat.S_IMODE(os.fstat(file.fileno()).st_mode), file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError.of(_KEY, folder, f"must contain {path.name}: {error.strerror}") from None

@@ -51,8 +51,8 @@ class SignsOfLife(Generic[Key]):
     def silent(self, now: float) -> list[Key]:
         """Return the keys whose heartbeat is overdue. Must be called several times within the timeout.
 
-        If more than half the timeout has passed since the last call, the caller may have missed heartbeats itself, so
-        the timeout of every key begins again.
+        If more than half the timeout has passed since the last call, the caller may itself have missed heartbeats, so
+        the timeout of each key begins again.
         """
         held_up = self._asked_at is not None and now - self._asked_at > self._timeout_seconds / 2
         self._asked_at = now
@@ -73,7 +73,7 @@ class Place:
 
 
 FIRST_ITERATIONS = 3
-"""Number of iterations of a membership before their durations limit a hang, because the first ones are slower."""
+"""Number of measured iterations of a membership before ``hang_iterations`` applies: the first ones are slower."""
 _MEASURED_ITERATIONS = 50
 
 
@@ -132,21 +132,21 @@ class Detector:
 
     def _hung(self, state: State, now: float, at_seconds: float) -> list[NodeLost | RankHung | JobHung]:
         if state.generation != self._generation or state.phase not in TRAINING or state.broken:
-            # Ranks that form a membership or report positions make no progress; the time counts from the end of that.
+            # While ranks form a membership or report positions, they make no progress, and no time counts.
             self._places, self._progress_at, self._generation = {}, now, state.generation
             self._newest = None
             self._durations.clear()
         hang_seconds, limit = self._limit()
         if hang_seconds is None or now - self._progress_at < hang_seconds:
             return []
-        # Ranks that are killed now need time to end before the next finding.
+        # Ranks that are killed now need time to end, so the next hang is found only after the whole limit.
         self._progress_at = now
         policy = self._membership
         ranks = layout_of(policy, state).processes_without(frozenset()) - state.gone
         if not ranks:
             return []
         places = {rank: self._places.get(rank) for rank in ranks}
-        # All wait at one point, so no rank is to blame: to kill some of them would cost their node without a reason.
+        # All ranks wait at the same point, so the cause is unknown: killing some of them would lose nodes needlessly.
         if len({None if place is None else (place.iteration, place.phase) for place in places.values()}) == 1:
             where = _where(next(iter(places.values())))
             return [JobHung(at_seconds, f"no rank made progress {limit}: all are {where}")]

@@ -1,7 +1,8 @@
 """The launcher of ``launch.mode=local``, which runs in the process of the user's command.
 
-The launcher claims the run folder, starts the controller, a fork server and one agent per node, feeds the sinks, and
-leaves no process behind. The ``NodeLauncher`` of ``launch.node_launcher`` decides where and how agents start.
+The launcher claims the run folder, starts the controller, a fork server and one agent per node, and passes records to
+the sinks. At the end, it ends all these processes. The ``NodeLauncher`` of ``launch.node_launcher`` decides where and
+how agents start.
 """
 
 import contextlib
@@ -99,7 +100,7 @@ def launch(
         entry = SCHEDULED_RANK_ENTRY if config.testing.membership_schedule else RANK_ENTRY
     if preload is None:
         preload = PRELOAD_ON_CUDA if config.training.device == "cuda" else PRELOAD
-    # Whatever can be refused is refused before the run has a folder.
+    # The checks that can refuse the job come before the run has a folder.
     launcher = open_launcher(config, os.environ)
     config = dataclasses.replace(config, control=dataclasses.replace(config.control, interface=launcher.interface))
     _check_places(config, is_local=launcher.is_local)
@@ -122,7 +123,7 @@ def launch(
             reason = f"the launcher failed: {error}"
             raise ControlError(reason) from error
         finally:
-            # All records are written before ``finish`` leaves the marker by which a scheduler's tasks end.
+            # All records must be written before ``finish``, which may write the marker that ends the scheduler's tasks.
             sinks.close(exit_code, reason)
         launcher.finish(exit_code, reason)
         job.print_result(result, exit_code, [sys.executable, *sys.argv] if command is None else command)
@@ -184,7 +185,7 @@ class _Job:
                     self._clean_up()
 
     def _serve(self, processes: Processes) -> JobResult:
-        # Both start at the same time: importing torch takes the fork server seconds.
+        # Controller and fork server start at the same time, because the fork server needs seconds to import torch.
         self._controller.begin()
         self._start_fork_server(processes)
         policy = self._policy
@@ -195,7 +196,7 @@ class _Job:
             most_nodes=policy.most_nodes,
             num_returns=policy.max_node_restarts if policy.restart_lost_nodes else 0,
         )
-        # Before the first start: a launcher needs the context, and nodes that come by themselves need the file.
+        # This precedes the first start: a launcher needs the context, and nodes that start by themselves need the file.
         self._launcher.publish(context, self._agent_spec(processes, 0))
         for node in range(policy.num_nodes + policy.num_spare_nodes):
             self._launcher.start(node, self._agent_spec(processes, node), self._on_end(node))
@@ -205,7 +206,7 @@ class _Job:
 
     def _link(self, processes: Processes) -> ControllerLink:
         run_dir, resume_from = self._run_dir.path, self._run_dir.resume_from
-        # A journal belongs to one job. ``epoch`` stays: it has to rise over all jobs of the run.
+        # A journal belongs to one job. The file ``epoch`` stays, because epochs must rise over all jobs of the run.
         (run_dir / FOLDER / JOURNAL).unlink(missing_ok=True)
 
         def start(launcher: socket.socket) -> "subprocess.Popen[bytes]":
@@ -243,7 +244,7 @@ class _Job:
         return lambda detail, process_id: self._controller.post(events.NodeLost(node, time.time(), detail, process_id))
 
     def _start_again(self, processes: Processes, node: int) -> None:
-        # Start an agent in a running job; an error fails only this start.
+        # Start an agent while the job runs. If this fails, the node counts as lost, and the job continues.
         try:
             self._launcher.start(node, self._agent_spec(processes, node), self._on_end(node))
         except OSError as error:
@@ -265,7 +266,7 @@ class _Job:
             heartbeat_interval_seconds=self._detection.heartbeat_interval_seconds,
             heartbeat_timeout_seconds=self._detection.heartbeat_timeout_seconds,
             lost_controller_seconds=self._detection.lost_controller_seconds,
-            # Nodes on the controller's machine cannot vanish alone.
+            # Nodes on the controller's machine cannot vanish without the controller.
             answers_presence=not self._launcher.is_local and self._detection.vanished_seconds is not None,
         )
 
@@ -292,7 +293,7 @@ class _Job:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        # First Ctrl-C, SIGTERM or SIGHUP: stop after the iteration; second: end at once.
+        # The first Ctrl-C, SIGTERM or SIGHUP stops the job after the iteration; the second one ends it at once.
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, self._interrupt) for number in numbers}
         try:
@@ -302,15 +303,15 @@ class _Job:
                 signal.signal(number, handler)
 
     def _interrupt(self, number: int, _frame: FrameType | None) -> None:
-        # A handler only posts: it may interrupt the loop at any instruction.
+        # The handler only posts an event, because it may interrupt the main loop at any instruction.
         self._num_interrupts += 1
         self._interrupted_by = signal.Signals(number).name
         self._controller.post(events.StopRequested() if self._num_interrupts == 1 else events.KillRequested())
 
     def _clean_up(self) -> None:
-        # End every process: agents first, which have the controller's order to end, then fork server and ranks.
+        # End every process: first the agents, which obey the controller's order to end, then the fork server and ranks.
         patience_seconds = _CLEANUP_SECONDS + (STOP_SECONDS if self._sidecars else 0.0)
-        # Without the order to end no agent ends soon.
+        # Without the controller's order to end, no agent ends by itself soon.
         patience_seconds = patience_seconds if self._has_ended else 0.5
         self._launcher.stop(patience_seconds)
         self._controller.close()
@@ -352,7 +353,7 @@ class _Job:
 
 _GENERATIONS_FILE = "window_generations"
 _GENERATIONS_OF_JOB = 1_000_000
-"""Number of generations that no job reaches."""
+"""Distance between the first generations of two jobs of a run; no job has as many generations."""
 
 
 def _kept_servers(config: JobConfig, run_dir: Path) -> KeptServers:
@@ -361,7 +362,7 @@ def _kept_servers(config: JobConfig, run_dir: Path) -> KeptServers:
     if seconds:
         path = run_dir / FOLDER / _GENERATIONS_FILE
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        # Counts the jobs of the run. The file is written before any window of this job is captured.
+        # The number in the file rises with each job of the run. It is written before this job captures a window.
         first_generation = int(path.read_text()) + _GENERATIONS_OF_JOB if path.exists() else 0
         replace_file(path, b"%d\n" % first_generation)
     content = to_dict(config)

@@ -17,16 +17,16 @@ from megatron_ft.framing import MAX_FRAME_BYTES, Message
 from megatron_ft.planning.recovery.membership import NextMembership, Position
 from megatron_ft.serde import Between, decode, encode
 
-# The rest of the frame is for the message around the record.
+# A record is sent inside a larger message, which needs the rest of the frame.
 MAX_RECORD_BYTES = MAX_FRAME_BYTES - 64 * 1024
 """Largest size of a ``RecordWritten`` report as JSON, in bytes; it is forwarded to the launcher in one message."""
 MAX_REPORT_BYTES = 1024 * 1024
 """Largest size of every other report as JSON, in bytes. These reports are written to the journal, and the details of
 how a rank ended are forwarded to the launcher."""
 MAX_JOIN_BYTES = 64 * 1024
-"""Largest size of a registration (``Join``) as JSON, in bytes; every node receives the sidecar addresses in it."""
+"""Largest size of a registration (``Join``) as JSON, in bytes. Its sidecar addresses are sent to every node."""
 _LAST_LINE_CHARACTERS = 500
-# JSON has integers of any size, and a returncode of 10**30 would reach the journal.
+# JSON permits integers of any size: without this limit, a returncode of 10**30 would reach the journal.
 _MAX_INTEGER = 2**63 - 1
 
 Integer = Annotated[int, Between(-_MAX_INTEGER, _MAX_INTEGER)]
@@ -176,7 +176,7 @@ class _Raised(EndReport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken(EndReport):
-    """A rank stopped with an error, or (``planned``) after an iteration; it waits for the next membership."""
+    """A rank stopped with an error or (``planned``) at an iteration boundary, and waits for the next membership."""
 
     op: ClassVar[str] = "broken"
     position: Position
@@ -221,7 +221,7 @@ _REPORTS: dict[object, type[Report]] = {
 # --- orders ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots: ``Start`` has a second base
+@dataclass(frozen=True, kw_only=True)  # no slots: two bases of ``Start`` cannot both have them
 class LaunchSpec:
     """Part of a rank's specification that all ranks of one ``Start`` order share."""
 
@@ -270,7 +270,7 @@ class Start(Order, LaunchSpec):
     nodes: list[Count]
     """Node of each rank in the membership, in rank order."""
     local_ranks: list[Count]
-    """Number of each rank's process on its node, in rank order. Other processes of members are hot spares."""
+    """Local number of each rank's process on its node, in rank order. All other processes of members are hot spares."""
     members: list[Count]
     """Nodes of the membership."""
     is_joining: bool
@@ -339,7 +339,7 @@ _ORDERS: dict[object, type[Order]] = {kind.op: kind for kind in (Start, Break, C
 
 def to_message(value: Report | Order) -> Message:
     """Return the JSON object of a report or order, without the fields that are null."""
-    # Absent instead of null: most reports have few of their fields, and a job's orders are sent to every node.
+    # This keeps messages small: most fields of most reports are null, and every order is sent to every node.
     return {"op": value.op, **{name: item for name, item in encode(value).items() if item is not None}}
 
 

@@ -17,7 +17,7 @@ _PORT_TRIES = 100
 def free_port(interface: str) -> int:
     """Return a port that is unused on ``interface`` now, outside the range of ephemeral ports.
 
-    The process that serves the port binds it later; until then, no outgoing connection can get the port.
+    The process that serves the port binds it later. Until then, no outgoing connection can get it: it is not ephemeral.
 
     Raises:
         ConfigError: ``interface`` is not an address of this machine.
@@ -31,7 +31,7 @@ def free_port(interface: str) -> int:
             raise ConfigError.of(
                 "control.interface", interface, f"must be an address of this machine: {error}"
             ) from None
-    # At random: two jobs that start at the same time rarely try the same port.
+    # Ports are tried at random, so that two jobs that start at the same time rarely try the same one.
     for port in random.SystemRandom().sample(PORTS, _PORT_TRIES):
         with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
             probe.bind((interface.strip("[]"), port))
@@ -53,7 +53,7 @@ class StoreEndpoint:
 
     def port_of(self, generation: int) -> int:
         """Return the port of the store of a generation."""
-        # A port comes again after ``NUM_PORTS`` memberships, when its earlier store has long been closed.
+        # A port is used again after ``NUM_PORTS`` memberships, when its earlier store has long been closed.
         return self.ports[generation % len(self.ports)]
 
     @classmethod

@@ -1,12 +1,13 @@
-"""Finds machines that have vanished (no power, no network), within about two seconds and however loaded machines are.
+"""Finds machines that have vanished (no power, no network) within about two seconds, also under heavy load.
 
-A process that sends heartbeats can be late on a loaded machine, but the machine's kernel acknowledges received bytes by
-itself, also for a suspended process. The controller keeps a TCP connection to each agent's machine, sends single bytes,
-and reads in its own kernel (``TCP_INFO``) whether they were acknowledged. If not, it opens new connections, which a
-living kernel accepts or refuses by itself. A closed or refused connection is therefore an answer.
+On a loaded machine, a process that sends heartbeats can be late. The machine's kernel, however, acknowledges received
+bytes by itself, also for a suspended process. The controller keeps a TCP connection to each agent's machine, sends
+single bytes, and reads from its own kernel (``TCP_INFO``) whether they were acknowledged. If not, it opens new
+connections, which a living kernel accepts or refuses by itself. So a closed or refused connection also shows that the
+machine is alive.
 
-TCP's own timeouts are not used. Keepalive probes are at least one second apart, so one lost packet could cost a node,
-and retransmissions become rarer, so they could miss the moment at which the network works again.
+TCP's own timeouts are not used. Keepalive packets are at least one second apart, so a single lost packet could make a
+node count as lost. Retransmissions follow at growing intervals, so none may be sent soon after the network works again.
 """
 
 import contextlib
@@ -26,13 +27,13 @@ from typing import Annotated
 from megatron_ft.serde import Between, Length
 
 PROBE_SECONDS = 0.25
-"""Interval between two questions to a machine, and the time in which a living kernel in the same network answers."""
+"""Interval between two probes of a machine: bytes or attempts to connect. A living kernel answers within this time."""
 DOUBT_SECONDS = 0.5
-"""Time without an acknowledgement after which new connections are tried, each with a packet that is sent at once."""
+"""Time without acknowledgement after which new connections are tried, because each of them sends a packet at once."""
 _CLOSED_SECONDS = 1.0
-"""Time until a connection that the other machine has closed or refused is tried again."""
+"""Pause before the next attempt to connect, after the other machine has closed or refused a connection."""
 _REPORT_SECONDS = 10.0
-"""Time without any answer since the agent has registered after which a message is printed."""
+"""A message is printed if a machine gives no answer at all for this time after its agent has registered."""
 _BACKLOG = 128
 _MAX_CONNECTIONS = 8
 # Offset of ``tcpi_unacked`` in ``struct tcp_info`` of Linux: 8 bytes, then 32-bit numbers.
@@ -48,8 +49,8 @@ class PresenceEndpoint:
 
 
 class PresencePort:
-    """Port of an agent at which the kernel of its machine answers the controller. What arrives is discarded, so no
-    token is needed; hosts other than the controller's are disconnected at once."""
+    """Port of an agent at which the kernel of its machine answers the controller. Data that arrives is discarded, so no
+    token is needed. Connections from hosts other than the controller's are closed at once."""
 
     def __init__(self, interface: str, controller_address: str) -> None:
         """Listen at an address of this machine.
@@ -66,7 +67,7 @@ class PresencePort:
         self.endpoint = PresenceEndpoint(address=host, port=port)
 
     def watch(self, selector: selectors.BaseSelector) -> None:
-        """Register the port's sockets; the data of each is the function to call when the socket is readable."""
+        """Register the port's sockets, each with the function to call when the socket is readable as ``data``."""
         self._selector = selector
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
@@ -85,7 +86,7 @@ class PresencePort:
             connection.close()
             return
         connection.setblocking(False)
-        # A controller that has been replaced may have left its connection open.
+        # The oldest connection is closed first: a controller that has been replaced may have left it open.
         if len(self._connections) == _MAX_CONNECTIONS:
             self._drop(self._connections[0])
         self._connections.append(connection)
@@ -103,7 +104,7 @@ class PresencePort:
 
     def _drop(self, connection: socket.socket) -> None:
         assert self._selector is not None, "watched"
-        # A connection that was dropped to make room can still be among the sockets that were found readable.
+        # ``select`` may have found this connection readable before it was dropped to make room for another one.
         if connection in self._connections:
             self._connections.remove(connection)
             self._selector.unregister(connection)
@@ -116,23 +117,23 @@ class _Machine:
 
     node: int
     process_id: int
-    """Process id of the agent, so that the loss of an agent that was replaced has no effect."""
+    """Process id of the agent. It is reported with a loss, so that the loss of a replaced agent has no effect."""
     endpoint: PresenceEndpoint
     sock: socket.socket | None = None
     is_open: bool = False
     asked_at: float | None = None
-    """Time of the oldest question without an answer; None if all were answered."""
+    """Time of the oldest probe without an answer; None if all were answered."""
     attempt_at: float = 0.0
     """Time at which the present attempt to connect began."""
     next_attempt_at: float = 0.0
     has_answered: bool = False
     open_since: float = 0.0
-    """Time at which the present connection was opened; it is closed as soon as the machine is in doubt."""
+    """Time at which the present connection was opened. After ``DOUBT_SECONDS`` without an answer, it is closed."""
     is_reported: bool = False
-    """Whether a message was printed that this machine has never answered."""
+    """Whether the message was printed that reports that this machine has never answered."""
 
     def has_answered_since(self, past: float) -> bool:
-        """Whether the machine has answered every question since ``past``."""
+        """Whether the machine has answered every probe since ``past``."""
         return self.is_open and self.open_since <= past
 
 
@@ -141,14 +142,14 @@ OnVanished = Callable[[int, int, str], None]
 
 
 class PresenceWatch:
-    """Asks the machines of a job's agents, in a separate thread, and reports each that has vanished."""
+    """Probes the machines of a job's agents in a separate thread, and reports each machine that has vanished."""
 
     def __init__(self, interface: str, vanished_seconds: float, on_vanished: OnVanished) -> None:
-        """Store the limits; ``start`` begins.
+        """Store the limits; ``start`` begins to probe.
 
         Args:
-            interface: address of the controller's machine, from which machines are asked. Nodes with the same address
-                are not watched, because they cannot vanish alone.
+            interface: address of the controller's machine, from which it probes other machines. Nodes with this address
+                are not watched, because they cannot vanish without the controller.
             vanished_seconds: value of ``detector.vanished_seconds``.
             on_vanished: called in the thread of this object, at most once for each call of ``watch``.
         """
@@ -162,20 +163,20 @@ class PresenceWatch:
     # --- any thread ------------------------------------------------------------------------------------------------
 
     def watch(self, node: int, process_id: int, endpoint: PresenceEndpoint) -> None:
-        """Ask the machine of a node's agent from now on; it replaces an earlier machine of the node."""
+        """Probe the machine of a node's agent from now on, instead of an earlier machine of this node."""
         if endpoint.address != self._interface:
             self._changes.put((node, _Machine(node, process_id, endpoint)))
 
     def forget(self, node: int) -> None:
-        """Ask the machine of a node no longer."""
+        """Stop probing the machine of a node."""
         self._changes.put((node, None))
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Start the thread that probes."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop asking, and close all connections."""
+        """Stop probing, and close all connections."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -186,8 +187,8 @@ class PresenceWatch:
     def _run(self) -> None:
         due = 0.0
         while not self._over.is_set():
-            # Answers are read after ``now`` is taken: if this process was suspended, none that arrived before ``now``
-            # counts as late.
+            # Answers are read after the clock. So if this process was suspended, an answer that arrived before ``now``
+            # is not late.
             now = time.monotonic()
             for key, _ in self._selector.select(max(0.0, due - now)):
                 self._ready(key.data, now)
@@ -208,7 +209,7 @@ class PresenceWatch:
                     self._machines[node] = machine
 
     def _look(self, now: float) -> None:
-        # Answers of all machines are read before any of them is judged.
+        # The answers of all machines are read first, because the decision about one machine depends on the others.
         for machine in self._machines.values():
             if machine.is_open:
                 self._ask(machine, now)
@@ -225,15 +226,15 @@ class PresenceWatch:
                     self._connect(machine, now)
 
     def _has_vanished(self, machine: _Machine) -> bool:
-        # A packet that was sent ``vanished_seconds`` after the first one without an answer has no answer, either: a
-        # shorter interruption of the network is no loss.
+        # A network interruption shorter than ``vanished_seconds`` is no loss. So a machine has vanished only if a probe
+        # sent at least this long after the first unanswered one has no answer, either.
         if machine.sock is None or machine.asked_at is None or not machine.has_answered:
             return False
         if machine.attempt_at - machine.asked_at < self._vanished_seconds:
             return False
         others = [other for other in self._machines.values() if other.endpoint.address != machine.endpoint.address]
-        # If no other machine has answered all the time, the network of this machine is the likely cause. It does not
-        # reach all machines again at the same moment, so heartbeats decide about those that answer later or never.
+        # If no other machine has answered throughout, the controller's own network is the likely cause. After such a
+        # failure, machines answer again at different times. Heartbeats decide about those that answer late or never.
         return not others or any(other.has_answered_since(machine.asked_at) for other in others)
 
     def _report(self, machine: _Machine, now: float) -> None:
@@ -243,8 +244,8 @@ class PresenceWatch:
             machine.is_reported = True
             where = f"{machine.endpoint.address} port {machine.endpoint.port}"
             print(
-                f"node {machine.node}: nothing answers at {where}, so only missing heartbeats would show that its "
-                f"machine vanished: permit connections from {self._interface}, or set detector.vanished_seconds=null",
+                f"node {machine.node}: nothing answers at {where}. If this machine vanishes, only missing heartbeats "
+                f"will show it. Permit connections from {self._interface}, or set detector.vanished_seconds=null",
                 file=sys.stderr,
                 flush=True,
             )
@@ -275,7 +276,7 @@ class PresenceWatch:
         except OSError as error:
             code = error.errno or errno.EIO
         if code not in (0, errno.EINPROGRESS):
-            # This machine could not send the question, which shows nothing about the other machine.
+            # This machine could not send the probe, which shows nothing about the other machine.
             sock.close()
             return
         machine.sock = sock
@@ -305,7 +306,7 @@ class PresenceWatch:
         if code in _NO_ANSWER:
             if machine.is_open:
                 machine.is_open, machine.next_attempt_at = False, now
-            # An attempt keeps its socket, because it counts as unanswered at the next look.
+            # ``machine.sock`` keeps the closed socket, so that the next ``_look`` counts this attempt as unanswered.
             if machine.sock is not None:
                 self._selector.unregister(machine.sock)
                 machine.sock.close()

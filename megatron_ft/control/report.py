@@ -1,5 +1,5 @@
-"""The result of a job that has ended, as the controller sends it to the launcher, and the text and records about the
-result. Pure."""
+"""The result of a job that has ended, as the controller sends it to the launcher, and the messages and records that
+describe this result. Pure."""
 
 import shlex
 import time
@@ -16,7 +16,7 @@ from megatron_ft.serde import decode, encode
 
 _NOT_KEPT = ("op", "rank", "start", "generation", "position", "planned")
 _LONG = ("traceback", "log_tail")
-# The result travels in one frame (``framing.MAX_FRAME_BYTES``), which tracebacks of thousands of ranks exceed.
+# The result is sent in one frame (``framing.MAX_FRAME_BYTES``), which the tracebacks of thousands of ranks exceed.
 _SHORT_LENGTH = 500
 _OF_FIRST_ERROR = ("error", "traceback", "exit_code")
 
@@ -29,8 +29,8 @@ class JobResult:
     reason: str
     first_failure: Failure | None
     details: dict[int, Message] = field(default_factory=dict)
-    """Maps a rank's number at its start to details of how the rank ended, as far as known: ``number`` (in the
-    membership), ``node, returncode, at_seconds, traceback, error, exit_code, iteration, phase, log, log_tail``."""
+    """Maps the number with which a rank was started to the known details of its end: ``number`` (in the membership),
+    ``node, returncode, at_seconds, traceback, error, exit_code, iteration, phase, log, log_tail``."""
     survived: tuple[str, ...] = ()
     """Reason for the end of each earlier generation."""
     num_reforms: int = 0
@@ -66,11 +66,11 @@ class JobResult:
 def add_failure_report(about: Message, report: Message, *, caused_by_us: bool) -> None:
     """Add the report of a rank's end to ``about``, the rank's entry of ``JobResult.details``.
 
-    Only the first error counts, because a rank that cannot continue raises a second error.
+    Only the rank's first error is kept, because a rank that cannot continue after an error raises a second one.
     """
     if "error" in about:
         report = {name: value for name, value in report.items() if name not in _OF_FIRST_ERROR}
-    # An exception comes before the exit it causes. The earlier time orders ranks.
+    # The exception and the exit that follows are separate reports. The earlier time counts, because it orders ranks.
     failed_at_seconds = min(report["at_seconds"], about.get("at_seconds", report["at_seconds"]))
     about.update({name: value for name, value in report.items() if name not in _NOT_KEPT})
     about["at_seconds"] = failed_at_seconds
@@ -82,7 +82,7 @@ _MAX_LINES = 40
 _TAIL_LINES = 15
 _ENDING_FAULTS = ("kill", "exit", "raise")
 """Actions of failpoints that end the process, so that its node leaves the membership."""
-# The advice names the run itself. Faults would be injected again, and the fork server may be gone.
+# Left out of the advice: it names the run itself, faults would be injected again, and the fork server may be gone.
 _NOT_AGAIN = ("run.name=", "run.resume=", "run.dir=", "testing.failpoints=", "launch.forkserver_socket=")
 
 
@@ -90,7 +90,7 @@ def failure_screen(end: JobResult, run_dir: Path, resume: str, node_log: str = "
     """Describe the first rank that died, the cause, the other ranks, the logs, and how to resume.
 
     Args:
-        node_log: last lines of a lost node's own log, shown if no rank failed first.
+        node_log: last lines of a lost node's own log, shown if the first failure is not that of a rank.
     """
     first = end.first_failure
     rank = first.rank if first else None
@@ -156,7 +156,7 @@ def _others(end: JobResult, first: int | None) -> str:
     begin = end.details.get(first, {}).get("at_seconds", 0.0) if first is not None else 0.0
     failed = [(about["at_seconds"], rank, about) for rank, about in end.details.items() if rank != first]
     failed = [entry for entry in failed if not entry[2]["caused_by_us"] and not entry[2].get("done")]
-    # Each node reads its own clock: a later death can have an earlier time.
+    # Clocks of nodes differ, so a rank that died later can have an earlier time.
     delays = [(max(0.0, at - begin), rank, about) for at, rank, about in failed]
     delays.sort(key=lambda entry: entry[:2])
     lines = [f"  rank {_number(rank, about)}, {delay:.3f} s later: {_how(about)}" for delay, rank, about in delays[:8]]
@@ -202,12 +202,12 @@ def resume_advice(command: Sequence[str], run_dir: Path, *, has_checkpoint: bool
     mode = "must" if has_checkpoint else "auto"
     line = shlex.join([*kept, f"run.dir={run_dir.parent}", f"run.name={run_dir.name}", f"run.resume={mode}"])
     note = "" if has_checkpoint else " (it saved no checkpoint, so it starts at iteration 0)"
-    first = ", first change what the error names; unchanged, this command fails again" if fails_again else ""
+    first = ", first fix the cause that the error names; unchanged, this command fails again" if fails_again else ""
     return f"To continue this run{note}{first}:\n  {line}"
 
 
 def restart_records(step: Step, details: dict[int, Message], policy: MembershipPolicy) -> list[Record]:
-    """Return records of the failures that ended a generation, and of the restart of its ranks.
+    """Return the records of the failures that ended a generation, followed by the record of the restart of all ranks.
 
     Args:
         details: how the ranks of that generation ended, see ``JobResult.details``.
@@ -232,8 +232,8 @@ def _latest_iteration(details: dict[int, Message]) -> int:
 
 
 def lost_records(step: Step, details: dict[int, Message], policy: MembershipPolicy) -> list[Record]:
-    """Return records of the failures that ended a membership, without the errors that they caused in the other ranks,
-    which continue.
+    """Return records of the failures that ended a membership. Errors that these failures caused in other ranks are left
+    out, because those ranks continue.
 
     Args:
         details: how the ranks of that membership ended, see ``JobResult.details``.
@@ -254,10 +254,10 @@ class InjectedFaults:
         """Pairs of a failpoint, as configured, and the node whose process it ended."""
 
     def is_news(self, record: Message) -> bool:
-        """Process a record. Return False if it says that a fault was not injected although the fault has ended an
+        """Process a record. Return False if it wrongly reports that a fault was not injected: the fault has ended an
         earlier process.
 
-        The process that replaces the ended one has the same failpoint, but cannot know of the first hit.
+        The process that replaces the ended one has the same failpoint, but does not know that it was hit before.
         """
         about = (record.get("failpoint"), record.get("node"))
         if record.get("kind") == "failpoint_hit" and record.get("action") in _ENDING_FAULTS:
@@ -293,8 +293,8 @@ def _lost_nodes(failures: Iterable[Failure]) -> list[Record]:
 
 
 def _death(failure: Failure, details: Message | None) -> Message:
-    # Return details of a rank's death: ``details``, and the failure itself if they do not give the cause. For a rank
-    # that the control plane killed because it did not report, the missing report is the cause.
+    # Return the details of a rank's end. ``failure`` gives the cause if there are no details, or if the control plane
+    # killed the rank: it killed the rank because of this failure, for example because a report was missing.
     number = {} if failure.number is None else {"number": failure.number}
     own = {"at_seconds": failure.at_seconds, "iteration": failure.iteration or None}
     own |= {"hung": failure.detail, **number}
@@ -304,8 +304,8 @@ def _death(failure: Failure, details: Message | None) -> Message:
 
 
 def _failed_records(end: JobResult, policy: MembershipPolicy) -> list[RankFailed]:
-    """Return a record for each rank that failed, beginning with the first failure, without ranks that the launcher
-    ended."""
+    """Return a record for each rank that failed by itself, beginning with the first failure. Ranks that the launcher
+    ended have none."""
     first = end.first_failure.rank if end.first_failure else None
     failed = [item for item in end.details.items() if not item[1]["caused_by_us"] and not item[1].get("done")]
     return [

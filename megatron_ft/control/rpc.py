@@ -36,12 +36,12 @@ Method = Callable[[Message], Message | bytes]
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 ACCEPT_SECONDS = 20.0
-"""Longest time for which a busy controller lets a call wait until its content is processed; the caller then tries
+"""Longest time for which a call waits until a busy controller has processed its content. Then the caller tries
 again."""
 HANDSHAKE_SECONDS = 10
 """Time after which a connection without an HTTP/2 handshake is closed."""
 _PING_SECONDS = 3
-"""Time without an answer after which a client's connection is pinged, and longest time until that ping is answered."""
+"""A client pings its connection after this time without data, and replaces it if the ping has no answer for as long."""
 _TOKEN_KEY = "x-megatron-ft-token"
 
 
@@ -85,8 +85,8 @@ class RpcServer:
 
         Args:
             num_reserved_descriptors: descriptors that the process needs beside those of this server.
-            certificates: encrypt the channel, and refuse callers without a certificate of the same authority; None does
-                neither.
+            certificates: with these, the channel is encrypted, and callers without a certificate of the same authority
+                are refused; with None, neither is done.
 
         Raises:
             ConfigError: ``interface`` is a wildcard.
@@ -98,7 +98,7 @@ class RpcServer:
             ("grpc.max_send_message_length", max_message_bytes),
             # gRPC shares its port by default: a second controller could bind it and take a part of the calls.
             ("grpc.so_reuseport", 0),
-            # Otherwise the pings of agents that wait for a busy controller would count as an attack.
+            # By default, gRPC treats the pings of agents that wait for a busy controller as an attack.
             ("grpc.http2.min_ping_interval_without_data_ms", _PING_SECONDS * 500),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", _PING_SECONDS * 500),
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
@@ -146,7 +146,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def _authentic(self, details: grpc.HandlerCallDetails) -> bool:
         given = [value for key, value in details.invocation_metadata or () if key == _TOKEN_KEY]
-        # ``compare_digest`` takes as long for every wrong token, so its time shows nothing of the right one.
+        # ``compare_digest`` takes equally long for every wrong token, so its duration does not reveal the right one.
         return len(given) == 1 and hmac.compare_digest(str(given[0]).encode(), self._token)
 
     def _answer(self, method: Method) -> Callable[[bytes, grpc.ServicerContext], bytes]:
@@ -213,7 +213,7 @@ class RpcClient:
             ("grpc.min_reconnect_backoff_ms", 100),
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1000),
-            # A connection to a machine that vanished, or through a network that was interrupted, is replaced soon. TCP
+            # Pings soon detect a connection that is dead because a machine vanished or the network was interrupted. TCP
             # alone would repeat its packets for minutes, with longer and longer pauses.
             ("grpc.keepalive_time_ms", _PING_SECONDS * 1000),
             ("grpc.keepalive_timeout_ms", _PING_SECONDS * 1000),
@@ -229,7 +229,7 @@ class RpcClient:
     def call(
         self, method: str, body: Mapping[str, Any], *, timeout_seconds: float, wait_for_peer: bool = False
     ) -> Message:
-        """Call ``method`` and wait for its answer. With ``wait_for_peer``, wait also for a peer that does not listen
+        """Call ``method`` and wait for its answer. With ``wait_for_peer``, also wait for a peer that does not listen
         yet.
 
         Raises:
@@ -261,7 +261,7 @@ class ControllerClient:
 
     def __init__(self, address: str, *, token: str, certificates: Certificates | None = None) -> None:
         self._client = RpcClient(address, "Controller", token=token, certificates=certificates)
-        # Held from the comparison of epochs to the assignment, because answers can be processed in any order.
+        # Covers the comparison of epochs and the assignment, because threads can process answers in any order.
         self._fence = threading.Lock()
         self._epoch = 0
 
@@ -277,7 +277,7 @@ class ControllerClient:
         epoch = int(answer["epoch"])
         with self._fence:
             newest = self._epoch = max(self._epoch, epoch)
-        # Not a refusal by the peer: the controller in charge serves at the same address, and the next call reaches it.
+        # This is no refusal: the controller in charge serves the same address, and the next call reaches it.
         if epoch < newest:
             message = (
                 f"Controller.{method} at {self._client.address}: answered by the controller of epoch {epoch}, "
@@ -303,11 +303,11 @@ class ControllerClient:
             threading.Event().wait(_PAUSE_SECONDS)
 
 
-# A gRPC server accepts every connection and keeps it, whether or not a call with the token ever comes. Each connection
-# uses a descriptor, so connections could use up all descriptors of the process. gRPC limits the number of its
-# connections, but does not know which are authenticated. This module does: a call with the right token identifies its
-# connection by the peer's address; all other connections of the server's port are unauthenticated. If there are too
-# many of these, or they are too old, the oldest are shut down; gRPC then closes them as if the peer had done so.
+# A gRPC server keeps every connection, also if no call with the token ever arrives over it. Each connection uses a
+# descriptor, so unauthenticated peers could use up all descriptors of the process. gRPC limits the number of its
+# connections, but does not know which are authenticated. This module knows: a call with the right token authenticates
+# the connection from the caller's address; all other connections of the server's port are unauthenticated. Those that
+# are too old are shut down, and so are the oldest ones if there are too many; gRPC then closes them as if the peer had.
 MAX_UNAUTHENTICATED = 1024
 
 
@@ -364,7 +364,7 @@ def _unavailable_descriptors() -> int:
 
 
 def check_descriptors(num_nodes: int) -> None:
-    """Refuse a job that has more agents than this process can have connections.
+    """Refuse a job with more nodes than this process can have connections to.
 
     Raises:
         ControlError: the limit of descriptors is too low for so many nodes.
@@ -427,7 +427,7 @@ class _UnauthenticatedConnections:
 
     def _watch(self) -> None:
         while not self._over.wait(PRESSED_LOOK_SECONDS if self._is_pressed else LOOK_SECONDS):
-            # Without a free descriptor, connections cannot be listed now; those that end free descriptors.
+            # Without a free descriptor, connections cannot be listed. The next check tries again.
             with contextlib.suppress(OSError):
                 self.look(time.monotonic())
 
@@ -437,7 +437,7 @@ class _UnauthenticatedConnections:
         named = {_peer_of(text): text for text in list(self._named)}
         connections = set(self._connections())
         self._authenticated = {one for one in connections if one in self._authenticated or one.peer in named}
-        # Connections of these peers are authenticated now or had ended. A later peer may get the same address and port.
+        # Connections of these peers are in ``_authenticated`` or have ended. A later peer may get the same address.
         self._named.difference_update(named.values())
         others = connections - self._authenticated
         self._since = {one: since for one, since in self._since.items() if one in others}
@@ -454,8 +454,8 @@ class _UnauthenticatedConnections:
     def most(self, num_authenticated: int) -> int:
         """Return how many unauthenticated connections may exist beside ``num_authenticated`` authenticated ones.
 
-        These are half of the connections that are left, within limits, so an agent has time to present the token before
-        its connection is the oldest one and is shut down.
+        The result is half of the remaining connections, within limits. So an agent has time to present the token before
+        its connection becomes the oldest one and is shut down.
         """
         return min(MAX_UNAUTHENTICATED, max(MIN_UNAUTHENTICATED, (self._max_connections - num_authenticated) // 2))
 
@@ -466,7 +466,7 @@ class _UnauthenticatedConnections:
             descriptor = int(name)
             with contextlib.suppress(OSError):  # it was closed meanwhile
                 about = os.fstat(descriptor)
-                # Numbers of descriptors are used again, inodes of sockets rise: the pair identifies a socket.
+                # The number of a closed descriptor is used again, but with another inode: the pair identifies a socket.
                 key = (descriptor, about.st_ino)
                 connection = known.get(key)
                 if connection is None and stat.S_ISSOCK(about.st_mode) and key not in self._others:
@@ -498,7 +498,7 @@ def _shut_down(connection: _Connection) -> None:
     # Shut a connection of gRPC's down, so that gRPC sees the end of the peer and closes it.
     with contextlib.suppress(OSError), _own_copy(connection.descriptor) as sock:
         if os.fstat(sock.fileno()).st_ino == connection.inode:
-            # Not closed: its number could then name another file while gRPC still uses it.
+            # gRPC must close the descriptor: closed here, its number could name another file while gRPC still uses it.
             sock.shutdown(socket.SHUT_RDWR)
 
 
@@ -512,7 +512,7 @@ def _peer_of(text: str) -> Peer | None:
 
 
 def _plain(host: str) -> str:
-    # Return an address in one form; an IPv4 address also if it came through a socket for both protocols.
+    # Return the canonical form of an address. An IPv4 address that a dual-stack socket reports as IPv6 becomes IPv4.
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return str(mapped or address)

@@ -45,7 +45,7 @@ class RunId:
         if (run_dir / RUN_ID_NAME).exists():
             return RunId.read(run_dir)
         made = cls(run_id=secrets.token_hex(16), is_older=is_older)
-        # The id is on disk before a checkpoint contains it: with another id, the run would refuse its own state.
+        # The id is on disk before a checkpoint contains it: after a loss of the id, the run would refuse its own state.
         replace_file(run_dir / RUN_ID_NAME, json.dumps(asdict(made)).encode() + b"\n")
         return made
 
@@ -151,7 +151,7 @@ class RunDir:
             raise ConfigError.of(
                 "run.dir", run.dir, f"must be a folder this user can read and write: {error}"
             ) from error
-        # The lock comes before anything in the folder is read or written.
+        # The folder is locked before anything in it is read or written.
         claimed = cls(path, None, _lock(path))
         try:
             claimed.resume_from = _resume(run, path, may_be_in_memory=may_be_in_memory) if existed else None
@@ -217,7 +217,7 @@ def is_claimed(path: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        # Shared, so that several processes can ask at the same time.
+        # The lock is shared, so that several processes can check at the same time.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -1,12 +1,12 @@
 """The folder (mode 0700) for the sockets of a job's processes on one machine.
 
 The name of every socket of a node contains the process id of its agent: ``003-4711.sock`` belongs to the agent,
-``003-4711-keeper.sock`` to a sidecar. So the processes of a restarted node never find a socket of its killed
-predecessor at their path, and two living processes never share one.
+``003-4711-keeper.sock`` to a sidecar. So a restarted node never finds a socket of its killed predecessor at its own
+path, and two living processes never use the same path.
 
-Every process that uses the folder holds a shared lock on a file in it, which the kernel releases when the process ends
-in any way. The last process to leave gets the lock exclusively and removes the folder, also if the process that made it
-was killed. If all were killed at the same moment, the next job on the machine removes the folder.
+Every process that uses the folder has a shared lock on a file in the folder. The kernel releases the lock when the
+process ends in any way. The last process to leave gets the lock exclusively and removes the folder, also if the process
+that made it was killed. If all were killed at the same moment, the next job on the machine removes the folder.
 """
 
 import contextlib
@@ -34,13 +34,13 @@ class Use:
     """Use of a folder of sockets by this process, until ``end`` or the end of the process."""
 
     def __init__(self, path: Path) -> None:
-        """Begin to use the folder. A folder without a lock file, which ``make_runtime_dir`` did not make, is removed
-        only when it is empty."""
+        """Begin to use the folder. A folder without a lock file was not made by ``make_runtime_dir``; ``end`` removes
+        it only if it is empty."""
         self._path = path
         self.descriptor: int | None = None
         with contextlib.suppress(FileNotFoundError):
             self.descriptor = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
-            # The lock of flock(2) belongs to the open file: a forked child holds it, too, until it closes its copy.
+            # A flock(2) lock belongs to the open file: a forked child has it, too, until it closes its descriptor.
             fcntl.flock(self.descriptor, fcntl.LOCK_SH)
 
     def end(self) -> None:
@@ -75,7 +75,7 @@ def make_runtime_dir() -> Iterator[Path]:
     try:
         os.write(descriptor, _BOOT_ID.read_bytes())
         fcntl.flock(descriptor, fcntl.LOCK_SH)
-        os.rename(new, path / _LOCK_FILE)  # no process ever sees it without the lock
+        os.rename(new, path / _LOCK_FILE)  # at this path, the file is locked from the beginning
         yield path
     finally:
         # A snapshot server that outlives the job still uses the folder, and removes it at its end.
@@ -95,11 +95,11 @@ def _is_used(lock: int) -> bool:
 
 
 def _remove_left_over(parent: Path) -> None:
-    # Remove unused folders. Locks only show use by processes under the same kernel.
+    # Remove unused folders of this boot only, because locks show only processes that run under the same kernel.
     for path in parent.glob(f"{PREFIX}*"):
         try:
             descriptor = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # no folder of sockets, being made, of another user, or gone meanwhile
+        except OSError:  # it has no lock file yet or at all, belongs to another user, or is gone
             continue
         try:
             if os.pread(descriptor, 64, 0) == _BOOT_ID.read_bytes():
@@ -110,7 +110,7 @@ def _remove_left_over(parent: Path) -> None:
 
 def _remove_unused(path: Path, lock: int) -> None:
     try:
-        # flock(2) drops this process's shared lock first, so of two that leave at the same time the second one gets it.
+        # flock(2) first releases the shared lock, so of two processes that leave at once, the second one gets the lock.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # others use it, or its file system has no such locks
         return
@@ -125,9 +125,9 @@ def socket_path(runtime_dir: Path, node: int, service: str = "") -> Path:
 def remove_stale_sockets(runtime_dir: Path, node: int) -> None:
     """Remove the sockets of earlier agents of ``node`` and of their sidecars; call it before the agent makes its own.
 
-    Only sockets of agents that have ended are removed. A sidecar may outlive its agent for a moment, but no rank
-    connects to it any more, because the ranks of the node end with the agent. Sockets of snapshot servers that stay for
-    the next job have a record (``node/kept.py``) and are not removed.
+    Only sockets of agents that have ended are removed. A sidecar may outlive its agent for a moment. No rank connects
+    to it any more, because the ranks of the node end with the agent. Sockets of snapshot servers that stay for the next
+    job have a record (``node/kept.py``) and are not removed.
     """
     for path in runtime_dir.glob("*.sock"):
         match = _SOCKET.fullmatch(path.name)

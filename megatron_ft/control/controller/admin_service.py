@@ -36,7 +36,7 @@ class AdminService:
         """Return the functions that serve calls, by the name of the call."""
         return {"status": self._status, "drain": self._drain, "add": self._add}
 
-    # ``State`` is immutable: a call reads a consistent one without a lock while the controller's thread replaces it.
+    # ``State`` is immutable, so a call reads a consistent state without a lock, even if the controller replaces it.
     def _status(self, _request: Message) -> Message:
         state = self._read_state()
         return {

@@ -1,8 +1,8 @@
 """The job's controller: receives the reports of agents, decides with the state machine in ``membership``, gives orders.
 
 ``server`` receives the calls. One thread, in ``run``, processes them in order: it calls the state machine and writes
-orders, which agents fetch. Each input is in the journal before it has any effect. A new controller processes the same
-inputs again and reaches the same state, because nothing else affects this class.
+orders, which agents fetch. Each input on which decisions depend is in the journal before it has any effect. A new
+controller processes the same inputs again and reaches the same state, because nothing else affects decisions.
 """
 
 import time
@@ -28,7 +28,7 @@ from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.serde import encode
 
 RecordSink = Callable[[Message, Origin], None]
-"""Function that receives a record and its origin, which identifies a record that is delivered twice."""
+"""Function that receives a record and its origin, by which a second delivery of the record is recognized."""
 
 StepSink = Callable[[Step], None]
 
@@ -64,7 +64,7 @@ class Controller:
             launch_spec: called for each start of ranks and for each next membership, in the thread of ``run``.
             detection: limits of the failure detector; default: ``DetectorPolicy()``.
             record_decision: called before ranks receive the order to continue without lost nodes, or to stop.
-            journal: inputs of the job's earlier controllers, which are processed again; None keeps no journal.
+            journal: inputs of the job's earlier controllers, which this one processes again; None keeps no journal.
             epoch: number of this controller, higher than that of every earlier controller; every answer contains it.
             port: port of the service; 0 chooses a free one.
             certificates: certificates for the channel to agents; with None, the channel is not encrypted.
@@ -82,7 +82,7 @@ class Controller:
         """Arrival time of the event that is being processed, in seconds since 1970."""
         self._launch_spec = launch_spec
         self._record_decision = record_decision
-        # Deadlines of the start count from the same moment in every reading of the journal.
+        # The time of the start is in the journal, so that every reading of the journal has the same deadlines.
         begin_seconds = clock() if journal is None else journal.first("begin_seconds", clock())
         self._state = machine.initial(policy, begin_seconds)
         # All generations are kept: late reports are checked against the membership of their own generation.
@@ -158,7 +158,7 @@ class Controller:
                 step = self._serve(on_record, on_step)
             result = JobResult.of(step.state, step.reason, self._details)
         except CannotDecide as error:
-            # The journal cannot be written, so the order bypasses it. Nodes must fetch it: nothing else would end them.
+            # The journal cannot be written, so this order is not in it. Nodes must fetch the order to end.
             self._server.give(to_message(messages.End(reason=str(error))))
             self._server.open()
             result = JobResult(error.outcome, str(error), None, self._details)
@@ -175,7 +175,7 @@ class Controller:
 
     def _take_over(self, on_step: StepSink) -> Step | None:
         entries = [] if self._journal is None else self._journal.entries
-        # Orders stand in the journal in the order of decisions, so each decision takes the next one.
+        # The journal has the orders in the sequence of the decisions, so each decision takes the next order.
         self._known_orders.extend(entry["order"] for entry in entries if "order" in entry)
         step = None
         for entry in entries:
@@ -189,8 +189,8 @@ class Controller:
                 return self._serve_item(item, on_record, on_step)
             case Posted(event, arrived_seconds, number):
                 about = messages.event_to_json(event) | ({} if number is None else {"posted": number})
-                # The launcher sends all its events again to a controller that takes over; those in the journal have a
-                # lower number.
+                # The launcher sends all its events again to a new controller; events with lower numbers are in the
+                # journal.
                 if number is None or number == self._num_posted:
                     return self._take_in(self._journalled(about, arrived_seconds, event), on_step)
         return None
@@ -302,8 +302,8 @@ class Controller:
     def _posted(self, event: MachineEvent) -> MachineEvent:
         match event:
             case NodeLost(node, process_id=process_id):
-                # The end of a replaced process may be reported late and must not end the session of the process in its
-                # place.
+                # The end of a replaced process may be reported late and must not end the session of the process that
+                # replaced it.
                 if not self._server.end(node, process_id):
                     return Tick()
                 self._detector.forget(node)
@@ -332,7 +332,7 @@ class Controller:
         node, layout = self._policy.node_of(rank), self._layouts[generation]
         if node not in self._state.members or node in self._state.nodes.waiting:
             return
-        # Reported before its first membership was announced to it; a node that is back may have had another place.
+        # The rank may not know its first membership yet, or its node may have had another place in that generation.
         if node not in layout.nodes or self._policy.keeps_layout:
             layout = layout_of(self._policy, self._state)
         number = layout.rank_of(rank)
@@ -388,8 +388,8 @@ class Controller:
         following.validate()
         lost, left, joined = step.reform.lost, step.reform.leaving, step.reform.joining
         order = messages.Reform(next=following, lost=list(step.nodes), leaving=list(left), reason=step.reason)
-        # The order in the journal is used: its port is random, and an earlier controller may have given it to ranks.
-        # The decision is on disk before any agent can fetch the order.
+        # If the order is in the journal, it is used: its port is random, and an earlier controller may have given it to
+        # ranks. The decision is on disk before any agent can fetch the order.
         settled = self._settled(order)
         nodes = {"lost_nodes": list(lost), "left_nodes": list(left), "joined_nodes": list(joined)}
         self._record(before, step, {"next": settled["next"], **nodes})
@@ -415,7 +415,7 @@ class Controller:
             local_ranks=list(layout.local_ranks),
             members=list(state.members),
             is_joining=is_joining,
-            # Without lost nodes: ranks would wait for the answers of their snapshot servers.
+            # Lost nodes are left out, because ranks would wait for answers of their snapshot servers.
             sidecars=by_name({n: found for n, found in self._sidecars.items() if n in state.nodes.registered}),
         )
         self._num_starts += 1
@@ -425,7 +425,7 @@ class Controller:
         self._server.give(self._settled(order))
 
     def _settled(self, order: Order) -> Message:
-        # Return the order from the journal, so that every controller of the job reads the same.
+        # Return the order as the journal contains it, so that every controller of the job gives the same order.
         if self._known_orders:
             return self._known_orders.popleft()
         message = to_message(order)

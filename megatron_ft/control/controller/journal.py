@@ -44,7 +44,7 @@ class StandingClock:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        # One tuple, replaced at once: threads that serve calls read it without a lock.
+        # One tuple that is replaced as a whole, because threads that serve calls read it without a lock.
         self._stopped: tuple[float | None, float] = (None, 0.0)
         """Time at which the clock was stopped (None while it runs), and the total seconds of earlier stops."""
 
@@ -107,7 +107,7 @@ class EssentialWrites:
         return problem
 
     def _try(self, write: Callable[[], Result]) -> Result | OSError:
-        # A write through an open descriptor succeeds in a deleted folder, where no later process finds it.
+        # In a deleted folder, a write through an open descriptor succeeds, but no later process finds what was written.
         self.check_place()
         try:
             return write()
@@ -204,7 +204,7 @@ class Journal:
             os.lseek(self._descriptor, begin, os.SEEK_SET)
             write_whole(self._descriptor, content)
         except OSError:
-            # A full disk may have taken a part of the line, which a reader would take for damage.
+            # On a full disk, a part of the line may have been written, which a reader would take for damage.
             os.ftruncate(self._descriptor, begin)
             raise
 

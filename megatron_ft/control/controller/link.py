@@ -1,4 +1,4 @@
-"""The launcher's connection to the controller's process, which the launcher replaces if it ends before the job.
+"""The launcher's connection to the controller's process. The launcher replaces a process that ends before the job.
 
 The launcher sends its events to the controller, and receives records of ranks and events of decisions. It passes on
 each record and event exactly once, also if the controller is replaced.
@@ -83,7 +83,7 @@ class ControllerLink:
         """Start the controller."""
         self._log_begin_bytes = 0 if self._log is None else size_of(self._log)
         mine, its = socket.socketpair()
-        # Only the controller keeps its end, so that its death closes the connection.
+        # Only the controller's process keeps its end open, so that its death closes the connection.
         with its:
             self._process = self._start(its)
         self._reader, self._num_told = FrameReader(mine), 0
@@ -98,8 +98,8 @@ class ControllerLink:
             try:
                 return self._serve(on_record, on_event)
             except _Gone as gone:
-                # The old controller is dead before the rest is read: nothing more can arrive, and two never run at the
-                # same time.
+                # The old controller is ended before its last messages are read: no more can arrive, and two controllers
+                # never run at the same time.
                 self._give_up(str(gone))
                 end = self._read_rest(on_record, on_event)
                 if end is not None:
@@ -176,8 +176,8 @@ class ControllerLink:
                 case "waits" | "goes_on":
                     on_event({"event": message["op"], **message})
                 case "event" if message["number"] >= self._num_events:
-                    # Only a new number counts as progress. A controller that repeats the journal and dies would be
-                    # started for ever.
+                    # Only a new number counts as progress. Otherwise a controller that only repeats the journal and
+                    # dies would be replaced for ever.
                     self._num_events, self._num_fruitless_starts = message["number"] + 1, 0
                     if message["event"] == "ended":
                         return JobResult.from_json(message["end"])
@@ -207,7 +207,7 @@ class ControllerLink:
             raise ControlError(f"the controller failed {MAX_FAILED_STARTS} times in a row; last failure: {reason}")
 
     def _read_rest(self, on_record: Callable[[Message], None], on_event: Callable[[Message], None]) -> JobResult | None:
-        # Read messages that a controller sent before it ended: it has acknowledged them to nodes already.
+        # Read the messages that a controller sent before it ended: nodes do not send again what it has acknowledged.
         try:
             while True:
                 end = self._take_in(on_record, on_event)

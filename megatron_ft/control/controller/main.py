@@ -1,9 +1,9 @@
 """The controller's process: ``python -m megatron_ft.control.controller.main``.
 
 The process reads one line of JSON from standard input (``ControllerSpec``); when standard input closes, the launcher
-has ended. Inputs are in the journal before they have any effect, so the launcher can replace the process at any time.
-Over a Unix socket, the process receives events from the launcher and sends it records and decisions. These are
-numbered, so that the launcher can drop duplicates.
+has ended. Inputs on which decisions depend are in the journal before they have any effect, so the launcher can replace
+the process at any time. Over a Unix socket, the process receives events from the launcher and sends it records and
+decisions, with numbers by which the launcher drops duplicates.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def _launch_spec(
     """
     store = stores.get(nodes[0])
     address = first.master_addr if store is None else store.address
-    # Each generation gets another port where none is configured: the store of the last one may still be closing.
+    # Without a configured port, each generation gets another one: the store of the previous one may still be closing.
     port = first.master_port or (free_port(address) if store is None else store.port_of(generation))
     # Later generations continue this run, whatever ``run.resume`` was at its start.
     source = first.resume_from if generation == 0 else str(Path(first.run_dir, "checkpoints"))
@@ -68,10 +68,10 @@ def _launch_spec(
     )
 
 
-# A controller holds the lock as long as it lives, so no other controller of the run can start. It writes an epoch into
+# A controller keeps the lock as long as it lives, so no other controller of the run can start. It writes an epoch into
 # the file that is higher than all earlier ones, and puts this epoch into every answer. Agents reject an answer with an
-# epoch below the highest that they have seen, and a controller reads the file again before it decides. Both fence an
-# old controller that was presumed dead.
+# epoch below the highest that they have seen, and a controller reads the file again before it decides. Both checks stop
+# an old controller that was presumed dead.
 
 _FILE = "epoch"
 _MAX_BYTES = 20
@@ -91,7 +91,7 @@ class _Lease:
     def is_stale(self) -> bool:
         """Whether a later controller has the lease."""
         try:
-            # Read again each time: on a file system that has lost the lock a later controller has written its epoch.
+            # The file is read each time: if the file system lost the lock, a later controller may have written to it.
             return _read(self._path) != self.epoch
         except FileNotFoundError:
             return True
@@ -115,13 +115,13 @@ class _Lease:
             os.close(descriptor)
             raise ControlError(f"{path}: another controller of this run is alive; only one may run at a time") from None
         try:
-            # In place: a renamed file would leave the lock on the old inode. Epochs rise, so no digit of the old one
-            # stays.
+            # Written in place, because a renamed file would leave the lock on the old inode. Epochs only rise, so no
+            # digit of the old epoch remains.
             epoch = _read(path) + 1
             os.pwrite(descriptor, b"%d\n" % epoch, 0)
             os.fsync(descriptor)
         except BaseException:
-            # On a full disk ``EssentialWrites`` tries again, and this lock would refuse it.
+            # On a full disk, ``EssentialWrites`` repeats this call, which would fail if this lock remained.
             os.close(descriptor)
             raise
         return cls(epoch, path, descriptor)
@@ -167,7 +167,7 @@ class ControllerSpec:
 class _Launcher:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        # The controller's thread sends records and events, the listener answers pings.
+        # Two threads send: the controller's thread (records and events) and the listener's (answers to pings).
         self._lock = threading.Lock()
         self._num_events = 0
 
@@ -216,7 +216,7 @@ class _ControllerProcess:
         self._writes.do(lambda: folder.mkdir(mode=0o700, exist_ok=True))
         self._access_path = run_dir / CONTROLLER_FILE
         self._use = None if spec.runtime_dir is None else Use(Path(spec.runtime_dir))
-        # Before the journal is opened, which cuts off half a line: only the holder of the lease may change it.
+        # The lease comes before the journal, which is changed when it is opened: an incomplete line is removed.
         self._lease: _Lease = self._writes.do(lambda: _Lease.acquire(folder))
         config: JobConfig = from_dict(spec.config)
         starts_nodes = launcher_class(config.launch.node_launcher).starts_nodes
@@ -252,7 +252,7 @@ class _ControllerProcess:
         )
         self._num_recorded = _num_lines(self._decisions_path)
         """Number of decisions in the file, including those of earlier jobs of the run."""
-        # Earlier jobs of the run have lines in the file. Every controller of this job counts from the same line.
+        # The first lines are from earlier jobs of the run. All controllers of this job count from the same line.
         self._num_decisions = int(journal.first("num_earlier_decisions", self._num_recorded))
 
     def run(self) -> None:
@@ -273,7 +273,7 @@ class _ControllerProcess:
 
     def _post(self, event: events.MachineEvent, number: int) -> None:
         if isinstance(event, events.KillRequested):
-            # While a write waits for space no event is taken from the queue, so a second Ctrl-C has to reach the write.
+            # While a write waits for disk space, no event leaves the queue, so a second Ctrl-C must end the wait here.
             self._writes.request_end()
         self._controller.post(event, number)
 
@@ -284,8 +284,8 @@ class _ControllerProcess:
         self._launcher.send({"op": "goes_on", "seconds": seconds})
 
     def _end_with_launcher(self) -> None:
-        # End when standard input closes (a thread): the launcher has ended the job, or was killed. A killed launcher
-        # could not remove the access file of this controller and the folder of sockets.
+        # Runs in a thread: ends when standard input closes, because the launcher has ended the job or was killed. A
+        # killed launcher could not remove the access file of this controller and the folder of sockets.
         while os.read(sys.stdin.fileno(), 4096):
             pass
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -296,8 +296,8 @@ class _ControllerProcess:
         os._exit(0)
 
     def _record_decision(self, decision: Message) -> None:
-        # Record a decision unless an earlier controller has; a controller with a stale lease must not decide.
-        # The folder is checked first: if it is gone, the lease looks stale, too, and the reason would be wrong.
+        # Record a decision unless an earlier controller has; a controller with a stale lease must not decide. The
+        # folder is checked first: without it, the lease looks stale, too, and the reason given would be wrong.
         self._writes.check_place()
         if self._lease.is_stale:
             raise ControlError(f"stale epoch {self._lease.epoch}: another controller is in charge now")
@@ -352,7 +352,7 @@ def main() -> int:
     except (MegatronFtError, OSError) as error:
         with contextlib.suppress(OSError):  # its log is on a disk that is full
             print(f"controller: {error}", file=sys.stderr, flush=True)
-        os._exit(ControlError.exit_code)  # threads that serve calls would be waited for as long as those calls may take
+        os._exit(ControlError.exit_code)  # a normal exit would wait for calls that are still being served
     return 0
 
 

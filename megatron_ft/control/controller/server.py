@@ -1,4 +1,4 @@
-"""Serves the calls of agents and administrators. Each call waits until the controller's thread has processed it."""
+"""Serves calls of agents and administrators. A call with an input waits for the controller's thread to process it."""
 
 import json
 import queue
@@ -76,7 +76,7 @@ class _Inbox:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._queue: queue.SimpleQueue[Item | Posted] = queue.SimpleQueue()
-        # Held from reading the clock until the item is in the queue, so that times rise along the queue.
+        # Covers reading the clock and adding to the queue, so that arrival times rise along the queue.
         self._arriving = threading.Lock()
         self._is_closed = False
         self._first: Item | Posted | None = None
@@ -86,7 +86,7 @@ class _Inbox:
 
     def post(self, event: MachineEvent, number: int | None = None) -> None:
         """Add an event. May also be called in signal handlers."""
-        # Without the lock, which the interrupted thread may hold. ``SimpleQueue.put`` is reentrant.
+        # The lock is not taken, because the interrupted thread may have it. ``SimpleQueue.put`` is reentrant.
         self._queue.put(Posted(event, self._clock(), number))
 
     def put(self, items: Sequence[Item]) -> None:
@@ -105,12 +105,12 @@ class _Inbox:
         """Return the next item if it arrived before ``until_seconds``. Otherwise wait until that time and return a
         ``Tick``.
 
-        Therefore no deadline expires only because the controller was busy when an item arrived.
+        So no deadline expires only because the controller was too busy to process an item that arrived in time.
         """
         all_taken_seconds = until_seconds
         if self._first is None:
             self._first, all_taken_seconds = self._wait(until_seconds)
-        # An item that arrived after the deadline stays in ``_first``, because the deadline expires before it.
+        # An item that arrived after the deadline stays in ``_first``, because the tick of the deadline comes first.
         if self._first is None or self._first.arrived_seconds >= until_seconds:
             return Posted(Tick(), all_taken_seconds if self._first is None else self._first.arrived_seconds)
         found, self._first = self._first, None
@@ -166,7 +166,7 @@ class _AgentSessions:
     """The newest session of each node. One thread changes them, any thread may read them."""
 
     def __init__(self) -> None:
-        # Without a lock: one thread replaces whole entries, and readers use the entry that they found.
+        # No lock is needed: one thread replaces whole entries, and readers use the entry that they found.
         self._sessions: dict[int, _AgentSession] = {}
 
     # --- the thread that changes them ------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ _MAX_POLL_SECONDS = 30.0
 _LAST_ORDER_SECONDS = 5.0
 
 Layouts = Mapping[int, MembershipLayout]
-"""Maps each generation to the nodes of its membership."""
+"""Maps each generation to the layout of its membership."""
 
 
 class ControllerServer:
@@ -299,7 +299,7 @@ class ControllerServer:
             interface=interface,
             token=token,
             port=port,
-            # A long poll and a delivery of each node hold a thread each, and so do calls that their agent has given up.
+            # Each node has a poll and a delivery, which need one thread each; so do calls that an agent has given up.
             num_threads=4 * policy.most_nodes + 4,
             num_reserved_descriptors=policy.most_nodes,
             certificates=certificates,
@@ -393,10 +393,10 @@ class ControllerServer:
         return lambda request: {**method(request), "epoch": self._epoch}
 
     def _join(self, request: Message) -> Message:
-        # Register an agent, also one that an earlier controller has admitted; return session and earlier orders.
+        # Register an agent, also one that an earlier controller has admitted. Return session and orders to skip.
         join = decode_call(Join, request)
         node, process_id = self._known(join.node), join.process_id
-        # Too large a registration is refused before it is in the journal, from which every node would receive it.
+        # A registration that is too large must not reach the journal, because every node receives a part of it.
         if (num_bytes := len(json.dumps(request))) > MAX_JOIN_BYTES:
             raise ControlError(
                 f"node {node}: its registration has {num_bytes} bytes: must have at most {MAX_JOIN_BYTES}"
@@ -430,14 +430,12 @@ class ControllerServer:
         # Add the new reports of a call and return the number of the next; all reports before it are in the journal.
         call = decode_call(Deliver, request)
         node, first, session = self._known(call.node), call.first, self._session(call)
-        # If a connection broke, the agent delivers again while its first call still waits; the lock admits one call.
+        # If a connection broke, the agent delivers again while its first call still waits. The lock admits one call.
         with session.delivery:
             expected = max(session.next_item, session.next_arrival)
-            # A gap means lost reports, unless an earlier controller forwarded them as records, which are in no journal.
+            # A gap means lost reports, unless an earlier controller has forwarded them: records are not in the journal.
             if first > expected and call.items and not session.is_inherited:
-                raise ControlError(
-                    f"node {node} sends report {first}, but report {expected} is next: reports are missing"
-                )
+                raise ControlError(f"node {node} sent report {first} instead of report {expected}: reports are missing")
             items = []
             for number, content in enumerate(call.items, start=first):
                 if number >= expected:
@@ -456,7 +454,7 @@ class ControllerServer:
             return {"next": session.next_item}
 
     def _session(self, call: Poll | Deliver) -> _AgentSession:
-        # Return the present session of a node; a call of an earlier session is refused, so that its agent ends its
+        # Return the present session of a node. A call of an earlier session is refused, and its agent then ends its
         # ranks.
         session = self._sessions.find(self._known(call.node), call.session)
         self._sign_of_life(call.node)

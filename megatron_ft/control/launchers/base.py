@@ -64,7 +64,7 @@ class NodeLauncher(Protocol):
         data with which they join.
 
         Args:
-            spec: spec of node 0. Specs of other nodes differ in the node number and in values that the machine knows.
+            spec: spec of node 0. Specs of other nodes differ in the number and in values that only their machine knows.
         """
 
     def start(self, node: int, spec: AgentSpec, on_end: OnEnd) -> None:
@@ -141,7 +141,7 @@ class ProcessLauncher:
 
     def start(self, node: int, spec: AgentSpec, on_end: OnEnd) -> None:
         if node in self._nodes:
-            # It may still live: a node also counts as lost when its agent is only cut off.
+            # The earlier agent may still live: a node also counts as lost when its agent is only cut off.
             kill(self._nodes[node].process, term_seconds=self.term_seconds)
             self._nodes[node].watcher.join()  # its end is reported before the new agent can register
         log = self.context.processes.log_dir / log_name(node)
@@ -161,7 +161,7 @@ class ProcessLauncher:
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        # Together: one after the other a stop of many nodes takes longer than a scheduler waits.
+        # All are ended together: one after the other, many nodes take longer than a scheduler waits.
         kill(*processes, term_seconds=self.term_seconds)
 
     def finish(self, exit_code: int, reason: str) -> None:
@@ -176,6 +176,6 @@ def log_name(node: int) -> str:
 def _watch(process: "subprocess.Popen[bytes]", log: Path, log_begin_bytes: int, on_end: OnEnd) -> None:
     returncode = process.wait()
     detail = f"its process {describe_returncode(returncode)}" if returncode else "its process ended"
-    # A process that was killed has written no reason.
+    # Only a process that was not killed has written its reason to the log.
     last = last_line(log, log_begin_bytes) if returncode > 0 else ""
     on_end(detail + (f": {last}" if last else ""), process.pid)

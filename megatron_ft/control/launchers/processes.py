@@ -71,12 +71,12 @@ def kill(*processes: "subprocess.Popen[bytes]", term_seconds: float = 0.0) -> No
     """
     if term_seconds > 0:
         for process in processes:
-            process.terminate()  # nothing where it has ended
+            process.terminate()  # no effect on a process that has ended
         deadline = time.monotonic() + term_seconds
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
-    # Not reaped yet, so the number still names this group.
+    # These are not reaped yet, so their process ids still name their groups.
     left = [process for process in processes if process.poll() is None]
     for process in left:
         with contextlib.suppress(ProcessLookupError):
@@ -85,7 +85,7 @@ def kill(*processes: "subprocess.Popen[bytes]", term_seconds: float = 0.0) -> No
         process.wait()
     for process in processes:
         if process.stdin is not None:
-            # Closing writes what is left in the buffer.
+            # Closing can fail, because it writes what is left in the buffer.
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
 

@@ -1,8 +1,8 @@
 """Reads the rank of a process that ``torchrun`` or ``srun`` started, from its environment variables. Pure.
 
-Sources: PyTorch's documentation of torchrun (section "Environment Variables"), the manual page srun(1) (section
-"OUTPUT ENVIRONMENT VARIABLES"), nvidia-resiliency-ext 0.4.1, ``fault_tolerance/launcher.py``, whose ``ft_launcher``
-extends torchrun and sets two variables in addition to torchrun's.
+Sources: PyTorch's documentation of torchrun (section "Environment Variables"), the manual page srun(1) (section "OUTPUT
+ENVIRONMENT VARIABLES"), and ``fault_tolerance/launcher.py`` of nvidia-resiliency-ext 0.4.1. Its ``ft_launcher`` extends
+torchrun and sets two further variables.
 """
 
 import re
@@ -72,7 +72,7 @@ class RankEnvironment:
         Raises:
             ConfigError: the configuration does not name the run, or has ``run.resume=never``.
         """
-        # A single start never has to find the run again, and a store that outlives the attempt remembers its name.
+        # Without restarts, no rank has to find the run again. A store that outlives an attempt keeps the run's name.
         if self.store_is_served or not (self.max_restarts or self.attempt):
             return
         reason = (
@@ -152,7 +152,7 @@ def _srun(variables: Mapping[str, str], master_port: int) -> RankEnvironment:
         local_rank=_number(variables, "SLURM_LOCALID"),
         local_world_size=per_node[0],
         master_addr=nodes[0],
-        # Every task computes the same port without a message, and the next step of the job another one.
+        # Every task computes the same port without communication. The next step of the job computes another one.
         master_port=master_port or PORTS[(int(job) * 16 + int(step)) % len(PORTS)],
         job_id=f"{job}.{step}",
         attempt=int(variables.get("SLURM_RESTART_COUNT", "0")),
@@ -171,7 +171,7 @@ def _check(environment: RankEnvironment) -> None:
     require(local >= 1 and world_size % local == 0, f"world size {world_size} must be a multiple of {per_node}")
     require(0 <= environment.local_rank < local, f"local rank {environment.local_rank} must be below {per_node}")
     require(
-        # ``node`` divides the rank by the ranks per node, which is wrong for tasks that are dealt cyclically.
+        # ``node`` is computed from the rank, which is wrong if ranks are distributed cyclically over nodes.
         rank % local == environment.local_rank,
         f"rank {rank} has local rank {environment.local_rank}: the launcher must number ranks node by node (block "
         f"distribution), {local} on each node",

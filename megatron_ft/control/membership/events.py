@@ -117,8 +117,8 @@ class KillRequested:
 
 
 @dataclass(frozen=True, slots=True)
-# The state machine reads no clock: a deadline passes only with an event. So a second reading of the journal meets the
-# same deadlines.
+# The state machine reads no clock, so a deadline takes effect only with an event. A second reading of the journal
+# therefore meets each deadline at the same event.
 class Tick:
     """Time has passed, so the state machine checks its deadlines."""
 

@@ -1,21 +1,21 @@
 """Rules for nodes that join a running job, leave it on request, or replace lost nodes.
 
-A node that is not a member is wanted (``is_wanted``) when its agent registers or an administrator adds the node. Its
-ranks are then started (``START_NODES``), and the node waits when all of them have connected. When the first such node
-has waited for ``join_window_seconds``, or a member has to leave, the members are ordered to stop at an iteration
-boundary (``CHANGE``). When all members have stopped, the next membership begins (``reconfigure``). Nodes beyond
-``most_members`` wait as spares until a member is lost or leaves.
+When the agent of a node that is not a member registers, or an administrator adds the node, the node is wanted: the job
+is to let it join (``is_wanted``). Its ranks are started (``START_NODES``), and when all have connected, the node waits.
+When the first such node has waited for ``join_window_seconds``, or a member has to leave, the members are ordered to
+stop at an iteration boundary (``CHANGE``). When all have stopped, the next membership begins (``reconfigure``). Nodes
+beyond ``most_members`` wait as spares until a member is lost or leaves.
 
-In a job that keeps its layout, every membership has the same places, one for each node, and other nodes take the places
-of lost nodes. After all remaining ranks have reported their positions, the next membership begins if a joining node or
-spare is ready for each lost place. If there are too few, lost nodes are started again: first the agent, if it has ended
-(``START_AGENTS``), then the ranks, when the old ranks have ended (``START_NODES``). A node that ends or does not become
-ready in time is killed and started again, as often as ``max_node_restarts`` allows. If a place cannot be filled, the
-job stops, like a job that needs all its nodes.
+In a job that keeps its layout (``recovery.keep_layout``), every membership has the same places, one for each node, and
+other nodes take the places of lost nodes. After all remaining ranks have reported their positions, the next membership
+begins if a joining node or spare is ready for each lost place. If there are too few, lost nodes are started again:
+first the agent, if it has ended (``START_AGENTS``), then the ranks, when the old ranks have ended (``START_NODES``). A
+node that ends or does not become ready in time is killed and started again, as often as ``max_node_restarts`` allows.
+If a place cannot be filled, the job stops, like a job that needs all its nodes.
 
-If all ranks of such a job have ended, for example because they do not continue in their processes after a loss
-(``keeps_processes``), the job waits for agents instead of ranks (``REPLACING``). As soon as there is a node with an
-agent for each place, all ranks start again.
+All ranks of such a job may end, for example because they do not continue in their processes after a loss
+(``keeps_processes``). The job then waits for agents instead of ranks (``REPLACING``). As soon as there is a node with
+an agent for each place, all ranks start again.
 """
 
 from dataclasses import dataclass, replace
@@ -63,17 +63,17 @@ class NodeRules:
 
     def add(self, state: State, node: int) -> State:
         """Record that an administrator wants a node to join, regardless of how often it was lost before."""
-        # The operator may have repaired it: its earlier losses no longer count against max_node_restarts.
+        # The administrator may have repaired the node: earlier losses no longer count against ``max_node_restarts``.
         nodes = state.nodes.change(node, joined_iteration=0, num_losses=0, not_before_seconds=0.0)
         return replace(state, nodes=self._want(nodes, node))
 
     def _want(self, nodes: Nodes, node: int) -> Nodes:
         if not self.policy.admits_nodes or nodes.is_member(node) or node in nodes.waiting:
             return nodes
-        # Ranks of a spare could not continue with those of the other nodes, so a spare has only an agent.
+        # If a loss restarts all ranks, a spare needs no ranks before the restart, so it has only an agent.
         if self.policy.replaces_by_restart and node in nodes.registered:
             return nodes
-        # LEFT keeps a node out of restarts of all ranks. A new registration or an operator's request ends that.
+        # A restart of all ranks leaves out nodes that are ``LEFT``, until they register again or are added on request.
         has_left = nodes[node].state is NodeState.LEFT
         return nodes.change(node, is_wanted=True, **({"state": NodeState.ABSENT} if has_left else {}))
 
@@ -89,7 +89,7 @@ class NodeRules:
         """Count a failed start as ``num_losses`` losses; the node is started again after a pause unless it was lost too
         often."""
         num_losses += state.nodes[node].num_losses
-        # Without the pause, a disturbance of a few seconds uses up all starts, and the node never returns.
+        # Without the pause, a disturbance of a few seconds would use up all starts, and the node would never return.
         pause_seconds = min(FIRST_PAUSE_SECONDS * 2.0 ** (num_losses - 1), LONGEST_PAUSE_SECONDS)
         not_before = now.arrived_seconds + pause_seconds
         nodes = state.nodes.change(node, num_losses=num_losses, not_before_seconds=not_before)
@@ -100,7 +100,7 @@ class NodeRules:
         )
 
     def _give_up_agent(self, state: State, node: int, now: Moment) -> State:
-        """Count an agent that did not register in time as a failed start; the next start of its node ends this
+        """Count an agent that did not register in time as a failed start. The next start of the node ends this
         agent."""
         late = f"its agent did not register (launch.start_timeout_seconds={self.policy.start_timeout_seconds:g})"
         state = self._fail_start(state, node, late, now)
@@ -109,22 +109,22 @@ class NodeRules:
     def lose_agent(self, state: State, node: int, reason: str, now: Moment) -> State:
         """Record that a node's agent has ended, and its ranks with it."""
         record = state.nodes[node]
-        if record.has_unregistered_agent:  # its failed start was counted when it was given up
+        if record.has_unregistered_agent:  # counted as a failed start when the agent was given up
             return replace(state, nodes=state.nodes.change(node, has_unregistered_agent=False))
         # If the node had not become a member, its start has failed. Without this count, a node that dies at each start
         # would be started for ever.
         is_outside = not state.nodes.is_member(node)
         never_came = record.agent is AgentState.UNKNOWN and is_outside
-        # No rank was started on these nodes, so their agents have nothing to do but to stay.
+        # These nodes have an agent but no ranks, so the end of their agent counts as a failed start, too.
         was_spare = is_outside and (self.policy.replaces_by_restart or state.phase is Phase.REPLACING)
         if never_came or was_spare or record.agent is AgentState.STARTING or node in state.nodes.waiting:
             state = self._fail_start(state, node, reason, now)
-        # ``_start`` would start a process for each node that is still wanted.
+        # ``is_wanted`` is cleared if lost nodes must not return, because ``_start`` would start the node.
         elif not self.policy.restart_lost_nodes:
             state = replace(state, nodes=state.nodes.change(node, is_wanted=False))
         nodes = _stop_joining(state.nodes, node).change(node, agent=AgentState.LOST, is_dismissed=False)
-        # Ranks of a node that is only cut off may live. Its session is refused, so they cannot report any more and end
-        # with their agent.
+        # If the node is only cut off, its ranks may live. They count as gone: calls of their agent are refused, so they
+        # can no longer report, and they end with their agent.
         return replace(state, nodes=nodes, gone=state.gone | set(self.policy.ranks_of(node)))
 
     def connect(self, state: State, rank: int, now: Moment) -> State:
@@ -190,8 +190,8 @@ class NodeRules:
         return None
 
     def admitted(self, state: State, num_staying: int) -> tuple[int, ...]:
-        """Return the ready nodes for which the next membership has places beside ``num_staying`` members, ascending.
-        Nodes that became ready first are preferred."""
+        """Return the ready nodes that the next membership can admit beside ``num_staying`` members, ascending. Nodes
+        that became ready first are preferred."""
         ready = [record.node for record in state.nodes.joining if record.state is NodeState.READY]
         return tuple(sorted(ready[: max(0, self.policy.most_members - num_staying)]))
 
@@ -208,7 +208,7 @@ class NodeRules:
         """Set the time at which ``decide`` must be called next if no event arrives."""
         if state.phase not in (*TRAINING, Phase.REPLACING):
             return state if state.wake_up_seconds is None else replace(state, wake_up_seconds=None)
-        # Each event yields one step. If another step is due already, an immediate tick makes it.
+        # Each event yields one step. If another step is due already, an immediate tick triggers it.
         if self.decide(state, now) is not None:
             return replace(state, wake_up_seconds=now.arrived_seconds)
         waits = {
@@ -260,7 +260,7 @@ class NodeRules:
 
     def _start(self, state: State, now: Moment) -> Step | None:
         wanted = [state.nodes[node] for node in sorted(state.nodes.wanted) if not state.nodes.is_member(node)]
-        # A node starts only when its old ranks have ended: two processes with one rank number would be confused.
+        # A node starts only when its old ranks have ended, so that no two processes have the same rank number.
         startable = [record for record in wanted if not self._has_living_rank(state, record)]
         startable = [record for record in startable if record.not_before_seconds <= now.arrived_seconds]
         present = tuple(record.node for record in startable if record.agent is AgentState.REGISTERED)
@@ -292,7 +292,7 @@ class NodeRules:
                 has_ranks=True,
                 since_seconds=now.seconds,
                 queue_number=nodes.next_queue_number,
-                # A dead member stays lost for the others until the next membership.
+                # A lost member whose ranks start again stays lost for the other ranks until the next membership.
                 is_announced=nodes[node].is_announced and node in nodes.members,
             )
         ranks = {rank for node in started for rank in self.policy.ranks_of(node)}
@@ -301,12 +301,12 @@ class NodeRules:
     def _change(self, state: State, now: Moment) -> Step | None:
         if state.phase is Phase.CHANGING:
             return None
-        # A loss since the request may have used up the margin. Then nodes wait to leave until others have joined.
+        # If nodes were lost since the request and too few would remain, nodes leave only when others have joined.
         num_spare = len(state.members) - self.policy.fewest_nodes
         leaving = tuple(sorted(state.nodes.draining)[: max(0, num_spare)])
         joining = self.admitted(state, len(state.members) - len(leaving))
-        # Each change stops training once. The window lets nodes that come together join in one change; a node that
-        # leaves does not wait for it.
+        # Each change interrupts training once, so nodes that become ready within the window join in one change. A node
+        # that leaves does not wait for the window.
         since = [record.since_seconds for record in state.nodes.joining if record.node in joining]
         if not leaving and (not since or now.arrived_seconds < min(since) + self.policy.join_window_seconds):
             return None
@@ -318,7 +318,7 @@ class NodeRules:
         return replace(state, nodes=_stop_joining(state.nodes, node).change(node, is_dismissed=True))
 
     def can_fill_places(self, state: State) -> bool:
-        """Whether a node is ready for every place; always true in jobs that do not keep their layout."""
+        """Whether a node is ready for every lost place; always true in jobs that do not keep their layout."""
         return not self.policy.keeps_layout or len(_ready(state)) == len(_lost_places(state))
 
     def why_place_stays_empty(self, state: State) -> str | None:
@@ -340,8 +340,8 @@ class NodeRules:
         return f"node {node} (place {place}) has no replacement: no spare is left, and the node is not restarted: {why}"
 
     def await_agents(self, state: State, now: Moment) -> Step | None:
-        """Wait, after all ranks of a job that keeps its layout have ended, until a node with an agent is there for each
-        place. Start the agents of lost nodes. Return None if too few nodes can come."""
+        """Wait until each place has a node with an agent, after all ranks of a job that keeps its layout have ended.
+        Start the agents of lost nodes. Return None if too few nodes can still register."""
         timeout_seconds = self.policy.start_timeout_seconds
         if state.phase is not Phase.REPLACING:
             # Without ranks no node is a member, so each loss from here on counts as a failed start.
@@ -360,14 +360,14 @@ class NodeRules:
         state = replace(state, nodes=nodes)
         step = self._give_up_agents(state, now) or self._start(state, now)
         if step is not None:
-            # Each ordered start has the whole time, and so has the start that follows a failed one.
+            # Each ordered start gets the whole time limit, also one that follows a failed start.
             return replace(step, state=replace(step.state, deadline_seconds=now.seconds + timeout_seconds))
         starting = {record.node for record in nodes.records if record.agent is AgentState.STARTING}
         pausing = nodes.wanted - starting
         if state.is_late(now):
             if not pausing:
                 return None
-            # The pause before the next start must not use up the time of this start.
+            # The pause before a start must not use up the time limit of that start.
             state = replace(state, deadline_seconds=now.seconds + timeout_seconds)
         if len(pausing | starting | self._expected(state)) < self.policy.num_nodes - len(members_after_restart(state)):
             return None
@@ -392,7 +392,7 @@ class NodeRules:
             if self.policy.starts_nodes and state.nodes[node].agent is AgentState.STARTING:
                 state = self._give_up_agent(state, node, now)
             else:
-                # More losses than the limit: neither ``_returning`` nor ``may_return`` starts these nodes again.
+                # With more losses than the limit, neither ``_returning`` nor ``may_return`` starts the node again.
                 state = self._fail_start(state, node, reason, now, num_losses=self.policy.max_node_restarts + 1)
         starting = {record.node for record in state.nodes.records if record.agent is AgentState.STARTING}
         nodes = state.nodes.change(expected | starting, agent=AgentState.LOST)
@@ -409,7 +409,7 @@ class NodeRules:
             return Step(state, Decision.WAIT, f"waiting for nodes that fill the places {list(_lost_places(state))}")
         if step.decision is Decision.KILL_NODES:
             return step
-        # Each ordered start has the whole time; steps that only wait keep the deadline.
+        # Each ordered start gets the whole time limit; steps that only wait keep the deadline.
         return replace(step, state=replace(step.state, deadline_seconds=fresh_deadline))
 
     def set_wake_up_of_filling(self, step: Step, now: Moment) -> State:
@@ -418,7 +418,7 @@ class NodeRules:
         times = [record.since_seconds + self.policy.start_timeout_seconds for record in starting]
         times += [record.not_before_seconds for record in step.state.nodes.records if record.is_wanted]
         due = min((at for at in times if at > now.arrived_seconds), default=None)
-        # An order leaves the next step to a tick, which may be due at once.
+        # After an order, an immediate tick checks whether another step is due.
         wake_up = due if step.decision is Decision.WAIT else now.arrived_seconds
         return replace(step.state, wake_up_seconds=wake_up)
 
@@ -443,8 +443,8 @@ class NodeRules:
 
 
 def count_loss(record: NodeRecord, iteration: int) -> int:
-    """Return how often a node has now been lost in a row, if the job continues after ``iteration``."""
-    # A node that has trained for so long was lost for a new reason. Only losses in quick succession are repetitions.
+    """Return how often a node that was just lost has been lost in a row. The job continues after ``iteration``."""
+    # After so much training, a loss has a new reason. Only losses in quick succession count as repetitions.
     has_settled = iteration - record.joined_iteration >= SETTLED_ITERATIONS
     return 1 if has_settled else record.num_losses + 1
 
@@ -469,14 +469,14 @@ def _lost_places(state: State) -> tuple[int, ...]:
 def members_after_filling(policy: MembershipPolicy, state: State) -> tuple[int, ...]:
     """Return the node at each place of the next membership.
 
-    The nodes that have waited longest join. A node that had a place gets it back; other nodes fill the empty places,
-    each a place whose part of the model it has built in advance, if possible.
+    The nodes that have waited longest join. A node that had a place gets it back. Other nodes fill the empty places; if
+    possible, each gets a place whose part of the model it has built in advance.
     """
     ready = _ready(state)
     stays = set(state.members) - state.nodes.lost | set(ready)
     empty = [place for place, node in enumerate(state.members) if node not in stays]
     others = [node for node in _all_ready(state) if node not in state.members]
-    # A node at its former place finds the windows that its own snapshot server has kept.
+    # A node returns to its former place, because its snapshot server has kept the windows of this place.
     chosen = (
         dict(zip(empty, others, strict=False)) if policy.prebuilt is None else policy.prebuilt.assign(empty, others)
     )

@@ -110,7 +110,7 @@ def _observe(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
 def _lose_node(policy: MembershipPolicy, state: State, event: NodeLost, now: Moment) -> State:
     node, detail = event.node, event.detail
     state = NodeRules(policy).lose_agent(state, node, detail, now)
-    # The job waits for nodes that start by themselves, so this one may register again.
+    # The job waits for nodes that start by themselves, so this node may register again.
     if state.phase is Phase.FORMING and not policy.starts_nodes:
         return replace(state, nodes=state.nodes.change(node, was_registered=False))
     if not state.nodes.is_member(node):
@@ -122,7 +122,7 @@ def _lose_node(policy: MembershipPolicy, state: State, event: NodeLost, now: Mom
 def _observe_rank(
     policy: MembershipPolicy, state: State, event: RankRaised | RankBroken | RankExited | RankHung, now: Moment
 ) -> State:
-    # Record an event of a rank; on nodes that are lost or not members it is not a failure of the job.
+    # Record an event of a rank. If the rank's node is lost or not a member, the event is no failure of the job.
     node, rank = policy.node_of(event.rank), event.rank
     if node not in state.members or node in state.nodes.waiting:
         if not isinstance(event, RankExited):
@@ -140,7 +140,7 @@ def _observe_rank(
             failure = Failure(
                 rank=rank, at_seconds=at_seconds, iteration=iteration, final=final, detail=f"{name} raised"
             )
-            # On a lost node an error follows from the loss.
+            # An error on a lost node follows from the loss.
             return state if is_lost else _fail(state, failure)
         case RankHung(_, at_seconds, detail, iteration):
             failure = Failure(
@@ -173,8 +173,8 @@ def _fail(state: State, failure: Failure) -> State:
 
 
 def _restart(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
-    # Start all ranks again after the last one has ended, if enough nodes live and another attempt may succeed.
-    # While one old rank lives, it can still write to the run's folder and answer its peers: none may start beside it.
+    # Start all ranks again after the last one has ended, if enough nodes live and another attempt may succeed. An old
+    # rank that lives can still write to the run's folder and answer its peers, so no new rank may start beside it.
     first = state.first_failure
     if first is None or first.final or state.interrupted or state.phase is Phase.FORMING or _any_lives(policy, state):
         return None
@@ -210,7 +210,7 @@ def _restartable(policy: MembershipPolicy, state: State) -> tuple[int, ...]:
     live = {record.node for record in nodes.records if record.agent is not AgentState.LOST} & set(state.members)
     if policy.may_lose_nodes:
         live = {node for node in nodes.registered if nodes[node].state is not NodeState.LEFT}
-    # A node that was asked to leave is used again only where the others do not suffice.
+    # A node that was asked to leave is used again only if there are too few other nodes.
     staying = {node for node in live if nodes[node].state is not NodeState.DRAINING and not nodes[node].was_draining}
     live = staying if len(staying) >= policy.fewest_nodes else live
     # Living members first: their snapshot servers hold the newest windows.
@@ -224,7 +224,7 @@ def _restarted_nodes(policy: MembershipPolicy, nodes: Nodes, members: tuple[int,
         node, is_registered = record.node, record.agent is AgentState.REGISTERED
         has_left = record.state in (NodeState.LEFT, NodeState.DRAINING) or record.was_draining
         comes = policy.may_lose_nodes and (record.was_registered if policy.restart_lost_nodes else is_registered)
-        # If no process continues, a node outside the membership has no ranks: only its agent is started again.
+        # If all ranks restart after a loss, nodes outside the membership have no ranks: only agents are started again.
         if policy.replaces_by_restart:
             comes = policy.restart_lost_nodes and record.was_registered and not is_registered
         found = found.change(
@@ -246,8 +246,8 @@ def _any_lives(policy: MembershipPolicy, state: State) -> bool:
 
 def _end(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
     nothing_runs = state.phase is Phase.FORMING and (state.interrupted or state.failures)
-    # After a failure, all ranks must have ended, because all of them may be started again.
-    # Hot spares wait for another membership, and end with their agents.
+    # After a failure, all processes must have ended, because all may be started again. Otherwise hot spares are not
+    # awaited: they wait for another membership, and end with their agents.
     with_ranks = state.nodes.with_ranks
     remaining = (
         policy.ranks_of_all(with_ranks) if state.failures else layout_of(policy, state).processes_without(frozenset())
@@ -282,8 +282,7 @@ def _ended(state: State, reason: str) -> Step:
 def _end_without_exits(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
     if state.phase is not Phase.KILLING or not state.is_late(now):
         return None
-    # SIGKILL does not end a process that the kernel holds in an uninterruptible wait, e.g. for a file server that is
-    # gone.
+    # SIGKILL does not end a process in an uninterruptible wait of the kernel, e.g. for a file server that is gone.
     missing = sorted(policy.ranks_of_all(state.nodes.with_ranks) - state.gone)
     return _ended(state, f"timed out waiting {policy.kill_timeout_seconds} s for the exit of killed ranks {missing}")
 
@@ -293,7 +292,7 @@ def _kill(policy: MembershipPolicy, state: State, event: MachineEvent, now: Mome
         return None
     waits_for_change = state.phase is Phase.CHANGING and state.interrupted
     overdue = (state.phase is Phase.STOPPING or waits_for_change) and state.is_late(now)
-    # Ranks that are starting have no iteration to finish and no state that is not saved.
+    # Ranks that are starting have no iteration to finish and no new state to save.
     nothing_to_save = state.phase is Phase.STARTING and state.interrupted
     if not overdue and not nothing_to_save and not isinstance(event, KillRequested):
         return None
@@ -347,7 +346,7 @@ def _time_out(policy: MembershipPolicy, state: State, event: MachineEvent, now: 
         numbers = [layout_of(policy, state).rank_of(rank) for rank in ranks]
         missing = f"ranks {sorted(number for number in numbers if number is not None)}"
     detail = f"launch.start_timeout_seconds={policy.start_timeout_seconds:g}: timed out waiting for {missing}"
-    # The failure is final: nodes or ranks that are missing after the whole time would also miss a restart.
+    # The failure is final: nodes or ranks that are missing after the time limit would be missing after a restart, too.
     state = replace(state, failures=(Failure(at_seconds=now.seconds, final=True, detail=detail),))
     return _ended(state, detail) if state.phase is Phase.FORMING else _killing(policy, state, now, detail)
 
@@ -373,12 +372,12 @@ def _join_or_leave(policy: MembershipPolicy, state: State, event: MachineEvent, 
 
 
 TRANSITIONS: tuple[Transition, ...] = (
-    # Both rules that follow the last exit come first: ``_end`` would end each job that may be started again.
+    # ``_restart`` comes before ``_end``, which would end each job whose ranks may be started again.
     _restart,  # all ranks are gone after a failure: start them again, where that may help
     _end,  # all ranks are gone, or none was started
     _end_without_exits,  # ranks were killed, and their exits are overdue
     _kill,  # a stop is overdue, or an operator wants the end at once
-    # ``reconfigure`` handles failures that the job may survive; after ``_stop`` it would not see any.
+    # This comes before ``_stop``, which would stop the job also for failures that the job can survive.
     _continue_without,  # the job may lose nodes: break the membership, collect positions, begin the next one
     _stop,  # a failure that the job does not survive, or an operator wants the job to stop
     _shorten_stop,

@@ -36,8 +36,8 @@ from megatron_ft.planning.recovery.membership import Position, choose_target
 
 
 def lose(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Mark the node of a failed rank as lost, if the job is in a phase in which it can continue without a node."""
-    # Otherwise the node stays a member, and its failure stops the job.
+    """Mark the node of a failed rank as lost, if the job can continue without a node in its present phase."""
+    # In other phases, the node stays a member, and its failure stops the job.
     if not policy.may_lose_nodes or state.phase not in BREAKABLE:
         return state
     return replace(state, nodes=state.nodes.lose([node]))
@@ -71,7 +71,7 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
         return _wait_for_others(policy, state, now) if state.broken else None
     state = NodeRules(policy).give_up_late_nodes(state, now)
     obstacle = _obstacle(policy, state)
-    # All ranks that are left have to report: the missing one may be the only one that knows the newest complete vote.
+    # All remaining ranks must report: a missing rank may be the only one that knows the newest complete vote.
     if obstacle is None and remaining_ranks(policy, state) <= state.has_reported:
         try:
             if NodeRules(policy).can_fill_places(state):
@@ -79,8 +79,8 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
             return _fill(policy, state, now)
         except RecoveryError as error:
             obstacle = str(error)
-    # Each loss is announced, also a further one: agents kill what is left of the lost node, and the other ranks get
-    # time again.
+    # Further losses are announced, too: agents kill the ranks of the lost node, and the time limit of the other ranks
+    # begins again.
     if obstacle is None and state.nodes.lost != state.nodes.announced:
         return _break(policy, state, now)
     if obstacle is None and state.is_late(now):
@@ -104,8 +104,8 @@ def _fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
 
 
 def _lose_unresponsive(policy: MembershipPolicy, state: State, now: Moment) -> Step:
-    # Mark nodes as lost whose ranks have not reported although others have, because these ranks are blocked. If too few
-    # nodes would remain, they have time until ``reform_by_seconds``.
+    # Mark nodes as lost whose ranks have not reported although other ranks have: these ranks are blocked. If too few
+    # nodes would remain, wait for these ranks until ``reform_by_seconds``.
     unresponsive = sorted(remaining_ranks(policy, state) - state.has_reported)
     last = state.reform_by_seconds
     if last is None or now.arrived_seconds >= last:
@@ -115,7 +115,7 @@ def _lose_unresponsive(policy: MembershipPolicy, state: State, now: Moment) -> S
     # after the first report.
     if not state.has_reported:
         return wait
-    latest = max(failure.at_seconds for failure in state.failures)  # these times are of another clock than ``now``
+    latest = max(failure.at_seconds for failure in state.failures)  # these times and ``now`` are from different clocks
     limit = f"(recovery.position_timeout_seconds={policy.position_timeout_seconds:g})"
     failures = tuple(
         Failure(
@@ -145,7 +145,7 @@ def _describe_unresponsive(policy: MembershipPolicy, state: State) -> str:
 
 
 def _wait_for_others(policy: MembershipPolicy, state: State, now: Moment) -> Step:
-    # Wait for all ranks although no process has ended: they reach the boundary of a change, or have failed.
+    # Wait until all ranks report, although no process has ended: they reach the boundary of a change, or have failed.
     if state.has_errors:
         return _wait_for_death(policy, state, now)
     obstacle = _describe_unresponsive(policy, state) if state.is_late(now) else None
@@ -164,8 +164,8 @@ def _wait_for_others(policy: MembershipPolicy, state: State, now: Moment) -> Ste
 
 def _wait_for_death(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     if not state.is_late(now):
-        # The error of a peer often arrives before the exit that caused it. If no process ends in this time, the error
-        # is the rank's own.
+        # A rank's error often arrives before the exit of the other rank that caused it. If no process ends in the grace
+        # period, the error is the rank's own.
         grace = now.seconds + policy.failure_grace_seconds
         deadline = grace if state.deadline_seconds is None else min(state.deadline_seconds, grace)
         return Step(
@@ -192,12 +192,12 @@ def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
     # Return the reason why the job cannot continue without its lost nodes; None if it can.
     for failure in state.failures:
         node = failure.node if failure.rank is None else policy.node_of(failure.rank)
-        # No loss of a node explains this failure, so to leave a node out does not remove it.
+        # This failure's node is not lost, so a membership without the lost nodes would still have the cause.
         if node not in state.nodes.lost:
             return failure.detail
     ended = sorted(remaining_ranks(policy, state) & state.gone)
     if ended:
-        # It cannot report a position or take part in the next membership, and its state has ended with it.
+        # A rank that has ended cannot report a position or take part in the next membership, and its state is gone.
         name = name_of(policy, state, ended[0])
         return f"{name} has already finished, so it cannot take part in another membership"
     if policy.keeps_layout:
@@ -253,7 +253,7 @@ def _reform(policy: MembershipPolicy, state: State, now: Moment) -> Step:
         base=reform.base,
         begun_iteration=reform.target.iteration,
         nodes=_next_nodes(policy, state.nodes, reform, members),
-        # A stop that was asked for meanwhile is ordered by the tick that follows at once.
+        # If a stop was requested meanwhile, this deadline causes an immediate tick, which orders the stop.
         deadline_seconds=now.arrived_seconds if state.interrupted else None,
         reform_by_seconds=None,
         broken=(),
@@ -302,8 +302,8 @@ def _next(policy: MembershipPolicy, state: State) -> Reform:
     new = set(members) - staying
     positions = _positions(policy, state)
     target, former = choose_target(positions), layout_of(policy, state)
-    # A membership that has committed nothing is in a schedule of the job only if all its ranks continue from its state
-    # (``choose_holding``). Otherwise it must not affect the layout.
+    # If a membership has committed nothing, it affects the next layout only if all its ranks have received its state.
+    # Only then do they continue from this state (``choose_holding``).
     is_formed = all(position.is_formed for position in positions)
     base = former if target.iteration > state.begun_iteration or is_formed else state.base
     layout = policy.layout_on(members, base)

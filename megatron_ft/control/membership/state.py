@@ -62,8 +62,7 @@ class NodeRecord:
     has_ranks: bool = False
     """Whether the node's ranks were started; they may have ended since."""
     since_seconds: float = 0.0
-    """Time on the controller's clock at which the node's ranks were started (``STARTING``) or became ready (``READY``).
-    """
+    """Controller's time at which the node's ranks were started (``STARTING``) or became ready (``READY``)."""
     queue_number: int = 0
     """Position in the queue of joining nodes; a node moves to the end when it is started and when it is ready."""
     is_announced: bool = False
@@ -111,7 +110,7 @@ class Nodes:
         return self.records[node] if node < len(self.records) else NodeRecord(node)
 
     def change(self, nodes: int | Iterable[int], **changes: Any) -> "Nodes":
-        """Return a copy with the fields ``changes`` in the records of ``nodes``."""
+        """Return a copy in which the records of ``nodes`` have the field values ``changes``."""
         numbers = (nodes,) if isinstance(nodes, int) else tuple(nodes)
         records = list(self.records)
         records += [NodeRecord(node) for node in range(len(records), max(numbers, default=-1) + 1)]
@@ -124,7 +123,7 @@ class Nodes:
         found = self
         for node in nodes:
             record = found[node]
-            # A member whose ranks were started again is lost already; LOST would take it out of the queue.
+            # A lost member whose ranks were started again stays ``STARTING`` or ``READY``, and so in the queue.
             if record.state in _ALIVE:
                 was_draining = record.state is NodeState.DRAINING
                 found = found.change(node, state=NodeState.LOST, was_draining=was_draining)
@@ -195,8 +194,8 @@ class Nodes:
         return frozenset({record.node for record in self.records if record.has_ranks})
 
 
-# Times of failures come from the clocks of several nodes, and a peer can report its error before the exit that caused
-# it is seen.
+# Failures within this time have no known order: their times are from clocks of several nodes, and a peer can report its
+# error before the exit that caused the error is detected.
 SAME_TIME_SECONDS = 1.0
 SETTLED_ITERATIONS = 10
 """Number of iterations that a member must train before its earlier losses no longer count."""
@@ -225,7 +224,7 @@ class Phase(Enum):
 
 TRAINING = (Phase.RUNNING, Phase.CHANGING)
 """Phases in which ranks train."""
-# STARTING is not among them: ranks that have not all connected have no common state to continue from.
+# ``STARTING`` is left out: before all ranks have connected, they have no common state to continue from.
 BREAKABLE = (*TRAINING, Phase.REFORMING, Phase.FILLING)
 """Phases in which the job can continue without a node that is lost."""
 
@@ -340,7 +339,7 @@ class MembershipPolicy:
 
     @property
     def replaces_by_restart(self) -> bool:
-        """Whether all ranks are restarted as soon as other nodes have taken the places of lost ones."""
+        """Whether all ranks restart after the loss of nodes, as soon as other nodes have taken the lost places."""
         return self.keeps_layout and not self.keeps_processes
 
     @property
@@ -407,7 +406,7 @@ class Failure:
     iteration: int = 0
     """Last iteration that the rank reached, 0 before the first."""
     sudden: bool = False
-    """True for a lost node or a rank that a signal killed: the failure of a peer cannot be the cause."""
+    """Whether no peer's failure can be the cause: the node was lost, or the rank hung or was killed by a signal."""
     final: bool = False
     """Whether another attempt would fail in the same way."""
     detail: str = ""
@@ -447,8 +446,8 @@ class State:
     layout: "MembershipLayout | None" = None
     """Layout of this generation; None for the layout at a start of ranks."""
     base: "MembershipLayout | None" = None
-    """Layout of the newest earlier membership that committed an iteration, or of which all surviving ranks had received
-    their state; None for that of the start."""
+    """Layout of the newest earlier membership that committed an iteration or whose surviving ranks had all received
+    their state. None means the layout at the start."""
     begun_iteration: int = 0
     """Iteration after which this generation began."""
     deadline_seconds: float | None = None
@@ -461,7 +460,7 @@ class State:
     """Failed starts of nodes that were detected when the last event was processed."""
     broken: tuple[RankBroken, ...] = ()
     """Reports of living ranks that wait for the next membership."""
-    # Kept beside ``broken``: a set that is built for each report makes a loss cost the square of the number of ranks.
+    # If this set were built from ``broken`` for each report, a loss would cost the square of the number of ranks.
     has_reported: frozenset[int] = frozenset()
     """Ranks with a report in ``broken``."""
     has_errors: bool = False
@@ -509,8 +508,8 @@ class State:
     @property
     def failed_iteration(self) -> int:
         """Iteration in which this generation failed; 0 if it has not failed, or failed before its first iteration."""
-        # That of the first failed rank counts, because a fault that recurs occurs in the same iteration. A lost node
-        # reports no iteration, so the latest iteration of the other ranks counts.
+        # The first failed rank's iteration counts, because a recurring fault occurs in the same iteration. A lost node
+        # reports no iteration, so the latest iteration of the other ranks counts instead.
         first = self.first_failure
         if first is None:
             return 0
@@ -559,9 +558,8 @@ class Step:
     reform: Reform | None = None
     """Next membership, for the decision ``REFORM``."""
     nodes: tuple[int, ...] = ()
-    """Nodes that the decision is about: nodes that leave (``CHANGE``), that are started or that are killed. For
-    ``BREAK`` and ``REFORM``, lost nodes whose remaining ranks must be killed, without nodes whose ranks have been
-    started again."""
+    """Nodes that the decision is about: nodes that leave (``CHANGE``), are started or are killed. For ``BREAK`` and
+    ``REFORM``, lost nodes whose remaining ranks must be killed; nodes whose ranks were started again are left out."""
 
 
 def remaining_ranks(policy: MembershipPolicy, state: State) -> frozenset[int]:
@@ -580,7 +578,7 @@ def name_of(policy: MembershipPolicy, state: State, rank: int) -> str:
     return f"process {rank}, a hot spare," if number is None else f"rank {number}"
 
 
-# These sets change with memberships, not with events. Computed for each event, a loss among 8,192 ranks took minutes.
+# The sets change only with memberships. When they were computed for each event, a loss among 8,192 ranks took minutes.
 @functools.lru_cache(maxsize=32)
 def _ranks_of_all(ranks_per_node: int, nodes: Iterable[int], lost: frozenset[int]) -> frozenset[int]:
     firsts = (node * ranks_per_node for node in nodes if node not in lost)
@@ -590,8 +588,8 @@ def _ranks_of_all(ranks_per_node: int, nodes: Iterable[int], lost: frozenset[int
 class Moment(NamedTuple):
     """The two times of an event, both on the controller's clock.
 
-    A controller with a backlog processes an event long after its arrival. Lateness is judged by the arrival; otherwise
-    a slow controller would lose healthy nodes. A time limit for the effect of a decision begins with the decision.
+    A controller with a backlog processes an event long after its arrival. Deadlines are compared with the arrival;
+    otherwise a slow controller would lose healthy nodes. Time limits for the effect of a decision begin with it.
     """
 
     seconds: float

@@ -1,8 +1,8 @@
 """The agent of a node: starts the node's ranks, watches them, and forwards their reports.
 
 ``python -m megatron_ft.control.node.agent`` reads one line of JSON from standard input (address and token of the
-controller, node number, sockets); when standard input closes, the launcher has ended and the node ends. The main thread
-owns all state and waits on sockets; one thread fetches orders from the controller, one sends it the reports of ranks.
+controller, node number, sockets). When standard input closes, the launcher has ended, so the node ends. The main thread
+owns all state and waits on sockets. One thread fetches orders from the controller, one sends it the reports of ranks.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class AgentSpec:
     token: str
     node: int
     runtime_dir: str
-    """Directory (mode 0700) for the node's sockets, which is removed by the last process of the job that uses it."""
+    """Directory (mode 0700) for the node's sockets. The last process of the job that uses it removes it."""
     forkserver_socket: str
     lost_controller_seconds: float = 60.0
     """Time without an answer from any controller after which the node ends its ranks. A new controller would have
@@ -54,8 +54,8 @@ class AgentSpec:
     sidecars: dict[str, str] = field(default_factory=dict)
     """Maps the name of each sidecar to its module. The node runs sidecars beside its ranks, see ``sidecars``."""
     kept_servers: KeptServers | None = None
-    """Whether the snapshot server outlives the agent, and which one the agent may take over; null starts and ends a
-    server with the agent."""
+    """Time for which the snapshot server outlives the agent, and the servers that the agent may take over. With null,
+    the server starts and ends with the agent."""
     interface: str = ""
     """Address that the sidecars bind to."""
     log_dir: str = ""
@@ -66,7 +66,7 @@ class AgentSpec:
     """Time without an answer after which a rank is killed."""
 
     answers_presence: bool = False
-    """Whether this machine's kernel answers the controller at a port of its own, see ``PresencePort``."""
+    """Whether the agent opens a port at which this machine's kernel answers the controller, see ``PresencePort``."""
     tls_dir: str | None = None
     """Value of ``control.tls_dir``."""
     process_id: int | None = None
@@ -98,7 +98,7 @@ class _Agent:
         self._use = Use(Path(spec.runtime_dir))
         remove_stale_sockets(Path(spec.runtime_dir), spec.node)
         self._forkserver = FrameReader(_connect(spec.forkserver_socket))
-        # Forked by this thread before there are others, and before gRPC is imported, which does not survive a fork.
+        # Sidecars are forked before other threads exist and before gRPC is imported: neither survives a fork.
         self._sidecars = _start_sidecars(spec)
         self._presence = PresencePort(spec.interface, spec.controller_address) if spec.answers_presence else None
         from megatron_ft.control.certificates import Certificates
@@ -114,7 +114,7 @@ class _Agent:
         self._has_started = False
         """Whether ranks of this node were started."""
         self._has_finished = False
-        """Whether the run has ended with its last iteration, so that no job continues it."""
+        """Whether the run is complete, so that no later job continues it."""
         self._socket_path = socket_path(Path(spec.runtime_dir), spec.node)
         self._listener = listen(self._socket_path)
         self._listener.setblocking(False)
@@ -161,7 +161,7 @@ class _Agent:
             return
         self._check_life_at = now + interval_seconds
         self._signal(self._ranks.check_life(now), signal.SIGKILL)
-        # A node that was stopped (SIGSTOP, a paused machine) could receive no answer: that time does not count.
+        # While this process was suspended (SIGSTOP, a paused machine), it received no answer: that time does not count.
         if late_seconds > interval_seconds:
             self._answered_at = min(now, self._answered_at + late_seconds)
         if self._silence is not None and now - self._answered_at > self._spec.lost_controller_seconds:
@@ -195,7 +195,7 @@ class _Agent:
     # --- threads -------------------------------------------------------------------------------------------------
 
     def _ask_for_orders(self, who: Message, after: int) -> None:
-        # Fetch orders by long polls, which are also heartbeats for the controller (a thread).
+        # Runs in a thread: fetches orders by long polls, which the controller also counts as heartbeats.
         from megatron_ft.control.rpc import RpcError
 
         while True:
@@ -225,7 +225,7 @@ class _Agent:
     _retry_pause = threading.Event()
 
     def _send_reports(self, who: Message) -> None:
-        # Deliver the outbox in order, each item once (a thread).
+        # Runs in a thread: delivers the items of the outbox in order, each once.
         from megatron_ft.control.rpc import RpcError
 
         while True:
@@ -237,8 +237,8 @@ class _Agent:
                 if error.refused:
                     self._order(_Refused(str(error)))
                     return
-                # The call is repeated until ``_check_life`` decides that the controller is lost; no report is dropped
-                # before.
+                # The call is repeated until ``_check_life`` decides that the controller is lost, so that no report is
+                # dropped.
                 self._retry_pause.wait(0.2)
 
     def _order(self, order: Order | _Refused) -> None:
@@ -270,7 +270,7 @@ class _Agent:
             case messages.Reform():
                 self._reform(order)
             case messages.Stop():
-                # Ranks that wait for a next membership do not see SIGTERM: the order ends their wait.
+                # Ranks that wait for the next membership do not react to SIGTERM; this message ends their wait.
                 if order.survivors_end:
                     self._broadcast({"op": "end", "reason": order.reason})
                 self._signal(self._ranks.numbers, signal.SIGTERM)
@@ -295,7 +295,7 @@ class _Agent:
             self._lose_controller("the launcher has ended")
 
     def _start(self, order: messages.Start) -> None:
-        # Start this node's ranks if the order names it; joining ranks have no number in the membership yet.
+        # Start the ranks of this node if the order names the node. Joining ranks have no number in a membership yet.
         node = self._spec.node
         numbers = order.ranks.get(str(node))
         if numbers is None:
@@ -308,7 +308,7 @@ class _Agent:
         processes = zip(order.nodes, order.local_ranks, strict=True)
         found = {local_rank: rank for rank, (on_node, local_rank) in enumerate(processes) if on_node == node}
         for local_rank, number in enumerate(numbers):
-            # A hot spare waits for a membership, as a joining rank does.
+            # A hot spare starts like a joining rank: it waits for a membership.
             is_joining = order.is_joining or local_rank not in found
             rank = number if is_joining else found[local_rank]
             about = {"rank": rank, "is_joining": is_joining, "number": number, "local_rank": local_rank, "node": node}
@@ -318,7 +318,7 @@ class _Agent:
         log = Path(spec["run_dir"]) / "logs" / f"rank-{number:05d}.log"
         # The rank is expected before it is requested, because it may connect before the fork server has answered.
         self._ranks.expect(number, start=spec["start"], generation=spec["generation"], log=log)
-        # A variable that the user has set for this cluster wins.
+        # An environment variable of this process has priority: the user has set it for this cluster.
         environment = {**rank_environment(from_dict(spec["config"]), number), **os.environ}
         spec = {**spec, "agent_socket": str(self._socket_path), "environment": environment}
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -342,7 +342,8 @@ class _Agent:
 
     def _signal(self, ranks: Iterable[int], number: signal.Signals) -> None:
         for rank in ranks:
-            # The fork server sends the signal: only the parent knows that the process id still belongs to the rank.
+            # The fork server sends the signal: as the parent, it knows whether the process id still belongs to the
+            # rank.
             send(self._forkserver.sock, {"op": "signal", "rank": rank, "signal": int(number)})
 
     def _read_forkserver(self) -> None:

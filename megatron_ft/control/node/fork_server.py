@@ -1,9 +1,9 @@
 """Starts ranks by forking a process that has already imported the modules that ranks need.
 
 ``python -m megatron_ft.control.node.fork_server --socket PATH --preload MODULE ...`` imports the modules once and then
-serves its Unix socket. A client (a node's agent) sends ``spawn`` with the rank's log file as a descriptor. In answer,
-it receives the rank's process id, and later the exit code. Ranks belong to the connection that started them: when it
-closes, they are killed. When the server's standard input closes, the server and all ranks end.
+serves its Unix socket. A client (a node's agent) sends ``spawn`` with the rank's log file as a descriptor. It receives
+the rank's process id, and later the rank's exit code. Ranks belong to the connection over which they were started: when
+it closes, they are killed. When the server's standard input closes, the server and all ranks end.
 
 The server has one thread, no gRPC and no OpenMP region, so a fork is safe. CUDA may be imported, but not initialised.
 """
@@ -35,8 +35,8 @@ MAX_CLIENTS = 512
 """Largest number of open connections; further ones are closed at once."""
 
 HELD_SIGNALS = (signal.SIGTERM,)
-"""Signals blocked in a new rank until its handlers are installed, so that a stop request neither is lost nor kills
-it."""
+"""Signals that a new rank blocks until its handlers are installed. So an early stop request waits, and does not kill
+the rank."""
 
 UNSTARTED_EXIT_CODE = 1
 """Exit code that is reported for a rank that could not be forked."""
@@ -115,14 +115,14 @@ class _ForkServer:
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(client))
 
     def _read(self, client: _Client) -> None:
-        # An event of this round of ``select`` may belong to a client that was dropped in it.
+        # The client may have been dropped since ``select`` returned this event.
         if client not in self._clients:
             return
         try:
             messages, closed = client.reader.pump()
             for message in messages:
                 self._obey(client, message)
-        # One bad client must not end the server: its end kills the ranks of all others.
+        # One bad client must not end the server, because the end of the server kills the ranks of all clients.
         except (ControlError, OSError, KeyError, TypeError, ValueError) as error:
             print(f"fork server: dropping the connection of a client: {error!r}", file=sys.stderr, flush=True)
             closed = True
@@ -154,7 +154,7 @@ class _ForkServer:
             if child.rank == rank and number == signal.SIGKILL:
                 self._kill_group(child)
             elif child.rank == rank:
-                # Safe for a rank that has just ended: until it is reaped no other process gets its number.
+                # Safe if the rank has just ended: until it is reaped, no other process gets its process id.
                 os.kill(child.process_id, number)
 
     def _spawn(self, client: _Client, message: Message) -> None:
@@ -167,7 +167,7 @@ class _ForkServer:
         except OSError as error:  # too many processes or descriptors, or no memory
             with contextlib.suppress(OSError):  # the disk is full
                 os.write(log, f"rank {rank} could not be started: {error}\n".encode())
-            # Only this rank failed: an error here would drop the client, and so kill all ranks of its node.
+            # Only this rank has failed. An error raised here would drop the client, and so kill all ranks of its node.
             self._report_exit(client, rank, UNSTARTED_EXIT_CODE, time.time())
             return
         finally:
@@ -236,7 +236,7 @@ class _ForkServer:
             return
         at_seconds = time.time()
         if notify:
-            # Before the rank is reaped: its number still names its group.
+            # This precedes ``waitpid``: until the rank is reaped, its process id still names its process group.
             self._kill_group(child)
         _, status = os.waitpid(child.process_id, 0)
         del child.client.children[child.process_id]
@@ -255,13 +255,13 @@ def die_with_parent(parent: int) -> None:
     """Let the kernel kill this process when its parent ends."""
     if _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    # The parent may have died before the call, which then does nothing.
+    # If the parent died before the call, the kernel sends no signal.
     if os.getppid() != parent:
         os._exit(1)
 
 
 def preload(modules: Sequence[str]) -> float:
-    """Import ``modules``, and call the function of an entry ``module:function``. Return the duration in seconds.
+    """Import ``modules``; for an entry ``module:function``, also call the function. Return the duration in seconds.
 
     Raises:
         SoftwareError: an import started threads, which would be lost in a fork.
@@ -276,7 +276,7 @@ def preload(modules: Sequence[str]) -> float:
     if len(names) > 1:
         raise SoftwareError(f"cannot fork ranks: importing {', '.join(modules)} left several threads running: {names}")
     gc.collect()
-    # The collector would write to every object and so copy the pages that ranks share.
+    # Unfrozen objects would be written to by the garbage collectors of ranks, and shared pages would be copied.
     gc.freeze()
     return time.monotonic() - begin
 
@@ -284,7 +284,7 @@ def preload(modules: Sequence[str]) -> float:
 def listen(path: Path) -> socket.socket:
     """Open a listening Unix socket at ``path`` that only this user can use."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # ``bind`` makes the file. To change its mode afterwards would leave a moment in which others can connect.
+    # ``bind`` creates the file. If its mode were changed afterwards, other users could connect in between.
     previous = os.umask(0o177)
     try:
         listener.bind(str(path))

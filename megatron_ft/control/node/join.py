@@ -1,10 +1,10 @@
 """The process of a node that no launcher starts: ``python -m megatron_ft.control.node.join RUN_DIR --node N --job
 ARRAY_JOB_ID``.
 
-This process waits until a launcher has published how nodes join (``join_file``), the launcher's controller answers, and
-no living process has the node's number. Then it starts ``node.main`` and writes the spec, which contains the job's
+This process waits until a launcher has published its file for nodes (``join_file``), the launcher's controller answers,
+and no living process has the node's number. Then it starts ``node.main`` and writes the spec, which contains the job's
 token, to its standard input. When this process ends for any reason, the pipe closes and the node ends. If the node ends
-before the job, this process starts the node again: for the same launcher as often as its file allows, or for the next
+before the job, this process starts it again: for the same launcher as often as the file allows, and for each later
 launcher, which has another token. When the marker of the job's end exists, this process exits with 0.
 """
 
@@ -36,7 +36,7 @@ _LAST_ORDER_SECONDS = 5.0
 _END_SECONDS = 30.0
 """Time between the closing of the node's standard input and the kill of a node that has not ended."""
 _PROCESS_IDS = 2**53
-"""Upper bound of the random numbers that identify node processes, because machines can use equal process ids."""
+"""Upper bound of the random numbers that identify node processes. Process ids of two machines can be equal."""
 
 _Process = subprocess.Popen[bytes]
 
@@ -54,7 +54,7 @@ class _Node:
     _ended: set[str] = field(default_factory=set)
     """Tokens of launchers whose job has ended for this node; files of these launchers are stale."""
     _complaint: str = ""
-    """Last message about an unreadable file, which is not printed twice."""
+    """Last message about an unreadable file. The same message is not printed again."""
 
     def run(self) -> int:
         """Run the node until the job is over. Return the process's exit code.
@@ -87,7 +87,7 @@ class _Node:
     def _can_join(self, found: JoinFile) -> bool:
         if found.job_id != self.job_id or found.agent.token in self._ended:
             return False
-        # The controller is asked first, because a registration would replace a living process of this node.
+        # Check first whether another process has this node's number, because a registration would replace that process.
         present = _nodes_of(found)
         return present is not None and self.number not in present
 
@@ -106,7 +106,7 @@ class _Node:
         spec = NodeSpec(agent=found.spec_of(self.number, secrets.randbelow(_PROCESS_IDS)), preload=found.preload)
         process: _Process = processes.start("megatron_ft.control.node.main", [], f"node-{self.number:03d}.log", {})
         try:
-            # The spec has the token. Other users can read command lines, and children inherit environments.
+            # The spec has the token. Other users could read it in an argument; children would inherit it in a variable.
             tell(process, spec.to_line())
             return self._await_end(process, found)
         finally:
@@ -126,8 +126,8 @@ class _Node:
         return ControlError.exit_code if code is None else code
 
     def _check(self, found: JoinFile) -> str | None:
-        # Return ``over``, or ``followed`` if another launcher of the job has published since; otherwise None. A node
-        # that has joined does not need the file: if it cannot be read, that is only reported.
+        # Return ``over`` if the job is over, ``followed`` if a later launcher of the job has published its file,
+        # otherwise None. A node that has joined does not need the file, so an error in reading it is only reported.
         try:
             if self._is_over():
                 return "over"
@@ -136,7 +136,7 @@ class _Node:
             if str(error) != self._complaint:
                 self._complaint = str(error)
                 print(
-                    f"node {self.number}: cannot read the launcher's file and keeps its present launcher: {error}",
+                    f"node {self.number}: cannot read the launcher's file, so it keeps its present launcher: {error}",
                     file=sys.stderr,
                     flush=True,
                 )

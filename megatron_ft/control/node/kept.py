@@ -2,7 +2,7 @@
 
 An agent leaves a record (mode 0600) beside the server's socket: process, address, and the token with which the server
 can be taken over. The agent of the next job finds the record in the folder of temporary files and checks that the
-process is the recorded one. The server compares the token, the run and the layout; if the layout differs, it ends.
+process is the recorded one. The server checks the token, and ends if the run, the layout or the address differs.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ class KeptServers:
     """Time for which snapshot servers outlive their job, and description of the servers that the job can take over."""
 
     seconds: int
-    """0 lets servers end with their agents, and ends servers of earlier jobs of the run."""
+    """0 means that servers end with their agents, and that servers left by earlier jobs of the run are ended."""
     run_id: str
     fingerprint: str
-    """Hash of the layout and of the settings without which windows cannot be used."""
+    """Hash of the layout and of the settings that must be equal, so that the next job can use the windows."""
     first_generation: int
     """Number that is added to generations in windows, so that they rise over all jobs of the run."""
 
@@ -68,7 +68,7 @@ class Adopted:
     socket_path: Path
     address: str
     connection: socket.socket
-    """Connection whose end is the end of the agent for the server."""
+    """Connection to the server. When it closes, the server assumes that the agent has ended."""
 
 
 def record_path(socket_path: Path) -> Path:
@@ -105,7 +105,7 @@ def take_over(kept: KeptServers, node: int, *, token: str, interface: str) -> Ad
     """
     adopted = None
     for path, record in _records(kept.run_id, node):
-        # A server with this job's token is that of an earlier agent, with whose loss its windows count as lost.
+        # A server with this job's token is that of an earlier agent of the job. Its windows were lost with that agent.
         is_wanted = adopted is None and kept.seconds > 0 and record.token != token
         if is_wanted:
             adopted = _adopt(kept, record, token=token, interface=interface)
@@ -126,8 +126,8 @@ def take_over(kept: KeptServers, node: int, *, token: str, interface: str) -> Ad
 
 
 def end_unused(kept: KeptServers, *, token: str) -> None:
-    """End servers of the run on this machine that no agent of this job has taken over, e.g. because their node has
-    another machine now. Call it before ranks allocate memory for windows."""
+    """End the servers of the run on this machine that no agent of this job has taken over, e.g. because their node now
+    runs on another machine. Call this before ranks allocate memory for windows."""
     for path, record in _records(kept.run_id):
         if record.token == token:
             continue
@@ -218,12 +218,12 @@ def _wait_or_kill(path: Path, record: _Record, *, seconds: float) -> None:
         _remove(path, record)
         return
     try:
-        # The descriptor names this process from now on, also if another one gets its number.
+        # From now on, the descriptor refers to this process, also if another process gets its process id.
         is_it = _start_ticks(record.process_id) == record.start_ticks
         if is_it and not select.select([descriptor], [], [], seconds)[0]:
             _print(record, f"did not end within {seconds:g} s and was killed")
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-            # Until the process has ended, it keeps its memory, and the lock with which its folder cannot be removed.
+            # Until the process has ended, it keeps its memory, and its lock prevents the removal of its folder.
             select.select([descriptor], [], [], _END_SECONDS)
     finally:
         os.close(descriptor)

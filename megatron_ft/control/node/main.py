@@ -1,8 +1,9 @@
 """The process of a node on a separate machine: ``python -m megatron_ft.control.node.main``.
 
 ``srun`` or ``join`` starts it. The process reads one line of JSON from standard input (``NodeSpec``). ``srun`` closes
-this input when its own input is closed, and the node then ends. The process determines what only this machine knows (an
-address on the route to the controller, free ports, a folder for sockets), starts a fork server, and becomes the agent.
+this input when its own input is closed, and the node then ends. The process finds the values that only this machine
+knows: an address on the route to the controller, free ports, a folder for sockets. It then starts a fork server, and
+becomes the agent.
 """
 
 import dataclasses
@@ -65,7 +66,7 @@ def run(spec: NodeSpec) -> int:
         try:
             _await_socket(forkserver, path, processes.log_dir / log)
             here = {"runtime_dir": str(runtime_dir), "forkserver_socket": str(path), "interface": address}
-            # As late as possible: nothing keeps these ports until a store binds them.
+            # Ports are chosen as late as possible: until a store binds them, another process can take them.
             store = StoreEndpoint.find(address)
             return agent.serve(dataclasses.replace(spec.agent, **here, store=store))
         finally:
@@ -90,8 +91,8 @@ def _wait_or_kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _watch_batch_host(spec: NodeSpec, job_id: str, reason: str) -> int:
-    # Wait until it is known whether the launcher's machine lives; return the process's exit code. Messages go into the
-    # node's log, because standard error ends with ``srun`` on that machine.
+    # Wait until it is known whether the launcher's machine is alive. Return the process's exit code. Messages go into
+    # the node's log, because ``srun`` on that machine receives standard error.
     lifeline_is_cut = threading.Event()
     threading.Thread(target=_await_end_of_input, args=(lifeline_is_cut,), daemon=True).start()
     with (Path(spec.agent.log_dir) / f"node-{spec.agent.node:03d}.log").open("a", buffering=1) as log:
@@ -108,7 +109,7 @@ def _watch_batch_host(spec: NodeSpec, job_id: str, reason: str) -> int:
 
 
 def _await_end_of_input(is_over: threading.Event) -> None:
-    # Wait until the launcher, on a living machine, has ended (a thread).
+    # Runs in a thread: the end of standard input shows that the launcher's machine lives and the launcher has ended.
     while os.read(sys.stdin.fileno(), 4096):
         pass
     is_over.set()

@@ -28,10 +28,10 @@ def run(spec: Message) -> int:
     faulthandler.enable()
     stop = StopFlag()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A stop request that arrived since the fork is delivered when the signal is unblocked, to this handler.
+    # The handler is installed before the signal is unblocked: it then receives a stop request that came since the fork.
     stop.install(signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
-    # The fork server's environment keeps libraries to one thread; ranks have their own.
+    # The fork server's environment limits libraries to one thread, so a rank gets an environment of its own.
     os.environ.clear()
     os.environ.update(spec["environment"])
     os.chdir(spec["working_dir"])
@@ -68,7 +68,7 @@ def _report_failure(worker: AgentClient, error: BaseException) -> int:
     print(text, file=sys.stderr, flush=True)
     if isinstance(error, RankLost):
         return (
-            # After an exit without a report, the other ranks continue. An error that a rank reports ends the job.
+            # No report: after an exit without one, the other ranks continue, but a reported error ends the job.
             error.exit_code
         )
     if isinstance(error, SystemExit) and error.code in (0, None):

@@ -19,21 +19,21 @@ from megatron_ft.control.detector import SignsOfLife
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 
-# Reading pauses at the high and resumes at the low limit; with one limit it would pause for each item.
+# Reading pauses at the high limit and resumes at the low one. With a single limit, it would pause for each item.
 HIGH_WATER_ITEMS = 2000
 LOW_WATER_ITEMS = 500
 _BATCH_ITEMS = 500
 # This is well below ``rpc.MAX_MESSAGE_BYTES``. A larger item, of at most 16 MiB, is sent alone.
 _BATCH_BYTES = 4 * 1024 * 1024
 _LOG_TAIL_BYTES = 8192
-# The agent has one thread for all ranks, which a rank that does not read must not block for long.
+# The agent serves all ranks in one thread, so a rank that does not read must not block this thread for long.
 _SEND_SECONDS = 5.0
 GREETING_BYTES = 4096
 """Largest size of the first message of a connection."""
 MAX_UNAUTHENTICATED = 256
 """Largest number of open connections that have not named their rank; if there are more, the oldest are closed."""
 _BUSY_SECONDS = 0.5
-"""A rank that does not answer but uses more than this processor time within the timeout counts as alive."""
+"""A rank that does not answer a ping counts as alive if it uses more processor time than this within the timeout."""
 
 
 class Outbox:
@@ -77,7 +77,7 @@ class Outbox:
             return self._first, batch
 
     def acknowledge(self, next_number: int) -> None:
-        """Drop all items before ``next_number``, which the controller has."""
+        """Drop all items before ``next_number``, because the controller has received them."""
         with self._changed:
             while self._first < next_number and self._items:
                 self._items.popleft()
@@ -136,7 +136,7 @@ class Ranks:
         self._unnamed: dict[FrameReader, None] = {}
         self._paused = False
         self.generation = 0
-        """Generation of the membership that the ranks belong to; every report has it."""
+        """Generation of the membership that the ranks belong to; every report contains it."""
 
     @property
     def numbers(self) -> list[int]:
@@ -166,7 +166,7 @@ class Ranks:
         state.reader.sock.settimeout(_SEND_SECONDS)
         try:
             send(state.reader.sock, message)
-        except OSError:  # it is gone, which its exit will show, or its buffer is full
+        except OSError:  # the rank has ended, which its exit will show, or its buffer is full
             return False
         finally:
             state.reader.sock.setblocking(False)
@@ -203,7 +203,7 @@ class Ranks:
         return hung
 
     def _check_life(self, state: _Rank, now: float) -> None:
-        # Progress is forwarded once per check, not per phase: the controller takes that of all ranks.
+        # Progress is forwarded once per check, not per phase, because the controller receives that of all ranks.
         if not state.is_passed_on:
             state.is_passed_on = True
             self._put(state, {"op": "progress", "step": state.step, **state.last})
@@ -259,7 +259,7 @@ class Ranks:
             return
         self._leave(reader)
         state = self._named(messages[0]) if messages else None
-        # Only a process of the present start may be the rank, and only one connection.
+        # Only a process of the newest ``Start`` order may be the rank, and a rank has only one connection.
         if state is None or state.reader is not None or not _greets(messages[0], state):
             reader.close()
             return
@@ -283,7 +283,7 @@ class Ranks:
         self._selector.register(reader.sock, selectors.EVENT_READ, lambda: self._read_rank(state, reader))
 
     def _read_rank(self, state: _Rank, reader: FrameReader, *, until_empty: bool = False) -> None:
-        # The exit may have been handled in this round of ``select``, which closed the reader.
+        # The rank's exit may have been handled since ``select`` returned, and has then closed the reader.
         if state.reader is None:
             return
         while True:
@@ -299,7 +299,7 @@ class Ranks:
             self._pause()
 
     def _pause(self) -> None:
-        # Stop reading ranks until the controller has caught up; their sockets fill, and they wait.
+        # Stop reading from ranks until the controller has received queued items. Sockets fill, and ranks wait.
         self._paused = True
         for state in self._ranks.values():
             if state.reader is not None:
@@ -342,7 +342,7 @@ def _greets(message: Message, state: _Rank) -> bool:
 def processor_seconds(process_id: int | None) -> float:
     """Return the processor time that a process has used, or 0 if it has ended."""
     try:
-        # The name of the command, in parentheses, may hold spaces and parentheses itself (proc(5)).
+        # The name of the command, in parentheses, can itself contain spaces and parentheses (proc(5)).
         fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0

@@ -83,7 +83,7 @@ class _Sidecar:
         return address
 
     def request_end(self) -> None:
-        """Ask the sidecar to end. It is one of those that may outlive this process."""
+        """Ask the sidecar to end. Only for sidecars that may outlive this process."""
         if self.adopted is not None:
             send(self.adopted.connection, {"op": "end", "reason": "the job has finished"})
         else:
@@ -91,7 +91,7 @@ class _Sidecar:
             self.process.stdin.write(b"end\n")
 
     def hang_up(self) -> None:
-        """Close the connection whose end is the end of this process for the sidecar."""
+        """Close the connection to the sidecar, which the sidecar takes for the end of this process."""
         if self.adopted is not None:
             self.adopted.connection.close()
         else:
@@ -127,7 +127,7 @@ class Sidecars:
 
         Args:
             modules: maps the name of each sidecar to its Python module.
-            kept: whether the snapshot server outlives this process, and which one may be taken over.
+            kept: settings of snapshot servers that outlive their agent, see ``AgentSpec.kept_servers``.
             start_seconds: longest wait for the sidecars' addresses.
         """
         self._token, self._node, self._kept = token, node, kept
@@ -243,7 +243,7 @@ def _start(
     outlives = kept is not None and kept.seconds > 0
     lock: int | None = None
     if kept is not None and outlives:
-        # Its own open file, because the locks of this process end with this process.
+        # The server needs an open file of its own, because the locks of this process end with this process.
         lock = Use(socket_path.parent).descriptor
         about = {**about, "outlive": _outlive(kept, socket_path, about), "lock_descriptor": lock}
     with log.open("ab") as errors:
@@ -254,9 +254,9 @@ def _start(
             stdout=subprocess.PIPE,
             stderr=errors,
             bufsize=0,
-            # The kernel watches the thread that forks, not its process (prctl(2)): here the agent's main thread.
+            # The kernel kills the sidecar when the thread that forks it ends (prctl(2)): here the agent's main thread.
             preexec_fn=None if outlives else functools.partial(die_with_parent, os.getpid()),
-            # The launcher kills the agent's session, and a terminal sends signals to it.
+            # The launcher kills the agent's session, and a terminal sends it signals: the server must not be in it.
             start_new_session=outlives,
             pass_fds=() if lock is None else (lock,),
         )

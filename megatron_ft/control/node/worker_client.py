@@ -57,8 +57,8 @@ class WorkerClient(Protocol):
     def on_break(self, abort: Abort) -> None:
         """Register ``abort(reason)``, to be called when other ranks are lost, so that no collective waits for them.
 
-        The function is called in another thread, at most once in each membership; without delay if ranks were lost
-        before. It stays registered for later memberships until another function replaces it.
+        The function is called in another thread, at most once in each membership, and at once if ranks were lost
+        already. It stays registered for later memberships until another function replaces it.
         """
 
     def survive(self, position: Position, error: BaseException | str) -> NextMembership:
@@ -86,8 +86,8 @@ class WorkerClient(Protocol):
         """Wait as a hot spare, which has no rank in the present membership, for the next membership.
 
         Returns:
-            The next membership, in which this process may have a rank; None if this process's node leaves: the process
-            must then return from its entry function.
+            The next membership, in which this process may have a rank. None if the node of this process leaves; the
+            process must then return from its entry function.
 
         Raises:
             ControlError: the job ends or starts its ranks again instead.
@@ -114,7 +114,7 @@ class WorkerClient(Protocol):
             position: position of this rank, with the rank's number in the membership that ends.
 
         Returns:
-            The next membership; None if this rank's node leaves: the rank must then return from its entry function.
+            The next membership. None if this rank's node leaves; the rank must then return from its entry function.
 
         Raises:
             ControlError: the job ends or starts its ranks again instead, or this rank cannot survive.
@@ -138,8 +138,8 @@ class RankContext:
     master_port: int
     run_dir: Path
     resume_from: Path | None
-    """The run's ``checkpoints`` folder if the run continues from its newest valid state, as always after a restart
-    (``generation`` > 0); None if training begins at iteration 0 or from ``checkpoint.load``."""
+    """The run's ``checkpoints`` folder if the run continues from its newest valid state, which is always so after a
+    restart (``generation`` > 0). None if training begins at iteration 0 or from ``checkpoint.load``."""
     worker: WorkerClient
     sidecars: Mapping[str, Any] = field(default_factory=dict)
     """Maps the name of each sidecar to ``socket`` (path on this node), ``token``, and ``addresses`` (node number as
@@ -148,7 +148,7 @@ class RankContext:
     """Node number of each rank. Nodes that were lost before this start are missing. Empty if the nodes are unknown, as
     under torchrun."""
     local_ranks: tuple[int, ...] = ()
-    """Number of each rank's process on its node; unknown if ``nodes`` is."""
+    """Number of each rank's process on its node; empty if ``nodes`` is empty."""
     members: tuple[int, ...] = ()
     """Nodes of the membership, including nodes without a rank; empty means the nodes of ranks."""
     is_joining: bool = False
@@ -370,7 +370,7 @@ class AgentClient:
 
     def _report_position(self, position: Position, about: Record) -> None:
         self._check_can_survive()
-        # The controller would drop such a position as stale and wait for this rank until its limit.
+        # The controller would drop such a position as stale and wait for this rank until the time limit.
         if (position.rank, position.generation) != (self._rank, self._generation):
             raise ControlError(
                 f"rank {self._rank} of generation {self._generation} cannot report a position of another rank or "
@@ -420,26 +420,26 @@ class AgentClient:
                     is_ours = self._is_spare and message["generation"] == self._generation
                     self._leaves = self._leaves or is_ours or self._concerns_us(message)
                 case "reform":
-                    # The membership begins here and not in ``survive``, because the next message may already break it.
+                    # The membership begins here and not in ``survive``, because the next message may already end it.
                     self._begin(NextMembership.from_json(message["next"]))
                 case "end":
                     self._ended = message["reason"]
                 case other:
                     raise ControlError(f"unknown message {other!r} from the node's agent")
             self._changed.notify_all()
-        # The condition is not held here: sending blocks while the agent is slow, and calls of the rank need it.
+        # The lock is released before: sending blocks while the agent is slow, and calls of the rank need the lock.
         if message["op"] == "ping":
             self._send({"op": "pong"})
         if abort is not None:
             _call_in_thread(abort, message["reason"])
 
     def _concerns_us(self, message: Message) -> bool:
-        # An order of an earlier generation would abort the groups of the present one.
+        # Orders of earlier generations are ignored: they would abort the process groups of the present one.
         return self._rank is not None and message["generation"] == self._generation
 
     def _begin(self, following: NextMembership) -> None:
         rank = following.rank_on(self._identity.node, self._identity.local_rank)
-        # The number is None on a joining node and for a hot spare.
+        # For a rank that is joining or was a hot spare, both numbers are None.
         is_other = rank is not None and following.previous_ranks[rank] != self._rank
         if is_other or self._identity.node not in following.members:
             who = f"rank {self._rank} of generation {self._generation}, process {self._identity.number},"
@@ -465,7 +465,7 @@ def _call_in_thread(abort: Abort, reason: str) -> None:
 def _describe(error: BaseException | str) -> Record:
     if isinstance(error, str):
         return _failure(error, error.strip().splitlines()[-1] if error.strip() else "", None)
-    # Only text is kept: the frames of an exception hold process groups, which must not outlive the membership.
+    # Only text is stored: an exception's frames keep process groups alive, which must not outlive the membership.
     own_code = error.exit_code if isinstance(error, MegatronFtError) else None
     last_line = "".join(traceback.format_exception_only(error)).strip()
     return _failure("".join(traceback.format_exception(error)), last_line, own_code)

@@ -2,8 +2,8 @@
 allocation.
 
 ``python -m megatron_ft.control.slurm.batch_job pretrain_moe.py OVERRIDES...`` starts ``python pretrain_moe.py
-OVERRIDES...`` as a child. ``SIGUSR1`` means that the nodes will be taken away (``sbatch --signal=B:USR1@300``): the
-launcher then writes a checkpoint and ends, and the job is requeued. ``SIGTERM`` means that the job is to end.
+OVERRIDES...`` as a child. ``SIGUSR1`` means that Slurm will take the nodes away (``sbatch --signal=B:USR1@300``): the
+launcher writes a checkpoint and ends, and the job is requeued or ends (``MFT_ON_WARNING``). ``SIGTERM`` ends the job.
 """
 
 import os
@@ -60,7 +60,7 @@ class _Site:
     """Whether later jobs of the same name wait to continue the run (a chain of jobs)."""
     job_name: str
     final_exit_code: int | None
-    """Exit code of a job that ends for good before its run is complete; None uses the launcher's exit code."""
+    """Exit code of a job after which no job continues the incomplete run; None uses the launcher's exit code."""
     num_restarts: int
     """Number of times that Slurm has requeued the job."""
     drain_poll_seconds: float
@@ -134,7 +134,7 @@ class _BatchJob:
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self._ask)
         site, hosts = self._site, list(self._site.hosts)
-        # The marker is of this job before it was requeued from outside.
+        # A marker remains if this job had ended and was then requeued from outside.
         RunAttempts(self._run_dir).marker_of(site.job_id).unlink(missing_ok=True)
         attempts = self._earlier()
         is_first = not attempts and site.num_restarts == 0 and not site.is_chained
@@ -165,7 +165,7 @@ class _BatchJob:
         return AttemptPolicy(num_nodes=self._num_nodes, max_fruitless=site.max_fruitless, on_warning=site.on_warning)
 
     def _earlier(self) -> list[Attempt]:
-        # Return the attempts that count for this job: its own, also before a requeue, or those of its chain.
+        # Return the attempts that count for this job: those of its whole chain, or its own, also before a requeue.
         return [
             attempt
             for attempt in RunAttempts(self._run_dir).read()
@@ -185,7 +185,7 @@ class _BatchJob:
             threading.Event().wait(_LOOK_SECONDS)
 
     def _attempt(self, hosts: Sequence[str], *, is_first: bool) -> Attempt:
-        # Run a launcher until it ends; none if the job was asked to stop before.
+        # Run a launcher until it ends. If the job was asked to stop already, start no launcher.
         spares = max(0, min(self._most_spares, len(hosts) - self._num_nodes))
         words = [f"launch.num_nodes={self._num_nodes}", f"nodes.num_spare_nodes={spares}"]
         command = [sys.executable, *self._command, *words, *([] if is_first else ["run.resume=auto"])]
@@ -212,8 +212,8 @@ class _BatchJob:
         )
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:
-        # Handle a signal: the first lets ranks finish their iteration and write a checkpoint.
-        # A SIGUSR1 after SIGTERM must not turn the order to end into a requeue.
+        # Handle a signal. The first signal lets ranks finish their iteration and write a checkpoint. A SIGUSR1 after
+        # SIGTERM must not turn the order to end into a requeue.
         if self._asked is None or number == signal.SIGTERM:
             self._asked = Asked(signal.Signals(number).name)
         self._has_to_forward = True
@@ -271,9 +271,9 @@ class _BatchJob:
         return _as_exit_code(attempt)
 
     def _requeue(self, exclude: Sequence[str]) -> Verdict:
-        # Requeue the job, upon which Slurm ends this process; return a verdict if Slurm refuses.
+        # Requeue the job. Slurm then ends this process. Return a verdict if Slurm refuses.
         for number in (signal.SIGUSR1, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # Slurm is still to be asked for exclusions
+            signal.signal(number, signal.SIG_IGN)  # this process must still ask for exclusions
         try:
             calls.requeue(self._site.job_id)
         except calls.SlurmError as error:
@@ -282,7 +282,7 @@ class _BatchJob:
             calls.exclude(self._site.job_id, exclude)
         except calls.SlurmError as error:
             print(
-                f"job {self._site.job_id}: cannot exclude {', '.join(exclude)}, Slurm may assign them again: {error}",
+                f"job {self._site.job_id}: cannot exclude {', '.join(exclude)}; Slurm may assign them again: {error}",
                 file=sys.stderr,
                 flush=True,
             )

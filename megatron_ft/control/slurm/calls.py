@@ -93,7 +93,7 @@ def exclude(job_id: str, hosts: Sequence[str]) -> None:
         SlurmError: Slurm refuses to exclude them, e.g. because the job runs.
     """
     if hosts:
-        # ``ExcNodeList`` replaces the list, also the hosts that the user had excluded.
+        # ``ExcNodeList`` replaces the whole list, so it must also name the hosts that the user had excluded.
         every = dict.fromkeys([*view_job(job_id).excluded, *hosts])
         _call(["scontrol", "update", f"jobid={job_id}", f"ExcNodeList={','.join(every)}"])
 

@@ -1,7 +1,7 @@
 """Nodes of a Slurm allocation: the host of each, and the command that starts its process.
 
 Source: the manual page srun(1). Measured with Slurm 22.05: a step whose node dies can end with exit code 0, so exit
-codes of ``srun`` are not used here; SIGTERM to ``srun`` ends its task, SIGKILL leaves it running.
+codes of ``srun`` are not used here. SIGTERM to ``srun`` ends its task; SIGKILL to ``srun`` does not.
 """
 
 import shutil

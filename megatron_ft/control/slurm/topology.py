@@ -44,7 +44,7 @@ def _read_topology(variables: Mapping[str, str]) -> str:
         ConfigError: the command cannot be run, fails, does not answer, or prints nothing because there is no topology
             plugin.
     """
-    # ``SLURM_TOPO_LEN`` cuts the lines, and so the list of nodes.
+    # ``SLURM_TOPO_LEN`` would truncate the lines, and so the lists of nodes.
     whole_lines = {name: value for name, value in variables.items() if name != "SLURM_TOPO_LEN"}
     try:
         done = calls.run(_COMMAND, environment=whole_lines)
@@ -76,7 +76,7 @@ def _domains_of(hosts: Sequence[str], topology: str) -> list[str]:
             raise _refused(
                 f"needs TopologyPlugin=topology/tree, whose lines begin with SwitchName; Slurm prints: {line}"
             )
-        # Switches of higher levels list the nodes of all leaves below them.
+        # Only leaf switches count: a switch of a higher level lists the nodes of all leaves below it.
         if switch["level"] == "0" and switch["nodes"]:
             for host in _nodes_below(switch["name"], switch["nodes"]):
                 found.get(host, []).append(switch["name"])
