@@ -1,9 +1,9 @@
-"""Description of a rank's part of a window. The same description is used in memory, in messages and in files.
+"""Description of one rank's part of a window. The same description is used in memory, in messages and in files.
 
-A window consists of ``num_slices`` consecutive states that together contain every operator's full state once
-(MoEvement, section 3.2). A slice is the captured part of one state; a piece is one component of an element range of one
-parameter. The capture begins a window and adds slices, the snapshot server adds the hashes of their pieces, and storage
-writes the description as the manifest of a file. All use ``validate`` and ``to_json``.
+A window has ``num_slices`` slices of consecutive iterations, which together contain every operator's full state once
+(MoEvement, section 3.2). A slice consists of pieces. A piece is one component (such as the weight or a moment) of a
+range of elements of one parameter. ``capture.py`` begins the description and adds the slices, the snapshot server adds
+the hashes of the pieces, and ``window_file.py`` writes the description as the manifest of a file.
 """
 
 import json
@@ -38,7 +38,7 @@ ITEM_BYTES = {
 }
 """Size in bytes of one value of each dtype, by torch's names."""
 
-# Status pages and memory maps take signed 64-bit numbers: a larger one would fail far from the place that read it.
+# Status pages and memory maps use signed 64-bit integers. Larger values are refused as soon as they are read.
 _MAX_INTEGER = 2**63 - 1
 _NAMES = {
     "parameter": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,511}"),
@@ -63,7 +63,7 @@ def _piece_problem(piece: Piece) -> str | None:
         value = getattr(piece, name)
         if not isinstance(value, str) or not pattern.fullmatch(value):
             return f"{name}={value!r:.80}: must match {pattern.pattern}"
-    # These numbers come from a peer or from a file that may be damaged, and become offsets into memory.
+    # These numbers may come from a peer or from a damaged file, and they are used as offsets into memory.
     for name in ("tensor_part", "start", "stop", "offset", "num_bytes"):
         value = getattr(piece, name)
         if type(value) is not int or not 0 <= value <= _MAX_INTEGER:
@@ -73,9 +73,9 @@ def _piece_problem(piece: Piece) -> str | None:
         return f"dtype={piece.dtype!r:.80}: must be one of {', '.join(ITEM_BYTES)}"
     if piece.stop < piece.start:
         return f"stop={piece.stop}: must be at least start={piece.start}"
-    # A component without elements, such as Adam's step count, has one value for the whole range.
+    # Some components, such as Adam's step count, have one value for the whole range of elements.
     if piece.num_bytes not in (item, (piece.stop - piece.start) * item):
-        elements = f"elements {piece.start} to {piece.stop}"
+        elements = f"elements, which are {piece.start} to {piece.stop}"
         return f"num_bytes={piece.num_bytes}: must be {item} or {item} times the number of {elements}"
     return None
 
@@ -97,8 +97,8 @@ class Slice:
     hashes: tuple[str, ...] | None = None
     """Hexadecimal xxh3_128 hash of each piece; None until the hashes are computed."""
     captured_at: tuple[int, ...] | None = None
-    """Iteration of the state from which each piece was captured; None if all were captured at ``iteration``. A window
-    that leaves out experts has copies of their pieces of earlier windows."""
+    """Iteration of the state from which each piece was captured; None if all were captured at ``iteration``. In a
+    window that leaves out experts, the pieces of these experts are copies from earlier windows."""
 
     @property
     def end(self) -> int:
@@ -130,11 +130,11 @@ class Slice:
         return sum(piece.num_bytes for index, piece in enumerate(self.pieces) if self.is_captured(index))
 
     def captured(self, payload: memoryview) -> list[memoryview]:
-        """Return the bytes in ``payload``, the bytes of the slice, of each piece that was captured with it."""
+        """Return the bytes of each piece that was captured with this slice, as views of its bytes ``payload``."""
         return [payload[piece.offset : piece.end] for index, piece in enumerate(self.pieces) if self.is_captured(index)]
 
     def has_same(self, index: int, other: "Slice") -> bool:
-        """Return whether ``other``, of the same generation, contains the bytes of piece ``index`` at the same
+        """Return whether ``other``, of the same generation, has the same bytes of piece ``index`` at the same
         offset."""
         if index >= len(other.pieces) or other.pieces[index] != self.pieces[index]:
             return False
@@ -142,18 +142,18 @@ class Slice:
         return iterations[0] == iterations[1]
 
     def hash_piece(self, index: int, payload: memoryview) -> str:
-        """Compute the hash of one piece. ``payload`` contains the bytes of the slice."""
+        """Compute the hash of piece ``index``. ``payload`` contains the bytes of the slice."""
         piece = self.pieces[index]
         return xxhash.xxh3_128_hexdigest(payload[piece.offset : piece.end])
 
     def hash_pieces(self, payload: memoryview, known: Mapping[int, str] | None = None) -> tuple[str, ...]:
-        """Compute the hash of each piece, except those that are ``known`` by index. ``payload`` contains the bytes of
-        the slice."""
+        """Return the hash of each piece. ``payload`` contains the bytes of the slice. ``known`` contains hashes that
+        need not be computed, by index of the piece."""
         hashes = known or {}
         return tuple(hashes.get(index) or self.hash_piece(index, payload) for index in range(len(self.pieces)))
 
     def check_payload(self, payload: memoryview, where: str) -> None:
-        """Compare every piece with its hash. Raises CheckpointError, which names ``where`` and the piece."""
+        """Compare every piece in ``payload`` with its hash. Raises CheckpointError with ``where`` and the piece."""
         payload = payload.cast("B")
         if payload.nbytes != self.num_bytes:
             raise CheckpointError(f"{where}: slice of {payload.nbytes} bytes, but its manifest says {self.num_bytes}")
@@ -161,7 +161,7 @@ class Slice:
             self.check_hash(index, found, where)
 
     def check_hash(self, index: int, found: str, where: str) -> None:
-        """Compare ``found`` with the hash of a piece. Raises CheckpointError, which names ``where`` and the piece."""
+        """Compare ``found`` with the hash of piece ``index``. Raises CheckpointError with ``where`` and the piece."""
         assert self.hashes is not None, f"{where}: hashes are not computed yet"
         piece, expected = self.pieces[index], self.hashes[index]
         if found != expected:
@@ -185,8 +185,8 @@ class Slice:
             if piece.end > self.num_bytes:
                 raise CheckpointError(f"{what}: ends at {piece.end}, beyond the slice of {self.num_bytes} bytes")
             position = piece.end
-        # The state after loading an element twice would depend on the order of pieces. Ranges without elements overlap
-        # nothing, so equal ones are compared too.
+        # If two pieces contained the same element, the loaded state would depend on their order. Empty ranges overlap
+        # nothing, so the check also finds two equal ranges.
         found = sorted((p.parameter, p.tensor_part, p.component, p.start, p.stop) for p in self.pieces)
         for one, other in pairwise(found):
             if one[:3] == other[:3] and (other[3] < one[4] or one[3:] == other[3:]):
@@ -196,9 +196,9 @@ class Slice:
         for iteration in self.captured_at or ():
             _check_integer(f"{where}: captured_at", iteration)
         if self.captured_at is not None and len(self.captured_at) != len(self.pieces):
-            raise CheckpointError(f"{where}: captured_at has {len(self.captured_at)} of {len(self.pieces)} iterations")
+            raise CheckpointError(f"{where}: captured_at has {len(self.captured_at)} entries, not {len(self.pieces)}")
         if max(self.captured_at or (0,)) > self.iteration:
-            raise CheckpointError(f"{where}: captured_at={max(self.captured_at or ())}: must be at most its iteration")
+            raise CheckpointError(f"{where}: captured_at={max(self.captured_at or ())}: exceeds the slice's iteration")
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values. Each piece is a list, which ends with its hash if the hashes are known."""
@@ -212,7 +212,7 @@ class Slice:
 
     @classmethod
     def from_json(cls, content: object, *, hashed: bool) -> "Slice":
-        """Read the result of ``to_json``, with hashes if ``hashed``. Raises CheckpointError for anything else."""
+        """Read the result of ``to_json``, with hashes if ``hashed``. Raises CheckpointError for any other content."""
         types = _SLICE_FIELDS
         # Only slices that leave out experts have this field.
         if isinstance(content, dict) and "captured_at" in content:
@@ -243,7 +243,7 @@ class Origin:
     """Parallel sizes of the job."""
     rank: int
     world_size: int
-    """Number of ranks of the job. A complete window has a part of each of them."""
+    """Number of ranks of the job. A complete window has one part per rank."""
 
     def validate(self) -> None:
         """Check that the values of all fields are valid. Raises CheckpointError."""
@@ -308,7 +308,7 @@ class Window(Origin):
             _check_integer(name, getattr(self, name))
         if not max(1, len(self.slices)) <= self.num_slices:
             raise CheckpointError(
-                f"num_slices={self.num_slices}: must be at least {max(1, len(self.slices))}, for the existing slices"
+                f"num_slices={self.num_slices}: must be at least {max(1, len(self.slices))}, for the slices that exist"
             )
         position = 0
         for index, part in enumerate(self.slices):
@@ -358,12 +358,12 @@ class Window(Origin):
 
     @classmethod
     def from_json(cls: type[AnyWindow], content: object, *, whole: bool = True) -> AnyWindow:
-        """Read the result of ``to_json``. Raises CheckpointError for anything else, also for a newer format.
+        """Read the result of ``to_json``. Raises CheckpointError for anything else, including a newer format.
 
         Args:
             whole: if true, all slices with their hashes must be present; otherwise there must be no slices.
         """
-        # First the version: otherwise the message about a newer format would be about unknown fields.
+        # Check the version first. Otherwise the error for a newer format would only name unknown fields.
         if isinstance(content, Mapping):
             check_version(content.get("format_version"))
         values = _check_object("window", content, _WINDOW_FIELDS)
@@ -372,7 +372,7 @@ class Window(Origin):
         window.validate()
         if len(slices) != (expected := window.num_slices if whole else 0):
             raise CheckpointError(f"num_slices={window.num_slices}: expected {expected} slices, got {len(slices)}")
-        # Plan and headers are free JSON: what could not be persisted later is refused now.
+        # Plan and headers may contain any JSON values. Refuse values here that could not be written to storage later.
         _dump({"plan": window.plan, "headers": [part.header for part in slices]})
         return window
 
@@ -406,7 +406,7 @@ def check_version(version: object) -> None:
 
 
 def _check_object(where: str, content: object, types: Mapping[str, type]) -> dict[str, Any]:
-    """Copy ``content``, an object with exactly the fields ``types``. Raises CheckpointError for anything else."""
+    """Return a copy of ``content``. Raises CheckpointError unless it is an object with exactly the fields ``types``."""
     if not isinstance(content, dict):
         raise CheckpointError(f"{where}: must be an object")
     if content.keys() != types.keys():
@@ -430,7 +430,8 @@ def _check_pattern(where: str, value: object, pattern: re.Pattern[str]) -> None:
 
 def _dump(content: Mapping[str, Any]) -> bytes:
     try:
-        # Equal windows need equal bytes: a digest of them identifies rejected windows, and an equal file is kept.
+        # Equal windows must have equal bytes: rejected windows are recognized by a digest of these bytes, and
+        # ``write_window`` keeps a file with equal bytes.
         return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"the plan or a header is not strict JSON: {error}") from None

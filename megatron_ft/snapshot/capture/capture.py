@@ -20,7 +20,7 @@ from megatron_ft.snapshot.window import Slice
 
 _PROBE_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 _NUM_PIECES = 4
-"""Number of parts in which a large tensor is copied, so that temporary device memory is needed for one part only."""
+"""Number of copies in a measurement of bandwidth. All copy the same tensor, so that it needs less device memory."""
 _NUM_PROBES = 3
 
 
@@ -43,15 +43,15 @@ class CopyBatch:
         """
         for source, target in zip(sources, targets, strict=True):
             size = source.numel() * source.element_size()
-            # Both are checked once, here: ``memmove`` checks nothing.
+            # Check layout and size here, once per batch, because ``memmove`` checks nothing.
             if not source.is_contiguous() or target.dtype is not torch.uint8 or target.numel() != size:
                 raise ValueError(
-                    f"cannot copy {source.dtype}{tuple(source.shape)} to {target.numel()} bytes without conversion"
+                    f"cannot copy {source.dtype}{tuple(source.shape)} to {target.numel()} bytes: other size or layout"
                 )
         return cls(sources=tuple(sources), targets=tuple(targets), num_bytes=sum(t.numel() for t in targets))
 
     def take(self, rows: Sequence[int]) -> "CopyBatch":
-        """Return a batch of the pairs ``rows`` only."""
+        """Return a batch with only the pairs whose indices are in ``rows``."""
         targets = tuple(self.targets[row] for row in rows)
         return CopyBatch(
             sources=tuple(self.sources[row] for row in rows), targets=targets, num_bytes=sum(t.numel() for t in targets)
@@ -135,19 +135,19 @@ class _ThreadCopier:
     def _copy(self) -> None:
         assert self._batch is not None, "there is no batch to copy"
         for source, target in zip(self._batch.sources, self._batch.targets, strict=True):
-            # On this thread alone: ``Tensor.copy_`` would also use PyTorch's intra-op threads, which have to compute.
+            # ``memmove`` uses only this thread. ``Tensor.copy_`` would also use intra-op threads, which training needs.
             ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
 
 
 class _StreamCopier:
     """Copies on a separate CUDA stream into pinned memory. The methods are those of ``_ThreadCopier``.
 
-    Sources in host memory are copied by the host itself, in ``start``. Only the host writes to them, so their values
-    belong to the same iteration as those of the device tensors, whose copies are queued at that time. The ``step`` of
-    PyTorch's Adam is such a source.
+    ``start`` copies sources in host memory at once, on the CPU. The ``step`` of PyTorch's Adam is such a source. Only
+    the CPU changes these sources, so they belong to the same iteration as the device tensors whose copies ``start``
+    queues.
 
-    The batch keeps references to its sources until ``wait``. ``Tensor.record_stream`` would keep their memory in use
-    for longer and would cost time for each source.
+    This object references the batch until ``wait``, so that the memory of the sources is not reused during the copies.
+    ``Tensor.record_stream`` would block this memory for longer, and would cost time for each source.
 
     Args:
         device: device of the sources that are not in host memory.
@@ -164,7 +164,7 @@ class _StreamCopier:
         self.busy_seconds = 0.0
 
     def start(self, batch: CopyBatch, before: Action = _nothing, after: Action = _nothing) -> None:
-        # After what the computing stream has queued so far.
+        # The copies begin after all work that is queued on the compute stream now.
         assert self._batch is None, "a batch is still being copied"
         before()
         self._batch, self._after = batch, after
@@ -182,7 +182,8 @@ class _StreamCopier:
         if self._batch is None:
             return 0.0
         began = time.perf_counter()
-        # The device must not overwrite sources before the copies end, and the host reports the bytes after this.
+        # The compute stream must not overwrite the sources before the copies end. The caller reports the bytes as
+        # complete when this method returns, so the CPU waits, too.
         self._cuda.current_stream(self._device).wait_event(self._ended)
         self._ended.synchronize()
         self._batch = None
@@ -210,7 +211,7 @@ def pin(memory: torch.Tensor) -> None:
         RuntimeError: the driver refuses, for instance because the limit of locked memory is reached.
     """
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    # ``Tensor.pin_memory`` would copy to memory of its own; this memory belongs to the snapshot server.
+    # ``Tensor.pin_memory`` would return a copy in other memory, but the snapshot server needs the bytes in this memory.
     code = cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(code) != 0:
         raise RuntimeError(f"cannot pin {memory.numel()} bytes of snapshot memory: CUDA error {code} (check ulimit -l)")
@@ -242,7 +243,7 @@ def capture_bandwidth(device: torch.device, copier: Copier) -> float:
         for _ in range(_NUM_PROBES):
             copier.start(batch)
             copier.wait()
-            # The fastest: other ranks of the node may copy at the same time and only slow it down.
+            # Use the fastest trial, because other ranks of the node may copy at the same time and slow a trial down.
             best = min(best, copier.busy_seconds)
     finally:
         if is_pinned:
@@ -264,7 +265,7 @@ class CaptureFigures:
     num_slices: int = 0
     num_bytes: int = 0
     stalled_seconds: float = 0.0
-    """Seconds for which training waited for copies or started them."""
+    """Seconds that training spent on starting copies and on waiting for them."""
     busy_seconds: float = 0.0
     """Seconds for which copies ran; training does not wait for most of this time."""
 
@@ -289,7 +290,7 @@ class WindowMemory:
             BufferError: a view of a buffer still exists.
             RuntimeError: the driver refuses to unpin a buffer.
         """
-        # Each tensor exports the mapping: it can be closed only after the last one is gone.
+        # Each tensor is a view of the mapping, which can be closed only after the last view is deleted.
         while self.buffers:
             buffer = self.buffers.pop()
             if self._is_pinned:
@@ -322,7 +323,7 @@ class WindowCapture:
         self._client = client
         self._copier = copier
         self._slices = _lay_out(plan, shards)
-        # Prepared once for every buffer: starting a slice must not cost time in proportion to its pieces.
+        # Prepare the batches once for every buffer, so that the time to start a slice does not grow with its pieces.
         self._batches = [[self._batch(part, buffer, source) for part in self._slices] for buffer in buffers]
         self._bytes_under_way: int | None = None
         """Size of the slice that is being copied; None if no slice is."""
@@ -338,8 +339,8 @@ class WindowCapture:
         """Start to copy slice ``index``, which belongs to the state after ``iteration``. Slice 0 begins a window in
         ``buffer``. After the copy, ``header`` is encoded and the slice is reported to the snapshot server.
 
-        With ``captured_at``, the iteration of each piece, only pieces of ``iteration`` are copied. The snapshot server
-        copies the other pieces from an earlier window.
+        ``captured_at`` contains the iteration of each piece; None means ``iteration`` for all. Only pieces of
+        ``iteration`` are copied here. The snapshot server copies the other pieces from an earlier window.
         """
         assert self._bytes_under_way is None, "a slice is still being copied"
         began = time.perf_counter()

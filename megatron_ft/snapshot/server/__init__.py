@@ -1,2 +1,2 @@
-"""The snapshot server, a process on each node that owns the memory of snapshots and replicates it. It does not import
-torch."""
+"""The snapshot server: a process on each node that owns the memory of snapshots, and sends copies of them to other
+nodes. It does not import torch."""

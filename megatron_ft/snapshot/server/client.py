@@ -1,4 +1,4 @@
-"""Connection of a rank to the snapshot server of its node. It does not import torch, and returns memory as buffers."""
+"""Connection of a rank to the snapshot server of its node. This module does not import torch; memory is memoryviews."""
 
 import mmap
 import os
@@ -24,8 +24,8 @@ FLUSH_SECONDS = 600.0
 PATIENT_SECONDS = FLUSH_SECONDS + 300.0
 """Time limit for requests for which the server allocates memory, asks other nodes or waits for storage."""
 MAX_UNREAD = 32
-"""Largest number of unread answers to requests like ``captured``. With more, answers could fill the socket, so that
-client and server would wait for each other."""
+"""Largest number of answers that the client leaves unread. More answers could fill the socket buffer, and then client
+and server would wait for each other."""
 (
     REPLICATED_START,
     REPLICATED_BYTES,
@@ -40,9 +40,9 @@ client and server would wait for each other."""
 """Indices of fields of the status page. The server writes ``COMMITTED_START`` after ``PINNED_BUFFERS``."""
 BUFFER_REPLICATED = 9
 BUFFER_GIVEN_UP = BUFFER_REPLICATED + NUM_BUFFERS
-"""Index of the first of ``NUM_BUFFERS`` fields, one for each buffer: the start iteration of its window if some peer
-will never have the window, otherwise -1. ``BUFFER_REPLICATED`` is the index of the first of ``NUM_BUFFERS`` fields with
-the start iteration of the buffer's window if all peers have the window, otherwise -1."""
+"""Index of the first of ``NUM_BUFFERS`` fields, one per buffer: the start iteration of the buffer's window if some peer
+will never have this window, otherwise -1. From index ``BUFFER_REPLICATED`` on, as many fields contain the start
+iteration of the buffer's window if all peers have this window, otherwise -1."""
 
 
 class KeeperRefused(ControlError):
@@ -98,7 +98,7 @@ class KeeperClient:
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            # The socket of a stopped server still accepts connections into its queue, but nothing answers them.
+            # If the server's process is stopped, connections still enter the queue of its socket, but get no answer.
             sock.settimeout(CONNECT_SECONDS)
             sock.connect(socket_path)
         except OSError as error:
@@ -122,8 +122,8 @@ class KeeperClient:
     def allocate(self, window_bytes: int, *, new: bool = False) -> Arena:
         """Return this rank's memory for windows, with buffers of at least ``window_bytes`` bytes.
 
-        If the server has memory of an earlier process of the rank, and this memory is large enough, it is returned with
-        its windows. If it is too small, or if ``new``, it is freed with its windows, so fetch them first.
+        If an earlier process of the rank has left memory on the server, and this memory is large enough, it is returned
+        with its windows. If it is too small, or if ``new``, it is freed, so fetch its windows before.
 
         Raises:
             KeeperRefused: there is not enough memory.
@@ -137,8 +137,8 @@ class KeeperClient:
     def begin(self, buffer: int, *, start_iteration: int, num_slices: int, plan: Mapping[str, Any]) -> None:
         """Assign a buffer to a new window. Does not wait for the answer.
 
-        The server refuses this while the buffer is being written to storage, and if the buffer has the newest window
-        that was committed in this generation or confirmed by ``committed``.
+        The server refuses this while the buffer is being written to storage. It also refuses this for the buffer of the
+        newest window that was committed in this generation or confirmed by ``committed``.
         """
         about = {"buffer": buffer, "start_iteration": start_iteration, "num_slices": num_slices, "plan": plan}
         self._request({"op": "begin", **about})
@@ -155,7 +155,8 @@ class KeeperClient:
         """
         captured = {} if captured_in is None else {"captured_in": captured_in}
         self._request({"op": "committed", "start_iteration": start_iteration, **captured})
-        # The request is not answered yet: until the page shows it, the server may still pin a buffer for this commit.
+        # The server may handle this request later, and then pin a buffer to write it to storage. So buffers count as
+        # unknown until the status page shows this commit.
         self._committed = start_iteration
 
     def abandon(self, start_iteration: int) -> None:
@@ -205,7 +206,7 @@ class KeeperClient:
         """Fetch a complete window of ``rank`` from a node. Return its description and its bytes.
 
         The caller must check the bytes with ``Slice.check_payload``. They stay mapped as long as a reference to them
-        exists; other processes do not see changes to them.
+        exists. Changes to them are visible only in this process.
 
         Raises:
             KeeperRefused: the node does not have the window, or the transfer failed.
@@ -232,7 +233,7 @@ class KeeperClient:
         return answer, self._reader.descriptors.popleft()
 
     def _request(self, message: Message) -> None:
-        # The answer is read with that of a later request; unread ones must fit the socket's buffer.
+        # A later request reads this answer. Until then, unread answers must fit the socket buffer.
         if self._num_unread >= MAX_UNREAD:
             self._read_answers()
         self._send(message)
@@ -244,7 +245,7 @@ class KeeperClient:
         return self._read_answers(seconds)
 
     def _read_answers(self, seconds: float | None = None) -> Message:
-        # Read all answers that are due, each within ``seconds``; the last one counts, unless one is a refusal.
+        # Reads all unread answers, each within ``seconds``. Returns the last one, or raises if any is a refusal.
         self._reader.sock.settimeout(ANSWER_SECONDS if seconds is None else seconds)
         # Read all answers before a refusal is raised, so that the next request reads its own answer.
         answers = [self._receive() for _ in range(self._num_unread)]

@@ -1,7 +1,7 @@
-"""Decides when a snapshot server ends: with its agent, or a stated time later so that the next job can take it over.
+"""Decides when a snapshot server ends: with its agent, or later, so that the next job can take it over.
 
-The agent's end is seen by a connection that it holds: the server's standard input, or the connection of the agent that
-has taken the server over. A message ``end`` on it ends the server at once.
+An agent has ended when its connection to the server closes: the server's standard input or, if an agent of a later job
+has taken the server over, the connection of that agent. Input or a message ``end`` on it ends the server at once.
 """
 
 import threading
@@ -21,15 +21,15 @@ _MAX_SECONDS = 7 * 24 * 3600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlive:
-    """Description of the job that may take the server over, and the time for which the server waits for it."""
+    """Description of the jobs that may take the server over, and the time for which the server waits for them."""
 
     seconds: int
     run_id: str
     fingerprint: str
-    """Hash of the layout and of the settings without which windows cannot be used."""
+    """Hash of the layout and of all settings that a job must share with the windows to use them."""
     interface: str
     record_path: str
-    """File in which agents find the server; the server removes it."""
+    """File with which agents find the server; the server removes it when it ends."""
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Outlive":
@@ -43,21 +43,21 @@ def _seconds(content: Mapping[str, Any]) -> int:
 
 
 class Unusable(Refused):
-    """The job that wants to take the server over cannot use its windows, so the server has to end."""
+    """The job whose agent tries to take the server over cannot use the server's windows, so the server must end."""
 
 
 class Lifeline:
-    """The connection whose end is the end of the agent, and the time left after it. Safe in several threads."""
+    """Tracks the connection of the agent, and the time left after this connection has closed. Thread-safe."""
 
     def __init__(
         self, outlive: Outlive | None, report: Callable[[str], None], *, wake: Callable[[], None] = lambda: None
     ) -> None:
-        """Begin with the standard input of the process as the connection.
+        """Begin with the standard input of the process as the agent's connection.
 
         Args:
             outlive: None to end with the agent.
             report: writes a line to the server's log.
-            wake: called when ``seconds_left`` has to be read again.
+            wake: called when the result of ``seconds_left`` may have changed.
         """
         self.outlive = outlive
         self._report, self._wake = report, wake
@@ -68,23 +68,23 @@ class Lifeline:
 
     @property
     def initial_holder(self) -> object:
-        """The holder of the connection until another agent takes the server over."""
+        """Object that stands for standard input in ``release``, until an agent takes the server over."""
         return self
 
     def seconds_left(self) -> float | None:
-        """Return the time after which the server ends; None while it has an agent."""
+        """Return the seconds until the server ends; None while it has an agent."""
         with self._lock:
             if self._is_over:
                 return 0.0
             return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def take(self, holder: object, message: Message) -> None:
-        """Let another agent take the server over. Its connection is ``holder`` from now on, and the server outlives it
-        by the ``seconds`` of the message.
+        """Let the agent of another job take the server over. ``holder`` stands for its connection. When this connection
+        closes, the server waits for the ``seconds`` in ``message``.
 
         Raises:
             Unusable: the server is of another run, or its job had another layout or other settings.
-            Refused: the server ends with its agent.
+            Refused: the server is configured to end with its agent.
             ControlError: a value is missing or invalid.
         """
         outlive = self.outlive
@@ -102,14 +102,14 @@ class Lifeline:
         self._report("the agent of the next job has taken this server over")
 
     def release(self, holder: object, *, has_windows: bool) -> None:
-        """Record that a connection has ended. If it was the agent's, the time begins, or the server ends if it has no
-        windows."""
+        """Record that the connection of ``holder`` has closed. If it was the agent's, the server ends after
+        ``Outlive.seconds``, or at once if it has no windows or ``outlive`` is None."""
         with self._lock:
             if holder is not self._holder or self._deadline is not None:
                 return
             if self.outlive is not None and has_windows and not self._is_over:
                 self._deadline = time.monotonic() + self.outlive.seconds
-                self._report(f"the agent has ended; this server stays for up to {self.outlive.seconds} s")
+                self._report(f"the agent has ended; the next job may use this server for {self.outlive.seconds} s")
             else:
                 self._is_over = True
         self._wake()

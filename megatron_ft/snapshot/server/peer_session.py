@@ -1,4 +1,4 @@
-"""Connections from other nodes' snapshot servers, each in a thread: receives slices, sends inventories and windows."""
+"""Connections from other nodes' snapshot servers, each in a thread that receives slices and sends windows."""
 
 import socket
 import threading
@@ -39,7 +39,7 @@ class PeerSessions:
         """Connections that have not presented the token, the oldest first, with the time of their start."""
 
     def accept(self, sock: socket.socket, store: Store) -> None:
-        """Serve a new connection in a thread. If too many connections have no token yet, the oldest is closed."""
+        """Serve a new connection in a thread. If too many have not presented the token, close the oldest of them."""
         session = _PeerSession(sock, store, self)
         with self._lock:
             oldest = next(iter(self._unauthenticated)) if len(self._unauthenticated) >= MAX_UNAUTHENTICATED else None
@@ -78,7 +78,7 @@ class PeerSessions:
     def replace(self, node: int, session: "_PeerSession") -> None:
         """End earlier connections of a node, so that only ``session`` writes. Raises ControlError if one remains."""
         with self._lock:
-            # Include connections that earlier calls could not end: a newer connection must not hide them.
+            # Include connections that earlier calls could not end, because they may still write.
             earlier = [other for other in self._of_node.get(node, ()) if other.is_alive()]
             self._of_node[node] = [*earlier, session]
         for other in earlier:
@@ -117,7 +117,7 @@ class _PeerSession(threading.Thread):
             self._wire.close()
 
     def _answer(self, serve: Callable[[], None]) -> bool:
-        # Whether the connection can continue: after a refusal the two ends may disagree on what follows.
+        # Returns whether the connection can continue. After a refusal, the two ends may expect different messages next.
         try:
             serve()
         except (ControlError, CheckpointError) as error:
@@ -138,7 +138,7 @@ class _PeerSession(threading.Thread):
         node = fields.integer(hello, "node", most=fields.MAX_RANK)
         generation = fields.integer(hello, "generation")
         with self._store.lock:
-            # The fence comes before ``replace``: a stale server must not end the connection of its successor.
+            # Check the generation before ``replace``: a server of an older generation must not end a newer connection.
             self._store.enter(fields.text(hello, "run_id", most=255), generation)
         self._generation = generation
         if hello.get("replicates") is True:
@@ -171,8 +171,9 @@ class _PeerSession(threading.Thread):
     def _slice(self, message: Message) -> None:
         """Receive a slice, compare its hashes with the sender's, and acknowledge it. After an error it is not stored.
 
-        The bytes follow the announcement directly. If it has ``waits``, memory may have to be allocated first, so the
-        bytes follow after the message ``go``. The hashes come last, so that the sender can compute them meanwhile.
+        The bytes follow the announcement ``message`` directly. If it has ``waits``, this server may have to allocate
+        memory, so the sender waits for the message ``go`` first. The sender computes the hashes while it sends, and
+        sends them last.
         """
         index = fields.integer(message, "slice", most=fields.MAX_SLICES)
         window_bytes = fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES)
@@ -191,7 +192,7 @@ class _PeerSession(threading.Thread):
                 self._wire.send({"op": "go"})
             start = copy.offset(window) + part.offset
             payload = copy.segment.view[start : start + part.num_bytes]
-            # Without ``carries``, the sender sends the whole slice, also pieces that were not captured with it.
+            # Without ``carries``, the sender sends the whole slice, including pieces that were not captured with it.
             if message.get("carries") is True:
                 hashes = self._receive_captured(copy, window, part, payload)
             else:
@@ -200,7 +201,7 @@ class _PeerSession(threading.Thread):
             if fields.items(self._wire.receive(), "hashes") != list(hashes):
                 raise Refused(f"slice={index} of window {window.start_iteration}: was damaged in transfer", "hash")
             part.hashes = hashes
-            # Receiving took time: a newer generation may have fenced this connection meanwhile, and freed the memory.
+            # Check again: while bytes were received, a newer generation may have begun and freed the memory.
             with self._store.lock:
                 self._check_copy(rank, copy)
                 window.slices.append(part)
@@ -210,7 +211,7 @@ class _PeerSession(threading.Thread):
         self._wire.send({"op": "ack"})
 
     def _receive_captured(self, copy: Copy, window: HeldWindow, part: Slice, payload: memoryview) -> tuple[str, ...]:
-        # Receives the pieces that were captured with the slice, and copies the others from windows in this memory.
+        # Receives the pieces that were captured with the slice, and copies the others from earlier windows in memory.
         for view in part.captured(payload):
             self._wire.receive_into(view)
         try:
@@ -223,7 +224,7 @@ class _PeerSession(threading.Thread):
         return part.hash_pieces(payload, {piece.index: piece.digest for piece in carried})
 
     def _copy_of(self, rank: int, window_bytes: int, *, may_take: bool) -> Copy:
-        # To allocate much memory takes longer than the time for which the sender waits without a message.
+        # Allocation may take longer than the sender waits without a message, so send ``wait`` meanwhile.
         with self._store.lock:
             copy = self._store.copies.get(rank)
             if copy is not None and copy.windows.window_bytes == window_bytes:
@@ -248,7 +249,7 @@ class _PeerSession(threading.Thread):
         return window
 
     def _check_copy(self, rank: int, copy: Copy) -> None:
-        # The caller holds the lock until it has changed the copy: an acknowledged slice must be in the present copy.
+        # The caller keeps the lock until it has changed the copy, so that an acknowledged slice is in the present copy.
         self._store.check_generation(self._generation)
         if self._store.copies.get(rank) is not copy:
             raise ControlError(f"rank={rank}: the memory for copies was freed during the transfer")
@@ -257,7 +258,7 @@ class _PeerSession(threading.Thread):
         rank = fields.integer(message, "rank", most=fields.MAX_RANK)
         key = fields.window_key(message)
         with self._store.lock:
-            # Check this under the lock of the commit, which drops other windows: those of a newer generation must stay.
+            # Check this under the same lock as the commit, which must not drop windows of a newer generation.
             self._store.check_generation(self._generation)
             if rank not in self._store.copies:
                 raise ControlError(f"rank={rank}: this server has no copy of the rank's windows")
@@ -299,7 +300,7 @@ def _read_announcement(message: Message, newest_generation: int) -> tuple[HeldWi
         ControlError, CheckpointError: a field is missing or invalid.
     """
     window = Window.from_json(message.get("window"), whole=False)
-    # A window is superseded by newer generations: one of a future generation would never be dropped.
+    # Refuse a future generation: a window is dropped when a newer one commits, so this window would stay too long.
     if window.generation > newest_generation:
         raise ControlError(f"generation={window.generation}: must be at most {newest_generation}")
     buffer = fields.integer(message, "buffer", most=NUM_COPY_BUFFERS - 1)

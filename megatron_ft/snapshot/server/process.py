@@ -1,7 +1,7 @@
-"""Process of a node's snapshot server. It serves ranks of its node and servers of other nodes, see ``lifeline`` for how
-long.
+"""Process of a node's snapshot server, which serves ranks of its node and snapshot servers of other nodes.
 
-The main thread only accepts connections. Connections, peers, hashing and storage have separate threads.
+The main thread only accepts connections. Each connection, each peer, hashing, and writing to storage have threads of
+their own. ``lifeline.py`` decides when the process ends.
 """
 
 import contextlib
@@ -48,12 +48,12 @@ class _KeeperSpec:
     """Secret of the job, which every connection must present in its first message."""
     node: int
     memory_limit_bytes: int | None = None
-    """Limit of the memory for windows of this node's ranks and copies for other nodes. With None, each allocation is
-    limited by the memory then available."""
+    """Limit of the memory for windows of this node's ranks and copies for other nodes. If None, each allocation is
+    limited only by the memory that is available at that time."""
     outlive: Outlive | None = None
     """Whether and how long the server outlives its agent."""
     lock_descriptor: int | None = None
-    """Descriptor with a shared lock of the socket's directory, which the server removes if it is the last user."""
+    """File descriptor with a shared lock on the socket's directory, which the last process with a lock removes."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "_KeeperSpec":
@@ -151,7 +151,7 @@ class _Keeper:
                 shutil.rmtree(path.parent, ignore_errors=True)
 
     def _adopted(self, token: str) -> None:
-        # The lock of the store is held. Connections of the earlier job end; the next job makes its own.
+        # The caller has locked the store. Close the connections of the earlier job; the next job opens its own.
         self._store.token = token
         for own in self._store.ranks.values():
             if own.abort is not None:
@@ -160,7 +160,7 @@ class _Keeper:
         self._sessions.end_all()
 
     def _set_peers(self, peers: Mapping[int, str]) -> None:
-        # The lock of the store is held.
+        # The caller has locked the store.
         for node, sender in list(self._senders.items()):
             if peers.get(node) != sender.address:
                 sender.stop()
@@ -185,7 +185,7 @@ def _check_interface(interface: str) -> str:
 
 def _listen_for_ranks(path: Path) -> socket.socket:
     try:
-        # The folder protects the socket, whose own mode could be set only after ``bind``, when others can connect.
+        # The mode of the directory protects the socket: others could connect before the socket's own mode is set.
         about = path.parent.stat()
         if not stat.S_ISDIR(about.st_mode) or stat.S_IMODE(about.st_mode) != 0o700 or about.st_uid != os.getuid():
             raise ControlError(f"socket_path={path}: the directory must belong to this user and have mode 0700")
@@ -200,7 +200,7 @@ def _listen_for_ranks(path: Path) -> socket.socket:
 def _listen_for_peers(interface: str) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(interface, 0, type=socket.SOCK_STREAM)[0]
-        # Again, for a host name can resolve to the address that means all interfaces.
+        # Check again, because a host name can resolve to the address that means all interfaces.
         _check_interface(str(address[0]))
         listener = socket.socket(family, kind, protocol)
         listener.bind(address)
@@ -225,21 +225,21 @@ def _read_spec() -> _KeeperSpec:
 
 def _die_with_parent() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    # No signal comes if the parent died before this call: then ``serve`` finds standard input closed.
+    # If the parent died before this call, no signal is sent. Then ``serve`` finds that standard input is closed.
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise ControlError(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
 
 
 def _end_with_traceback(arguments: threading.ExceptHookArgs) -> None:
-    # An unexpected error in one thread ends the process: a node without a snapshot server is noticed, a server that
-    # does only a part of its work is not.
+    # An unexpected error in one thread ends the process, because ranks notice that a snapshot server has ended, but not
+    # that one of its threads has ended.
     sys.excepthook(arguments.exc_type, arguments.exc_value or arguments.exc_type(), arguments.exc_traceback)
     os._exit(1)
 
 
 def main() -> int:
     """Run the snapshot server and return its exit code."""
-    # Ctrl-C reaches the whole process group, and ranks still persist their newest window after it.
+    # Ctrl-C reaches the whole process group, but ranks then still use this server to persist their newest window.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.excepthook = _end_with_traceback
     try:
@@ -247,7 +247,7 @@ def main() -> int:
         if spec.outlive is None:
             _die_with_parent()
         else:
-            # Slurm sends it at the end of an allocation. The exception lets this thread remove the server's files.
+            # Slurm sends SIGTERM at the end of an allocation. The exception lets this thread remove the server's files.
             signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         keeper = _Keeper(spec)
     except MegatronFtError as error:

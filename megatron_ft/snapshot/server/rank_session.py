@@ -47,7 +47,7 @@ class RankSession(threading.Thread):
         self._settings: Settings | None = None
         self._rank_listens = True
         self._is_agent = False
-        """Whether an agent has taken the server over by this connection."""
+        """Whether this is the connection of an agent that has taken the server over, or that ends the server."""
         self._end_reason: str | None = None
         """Reason why the server ends after the next answer was sent."""
 
@@ -66,7 +66,7 @@ class RankSession(threading.Thread):
             self._store.report(f"the connection of a rank was closed: {error}")
         finally:
             with self._store.lock:
-                # If a newer connection acts for the rank by now, its entry must stay.
+                # If a newer connection acts for the rank now, its ``abort`` must stay.
                 if self._own is not None and self._own.abort == self.abort:
                     self._own.abort = None
                 has_windows = self._store.has_windows
@@ -113,7 +113,7 @@ class RankSession(threading.Thread):
         if self._own is None or self._settings is None:
             return self._hello(message)
         with self._store.lock:
-            # Another process may have replaced this one: requests that arrive after that must be refused.
+            # Another process may act for the rank now. Then requests of this connection must be refused.
             self._store.check_acting(self._own, self._settings)
         answers: dict[object, Callable[[OwnRank, Message, list[int]], Message]] = {
             "allocate": self._allocate,
@@ -203,7 +203,7 @@ class RankSession(threading.Thread):
             window = windows.commit(start, generation, captured_in)
             if own.settings.persist_url is not None and windows.is_persist_due(own.settings.persist_every):
                 self._persister.request(own, window)
-            # Free them only now: until all ranks have a window of this generation, a restart may need older ones.
+            # Free older windows only after a commit, because until then a restart may need them.
             self._store.free_older(window.generation)
         return _OK
 
@@ -221,7 +221,7 @@ class RankSession(threading.Thread):
 
     def _flush(self, own: OwnRank, _: Message, __: list[int]) -> Message:
         with self._store.lock:
-            # The wait releases the lock: the persister needs it to finish.
+            # ``wait_for`` releases the lock, which the persister needs to finish.
             done = self._store.lock.wait_for(lambda: not self._persister.is_due(own), FLUSH_SECONDS)
         return {"op": "flushed", "done": done}
 
@@ -265,7 +265,7 @@ class RankSession(threading.Thread):
         node = fields.integer(message, "node", most=fields.MAX_RANK)
         if node == self._store.node:
             with self._store.lock:
-                # The rank reads the bytes later without the lock, and compares each piece with its hash.
+                # The rank reads the bytes later without the lock. If they change, they do not match their hashes.
                 segment, offset, window = self._store.find(rank, key)
             description, num_bytes = window.to_json(), window.num_bytes
         elif node not in own.settings.peers:
@@ -288,13 +288,13 @@ class RankSession(threading.Thread):
 
     def _greeting(self, own: OwnRank) -> Message:
         origin = own.settings.origin
-        # With ``replicates``, this connection would replace the one of this node's sender.
+        # If ``replicates`` were true, the peer would end the connection of this node's sender.
         about = {"run_id": origin.run_id, "generation": origin.generation, "replicates": False}
         return {"token": self._store.token, "node": self._store.node, **about}
 
 
 def _fetch_window(address: str, greeting: Message, request: Message, memory: Memory) -> tuple[Segment, dict[str, Any]]:
-    """Fetch a window from another server into newly allocated memory. The rank that requested it checks its hashes.
+    """Fetch a window from another server into newly allocated memory. The requesting rank checks the hashes later.
 
     Raises:
         ControlError, OSError: the server does not have the window, or the transfer failed.

@@ -33,10 +33,10 @@ from megatron_ft.snapshot.server.windows import (
 from megatron_ft.snapshot.server.wire import Refused
 from megatron_ft.snapshot.window import Origin, Slice
 
-# The snapshot server allocates pages with ``posix_fallocate``, during which its other threads run. Mapping with
-# ``MAP_POPULATE`` would block them; only ranks map with it.
+# The snapshot server allocates pages with ``posix_fallocate``, because its other threads can run meanwhile. Mapping
+# with ``MAP_POPULATE``, as ranks do, would block them.
 
-# ``MemAvailable`` is an estimate, and beyond it the kernel kills processes, ranks among them.
+# Use less than ``MemAvailable``, which is an estimate: when memory runs out, the kernel may kill ranks.
 _USABLE_SHARE = 0.9
 _CHUNK_BYTES = 1 << 28
 """Number of bytes that one call allocates. Between calls, the number of bytes still to be allocated is updated."""
@@ -56,14 +56,14 @@ class Segment:
         weakref.finalize(self, os.close, self.descriptor)
         for start in range(0, num_bytes, _CHUNK_BYTES):
             chunk_bytes = min(_CHUNK_BYTES, num_bytes - start)
-            # If a page could not be allocated later, the process that touches it would get a SIGBUS.
+            # Allocate now, because a process that touches a page which cannot be allocated gets a SIGBUS.
             os.posix_fallocate(self.descriptor, start, chunk_bytes)
             on_allocated(chunk_bytes)
         self.view = memoryview(mmap.mmap(self.descriptor, num_bytes, flags=mmap.MAP_SHARED))
 
     def read_only_descriptor(self) -> int:
         """Open the memory file again for reading only, and return the descriptor."""
-        # A duplicate would share the access mode: its receiver could change a window that others restore from.
+        # A duplicate would also be writable, and its receiver could change a window from which other ranks restore.
         return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -137,7 +137,7 @@ def _available_bytes() -> int:
 PAGE_BYTES = 4096
 """Size in bytes of a status page, and alignment of windows in memory."""
 MAX_PROBLEMS = 1000
-"""Largest number of problems kept for a rank until it requests them. The oldest are dropped but still counted."""
+"""Largest number of problems kept for a rank until it requests them. Older ones are dropped, but still counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +151,7 @@ class CarriedBytes:
 
     @classmethod
     def of(cls, part: Slice, piece: CarriedPiece, view: memoryview, start_of: Callable[[int], int]) -> "CarriedBytes":
-        """Find the bytes of ``piece`` in ``view``, the memory of all buffers. ``start_of`` returns a buffer's first
-        byte."""
+        """Find the bytes of ``piece`` in ``view``, the memory of all buffers. Buffers begin at ``start_of(buffer)``."""
         source = None
         if piece.source is not None:
             first, place = start_of(piece.source) + part.offset, part.pieces[piece.index]
@@ -160,13 +159,13 @@ class CarriedBytes:
         return cls(piece.index, source, piece.digest)
 
     def copy(self, part: Slice, payload: memoryview) -> None:
-        """Copy the bytes to their place in ``payload``, the memory of ``part``. Raises ControlError if they have
-        changed."""
+        """Copy the bytes to their place in ``payload``, the memory of ``part``. Raises ControlError on a hash
+        mismatch."""
         if self.source is None:
             return
         piece = part.pieces[self.index]
         payload[piece.offset : piece.end] = self.source
-        # The buffer of the source may have been given to another window meanwhile.
+        # Another window may have overwritten the source meanwhile.
         if part.hash_piece(self.index, payload) != self.digest:
             raise ControlError(f"{piece.component!r} of {piece.parameter!r} has changed while it was copied")
 
@@ -181,7 +180,7 @@ class Settings:
     peer_nodes: tuple[int, ...]
     """Nodes that have copies of this rank's windows."""
     persist_every: int
-    """Number of commits after which a window is written to storage; 0 writes windows only on request."""
+    """Every ``persist_every``-th committed window is written to storage; 0 means only on request."""
     persist_url: str | None
     num_persisted: int
 
@@ -194,7 +193,7 @@ class OwnRank:
     windows: OwnWindows | None = None
     segment: Segment | None = None
     abort: Callable[[], None] | None = None
-    """Function that closes the connection of the process that acts for the rank now."""
+    """Function that closes the connection of the process that acts for the rank; None without a connection."""
     problems: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_PROBLEMS))
     num_problems: int = 0
     replicated_bytes: int = 0
@@ -217,7 +216,7 @@ class OwnRank:
         return self._start(window.buffer)
 
     def carried(self, window: HeldWindow, part: Slice) -> list["CarriedBytes"]:
-        """Return the pieces of ``part`` that were not captured with it. Raises ControlError if one is in no window."""
+        """Return the pieces of ``part`` to copy from earlier windows. Raises ControlError if one of them is missing."""
         assert self.windows is not None and self.segment is not None, "the window has no memory"
         view = self.segment.view
         return [CarriedBytes.of(part, piece, view, self._start) for piece in self.windows.carried(window, part)]
@@ -236,7 +235,7 @@ class OwnRank:
         self.publish()
 
     def publish(self) -> None:
-        """Write the status page. Each field is written in one store, in the order of the fields."""
+        """Write the fields of the status page in their order, each with one store of 8 bytes."""
         settings, windows = self.settings, self.windows
         if windows is None or self.segment is None:
             return
@@ -255,7 +254,7 @@ class OwnRank:
             *(replicated.get(buffer, -1) for buffer in range(NUM_BUFFERS)),
             *(given_up.get(buffer, -1) for buffer in range(NUM_BUFFERS)),
         )
-        # The rank reads whole words without a lock, commits before pinned buffers: so pinned buffers are written first.
+        # The rank reads without a lock, ``COMMITTED_START`` before ``PINNED_BUFFERS``. So this writes in reverse order.
         page = self.segment.view[: len(values) * 8].cast("q")
         for index, value in enumerate(values):
             page[index] = value
@@ -275,7 +274,7 @@ class Copy:
         return self._start(window.buffer)
 
     def carried(self, window: HeldWindow, part: Slice) -> list[CarriedBytes]:
-        """Return the pieces of ``part`` that the sender does not send. Raises ControlError if one is in no window."""
+        """Return the pieces of ``part`` that the sender does not send. Raises ControlError if one is missing."""
         pieces = self.windows.carried(window, part)
         return [CarriedBytes.of(part, piece, self.segment.view, self._start) for piece in pieces]
 
@@ -301,9 +300,9 @@ class Store:
         self.own_generation = -1
         """Newest generation that a rank of this node has presented."""
         self.on_peers: Callable[[Mapping[int, str]], None] = lambda peers: None
-        """Function that receives the addresses of all nodes to which windows are replicated. The lock is held."""
+        """Function that receives the addresses of all nodes to which windows are replicated. Called under the lock."""
         self.on_adopted: Callable[[str], None] = lambda token: None
-        """Function that receives the token of the job that has taken this server over. The lock is held."""
+        """Function that receives the token of the job that has taken this server over. Called under the lock."""
         self.lifeline = Lifeline(None, self.report)
 
     @property
@@ -325,7 +324,7 @@ class Store:
         """
         if self.run_id is not None and run_id != self.run_id:
             raise Refused(f"run_id={run_id}: must be {self.run_id}, the run of this snapshot server")
-        # Check this before anything is changed: a stale process must not end the connection of its successor.
+        # Check the generation before anything is changed: a stale process must not end the connection of its successor.
         self.check_generation(generation)
         self.run_id, self.generation = run_id, generation
 
@@ -355,14 +354,14 @@ class Store:
         self.own_generation = max(self.own_generation, origin.generation)
         # Windows and arena of a dead process stay, because the next process of the rank restores its state from them.
         own = self.ranks.setdefault(origin.rank, OwnRank(settings=settings))
-        # A process that was replaced may still be alive; two must not begin windows in one arena.
+        # A process that was replaced may still be alive, and two processes must not begin windows in one arena.
         if own.abort is not None:
             own.abort()
-        # A process of the same generation continues the same history, in which earlier commits count.
+        # A new process of the same generation continues the count of commits.
         if own.windows is not None and origin.generation > own.settings.origin.generation:
             own.windows.new_generation()
         own.settings, own.abort = settings, abort
-        # Ranks of earlier generations name peers that may have left: senders to them would report failures without end.
+        # Leave out ranks of earlier generations: their peers may have left, and senders to these would report failures.
         current = [other.settings for other in self.ranks.values() if self.is_current(other)]
         self.on_peers({node: known.peers[node] for known in current for node in known.peer_nodes})
         # The status page still shows windows of the previous generation, which must not count in a vote of this one.
@@ -387,8 +386,8 @@ class Store:
 
     @contextmanager
     def changing(self, own: OwnRank, settings: Settings) -> Iterator[OwnWindows]:
-        """Hold the lock in a ``with`` block in which the process with ``settings`` changes the windows of its rank.
-        Afterwards, write the status page.
+        """Lock the store for a ``with`` block that changes the windows of ``own``, and then write the status page.
+        ``settings`` are those of the process that requests the change.
 
         Raises:
             Refused: the same cases as ``check_acting``.
@@ -417,15 +416,14 @@ class Store:
             Refused: the same cases as ``check_acting``.
             ControlError: there is not enough memory.
         """
-        # Only one process at a time: if another process replaces this one, the memory that this one allocates is freed
-        # before.
+        # Serve one process at a time. If another process replaces this one, the memory of this one is freed first.
         with own.allocating:
             with self.lock:
                 self.check_acting(own, settings)
                 is_enough = own.windows is not None and own.windows.window_bytes >= window_bytes
                 if own.segment is not None and own.windows is not None and is_enough and not new:
                     return own.segment, own.windows.window_bytes
-                # Threads that still read a window hold views: the old memory is freed when the last of them is gone.
+                # Threads that still read a window have views of the old memory, which is freed with the last view.
                 own.windows = own.segment = None
             name = f"arena-rank-{own.settings.origin.rank}"
             # Do not hold the lock here: other threads have to answer peers and ranks while pages are allocated.
@@ -443,7 +441,8 @@ class Store:
             return segment, window_bytes
 
     def take_copy(self, rank: int, window_bytes: int, generation: int) -> Copy:
-        """Return the memory for copies of windows of a rank of another node; memory of the same size is reused.
+        """Return the memory for copies of windows of ``rank`` of another node. Memory for windows of this size is
+        reused.
 
         Otherwise the present memory is freed before new memory is allocated. The lock must not be held.
 
@@ -470,10 +469,11 @@ class Store:
                 return self.copies[rank]
 
     def free_older(self, generation: int) -> None:
-        """Free memory that has only windows of earlier generations, when all ranks have a window of ``generation``.
+        """Free memory that has only windows of earlier generations than ``generation``, in which a window was
+        committed.
 
-        Call it only for a commit of a rank of this node. If this node has no rank in ``generation``, it may have the
-        only complete windows for a restart with this node, so nothing may be freed. The lock must be held.
+        Call this only for a commit of a rank of this node. A node without a rank in ``generation`` must free nothing,
+        because its windows may be the only complete ones if a restart uses this node again. The lock must be held.
         """
         for rank, copy in list(self.copies.items()):
             generations = [window.generation for window in copy.windows]

@@ -1,4 +1,4 @@
-"""Buffers of windows: which window each buffer has, which window may be dropped, and which slice is sent next.
+"""Bookkeeping of buffers: which window is in each buffer, which window may be dropped, which slice is sent next.
 
 A rank of this node has three buffers: one for its newest committed window, one for the window that is being replicated,
 and one for the window that is being captured. For a rank of another node there are two buffers for copies. The sender
@@ -31,8 +31,8 @@ class HeldWindow(Window):
     """Whether some peer will never have a complete copy."""
     committed: bool = False
     before: "HeldWindow | None" = None
-    """The complete window that was in the buffer before this one. What this window has not overwritten is still
-    there."""
+    """The complete window that was in the buffer before this one, if any. Bytes that this window has not overwritten
+    are still there."""
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
@@ -69,10 +69,10 @@ class CarriedPiece:
 
 
 def _carried(part: Slice, window: HeldWindow, sources: Iterable[HeldWindow]) -> list[CarriedPiece]:
-    """Find the pieces of ``part``, in the buffer of ``window``, that were not captured with it.
+    """Find the pieces of ``part``, a slice of ``window``, that were not captured with the slice but are in memory.
 
     Raises:
-        ControlError: neither the buffer nor ``sources`` have a piece.
+        ControlError: such a piece is neither in the buffer of ``window`` nor in a window of ``sources``.
     """
     places = [] if window.before is None else [(None, window.before)]
     places += [(source.buffer, source) for source in sources if source is not window]  # type: ignore[misc]
@@ -96,7 +96,7 @@ def _carried(part: Slice, window: HeldWindow, sources: Iterable[HeldWindow]) -> 
 
 
 MAX_PARTIAL_FILES = 8
-"""Number of files in a row that may lack pieces. Damage to a file can make this number of later windows unusable."""
+"""Largest number of consecutive files that omit pieces. A damaged file makes at most as many later windows unusable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,8 @@ class OnStorage:
     """Number of files that were written since the last one with all pieces."""
 
     def places_of(self, window: HeldWindow) -> list[WindowKey | None]:
-        """Return for each piece of ``window`` the window in whose file it already is, or None. Return nothing if all
-        pieces must be written."""
+        """Return for each piece of ``window`` the earlier window whose file contains it already, or None. Return an
+        empty list if all pieces must be written."""
         is_like = window.num_slices == self.window.num_slices == 1 and window.generation == self.window.generation
         if not is_like or self.num_partial >= MAX_PARTIAL_FILES:
             return []
@@ -124,7 +124,7 @@ class OnStorage:
     def after(
         cls, former: "OnStorage | None", window: HeldWindow, places: Sequence[WindowKey | None]
     ) -> "OnStorage | None":
-        """Return the record after ``window`` was written without the pieces for which ``places`` names a window."""
+        """Return the next record, after ``window`` was written without pieces for which ``places`` names a window."""
         if window.num_slices != 1:
             return None
         found = tuple(place or window.key for place in places) or (window.key,) * len(window.slices[0].pieces)
@@ -133,7 +133,7 @@ class OnStorage:
 
 
 class _Fillings:
-    """The window that was written last to each buffer, also if it was dropped since then."""
+    """Records which window was written last to each buffer, even if it was dropped since then."""
 
     def __init__(self) -> None:
         self._last: dict[int, HeldWindow] = {}
@@ -141,7 +141,7 @@ class _Fillings:
     def begin(self, window: HeldWindow) -> None:
         """Record that ``window`` is written to its buffer from now on."""
         last = self._last.get(window.buffer)
-        # Without its own ``before``: a chain of them would keep all windows of the run.
+        # Drop the older reference, because a chain of these references would keep all windows of the run.
         if last is not None:
             last.before = None
         window.before = last if last is not None and last.complete else None
@@ -200,7 +200,7 @@ class OwnWindows:
         self._fillings.begin(window)
 
     def carried(self, window: HeldWindow, part: Slice) -> list[CarriedPiece]:
-        """Return the pieces of ``part`` that were not captured with it. Raises ControlError if one is in no window."""
+        """Return the pieces of ``part`` to copy from earlier windows. Raises ControlError if one of them is missing."""
         return _carried(part, window, reversed(self._order))
 
     def capture(self, buffer: int, index: int, part: Slice) -> None:
@@ -246,9 +246,10 @@ class OwnWindows:
     def commit(self, start_iteration: int, generation: int, captured_in: int | None = None) -> HeldWindow:
         """Record that all ranks have a window, and drop the windows that it supersedes.
 
-        If an earlier generation captured the window (``captured_in``), the call confirms that the job has continued
-        from it. Such a call does not count as a commit in ``is_persist_due``, because ranks that continued from another
-        source do not make it. A window that is captured again is a different window with separate copies.
+        If ``captured_in`` is an earlier generation, the call confirms that the job has continued from the window. Such
+        a call does not count as a commit in ``is_persist_due``, because ranks that continued from another source make
+        no such call. Windows of the same iterations from different generations are different windows, each with its own
+        copies.
 
         Raises:
             ControlError: no complete window of that generation starts at ``start_iteration``.
@@ -257,7 +258,7 @@ class OwnWindows:
         window = self.find(start_iteration, captured_in)
         self._is_new_commit = not window.committed and captured_in == generation
         self._num_commits += self._is_new_commit
-        # The committed window survives, and newer ones of its generation, which are still being replicated.
+        # Keep the committed window, and newer windows of its generation, which are still being replicated.
         self._order = [held for held in self if not _is_superseded(held.key, held.committed, window.key)]
         window.committed, self.confirmed = True, window
         return window
@@ -315,13 +316,13 @@ class CopyWindows:
         return iter([window for window in self.buffers if window is not None])
 
     def expect(self, incoming: HeldWindow, index: int, part: Slice) -> HeldWindow:
-        """Return the window to which an announced slice belongs. Its slice 0 replaces the window in the buffer.
+        """Return the window to which an announced slice belongs. Slice 0 of a window replaces the window in its buffer.
 
         Raises:
             ControlError: the buffer has the newest committed window.
             CheckpointError: the slice is not the next one of the window, or is at a wrong position.
         """
-        # A new window begins only with its first slice, because only this announcement has topology and plan.
+        # A new window begins only with slice 0, because only the announcement of slice 0 has topology and plan.
         held = self.buffers[incoming.buffer]
         if held is not None and held.key == incoming.key and index > 0:
             held.check_next(index, part, self.window_bytes)
@@ -337,7 +338,7 @@ class CopyWindows:
         return incoming
 
     def carried(self, window: HeldWindow, part: Slice) -> list[CarriedPiece]:
-        """Return the pieces of ``part`` that the sender does not send. Raises ControlError if one is in no window."""
+        """Return the pieces of ``part`` that the sender does not send. Raises ControlError if one is missing."""
         return _carried(part, window, self)
 
     def commit(self, key: WindowKey) -> None:
@@ -389,7 +390,7 @@ class PeerBuffers:
         return next((held for held in self.buffers if held is not None and held.key == key), None)
 
     def num_received(self, window: HeldWindow) -> int:
-        """Return the number of slices of a window that the peer has, including sent ones without an acknowledgement."""
+        """Return how many slices of a window were sent to the peer, including slices without an acknowledgement."""
         found = self.find(window.key)
         return found.num_held if found else 0
 
@@ -406,7 +407,7 @@ class PeerBuffers:
         found = None if committed is None else self.find(committed.key)
         if committed and found and not found.committed and found.complete:
             return SendCommit(window=committed)
-        # A window that will never be committed needs no copies, and if it was given up here, it has no hashes to send.
+        # A window that was given up will never be committed, so it needs no copies, and its hashes may be missing.
         wanted = [w for w in own if w not in given_up and (w.committed or not w.given_up)]
         live = {window.key for window in wanted}
         # Complete one window after the other in the order of capture, because the job commits the oldest one next.
@@ -433,7 +434,7 @@ class PeerBuffers:
         return None if buffer is None else SendSlice(window=window, index=index, buffer=buffer)
 
     def _choose_buffer(self, live: Collection[WindowKey], generation: int) -> int | None:
-        # Choose a free buffer, or one whose window will never be committed: dropped here, or of an older generation.
+        # Choose a free buffer, or one whose window can no longer be committed: dropped here, or of an older generation.
         if None in self.buffers:
             return self.buffers.index(None)
         for number, held in enumerate(self.buffers):
@@ -443,8 +444,8 @@ class PeerBuffers:
         return None
 
     def has_carried(self, own: OwnWindows, window: HeldWindow, part: Slice) -> bool:
-        """Return whether one window that this node and the peer have contains all pieces of ``part`` that were not
-        captured with it. Then the peer can copy these pieces."""
+        """Return whether the peer can copy all pieces of ``part`` that were not captured with it. It can if one
+        complete window that both this node and the peer have contains all these pieces."""
         carried = [index for index in range(len(part.pieces)) if not part.is_captured(index)]
         for other in own:
             held = self.find(other.key)
@@ -455,8 +456,8 @@ class PeerBuffers:
         return False
 
     def note_sent(self, action: SendSlice | SendCommit) -> None:
-        """Record a sent slice or commit as if the peer had it. If the peer refuses, the connection ends, and
-        ``PeerBuffers.read_held`` makes a new object."""
+        """Record a sent slice or commit as if the peer had accepted it. If the peer refuses it, the connection ends,
+        and the next one begins with a new object from ``PeerBuffers.read_held``."""
         if isinstance(action, SendCommit):
             self._note_committed(action.window.key)
             return

@@ -12,10 +12,10 @@ from megatron_ft.framing import MAX_FRAME_BYTES, Message, decode, encode
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowKey
 
-# Bounds above those of any job: they keep a damaged or hostile message from becoming a huge allocation or loop.
+# No real job reaches these bounds. They prevent huge allocations and loops for a damaged or hostile message.
 MAX_RANK = 1 << 20
 MAX_SLICES = 1 << 16
-# Ballots carry iterations as float64, which is exact up to here.
+# Ballots contain iterations as float64, which is exact up to this value.
 MAX_ITERATION = 1 << 53
 MAX_BYTES = 1 << 46
 MAX_TEXT = 4096
@@ -32,7 +32,7 @@ def integer(message: Mapping[str, Any], name: str, *, least: int = 0, most: int 
 def text(message: Mapping[str, Any], name: str, *, most: int = MAX_TEXT) -> str:
     """Return ``message[name]``. Raises ControlError unless it is printable text of 1 to ``most`` characters."""
     value = message.get(name)
-    # Texts go into log lines and paths, where control characters could forge others.
+    # Texts become parts of log lines and paths, where control characters could forge other lines or paths.
     if not isinstance(value, str) or not 0 < len(value) <= most or not value.isprintable():
         raise ControlError(f"{name}={value!r:.100}: must be text of 1 to {most} printable characters")
     return value
@@ -81,7 +81,7 @@ def stored_window(content: object) -> StoredWindow:
 
 CONNECT_SECONDS = 5.0
 STALL_SECONDS = 30
-"""Time without progress, within a message or while an answer is expected, after which a connection counts as broken."""
+"""Seconds without progress, in a message or before an answer, after which a connection counts as broken."""
 GREETING_BYTES = 16 * 1024
 """Largest size in bytes of the first message, which is received before the token is checked."""
 
@@ -92,7 +92,8 @@ acknowledgements between calls."""
 
 
 class Refused(ControlError):
-    """The other side refused a request; ``kind`` is ``stale``, ``hash``, ``carry`` or ``refused``."""
+    """The other side refused a request. ``kind`` is ``stale`` for an old generation, ``hash`` for a damaged slice,
+    ``carry`` if it cannot copy a piece that was not sent, and otherwise ``refused``."""
 
     def __init__(self, reason: str, kind: str = "refused") -> None:
         super().__init__(reason)
@@ -106,8 +107,8 @@ class Wire:
     """A blocking TCP connection. Other threads may call only ``abort``."""
 
     def __init__(self, sock: socket.socket, *, stall_seconds: int = STALL_SECONDS) -> None:
-        # These limits of the kernel restart with each progress of a call. Python's limit applies to all bytes of
-        # ``sendall`` together, which a large message over a slow network would exceed.
+        # The kernel restarts these time limits whenever a call makes progress. Python's limit is for all bytes of
+        # ``sendall`` together, so a large message on a slow network would exceed it.
         timeout = struct.pack("ll", stall_seconds, 0)
         sock.settimeout(None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
@@ -128,7 +129,7 @@ class Wire:
             self._sock.sendall(encode(message), socket.MSG_MORE if goes_on else 0)
 
     def receive(self, *, most_bytes: int = MAX_FRAME_BYTES, patient: bool = False) -> Message:
-        """Receive a message. With ``patient``, the beginning of the message may take any time.
+        """Receive a message. With ``patient``, wait without a time limit for its first byte.
 
         Raises:
             ControlError: the message is too long, or is not a JSON object.
@@ -140,7 +141,7 @@ class Wire:
                 begun = self._sock.recv_into(header)
                 break
             except BlockingIOError:
-                # Only the beginning of a frame may take long: a peer that has begun one must make progress.
+                # A peer may be idle between messages, but after the first byte of a message it must make progress.
                 if not patient:
                     raise TimeoutError(f"no bytes were transferred for {self._stall_seconds} s") from None
         if begun == 0:

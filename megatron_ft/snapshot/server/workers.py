@@ -1,4 +1,4 @@
-"""The threads that hash captured slices, write windows to storage, and replicate windows to one peer each."""
+"""Threads that hash captured slices, write windows to storage, and replicate windows, with one thread per peer."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ from megatron_ft.snapshot.storage.window_file import write_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.snapshot.window import Slice
 
-# Slices are sent in order. A slice is sent before the previous one is acknowledged; answers are read as they arrive.
+# Slices are sent in order, without waiting for the previous acknowledgement. Answers are read as they arrive.
 
 AWAY_SECONDS = 2.0
 """Time without a connection to the peer after which a problem is reported, if slices have to be sent."""
@@ -81,7 +81,7 @@ class Sender(threading.Thread):
         """Stop the thread. The store's lock must be held."""
         self._stopped = True
         if self._wire is not None:
-            # The thread may wait in a send or for an answer: only the end of the connection wakes it at once.
+            # The thread may be waiting in a send or for an answer. Only the end of the connection wakes it at once.
             self._wire.abort()
         self._store.changed()
 
@@ -92,7 +92,7 @@ class Sender(threading.Thread):
         self._disconnect()
 
     def _work_once(self) -> bool:
-        # Returns whether to continue. A separate function, so that no local variable keeps memory while it waits.
+        # Returns whether to continue. A separate function, so that no local variable keeps memory alive during waits.
         with self._store.lock:
             self._store.lock.wait_for(lambda: self._stopped or self._unanswered or self._next() is not None)
             work = self._next()
@@ -112,7 +112,7 @@ class Sender(threading.Thread):
         return True
 
     def _next(self) -> _Work | None:
-        # Choose among the ranks that replicate to this node; the lock is held.
+        # Chooses among the ranks that replicate to this peer. The caller has the lock.
         if self._fenced >= self._store.own_generation:
             return None
         found = []
@@ -161,8 +161,8 @@ class Sender(threading.Thread):
         with self._store.lock:
             if own.windows is None or own.segment is None or window not in own.windows:
                 return
-            # The view keeps the memory while bytes are sent without the lock. If the rank overwrites them, the peer
-            # refuses them, because the hashes that follow belong to other bytes or are missing.
+            # The view keeps the memory alive while bytes are sent without the lock. If the rank overwrites the bytes,
+            # the peer refuses the slice, because the hashes that are sent last do not match or are missing.
             payload = own.view(window, part)
             window_bytes = own.windows.window_bytes
             is_whole = part.captured_at is None
@@ -171,7 +171,7 @@ class Sender(threading.Thread):
                 and window not in self._sent_whole
                 and self._buffers[window.rank].has_carried(own.windows, window, part)
             )
-        # Pieces that were not captured with the slice are copied into it before it is hashed.
+        # To send the whole slice, wait for its hashes: the hasher first copies pieces from earlier windows.
         if not is_whole and not carries and not self._hashes(work, part):
             return
         rank = window.rank
@@ -191,7 +191,7 @@ class Sender(threading.Thread):
         self._sent(replace(work, sent_bytes=part.captured_bytes if carries else part.num_bytes))
 
     def _hashes(self, work: _Work, part: Slice) -> Sequence[str]:
-        # Without hashes, because the window was dropped meanwhile, the peer refuses the bytes.
+        # Returns no hashes if the window was dropped or the sender was stopped. Then the peer refuses the bytes.
         own, window = work.own, work.action.window
         with self._store.lock:
             self._store.lock.wait_for(
@@ -211,7 +211,7 @@ class Sender(threading.Thread):
         self._unanswered.append(work)
 
     def _take_answer(self) -> None:
-        # Answers arrive in the order of what was sent.
+        # Answers arrive in the order in which slices and commits were sent.
         assert self._wire is not None, "nothing was sent"
         self._wire.answer()
         work = self._unanswered.popleft()
@@ -227,11 +227,10 @@ class Sender(threading.Thread):
             own.publish()
 
     def _failed(self, work: _Work | None, generation: int, error: ControlError | OSError) -> None:
-        # The connection ends, and the next one begins with the peer's list of windows. It is no failure if a window was
-        # dropped while it was sent.
+        # Closes the connection. The next one begins with the peer's list of windows. Dropped windows are not reported.
         if not isinstance(error, Refused):
             error = self._refusal() or error
-        # Answers have the order of requests: what failed is the oldest request without an answer.
+        # Answers come in the order of requests, so the oldest request without an answer has failed.
         work = self._unanswered[0] if self._unanswered else work
         assert work is not None, "the connection failed, but no slice or commit is being sent or waits for an answer"
         kind = error.kind if isinstance(error, Refused) else "broken"
@@ -244,7 +243,7 @@ class Sender(threading.Thread):
                 self._sent_whole.add(work.action.window)
                 self._note(work, error)
                 return
-            # The peer knows a newer generation, so nothing is sent before a rank of this node belongs to it.
+            # The peer knows a newer generation. Send nothing until a rank of this node belongs to a newer one, too.
             if kind == "stale":
                 self._fenced = generation
                 self._note(work, error)
@@ -261,18 +260,19 @@ class Sender(threading.Thread):
                 self._store.lock.wait(left)
 
     def _refusal(self) -> Refused | None:
-        # A peer that refuses a message ends the connection, and its reason may still be unread.
+        # Returns the refusal of the peer, if any. A peer that refuses a message ends the connection, so a send may fail
+        # before the refusal was read.
         try:
             while self._unanswered and self._wire is not None and self._wire.has_arrived():
                 self._take_answer()
         except Refused as refused:
             return refused
         except (ControlError, OSError):
-            return None  # the connection is being given up for an error that is reported
+            return None  # the caller reports the first error
         return None
 
     def _damaged(self, work: _Work, error: ControlError | OSError) -> None:
-        # It is no problem if the window was overwritten meanwhile; otherwise the slice is sent again a few times.
+        # If the window was overwritten meanwhile, nothing is wrong. Otherwise the slice is sent again a few times.
         if work.own.windows is None or work.action.window not in work.own.windows:
             return
         self._num_damaged += 1
@@ -320,7 +320,7 @@ class Hasher(threading.Thread):
             found = self._next()
             assert found is not None, "there is no slice to hash"
             own, window, part = found
-            # The view keeps the memory if the rank gets another arena while the bytes are hashed.
+            # The view keeps the memory alive if the rank gets another arena while the bytes are hashed.
             payload = own.view(window, part)
             try:
                 carried = own.carried(window, part)
@@ -334,7 +334,7 @@ class Hasher(threading.Thread):
                 return self._give_up(own, window, error)
         hashes = part.hash_pieces(payload, {piece.index: piece.digest for piece in carried})
         with self._store.lock:
-            # If the buffer was given to another window meanwhile, this slice belongs to none, and no hash is used.
+            # If another window has the buffer now, ``part`` belongs to no window, and its hashes are not used.
             part.hashes = hashes
             own.hashed_bytes += part.captured_bytes
             own.publish()
@@ -383,7 +383,7 @@ class Persister(threading.Thread):
         )
         if any(due.window is window for due in self._due):
             return
-        # The views keep the memory. The pin keeps its content, because no window may begin in a pinned buffer.
+        # The views keep the memory alive. The pin keeps its content, because no window may begin in a pinned buffer.
         payload = [own.view(window, part) for part in window.slices]
         own.windows.pinned.add(window.buffer)
         url = own.settings.persist_url
@@ -431,7 +431,7 @@ class Persister(threading.Thread):
         except (CheckpointError, OSError) as error:
             self._store.report(f"cannot write window {window.start_iteration} of rank {window.rank}: {error}")
             return 0, error
-        # Only this thread uses the record.
+        # This needs no lock, because only this thread uses ``on_storage``.
         own.on_storage = OnStorage.after(own.on_storage, window, places)
         if any(places):
             pieces = zip(window.slices[0].pieces, places, strict=True)
@@ -439,9 +439,9 @@ class Persister(threading.Thread):
         return sum(part.nbytes for part in due.payload), None
 
     def _delete_old(self, due: _Write) -> None:
-        # Delete old windows. Rank 0 does this for all ranks; nothing is deleted if all windows are kept.
+        # Deletes old windows, unless ``num_persisted`` is 0, which keeps all.
         window, num_persisted = due.window, due.own.settings.num_persisted
-        # One process alone deletes: two would rename the same directories.
+        # Only rank 0 deletes, because two processes would rename the same directories.
         if window.rank != 0 or num_persisted == 0:
             return
         try:

@@ -1,8 +1,8 @@
 """Storage of windows in a local folder, or in an object store or file system that fsspec opens by URL.
 
 Readers never see a part of a file. In a local folder a file is written under a temporary name, synced and renamed, and
-the directory is synced. In an object store (``ATOMIC_PUTS``) a file is one put of a whole object, which readers see
-only when it is complete. In other file systems a file is written under a temporary name and moved.
+the directory is synced. In an object store (``ATOMIC_PUTS``) a file is written by one put of a whole object, which
+readers see only when it is complete. In other file systems a file is written under a temporary name and then moved.
 """
 
 import os
@@ -28,7 +28,7 @@ Chunks = Iterable[bytes | memoryview]
 class LocalBackend:
     """Storage in a folder of a local or mounted file system.
 
-    The argument ``directory`` is the name of a directory in the folder, or empty for the folder itself.
+    In all methods, ``directory`` is the name of a directory in the folder, or empty for the folder itself.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,7 +63,7 @@ class LocalBackend:
 
     def delete(self, directory: str) -> None:
         """Delete a directory. After a crash, nothing that remains counts as a window. Raises OSError if this fails."""
-        # Renamed first, so that a crash leaves no half of it under its name; leftovers of such crashes go too.
+        # Rename first, so that a crash leaves no partly deleted window. Also delete remains of earlier crashes.
         self._empty_trash()
         self.move(directory, TRASH_PREFIX + directory)
         self._empty_trash()
@@ -77,16 +77,16 @@ class LocalBackend:
         path = self.folder / directory
         self.folder.mkdir(parents=True, exist_ok=True)
         path.mkdir(exist_ok=True)
-        # ``exist_ok`` accepts a link to a directory, which could lead the window out of the folder.
+        # ``exist_ok`` also accepts a link to a directory, through which the window would be written to another folder.
         if not stat.S_ISDIR(os.lstat(path).st_mode):
-            raise CheckpointError(f"{path}: not a directory")
+            raise CheckpointError(f"{path}: is a link, not a directory")
         for parent in (self.folder.parent, self.folder):
             fsync_directory(parent)
         return path
 
 
 class _LocalSource:
-    """A regular file, read by position. Device errors raise OSError; in a memory map, they would raise a signal."""
+    """A regular file, read by position. A device error raises OSError; with a memory map, it would cause a signal."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -118,13 +118,13 @@ class _LocalSource:
 
 @contextmanager
 def _client_errors(where: str) -> Iterator[None]:
-    """Turn every error in the ``with`` block into an OSError that names ``where``."""
+    """Turn errors of fsspec clients in the ``with`` block into an OSError that names ``where``."""
     try:
         yield
     except (OSError, MegatronFtError):
         raise
     except Exception as error:
-        # Errors of botocore, aiohttp and others derive from Exception itself.
+        # Errors of botocore, aiohttp and others derive directly from Exception.
         raise OSError(f"{where}: {type(error).__name__}: {error}") from error
 
 
@@ -146,7 +146,7 @@ class _RemoteBackend:
         return "/".join(part for part in (self._url, directory, name) if part)
 
     def write(self, directory: str, name: str, chunks: Chunks) -> None:
-        # One put of the whole object, or a temporary name and one move.
+        # With atomic puts, one put writes the whole object. Otherwise the file is moved when it is complete.
         target, where = self._path(directory, name), self.describe(directory, name)
         temporary = target if self._atomic_puts else self._path(directory, f".{name}.tmp")
         with _client_errors(where):
@@ -160,7 +160,7 @@ class _RemoteBackend:
         with _client_errors(where):
             file = self._files.open(path, "wb")
         try:
-            # The chunks raise errors of their own, which are not the client's.
+            # Errors of the iteration over ``chunks`` pass unchanged, because they are not errors of the client.
             for chunk in chunks:
                 with _client_errors(where):
                     file.write(chunk)
@@ -172,7 +172,7 @@ class _RemoteBackend:
             file.close()
 
     def _abandon(self, file: Any, path: str) -> None:
-        # Closing an upload would put the half that is written: it is marked closed instead.
+        # ``close`` would complete the upload with the written part. So discard this part and mark the file as closed.
         from fsspec.spec import AbstractBufferedFile  # type: ignore[import-untyped]
 
         if isinstance(file, AbstractBufferedFile):
@@ -184,7 +184,7 @@ class _RemoteBackend:
 
     def exists(self, directory: str, name: str) -> bool:
         with _client_errors(self.describe(directory, name)):
-            # fsspec caches listings, and other ranks write to the same prefix.
+            # fsspec caches listings, but other ranks may have written to the same prefix since then.
             self._files.invalidate_cache()
             return bool(self._files.exists(self._path(directory, name)))
 
@@ -203,7 +203,7 @@ class _RemoteBackend:
         return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
 
     def move(self, directory: str, target: str) -> None:
-        # Object by object where the store has no rename: a window without all its files does not count.
+        # A store without a rename moves one object after the other. If this is interrupted, the window is incomplete.
         with _client_errors(self.describe(directory)):
             self._files.mv(self._path(directory), self._path(target), recursive=True)
 

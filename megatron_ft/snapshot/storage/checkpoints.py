@@ -5,7 +5,7 @@
     checkpoints/iter_0000030/        a checkpoint, complete if it contains a manifest
     checkpoints/iter_0000030.1/      the same iteration, saved again after the run had resumed from an earlier one
     checkpoints/damaged_iter_0000020 renamed by a job that found the checkpoint damaged
-    checkpoints/foreign_iter_0000050 renamed, because it is of another run, or of another iteration than its name says
+    checkpoints/foreign_iter_0000050 renamed, because it is of another run, or its name has the wrong iteration
     checkpoints/latest               JSON with the name of the newest complete checkpoint
 """
 
@@ -35,7 +35,7 @@ class _StoredCheckpoint:
 
     iteration: int
     attempt: int
-    """Number of the save of this iteration: 0 for the first one, 1 if the iteration was saved again."""
+    """Number of earlier complete saves of this iteration: 0 for the first save, 1 if the iteration was saved again."""
     path: Path
     complete: bool
     """Whether the directory has a manifest. Files of a complete checkpoint may still be damaged."""
@@ -68,7 +68,7 @@ def iteration_of(path: Path) -> int:
 
 
 def has_manifest(directory: Path, *, trust: bool, key: str = "checkpoint.load") -> bool:
-    """Return whether ``directory``, the value of ``key``, has a manifest, by which it can be verified.
+    """Return whether the checkpoint ``directory``, the value of the configuration key ``key``, has a manifest.
 
     Raises:
         CheckpointError: there is no such directory, or it has no manifest and ``trust`` is false.
@@ -78,8 +78,8 @@ def has_manifest(directory: Path, *, trust: bool, key: str = "checkpoint.load") 
     found = (directory / MANIFEST_NAME).exists()
     if not found and not trust:
         raise CheckpointError(
-            f"{directory} has no {MANIFEST_NAME} of this project, so its pickle files, which can run code, cannot "
-            "be verified; set checkpoint.trust=true only if you trust the origin of this checkpoint"
+            f"{directory} has no {MANIFEST_NAME} of this project, so its files cannot be verified; they contain "
+            "pickle, which can run code when it is loaded. If you trust their origin, set checkpoint.trust=true"
         )
     return found
 
@@ -96,7 +96,7 @@ def list_checkpoints(folder: Path) -> list[_StoredCheckpoint]:
     found = []
     for entry in os.scandir(folder):
         match = _DIRECTORY.fullmatch(entry.name)
-        # No links: an incomplete directory is deleted later, and a link could lead to data that is not the run's.
+        # Skip links. Incomplete directories are deleted later, and a link could point to data outside the run's folder.
         if match and entry.is_dir(follow_symlinks=False):
             path = Path(entry.path)
             complete = (path / MANIFEST_NAME).is_file()
@@ -105,7 +105,7 @@ def list_checkpoints(folder: Path) -> list[_StoredCheckpoint]:
 
 
 def list_set_aside(folder: Path) -> list[Path]:
-    """List the directories of damaged checkpoints that earlier starts have renamed; empty without ``folder``."""
+    """List the directories of damaged checkpoints that earlier starts have renamed; empty if ``folder`` is missing."""
     if not folder.is_dir():
         return []
     return sorted(
@@ -127,7 +127,7 @@ def start_directory(folder: Path, iteration: int) -> Path:
     taken = [stored.attempt for stored in same if stored.complete]
     path = folder / directory_name(iteration, max(taken) + 1 if taken else 0)
     path.mkdir()
-    # A manifest that is durable inside a directory without a durable name would be lost with it.
+    # Sync the parents, because a power failure could otherwise remove the directory together with its synced manifest.
     for parent in (folder.parent, folder):
         fsync_directory(parent)
     return path
@@ -138,8 +138,8 @@ def newest_valid(
 ) -> tuple[Path | None, list[DamageReport]]:
     """Return the newest checkpoint that passes ``check``, and a report on each newer checkpoint that does not.
 
-    Reports also name directories without a manifest, which an unfinished save has left, and directories whose name and
-    manifest disagree on the iteration.
+    There are also reports on directories without a manifest, which an unfinished save has left, and on directories
+    whose name and manifest have different iterations.
     """
     reports = []
     for stored in reversed(list_checkpoints(folder)):
@@ -162,8 +162,8 @@ def other_iteration(path: Path, manifest: Manifest) -> str | None:
     if named == manifest.iteration:
         return None
     return (
-        f"{path}: contains iteration {manifest.iteration}, not {named} as its name says: the directory was renamed, "
-        "or its files were replaced"
+        f"{path}: contains iteration {manifest.iteration}, not {named} as in its name: the directory was renamed, or "
+        "its files were replaced"
     )
 
 
@@ -175,7 +175,7 @@ def move_latest(folder: Path, path: Path, iteration: int) -> None:
 
 
 def read_latest(folder: Path) -> Path | None:
-    """Return the checkpoint to which ``latest`` points; None without ``latest``. Raises CheckpointError if damaged."""
+    """Return the checkpoint that ``latest`` names; None without this file. Raises CheckpointError if it is damaged."""
     path = folder / LATEST_NAME
     try:
         name = parse_json(path.read_bytes())["checkpoint"]
@@ -196,7 +196,7 @@ def set_aside(path: Path, kind: Literal["damaged", "foreign"] = "damaged") -> Pa
     for attempt in range(1_000_000):
         target = path.with_name(f"{_SET_ASIDE_PREFIX[kind]}{path.name}" + (f"_{attempt}" if attempt else ""))
         if not target.exists():
-            # A crash before the next lines leaves ``latest`` without its directory; resumes list the folder instead.
+            # After a crash here, ``latest`` names a missing directory. A resume does not use ``latest``.
             os.rename(path, target)
             fsync_directory(path.parent)
             _move_latest_back(path.parent)
@@ -214,20 +214,20 @@ def _move_latest_back(folder: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint. After a crash during the deletion, no incomplete directory has its name."""
+    """Delete a checkpoint. A crash during the deletion leaves no partly deleted directory under its name."""
     LocalBackend(path.parent).delete(path.name)
 
 
 def sweep(folder: Path, *, before_iteration: int) -> list[Path]:
-    """Delete what unfinished saves and deletions have left: half-deleted directories, and incomplete checkpoints that
-    are older than ``before_iteration``. Return the deleted directories.
+    """Delete what unfinished saves and deletions have left: partly deleted directories, and incomplete checkpoints of
+    ``before_iteration`` and earlier iterations. Return the deleted directories.
 
     Call it when a checkpoint of ``before_iteration`` is complete and no save is in progress.
     """
     removed = []
     for entry in list(os.scandir(folder)) if folder.is_dir() else []:
         if entry.name.startswith(TRASH_PREFIX) and entry.is_dir(follow_symlinks=False):
-            # Its deletion had begun, so some of its files may be gone: it can never be used again.
+            # The deletion of this directory had begun, so files may be missing, and it cannot be used any more.
             shutil.rmtree(entry.path)
             removed.append(Path(entry.path))
     for stored in list_checkpoints(folder):

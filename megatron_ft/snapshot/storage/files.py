@@ -49,8 +49,8 @@ def naming(path: Path) -> Iterator[None]:
 class HashedFile(io.RawIOBase):
     """A new file that hashes and counts the bytes written to it.
 
-    An existing file is not replaced. :meth:`commit` syncs the content. ``failure`` is the first error of a write, for
-    callers whose library replaces it by another exception.
+    The constructor fails if the file exists. :meth:`commit` syncs the content. ``failure`` is the error of a failed
+    write. It is for callers that write through a library which replaces this error by another exception.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -60,7 +60,7 @@ class HashedFile(io.RawIOBase):
         self.num_bytes = 0
         self.failure: OSError | None = None
         self._hash = xxhash.xxh3_128()
-        # Without following a link, which could lead the write out of the folder.
+        # Do not follow a link, which could point outside the folder.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
         self._descriptor = os.open(self.path, flags, 0o644)
 
@@ -89,7 +89,7 @@ class HashedFile(io.RawIOBase):
     def commit(self) -> FileEntry:
         """Sync and close the file, and return its manifest entry."""
         with naming(self.path):
-            # Delayed writing may fail only now (a network file system, a quota), and then there is nothing to describe.
+            # On a network file system or with a quota, a write may fail only here. Then no entry must be returned.
             os.fsync(self._descriptor)
         self.close()
         return FileEntry(name=self.name, num_bytes=self.num_bytes, xxh3_128=self._hash.hexdigest())
@@ -110,7 +110,8 @@ def fsync_directory(directory: Path) -> None:
 def write_atomically(directory: Path, name: str, content: bytes | Iterable[bytes | memoryview]) -> FileEntry:
     """Write ``content``, bytes or chunks, to the file ``name``. Readers see the old content or the new one.
 
-    Raises OSError, and leaves an existing file unchanged, if the disk is full or fails; errors of chunks are passed on.
+    Raises OSError if the disk is full or fails, and the errors of the iteration over chunks. Then an existing file is
+    unchanged.
     """
     temporary = f".{name}.{os.getpid()}.tmp"
     (directory / temporary).unlink(missing_ok=True)
@@ -119,7 +120,7 @@ def write_atomically(directory: Path, name: str, content: bytes | Iterable[bytes
             for chunk in (content,) if isinstance(content, bytes) else content:
                 file.write(chunk)
             entry = file.commit()
-        # The content is on the device before its name is: after a crash the name has all of it or does not exist.
+        # Rename after the content is synced, so that a crash leaves the complete new file or the former state.
         os.rename(directory / temporary, directory / name)
     except BaseException:
         (directory / temporary).unlink(missing_ok=True)

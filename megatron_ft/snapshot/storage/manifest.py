@@ -45,7 +45,7 @@ class Manifest:
     iteration: int
     """Newest iteration whose update the checkpoint contains."""
     consumed_samples: int
-    """Number of samples read up to that iteration."""
+    """Number of samples read up to ``iteration``."""
     settings: Settings
     """Settings of the run as [concern][key]; concerns are data, model, optimizer and schedule. Empty if
     ``format_version`` is 1."""
@@ -62,7 +62,7 @@ class Manifest:
         for entry in self.files:
             _check_name(entry.name)
             if entry.name in seen or entry.name == MANIFEST_NAME:
-                raise CheckpointError(f"manifest lists {entry.name!r} twice")
+                raise CheckpointError(f"manifest lists {entry.name!r} twice, or lists itself")
             seen.add(entry.name)
             if entry.num_bytes < 0 or not _HASH.fullmatch(entry.xxh3_128):
                 raise CheckpointError(f"manifest entry of {entry.name!r} has an invalid size or checksum")
@@ -78,7 +78,7 @@ class Manifest:
         )
 
     def to_bytes(self) -> bytes:
-        """Convert to JSON. The last field is the checksum of everything before it."""
+        """Convert to JSON. The field ``manifest_xxh3_128`` is the checksum of all other fields."""
         body = asdict(self)
         body["manifest_xxh3_128"] = _body_checksum(body)
         return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
@@ -89,14 +89,14 @@ class Manifest:
         body = parse_object(content)
         claimed = body.pop("manifest_xxh3_128", None)
         version = body.get("format_version")
-        # Before the checksum, which a newer format may compute over other fields.
+        # Check the version before the checksum, because a newer format may compute the checksum in another way.
         if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
             raise CheckpointError(
                 f"manifest format_version={version!r}: must be from 1 to {FORMAT_VERSION} for this version of the "
                 "project"
             )
         if claimed != _body_checksum(body):
-            raise CheckpointError("manifest does not match its own checksum")
+            raise CheckpointError("manifest is damaged: it does not match its own checksum")
         manifest = _parse(body)
         manifest.validate()
         return manifest
@@ -110,7 +110,7 @@ class Manifest:
             status = os.lstat(path)
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path}: must be a regular file")
-            # Before it is read into memory.
+            # Check the size before the file is read into memory.
             if status.st_size > MAX_MANIFEST_BYTES:
                 raise CheckpointError(f"{path}: {status.st_size} bytes: must be at most {MAX_MANIFEST_BYTES}")
             return Manifest.from_bytes(path.read_bytes())
@@ -128,8 +128,8 @@ class Manifest:
     def verified(cls, directory: Path, *, part: int = 0, num_parts: int = 1) -> "Manifest":
         """Compare the files of a checkpoint with its manifest, and return the manifest.
 
-        Every caller checks the names and sizes of all files. It computes the checksums of every ``num_parts``-th file,
-        starting at ``part``, so that ranks can share the reading.
+        Every caller checks the names and sizes of all files. So that ranks can share the reading, a caller computes the
+        checksum of only every ``num_parts``-th file in the order of size, beginning with file ``part``.
 
         Raises:
             CheckpointError: a file is missing, unlisted, not a regular file, or has other content; the message names
@@ -137,7 +137,7 @@ class Manifest:
         """
         manifest = Manifest.read(directory)
         _check_listing(directory, manifest.files)
-        # By size, so that taking every n-th file gives all ranks about as many bytes to read.
+        # Sort by size, so that ranks that each read every ``num_parts``-th file read about as many bytes.
         by_size = sorted(manifest.files, key=lambda entry: (-entry.num_bytes, entry.name))
         for entry in by_size[part::num_parts]:
             _check_content(directory, entry)
@@ -184,7 +184,7 @@ def _check_listing(directory: Path, files: Sequence[FileEntry]) -> None:
 def _check_content(directory: Path, entry: FileEntry) -> None:
     path = directory / entry.name
     try:
-        # The file may have been replaced by a link since the folder was listed.
+        # Do not follow a link: one may have replaced the file since the folder was listed.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
         with os.fdopen(descriptor, "rb") as file:
             found = hash_file(file)
@@ -195,7 +195,7 @@ def _check_content(directory: Path, entry: FileEntry) -> None:
 
 
 def _walk(directory: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
-    # Names and sizes of all regular files; anything else is refused.
+    # Yields name and size of every regular file, also in subfolders. Raises CheckpointError for links and devices.
     try:
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
     except OSError as error:
@@ -221,7 +221,7 @@ def _parse(body: dict[str, Any]) -> Manifest:
         files = tuple(FileEntry(**_decoded(FileEntry, entry)) for entry in body["files"])
         return Manifest(**_decoded(Manifest, body, "settings", "files"), settings=settings, files=files)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"manifest has a missing field, or a field of another type: {error}") from None
+        raise CheckpointError(f"a field of the manifest is missing or has a wrong type: {error}") from None
 
 
 def _decoded(kind: type[FileEntry] | type[Manifest], content: dict[str, Any], *without: str) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def _body_checksum(body: dict[str, Any]) -> str:
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
-    # Which of two equal keys counts is the parser's choice, and a checksum over the parsed content would not show it.
+    # JSON parsers differ in which of two equal keys they use. A checksum of the parsed content would not detect this.
     if len(keys) != len(set(keys)):
         raise ValueError("a key appears twice")
     return dict(pairs)

@@ -1,4 +1,4 @@
-"""Compares the settings of a job with those of its run's saved state, which are in the manifests."""
+"""Compares the settings of a job with the settings in the manifests of its run's checkpoints and windows."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,8 +27,8 @@ def check_same_settings(
 ) -> None:
     """Refuse a job whose settings differ from those of its run's saved state, before any rank starts.
 
-    Only the manifests of the newest checkpoint and of rank 0's part of the newest window are read. If a manifest cannot
-    be read, no error is raised here; the ranks verify the files later.
+    Only the manifests of the newest checkpoint and of rank 0's part of the newest window are read. A manifest that
+    cannot be read is skipped here, because the ranks verify the files later.
 
     Args:
         identity: settings of the job.
@@ -46,7 +46,7 @@ def check_same_settings(
         if error is not None:
             raise CheckpointError(error)
     window = None if windows is None else _newest_window(windows, identity)
-    # An older window is not used, whatever its settings are.
+    # The ranks do not use a window that is older than the checkpoint, so its settings do not matter.
     if window is not None and (checkpoint is None or window[0].last_iteration > checkpoint[1].iteration):
         error = other_window(*window, identity.settings, ignores_data=not compares_data)
         if error is not None:
@@ -90,7 +90,7 @@ _EQUAL_IF_NULL = {
     "model.num_query_groups": "model.num_attention_heads",
     "model.moe_ffn_hidden_size": "model.ffn_hidden_size",
 }
-"""Keys for which null means the value of another key."""
+"""Keys that have the value of another key if they are null, with this other key."""
 _FUNCTION = tuple(
     f"model.{name}"
     for name in (
@@ -105,7 +105,7 @@ _FUNCTION = tuple(
         *YARN_KEYS,
     )
 )
-"""Keys of the model that determine the shapes of weights, or the outputs that are computed with them."""
+"""Keys of the model that determine the shapes of weights, or how outputs are computed from weights."""
 
 
 def _normal(key: str, values: Mapping[str, Any]) -> Any:

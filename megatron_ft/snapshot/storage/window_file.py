@@ -10,8 +10,9 @@
     ...        zeros up to a multiple of 4096
     ...        payload: the slices, with zeros between pieces
 
-The file of a window that leaves out experts may lack pieces that the file of an earlier window has. The header of its
-slice then names that window for each such piece (``StoredIn``), and its payload contains only the other pieces.
+The file of a window that leaves out experts may omit pieces that are in the file of an earlier window. The header of
+its slice then names that earlier window for each omitted piece (``StoredIn``), and its payload contains only the other
+pieces.
 """
 
 import struct
@@ -36,7 +37,7 @@ _ZEROS = bytes(1 << 16)
 
 
 def window_name(key: WindowKey) -> str:
-    """Return the name of a window's directory. It differs if a later generation captures the same iterations again."""
+    """Return the name of a window's directory, which contains the start iteration and the generation, if not 0."""
     return f"window_{key.start_iteration:07d}" + (f".{key.generation}" if key.generation else "")
 
 
@@ -47,7 +48,7 @@ def rank_name(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredIn:
-    """Windows of whose files the pieces of a slice are part."""
+    """Record of the window files that contain the pieces of a slice."""
 
     windows: tuple[WindowKey, ...]
     """Earlier windows of the same rank."""
@@ -56,8 +57,8 @@ class StoredIn:
 
     @classmethod
     def of(cls, places: Sequence[WindowKey | None]) -> "StoredIn | None":
-        """Create the record from the window of each piece, or None for the file itself. Return None if there is no
-        earlier window."""
+        """Create the record. ``places`` has for each piece the earlier window whose file contains it, or None if the
+        piece is in the file itself. Return None if all pieces are in the file itself."""
         windows = tuple(sorted({key for key in places if key is not None}))
         if not windows:
             return None
@@ -65,7 +66,7 @@ class StoredIn:
 
     @classmethod
     def read(cls, window: Window) -> "StoredIn | None":
-        """Read the record from the header of slice 0; None if all pieces are in the file.
+        """Read the record from the header of slice 0. Return None if all pieces are in the file itself.
 
         Raises:
             CheckpointError: the record is invalid, or names a window that is not older.
@@ -82,11 +83,11 @@ class StoredIn:
         is_older = all(key.start_iteration < window.start_iteration for key in keys)
         fits = len(pieces) == len(window.slices[0].pieces) and max(pieces, default=-1) < len(keys)
         if window.num_slices != 1 or not keys or not is_older or not fits:
-            raise CheckpointError(f"{_STORED_IN}: must name an older window for pieces of the only slice")
+            raise CheckpointError(f"{_STORED_IN}: must name an older window or -1 for each piece of the only slice")
         return cls(windows=keys, pieces=pieces)
 
     def layout(self, part: Slice) -> tuple[list[tuple[int, int]], int]:
-        """Return the pieces in the file with their positions in its payload, and the size of the payload."""
+        """Return (index, position in the payload) of each piece in the file itself, and the payload's size in bytes."""
         found, position = [], 0
         for index, piece in enumerate(part.pieces):
             if self.pieces[index] < 0:
@@ -121,8 +122,8 @@ def write_window(
 
     Args:
         payload: the bytes of each slice; slice i has ``window.slices[i].num_bytes`` bytes.
-        places: for each piece of a window with one slice, the earlier window in whose file it is, or None; empty if all
-            pieces are written.
+        places: for each piece of a window with one slice, the earlier window whose file contains the piece, or None if
+            the piece must be written; empty if all pieces must be written.
 
     Returns:
         Size of the file in bytes.
@@ -143,7 +144,7 @@ def write_window(
     directory, name = window_name(window.key), rank_name(window.rank)
     where = backend.describe(directory, name)
     try:
-        # A restart may write a window again: a file that is sound and equal is not touched, for others may read it.
+        # A restarted job may write a window again. An equal valid file stays, because other ranks may be reading it.
         if not _is_there(backend, directory, name, window):
             backend.write(directory, name, _chunks(head, window, payload, where, stored_in))
     except OSError as error:
@@ -174,7 +175,7 @@ class WindowFile:
             self.window, self._payload_start, self._stored_in = _read_head(self._source)
             _check_expected(self.window, expect)
         except (OSError, CheckpointError) as error:
-            # The error is raised from the constructor: no ``with`` block would close the file.
+            # Close the file here, because after an error in the constructor no ``with`` block closes it.
             self.close()
             message = str(error)
             raise CheckpointError(message if message.startswith(where) else f"{where}: {message}") from error
@@ -186,11 +187,11 @@ class WindowFile:
 
     @property
     def earlier(self) -> tuple[WindowKey, ...]:
-        """Earlier windows in whose files some pieces are."""
+        """Earlier windows whose files contain pieces of this window."""
         return () if self._stored_in is None else self._stored_in.windows
 
     def read_slice(self, index: int, into: memoryview | None = None) -> memoryview:
-        """Read and verify slice ``index``. Its bytes are written to ``into``, of the same size, or to new memory.
+        """Read and verify slice ``index``. Write its bytes to ``into``, which must have its size, or to new memory.
 
         Raises:
             CheckpointError: a piece is damaged, padding is not zero, or the storage fails. ``into`` may then contain
@@ -206,7 +207,7 @@ class WindowFile:
         return buffer
 
     def _read_pieces(self, stored_in: StoredIn, part: Slice, buffer: memoryview) -> None:
-        # Reads each piece from its file, and compares it with the hash in this file's manifest.
+        # Reads each piece from the file that contains it, and compares the piece with the hash in this file's manifest.
         for start, stop, piece in part.extents():
             if piece is None:
                 buffer[start:stop] = bytes(stop - start)
@@ -216,19 +217,19 @@ class WindowFile:
             with self._open_earlier(key) as opened:
                 (other,) = opened.window.slices[:1]
                 if opened.window.num_slices != 1 or not all(part.has_same(index, other) for index in wanted):
-                    raise CheckpointError(f"{self.path}: {opened.path} does not have the pieces that it must have")
+                    raise CheckpointError(f"{self.path}: {opened.path} does not have the pieces that are omitted here")
                 opened._read_own(other, {index: buffer[part.pieces[index].offset :] for index in wanted})
         for index in range(len(part.pieces)):
             part.check_hash(index, part.hash_piece(index, buffer), self.path)
 
     def _read_own(self, part: Slice, targets: Mapping[int, memoryview]) -> None:
-        # Reads pieces that are in this file to the beginning of their targets.
+        # Reads pieces that are in this file. ``targets`` contains memory for them by index, which may be longer.
         positions = {index: part.offset + piece.offset for index, piece in enumerate(part.pieces)}
         if self._stored_in is not None:
             positions = dict(self._stored_in.layout(part)[0])
         for index, target in targets.items():
             if index not in positions:
-                raise CheckpointError(f"{self.path}: lacks piece {index}, which a later window has left out")
+                raise CheckpointError(f"{self.path}: lacks piece {index}, which the file of a later window omits")
             size = part.pieces[index].num_bytes
             for _ in self._read(positions[index], positions[index] + size, target[:size]):
                 pass
@@ -241,7 +242,7 @@ class WindowFile:
             return self.window
         position = 0
         for part in self.window.slices:
-            # Bytes between slices belong to no piece; they are zeros in every sound file, so damage there counts too.
+            # Bytes between slices belong to no piece. Valid files have zeros there, so any other value is damage.
             for view in self._read(position, part.offset):
                 _check_zeros(view, f"{self.path}: padding before the slice of iteration {part.iteration}")
             self._check(part, None)
@@ -326,7 +327,7 @@ def _head(window: Window) -> bytes:
 def _chunks(
     head: bytes, window: Window, payload: Sequence[memoryview], where: str, stored_in: StoredIn | None
 ) -> Iterator[bytes | memoryview]:
-    # All bytes of the file in order; each slice is checked before its first byte is returned.
+    # Yields all bytes of the file in order. Each slice is compared with its hashes before its first byte is yielded.
     yield head
     if stored_in is not None:
         (part,), (view,) = window.slices, payload
@@ -343,7 +344,7 @@ def _chunks(
     position = 0
     for part, view in zip(window.slices, payload, strict=True):
         view = view.cast("B")
-        # Memory can be damaged while a window waits: such bytes must not get a file that verifies.
+        # Memory may have been damaged since the hashes were computed. Damaged bytes must not be written.
         part.check_payload(view, where)
         yield from _zeros(part.offset - position)
         for start, stop, piece in part.extents():
@@ -360,7 +361,7 @@ def _zeros(num_bytes: int) -> Iterator[bytes]:
 
 
 def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bool:
-    """Return whether this file exists already. Raises CheckpointError if a valid file has other content."""
+    """Return whether a valid file of ``window`` exists. Raises CheckpointError if a valid file has other content."""
     if not backend.exists(directory, name):
         return False
     where = backend.describe(directory, name)
@@ -374,25 +375,26 @@ def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bo
             found = opened.verify()
     except CheckpointError:
         return False
-    # Two histories captured the same window: replacing the file would mix them with other ranks' files.
+    # The same iterations were captured twice with different results. If this file were replaced, it could be used
+    # together with other ranks' files of the other capture.
     if found.to_bytes() != window.to_bytes():
         raise CheckpointError(f"{where}: already contains another {found.summary()}; move that file away first")
     return True
 
 
 def _read_head(source: Source) -> tuple[Window, int, StoredIn | None]:
-    """Return the window, the position of the payload's first byte, and the files of its pieces, after the size of the
-    file was checked."""
+    """Return the window, the position of the payload's first byte, and the record of pieces in other files. Check the
+    size of the file."""
     size = source.num_bytes
     if size < _HEADER.size:
         raise CheckpointError(f"{size} bytes are too few for a window file")
     magic, version, length, digest = _HEADER.unpack(_read_bytes(source, 0, _HEADER.size))
     if magic != MAGIC:
-        raise CheckpointError(f"magic {magic!r}: is not a window file of this project")
+        raise CheckpointError(f"begins with {magic!r}: is not a window file of this project")
     check_version(version)
-    # Checked before memory is allocated: the length is not covered by a checksum yet.
+    # Check the length before memory is allocated for it, because no checksum covers it.
     if length > min(size - _HEADER.size, MAX_MANIFEST_BYTES):
-        raise CheckpointError(f"manifest of {length} bytes in a file of only {size}")
+        raise CheckpointError(f"manifest of {length} bytes in a file of only {size}: this length is wrong")
     content = _read_bytes(source, _HEADER.size, length)
     if xxhash.xxh3_128_digest(content) != digest:
         raise CheckpointError("manifest does not match its checksum")
@@ -414,7 +416,7 @@ def _payload_start(source: Source, end: int, payload_bytes: int) -> int:
     start = align(end)
     if source.num_bytes != start + payload_bytes:
         raise CheckpointError(f"has {source.num_bytes} bytes, but the manifest says {start + payload_bytes}")
-    _check_zeros(memoryview(_read_bytes(source, end, start - end)), "before the payload")
+    _check_zeros(memoryview(_read_bytes(source, end, start - end)), "padding before the payload")
     return start
 
 
@@ -425,7 +427,7 @@ def _read_bytes(source: Source, offset: int, num_bytes: int) -> bytes:
 
 
 def _check_expected(window: Window, expect: Mapping[str, object]) -> None:
-    # A file that was renamed, or copied from another run, verifies by itself: only these fields show it.
+    # The checksums of a file that was renamed, or copied from another run, are valid. Only these fields show the error.
     for name, value in expect.items():
         if (found := getattr(window, name)) != value:
             raise CheckpointError(f"{name}={found!r}: must be {value!r}")

@@ -1,4 +1,4 @@
-"""Folder of a run's persisted windows: search for the newest complete window, verification and deletion.
+"""Folder of a run's persisted windows: finds the newest complete window, and verifies and deletes windows.
 
 ::
 
@@ -25,10 +25,10 @@ from megatron_ft.snapshot.storage.files import write_atomically
 from megatron_ft.snapshot.storage.window_file import WindowFile, rank_name, window_name
 from megatron_ft.snapshot.window import Window
 
-# Rejected windows are not tried again, because their replay gave other results than the logged iterations. Their
-# files are intact. The list is ``refused_windows.json`` in the run's folder. It identifies windows by their
-# content and not by their names, because a run that resumes from an earlier iteration captures other windows with the
-# same names.
+# Rejected windows are not tried again, because their replay gave other results than the logged iterations. Their files
+# are intact, so verification does not find them. The list is ``refused_windows.json`` in the run's folder. It
+# identifies windows by their content and not by their names, because a run that resumes from an earlier iteration
+# captures other windows with the same names.
 
 REJECTED_NAME = "refused_windows.json"
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -57,7 +57,8 @@ class RejectedWindow:
         return window
 
     def add_to(self, run_dir: Path) -> None:
-        """Add a window to the list and sync the file. Readers see the old or new list. Call it in one process only.
+        """Add this window to the list of rejected windows, and sync the file. Only one process of the job may call
+        this.
 
         Raises:
             CheckpointError: the file cannot be read or written; its content is unchanged.
@@ -73,7 +74,7 @@ class RejectedWindow:
         """Read the list of rejected windows of a run, the oldest first; empty if the file does not exist.
 
         Raises:
-            CheckpointError: the file cannot be read, or ``RejectedWindow.add_to`` has not written it.
+            CheckpointError: the file cannot be read, or is not a list that ``RejectedWindow.add_to`` has written.
         """
         path = run_dir / REJECTED_NAME
         try:
@@ -92,7 +93,7 @@ def window_digest(manifests: Sequence[str]) -> str:
 
     The checksum identifies the content, because a manifest contains the plan, the votes and a checksum of every piece.
     """
-    # In rank order, and each manifest as canonical JSON: every restart computes the same digest for the same content.
+    # The manifests are in rank order and canonical JSON, so every restart computes the same digest for equal content.
     return xxhash.xxh3_128("\n".join(manifests).encode()).hexdigest()
 
 
@@ -124,7 +125,7 @@ class WindowFolder:
         found = []
         for match in filter(None, map(_DIRECTORY.fullmatch, self._backend.list_directories())):
             key = WindowKey(start_iteration=int(match[1]), generation=int(match[2] or 0))
-            if window_name(key) == match[0]:  # no other spelling of the same numbers
+            if window_name(key) == match[0]:  # skip names with other leading zeros
                 found.append(key)
         return sorted(found)
 
@@ -146,8 +147,8 @@ class WindowFolder:
     def verify(self, stored: WindowKey, world_size: int, *, part: int = 0, num_parts: int = 1) -> Window:
         """Check that a window is complete, and return the part of it that belongs to rank ``part``.
 
-        Every caller opens the files of all ranks and compares their descriptions. To share the reading of payloads,
-        each caller reads only every ``num_parts``-th file, beginning with file ``part``.
+        Every caller opens the files of all ranks and compares their descriptions. To share the reading, each caller
+        reads the payload of only every ``num_parts``-th file, beginning with file ``part``.
 
         Raises:
             CheckpointError: a file is missing, damaged, or of another window; the message names the first such file.
@@ -156,7 +157,7 @@ class WindowFolder:
         for rank in range(world_size):
             with self.open(stored, rank) as opened:
                 _check_same(opened.window, windows[0] if windows else opened.window, world_size, opened.path)
-                # Only payloads are divided among callers: whether files belong together takes the heads of all of them.
+                # Callers share only the reading of payloads. Each needs all manifests, to check that the files match.
                 windows.append(opened.verify() if rank % num_parts == part else opened.window)
         return windows[part]
 
@@ -167,11 +168,11 @@ class WindowFolder:
         return self._first_sound(self.list_windows()[::-1], world_size, refuse=refuse)
 
     def retain(self, num_windows: int, world_size: int, *, part: int = 0, num_parts: int = 1) -> list[WindowKey]:
-        """Delete old windows. Keep the newest ``num_windows`` that are complete and undamaged, all windows that are
-        newer than the oldest of them, and the windows that have pieces of these.
+        """Delete old windows. Keep the newest ``num_windows`` complete and undamaged windows, all windows that are
+        newer than the oldest of these, and the windows whose files contain pieces of a window that is kept.
 
         Nothing is deleted while fewer than ``num_windows`` are complete and undamaged. Only one process of the job may
-        call it; ``part`` and ``num_parts`` limit the payload that it reads, as in :meth:`verify`.
+        call this. ``part`` and ``num_parts`` limit the payload that it reads, as in :meth:`verify`.
 
         Returns:
             The deleted windows.
@@ -181,11 +182,11 @@ class WindowFolder:
         """
         assert num_windows >= 1, f"num_windows={num_windows}: must be at least 1"
         found, candidates = 0, self.list_windows()
-        # From the newest on. Windows that do not verify stay if they are newer: other ranks may still be writing them.
+        # Verify from the newest window on. Newer invalid windows stay, because ranks may still be writing them.
         while candidates and found < num_windows:
             stored, _ = self._first_sound([candidates.pop()], world_size, part, num_parts)
             found += stored is not None
-        # With fewer sound windows than that, the older ones are all there is: they stay.
+        # If fewer than ``num_windows`` windows are valid, nothing is deleted.
         needed = self._needed_by(set(self.list_windows()) - set(candidates), world_size) if candidates else set()
         removed = [stored for stored in candidates if stored not in needed] if found == num_windows else []
         for stored in removed:
@@ -193,7 +194,7 @@ class WindowFolder:
         return removed
 
     def _needed_by(self, kept: Iterable[WindowKey], world_size: int) -> set[WindowKey]:
-        # A rank whose file could not be written refers to other windows than the other ranks do.
+        # Ranks can need different windows, because the file of a rank may not have been written to an earlier window.
         needed: set[WindowKey] = set()
         for stored in kept:
             for rank in range(world_size):
@@ -201,14 +202,14 @@ class WindowFolder:
                     with self.open(stored, rank) as opened:
                         needed |= set(opened.earlier)
                 except CheckpointError:
-                    continue  # missing or damaged: nothing can be read with its references
+                    continue  # this file is missing or damaged, so it needs no other file
         return needed
 
     def set_aside_from(self, iteration: int) -> list[str]:
         """Rename windows that start at ``iteration`` or later. Return the new names.
 
-        Call it before training resumes at ``iteration`` from another state, because training may write windows with the
-        same names again.
+        Call this before training resumes at ``iteration`` from a state other than these windows, because training may
+        then write windows with the same names.
         """
         return self.set_aside([stored for stored in self.list_windows() if stored.start_iteration >= iteration])
 
@@ -268,7 +269,7 @@ class WindowFolder:
 def _check_same(window: Window, first: Window, world_size: int, where: str) -> None:
     if window.world_size != world_size:
         raise CheckpointError(f"{where}: world_size={window.world_size}: must be {world_size}")
-    # Files of different captures can lie in one folder, each of them sound: a mixture of them is no state of the job.
+    # A folder may contain files of different captures. Each can be valid, but together they are not a state of the job.
     for name in _SHARED:
         if getattr(window, name) != getattr(first, name):
-            raise CheckpointError(f"{where}: {name} differs from rank 0: the files belong to different windows")
+            raise CheckpointError(f"{where}: {name} differs from rank 0: these two files belong to different windows")
