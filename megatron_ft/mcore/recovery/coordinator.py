@@ -37,7 +37,7 @@ class Coordinator:
         """
         self._check()
         worker = self.trainer.context.worker
-        # ``abort.install`` needs that all groups use gloo. ``_check`` has made sure of this.
+        # ``abort.install`` requires that all groups use gloo, which ``_check`` has ensured.
         if worker.can_survive:
             abort.install()
         if self.trainer.context.is_joining:
@@ -73,14 +73,14 @@ class Coordinator:
         try:
             self.trainer.repeat_abandoned_save()
             self.trainer.run()
-        except RuntimeError:  # of a collective or a kernel; errors of this project end the job
+        except RuntimeError:  # from a collective or a kernel; this project's errors are other classes and end the job
             if not self.trainer.context.worker.can_survive:
                 raise
             return traceback.format_exc()
         return None
 
     def _survive(self, failure: str) -> NextMembership:
-        # First, because other ranks may wait for this rank in a collective, and can report positions only after that.
+        # Break connections first: until then, other ranks may wait in a collective and cannot report positions.
         self.trainer.hang_up("an iteration failed on this rank")
         try:
             position = position_of(self.trainer.engine, self.trainer.context.rank)
@@ -95,7 +95,7 @@ class Coordinator:
         try:
             self.trainer.checkpoints.finish()
             self.trainer.drain_experts(worker.awaited_change().leaving)
-        except RuntimeError:  # of a collective; errors of this project end the job
+        except RuntimeError:  # from a collective; this project's errors are other classes and end the job
             failure = traceback.format_exc()
         if failure is not None:
             return self._survive(failure)
@@ -131,7 +131,7 @@ class Coordinator:
                     raise
                 failure = traceback.format_exc()
             self.trainer.hang_up("this generation could not be formed")
-            # This membership has committed nothing, so the rank is still at the target, and has no vote.
+            # This membership has committed nothing, so this rank is still at the target iteration, and has no vote.
             beginning = self.trainer.membership_start
             position = Position(
                 rank=self.trainer.context.rank,

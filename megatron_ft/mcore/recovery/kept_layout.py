@@ -1,4 +1,4 @@
-"""Continues a membership with the layout of the previous one: other processes take the places of lost ranks.
+"""Continues training in a membership with the same layout: other processes take the places of lost ranks.
 
 Ranks that survive keep their tensors where they are (``recovery.keep_layout``). ``localized.py`` restores the state.
 """
@@ -29,7 +29,7 @@ class KeptLayoutTrainer(Trainer):
     prebuilder: Prebuilder | None = None
     """Engines that this process has built in advance; None if it has not waited to replace a lost rank."""
     former_copies: StateCopies | None = None
-    """Copies of optimizer state for another placement, which are used until there are new ones."""
+    """Copies of optimizer state, made for a placement that was undone. They are used until there are new copies."""
 
     def prebuild(self) -> None:
         """Build on a spare what it needs if it replaces a node. Raises RankLost if this fails."""
@@ -47,7 +47,7 @@ class KeptLayoutTrainer(Trainer):
 
     def undo_migration(self) -> None:
         """Return to the placement before the newest migration, if no iteration has been committed since then. This
-        needs no other rank. Nothing changes if the layout is not kept."""
+        needs no communication. Without ``recovery.keep_layout`` this does nothing."""
         former, engine = self.previous_placement, self.engine
         if former is None or not self.job.recovery.keep_layout:
             return
@@ -132,7 +132,7 @@ class KeptLayoutTrainer(Trainer):
             built=prepared,
         )
         if recovery.lacks_copies:
-            # A joining rank whose own recovery was interrupted may have copies of another state.
+            # Do not reuse copies on a joining rank: after an interrupted recovery, they may be of another state.
             self.keep_copies(former=None if carried is None else engine.state_copies)
         self.former_copies = None
         assert engine.iteration == plan.target, f"the recovery ended at iteration {engine.iteration}, not {plan.target}"
@@ -159,8 +159,8 @@ class KeptLayoutTrainer(Trainer):
         return None if placement is None else PlacementState(plans=placement.plans, loads=placement.loads)
 
     def _reopen_snapshot_client(self) -> KeeperClient | None:
-        """Connect to this node's snapshot server in a new membership. All ranks must call this to exchange addresses: a
-        joining node has those of the present nodes, but the present nodes do not have the address of a joining node."""
+        """Connect to this node's snapshot server in a new membership. All ranks must call this, because they exchange
+        the addresses of snapshot servers: present nodes do not know the address of a joining node."""
         if self.config.snapshot.policy is None:
             return None
         context, service = self.context, self.context.sidecars[SNAPSHOT_SERVICE]

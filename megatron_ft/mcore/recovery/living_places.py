@@ -1,8 +1,8 @@
 """Gives ranks that take the places of lost ranks the state of living ranks, which keep their own state in place.
 
-``LocalizedPlan`` names the stages whose ranks receive state, and the units of state that each rank has. The joining
-ranks state the tensors that they need. All ranks compute the same ``TransferPlan`` from this, and carry it out: each
-element is sent once, the senders of a unit share the work, and ranks that lack nothing receive nothing.
+``LocalizedPlan`` names the stages whose ranks receive state. Each rank has reported its units of state, such as an
+expert or an optimizer shard. Joining ranks list the tensors that they need. From this, all ranks compute the same
+``TransferPlan``: each element is sent once, the senders of a unit share the work, and other ranks receive nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,12 +45,12 @@ class Received:
 
 
 class LivingPlaces:
-    """The transfer of one recovery. All ranks of the job must make the same calls.
+    """Transfer of state in one recovery. All ranks of the job must make the same calls.
 
     Args:
         engine: engine of this rank, with model and optimizer.
         collectives: collectives over all ranks of the job.
-        standings: report of every rank, by rank.
+        standings: progress and state that each rank has reported, by rank.
         has_replicas: whether experts have replicas, so that each expert is a unit.
         copies: copies of other ranks' optimizer state on this rank.
     """
@@ -92,14 +92,14 @@ class LivingPlaces:
 
     @property
     def _has_whole_weights(self) -> bool:
-        """Whether the living ranks of this rank's stage have all weights of the stage, those of experts included. If
-        not, the weights of the stage are rounded from the master weights and gathered."""
+        """Whether the living ranks of this rank's stage have all its weights, including those of experts. If not, the
+        weights of the stage are rounded from the master weights and gathered."""
         stage = self._standings[self._rank].stage
         living = [found for found in self._standings if found.stage == stage and found.has_state]
         if not all(standing.has_whole_weights for standing in living):
             return False
         if self._has_replicas or not self._is_sharded:
-            return True  # otherwise ``LocalizedPlan`` has made sure that a living rank has the experts
+            return True  # ``LocalizedPlan`` has checked that living ranks have all experts
         held = {unit for standing in living for unit in standing.holds}
         return all(experts_unit(rank, self._topology) in held for rank in self._topology.stage_ranks(stage))
 
@@ -110,9 +110,9 @@ class LivingPlaces:
             parameter, _, kind = name.partition("/")
             if self._is_sharded and not self._is_replica(name):
                 if not kind and not self._has_whole_weights:
-                    continue  # rounded from the master weights and gathered
+                    continue  # not sent, but rounded from the master weights and gathered
                 if kind == "master" and self._has_whole_weights and dtypes[parameter] is torch.float32:
-                    continue  # a range of the weight itself, which is received as a whole
+                    continue  # part of the FP32 weight, which is received as a whole
             yield [unit, name, tensor.numel(), tensor.element_size()]
 
     def _is_replica(self, name: str) -> bool:
@@ -121,7 +121,7 @@ class LivingPlaces:
     def _tensors(self) -> _Tensors:
         chunks, optimizer, found = self._engine.model_chunks, self._engine.optimizer, _Tensors()
         for name, tensor in distinct_state(chunks, optimizer):
-            # Buffers are part of ``TrainState``, because their dtype can differ in a new model.
+            # Buffers are not sent here but in ``TrainState``, because their dtype can differ in a new model.
             is_of_shard = self._is_sharded and "/" in name and not self._is_replica(name)
             if not name.startswith("buffer.") and not is_of_shard:
                 found[self._unit_of(name), name] = tensor.detach().view(-1)
@@ -132,7 +132,7 @@ class LivingPlaces:
         return found
 
     def _copies(self) -> _Tensors:
-        # Returns the copies of other ranks' shards on this rank. Shards of experts are not used: experts have replicas.
+        # Returns this rank's copies of other ranks' shards, without experts that ranks receive from replicas.
         return {
             (shard_unit(kept.owner), name): tensor.view(-1)
             for kept in self._kept

@@ -1,11 +1,11 @@
 """Recovers with the same layout: ranks in the places of lost ranks receive state, or their pipeline stages replay.
 
 ``planning/recovery/localized_replay.py`` makes the plan. Ranks that survive keep model, gradient buffers and optimizer;
-only their connections are replaced. If living ranks have all state of a stage, its joining ranks receive it, see
-``living_places.py``. Otherwise the stage replays; all other stages compute nothing. Adjacent stages that replay are a
-region. They load the newest committed window and run the later iterations again. Ranks inside a region communicate as
-usual. From stages outside, they receive logged messages. Ranks of a region that had state before the replay compare its
-digests with those of the result, to detect a wrong recovery.
+only their connections are replaced. If living ranks have all state of a stage, joining ranks of the stage receive this
+state (``living_places.py``). Otherwise the stage replays, and stages that do not replay compute nothing. Adjacent
+stages that replay form a region. A region loads the newest committed window and runs the later iterations again. Its
+ranks communicate with each other as usual, and receive logged messages from stages outside the region. To detect a
+wrong recovery, ranks that had state before the replay compare the digests of that state and of the result.
 """
 
 import copy
@@ -47,7 +47,7 @@ from megatron_ft.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """Things that a rank has built for a recovery, see ``StageRecovery``."""
+    """What a rank has built for a recovery: values for fields of the event ``StageRecovery``."""
 
     built: str
     why_built: str
@@ -98,7 +98,7 @@ def _form_region_groups(
             if len(members) == len(stages):
                 return _RegionGroups(everybody=groups.vote, line=pg.pp)
             everybody = _add(engine, members)
-            # The pipeline of a region of one stage is a group of only this rank. An existing group is used if possible.
+            # If the region is one stage, ``line`` contains only this rank. Use an existing group of one rank, if any.
             alone = next((group for group in (pg.cp, pg.tp) if len(region) == 1 and group.size() == 1), None)
             lines = [] if alone is not None else [_add(engine, line) for line in zip(*rows, strict=True)]
             line = next((found for found in lines if found is not None), alone)
@@ -110,7 +110,7 @@ def _form_region_groups(
 
 @contextmanager
 def _breakable(groups: Groups, break_with: Callable[[Abort], None]) -> Iterator[None]:
-    # The loss of a rank must end the formation of groups, as it ends collectives.
+    # If a rank is lost, the formation of groups must end with an error, as collectives do.
     opening = Opening()
 
     def hang_up(reason: str) -> None:
@@ -161,13 +161,13 @@ class _Region:
             plan: plan of the windows that are captured after the recovery.
 
         Raises:
-            RecoveryError: the window is missing or does not match this job, on all ranks of the region; or a replayed
-                iteration differs from its vote.
+            RecoveryError: the window is missing or does not match this job, which all ranks of the region report; or a
+                replayed iteration differs from its vote.
         """
         engine = self._engine
         window = self._find()
         self._check_placement(window)
-        # The replay logs the messages that it sends, for the next failure. So the log must be large enough before it.
+        # The replay logs the messages that it sends, for the next failure. So enlarge the log before the replay.
         for needed in (window.plan_in_force, plan or window.plan_in_force):
             keep_room(engine, needed, self._report)
         replay = window.replay_plan(until=self._plan.target, votes=votes)
@@ -223,10 +223,10 @@ class _Region:
 
         def finalize_alone(model: Any, num_tokens: torch.Tensor | None, *, pg_collection: Any, **others: Any) -> None:
             # Megatron broadcasts the number of tokens from the last rank of ``pp``. In a region without the last stage,
-            # this rank has no labels, so the number is computed.
+            # that rank has no labels to count, so each rank computes the number.
             if num_tokens is not None and not is_last_here:
                 num_tokens.fill_(self._num_own_tokens())
-            # Copied, because the schedule still uses the group of the whole pipeline.
+            # Change a copy, because the schedule still uses the group of the whole pipeline.
             scoped = copy.copy(pg_collection)
             scoped.pp = self._line
             finalize(model, num_tokens, pg_collection=scoped, **others)
@@ -279,7 +279,7 @@ class KeptLayoutRecovery:
         self._carried = carried
         self._topology = topology
         config, log = engine.config, engine.boundaries.log
-        # With replicas, copies of experts alone are not copies of a shard.
+        # With replicas, a rank may have copies of only the experts of an owner, which are not copies of its shard.
         is_whole = config.placement.algorithm is None
         kept_here = copies.kept if copies else ()
         owners = {kept.owner for kept in kept_here if is_whole or any(map(is_non_expert, kept.names))}
@@ -327,10 +327,9 @@ class KeptLayoutRecovery:
         return PlacementState.from_json(shared)
 
     def share(self) -> tuple[TrainState, dict[int, Vote], WindowPlan | None, adamw.GroupKeys]:
-        """Broadcast and return four values of the rank ``LocalizedPlan.voter``: its ``TrainState``, its logged votes,
-        its plan of windows, which is None if no windows are planned yet, and the keys of its parameter groups. The
-        ``TrainState`` has no random number generators, which each rank restores from its own state or computes in the
-        replay."""
+        """Broadcast four values of the rank ``LocalizedPlan.voter``, and return them: its ``TrainState``, its logged
+        votes, its plan of windows (None if no windows are planned yet), and the keys of its parameter groups. The
+        ``TrainState`` contains no random number generators: each rank restores its own, or the replay computes them."""
         # ``_standings`` is the same on all ranks, so they choose the same sender.
         first = self.plan.voter(self._standings)
         log, carried, mine = self._engine.boundaries.log, self._carried, None
@@ -367,7 +366,7 @@ class KeptLayoutRecovery:
             open_restorer: creates a ``SnapshotRestorer`` for the ranks of the given collectives.
             break_with: registers the function that breaks the connections of this rank.
             report: reports an event once for the job.
-            built: things that this rank has built before.
+            built: what this rank has built for this recovery.
 
         Returns:
             The committed window, to be kept until the next window is committed.
@@ -381,7 +380,7 @@ class KeptLayoutRecovery:
         requests: list[Any] = []
         kept, error = None, None
         role = self._role
-        # First, because a stage that receives state may send its log to a stage that replays.
+        # Receive state first, because a stage that receives state may also send its log to a stage that replays.
         received = self._receive(votes, window_plan, report)
         num_bytes, staged_bytes = received.num_bytes, received.staged_bytes
         try:
@@ -395,7 +394,7 @@ class KeptLayoutRecovery:
                 kept = self._stay(client)
             else:
                 self._note_digests()
-                # A replay cannot update them, because other ranks send no gradients.
+                # A replay cannot update copies of optimizer state, because ranks outside the region send no gradients.
                 engine.end_copies()
                 about = {"open_restorer": open_restorer, "report": report, "placement": self.placement}
                 replay = _Region(engine, plan, region, groups, **about)
@@ -454,7 +453,7 @@ class KeptLayoutRecovery:
     def _receive(
         self, votes: Mapping[int, Vote], window_plan: WindowPlan | None, report: Callable[[Record], None]
     ) -> Received:
-        """Give the ranks of receiving stages that lack state the tensors and the ``TrainState`` of living ranks."""
+        """Send tensors and ``TrainState`` of living ranks to ranks without state, in all stages that receive state."""
         engine, me = self._engine, self._context.rank
         if not self.plan.receiving:
             return Received()
@@ -474,8 +473,8 @@ class KeptLayoutRecovery:
         mine = self._carried.host.to_json(own=False) if is_sender and self._carried is not None else None
         hosts = self._collectives.gather(mine)
         if self._role == "receives":
-            # Without generators: a new process in this place has the generators of the lost one, as all ranks of the
-            # stage have confirmed (``Standing.has_first_generators``).
+            # Random number generators are not sent: all ranks of the stage have confirmed that theirs never changed
+            # (``Standing.has_first_generators``), so a new process has the same ones as the lost process.
             engine.restore(TrainState.from_json(hosts[first[parts[me]]]))
             if window_plan is not None:
                 keep_room(engine, window_plan, report)
@@ -502,8 +501,8 @@ class KeptLayoutRecovery:
         if self._role != "receives":
             assert self._carried is not None, "a rank outside the replaying regions has no state"
             engine.restore(self._carried.host)
-        # If an iteration was finished after the failure, only this rank's shard of the parameters is updated. All ranks
-        # of the stage must gather if one has to. A stage that receives state has gathered already.
+        # If an iteration was finished after the failure, this rank has updated only its shard of the parameters. If one
+        # rank of a stage must gather the rest, all must call this. A stage that receives state has gathered already.
         is_whole = all(standing.has_whole_weights for standing in self._standings if standing.stage == stage)
         if not is_whole and stage not in self.plan.receiving:
             adamw.gather(engine.optimizer, engine.model_chunks)
@@ -513,13 +512,13 @@ class KeptLayoutRecovery:
         for found in client.inventory(self._context.rank):
             if found.where == "own" and found.complete and found.key == key:
                 return found
-        # Only peer nodes have this rank's part of the window, so no buffer of this node has to be kept for it.
+        # Only peer nodes have this rank's part of the window, so no buffer on this node has to be kept.
         return StoredWindow(
             start_iteration=key.start_iteration, generation=key.generation, num_slices=0, num_held=0, where="copy"
         )
 
     def _note_digests(self) -> None:
-        # Called before the tensors are overwritten. Digests from before an earlier replay, which failed, are kept.
+        # Called before a replay overwrites the tensors. If an earlier replay failed, its digests are kept.
         engine, carried = self._engine, self._carried
         if carried is not None and carried.digests is None:
             carried.digests = tensor_digests(engine.model_chunks, engine.optimizer)
@@ -531,8 +530,7 @@ class KeptLayoutRecovery:
         if carried is None or carried.digests is None:
             return
         now = tensor_digests(engine.model_chunks, engine.optimizer)
-        # Weights outside this rank's shard are not compared if they are not updated; see
-        # ``Carried.has_whole_weights``.
+        # Weights outside this rank's shard are compared only if they were up to date (``Carried.has_whole_weights``).
         names = [name for name in now if "/" in name or carried.has_whole_weights]
         other = [name for name in names if now[name] != carried.digests.get(name)]
         other += engine.train_state().differences(carried.host)

@@ -1,9 +1,9 @@
 """Builds model, gradient buffers and optimizer on a spare before a node is lost.
 
-A spare creates process groups without connections, and builds an engine on them, for each part of the model that
-``planning/recovery/prebuild.py`` names. It sends and receives nothing meanwhile. When it replaces a node, the groups of
-the matching engine are connected, and the recovery fills the engine's state, as it fills that of an engine that was
-built at that time. Other engines are dropped. If no engine matches, the spare builds one.
+For each part of the model that ``planning/recovery/prebuild.py`` names, a spare creates process groups without
+connections, and builds an engine on them. This needs no communication. When the spare replaces a node, it connects the
+groups of the engine that matches, and drops the other engines. If no engine matches, it builds one. Then the recovery
+fills the state of the engine.
 """
 
 import time
@@ -37,7 +37,7 @@ class _Built:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """An engine that was built in advance, and whose groups this process uses from now on."""
+    """An engine that was built in advance and that this process uses from now on, with its groups."""
 
     engine: TrainingEngine
     groups: Groups
@@ -74,7 +74,7 @@ class Prebuilder:
                 return
             try:
                 self._build(part)
-            # Any other error would be reported as a failure of the rank, and could end a job that does not need it.
+            # Any other error would count as the failure of a rank, and could end a job that does not need this spare.
             except Exception as error:
                 raise RankLost(
                     f"this node cannot join: the build of its part of the model failed: {error!r}"
@@ -106,7 +106,7 @@ class Prebuilder:
         built, self._built = self._built, {}
         found = built.pop(part, None)
         for other in built.values():
-            # Not left to the garbage collector, because the memory would be freed much later.
+            # Free the memory now, because the garbage collector would free it much later.
             free_state(other.engine.model_chunks, other.engine.optimizer)
         if found is None:
             if built:
@@ -123,8 +123,8 @@ class Prebuilder:
         return self._taken
 
     def finish(self, groups: Groups, group_keys: GroupKeys) -> str | None:
-        """Use ``groups``, which are now connected, in the engine of ``take``. Return ``built`` of the event
-        ``StageRecovery``; None if ``take`` has returned no engine, or after the first call.
+        """Use ``groups``, which are now connected, in the engine that ``take`` has returned. Return the value of
+        ``StageRecovery.built``; None if ``take`` has returned no engine, or if this is not the first call.
 
         Args:
             group_keys: ``group_keys`` of another rank's engine.

@@ -1,9 +1,9 @@
 """Forms the process groups of the next membership in the same processes, and restores state from expert replicas.
 
-Experts of lost ranks have replicas on other ranks of the stage. All ranks of a model part (pipeline stage and tensor
-coordinate) have the same other state. A rank that keeps its part keeps its state and random number generators. Ranks
-that join, or come from another part, receive the state of their part. Jobs with ``recovery.keep_layout`` restore state
-with ``kept_layout.py`` instead.
+Experts of lost ranks have replicas on other ranks of the stage. All other state is the same on all ranks of a model
+part (pipeline stage and tensor coordinate). A rank that stays in its model part keeps its state and random number
+generators. Ranks that join, or that change to another model part, receive the state of this part from other ranks. Jobs
+with ``recovery.keep_layout`` restore state with ``kept_layout.py`` instead.
 """
 
 import time
@@ -163,7 +163,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         return None
 
     def _join(self, store: dist.Store | None, former: Groups | None) -> Groups:
-        # Forms the groups of the new membership. The loss of a rank must end this, as it ends collectives.
+        # Forms the groups of the new membership. If a rank is lost meanwhile, this must fail, as collectives do.
         failpoints.hit("reform_join", self.engine.iteration)
         opening = Opening()
         self.break_with(opening.hang_up)
@@ -185,9 +185,9 @@ class ElasticTrainer(KeptLayoutTrainer):
     def _present(
         self, carried: Carried | None, groups: Groups
     ) -> tuple[list[RankStatus], list[str], list[Moved | None], list[dict[str, Any] | None]]:
-        """Gather four lists with one entry per rank: the status; the fingerprint of the samples; the experts of the
-        rank in its newest model part, or None if they are those of its holdings; and the statement of its shards, or
-        None if it has none."""
+        """Gather four lists with one entry per rank: the status; the fingerprint of the samples; the model part and
+        experts of the rank, or None if its holdings show them; and the statement of its shards, or None if it has
+        none."""
         status = RankStatus.of(() if carried is None else carried.holdings, self.spared).to_json()
         has_moved = carried is not None and carried.has_moved
         experts = [carried.part, list(by_expert(carried.state))] if carried is not None and has_moved else None
@@ -274,12 +274,12 @@ class ElasticTrainer(KeptLayoutTrainer):
         state = dict(old) if me in move.staying else {}
         if shapes:
             state |= hand_over(old, shapes, move.former, move.parts, groups.world)
-            if move.keeps_stage(me):  # another tensor part of the same stage has the same experts
+            if move.keeps_stage(me):  # all tensor parts of a stage have the same experts
                 state |= {name: old[name] for names in by_expert(old).values() for name in names}
         like = expert_like(next(iter(shapes.values()))) if shapes else None
         transfers = [transfer for migration in migrations for transfer in migration.transfers]
         move_experts(old, transfers, groups.world, range(len(move.parts)), into=state, like=like)
-        del old  # the state of another model part; ``membership_start`` keeps it until the first commit
+        del old  # ``membership_start`` keeps state of another model part until the first commit
         self.placement = manager
         self.use(groups)
         engine = self.engine
@@ -290,14 +290,14 @@ class ElasticTrainer(KeptLayoutTrainer):
         if shards is not None:
             failpoints.hit("reform_move", engine.iteration)
             shards.restore(engine.model_chunks, engine.optimizer, groups)
-        # ``restore`` changes these generators only if the state is this rank's own.
+        # ``restore`` restores generators only if ``host.rng`` is not None, which is so only for this rank's own state.
         if not move.keeps_generators(me):
             host = replace(host, rng=None)
             seed_newcomer(self.job.training.seed, engine.iteration, groups)
         engine.restore(host)
         set_position(engine.scheduler, engine.iteration * self.job.training.global_batch_size)
         self.rounded_off = host.rounded_off
-        # Before this rank counts as formed, because from then on it no longer needs the state of the last membership.
+        # Before ``_note_formed``, because after it, a failure no longer returns this rank to its earlier state.
         self.keep_copies()
         self._note_formed(held, move, is_stopped=host.stopped is not None)
         self._restart_snapshots()
@@ -376,11 +376,11 @@ class ElasticTrainer(KeptLayoutTrainer):
         self.report_placement("evacuation")
 
     def _ranks_without(self, leaving: Sequence[int]) -> frozenset[int]:
-        """Return the ranks whose processes have a rank in the membership without the nodes ``leaving``."""
+        """Return the ranks whose processes also have a rank in the next membership, without the nodes ``leaving``."""
         size = self.job.launch.ranks_per_node
         processes = [node * size + local for node, local in zip(self.nodes, self.context.local_ranks, strict=True)]
         now = MembershipLayout.of(self.members, processes, size)
-        # Nodes leave after an iteration of this membership, so its layout is the base of the next one.
+        # The next layout is derived from the layout of this membership, from which the nodes leave.
         after = JobLayouts.of(self.job).on([node for node in self.members if node not in leaving], now)
         # The control plane refuses to let nodes leave if the other nodes are too few.
         assert isinstance(after, MembershipLayout), "too few nodes would remain"
@@ -416,7 +416,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         # Returns the state of a rank that has all state of its membership. ``changes`` is ``Holding.changes``.
         engine = self.engine
         finished = resolve_iteration(engine, target)
-        # Ranks that completed the iteration have observed its loads. All ranks must plan from the same loads.
+        # Other ranks have observed the loads of this iteration already, and all ranks must plan from the same loads.
         if finished is not None:
             self.observe(finished)
         self.undo_migration()
@@ -425,7 +425,7 @@ class ElasticTrainer(KeptLayoutTrainer):
             state, host = self._tensors(), engine.train_state()
         else:  # a migration failed, so the model or the optimizer may be missing
             state, host = {}, former.host
-        # A kept layout keeps its placement, too, which the trainer still has in the next membership.
+        # If the layout is kept, the trainer keeps its placement for the next membership, so no holding needs one.
         placement = None if self.job.recovery.keep_layout else self.placement
         in_force = None
         if placement is not None:

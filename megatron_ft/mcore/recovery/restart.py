@@ -32,7 +32,7 @@ def select_restore_source(
     """
     found, run = None, config.run
     not_chosen: tuple[str, ...] = ()
-    # Windows that are not in the run's folder: at a URL, or in the memory of snapshot servers that outlived their job.
+    # Windows can be outside the run's folder: at a URL, or in the memory of snapshot servers that outlived their job.
     has_other_windows = config.snapshot.persist_url is not None or config.snapshot.outlive_job_seconds > 0
     if context.resume_from is not None or (run.resume != "never" and has_other_windows):
         folder = context.resume_from or checkpoints.folder
@@ -56,7 +56,7 @@ def select_restore_source(
             restorer.report_start(None, context.generation)
             return None, window
         unusable = () if found is not None else (*checkpoints.unusable(folder), *restorer.unusable, *not_chosen)
-        # Memory that was lost with its nodes leaves no other trace.
+        # If the memory with all windows was lost, only the run's events show that windows existed.
         if not unusable and found is None and context.generation > 0:
             unusable = _lost_windows(context.run_dir)
         # Only the first start of the job must find a checkpoint. A restart may come before the run's first save.
@@ -104,7 +104,7 @@ def _check_start_over(unusable: Sequence[str], *, run_dir: Path, start_over: boo
 
 
 def _lost_windows(run_dir: Path) -> tuple[str, ...]:
-    """Return a reason if ``events.jsonl`` of a run records a committed window; otherwise nothing."""
+    """Return why the newest committed window in ``events.jsonl`` cannot be used, or () if there was none."""
     try:
         with (run_dir / "events.jsonl").open("rb") as file:
             committed = [line for line in file if b'"window_committed"' in line]

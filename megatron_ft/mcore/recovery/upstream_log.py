@@ -35,7 +35,7 @@ def keep_log(engine: TrainingEngine, snapshots: Snapshotter, report: Callable[[R
     log, kept = engine.boundaries.log, snapshots.kept
     assert log is not None, "the upstream log is not allocated"
     if kept is not None:
-        # A vote has committed this window on all ranks, so no rank needs the messages of earlier iterations.
+        # This window is committed, so no replay begins earlier, and no rank needs messages of earlier iterations.
         log.trim(kept.start_iteration)
     gap = log.take_gap()
     if gap is not None:
