@@ -47,7 +47,7 @@ from megatron_ft.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """What a rank has built for a recovery: values for fields of the event ``StageRecovery``."""
+    """Report on what a rank has built for a recovery, for the fields of the event ``StageRecovery``."""
 
     built: str
     why_built: str

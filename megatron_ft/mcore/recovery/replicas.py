@@ -186,8 +186,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         self, carried: Carried | None, groups: Groups
     ) -> tuple[list[RankStatus], list[str], list[Moved | None], list[dict[str, Any] | None]]:
         """Gather four lists with one entry per rank: the status; the fingerprint of the samples; the model part and
-        experts of the rank, or None if its holdings show them; and the statement of its shards, or None if it has
-        none."""
+        experts of the rank, or None if its holdings show them; and its ``Shards.statement``, or None without shards."""
         status = RankStatus.of(() if carried is None else carried.holdings, self.spared).to_json()
         has_moved = carried is not None and carried.has_moved
         experts = [carried.part, list(by_expert(carried.state))] if carried is not None and has_moved else None

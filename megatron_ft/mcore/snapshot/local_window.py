@@ -63,7 +63,7 @@ def carry_out(plan: ReplayPlan, engine: _ReplayEngine) -> ReplayResult:
     Raises:
         RecoveryError: the vote of a replayed iteration differs from the logged vote.
     """
-    # Validate before the first step: a rank that fails later would leave the other ranks in a collective.
+    # Validate before the first step: if a rank failed later, the other ranks would wait for it in a collective.
     plan.validate()
     load_seconds = replay_seconds = 0.0
     for step in plan.steps:
@@ -120,7 +120,7 @@ def frozen(
 
 
 def _keep_gradients_flowing(chunk: torch.nn.Module) -> Any:
-    # The output of a frozen embedding must require gradients, because activation recomputation needs input gradients.
+    # A frozen embedding's output must require gradients: recomputation of activations needs an input that does.
 
     def require_gradient(module: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
         return output.requires_grad_() if torch.is_grad_enabled() else output
@@ -169,9 +169,9 @@ class LocalWindow:
     slices: tuple[memoryview, ...]
     """The bytes of each slice."""
     stored: StoredWindow
-    """Origin of the bytes. If ``stored.where`` is ``own``, they are in buffer ``stored.buffer`` of this rank's memory
-    on its node. Otherwise they are elsewhere, and this buffer contains the rank's newest committed window; None if
-    there is none. In both cases the buffer must not be overwritten."""
+    """Place of the bytes. If ``stored.where`` is ``own``, they are in buffer ``stored.buffer`` of this rank's memory on
+    its node. Otherwise they are elsewhere, and ``stored.buffer`` is the buffer with the rank's newest committed window,
+    or None if there is none. In both cases this buffer must not be overwritten."""
 
     @property
     def plan(self) -> WindowPlan:
@@ -220,7 +220,7 @@ class LocalWindow:
             extras = self.header(0, EXTRAS)
             self.header(0, PLACEMENT)
             if (self.at_risk is None) != (self.window.slices[0].captured_at is None):
-                raise ValueError(f"{AT_RISK} and captured_at must both be there, or neither")
+                raise ValueError(f"slice 0 must have both {AT_RISK} and captured_at, or neither")
         except (AssertionError, KeyError, TypeError, ValueError) as error:
             raise RecoveryError(f"{where}: its plan or a slice's header cannot be read: {error!r}") from error
         num_slices = sum(step.load is not None for step in replay.steps)
@@ -342,7 +342,7 @@ class Replayer:
         with synchronous_reduction(engine.model_chunks, config), frozen(engine.model_chunks, skipped) as thaw:
 
             def thaw_and_finalize(*args: Any, **kwargs: Any) -> None:
-                # Frozen parameters stay in the gradient buckets, with zeros, so that the order of sums does not change.
+                # Frozen parameters stay in the gradient buckets with zeros, so that sums keep the same order.
                 thaw()
                 finalize(*args, **kwargs)
 
@@ -359,7 +359,7 @@ class Replayer:
         # Every rank compares the results with the logged vote, so that a wrong recovery is detected.
         ballots = [Ballot(**record) for record in self._collectives.gather(asdict(mine))]
         before, now = logged.to_record(), self._engine.tally(ballots).to_record()
-        # Compared as texts: NaN equals NaN, and numbers with the same digits have the same bits.
+        # Compare texts, because NaN then equals NaN, and numbers are equal only if their bits are equal.
         changed = [name for name in before if name not in _OF_THE_JOB and repr(before[name]) != repr(now[name])]
         if changed:
             what = ", ".join(f"{name}={now[name]!r}, not {before[name]!r}" for name in changed)
@@ -403,7 +403,7 @@ _REPLAYED_PLACEMENT = ("algorithm", "num_slots_per_rank", "shares")
 
 
 _OF_THE_RUN = ("exit_at_iteration", "eval_interval_iterations", "eval_iterations", "digest_interval_iterations")
-"""Keys of ``training`` that do not affect the results of iterations."""
+"""Keys of ``training`` that may change, because they do not affect the results of iterations."""
 
 
 def replay_config(config: JobConfig, fingerprint: str, *, device: str, transformer_impl: str) -> dict[str, Any]:
@@ -418,7 +418,7 @@ def replay_config(config: JobConfig, fingerprint: str, *, device: str, transform
     """
     groups = to_dict(config)
     groups["training"] |= {"device": device, "transformer_impl": transformer_impl}
-    # Included because the order of sums depends on the backend.
+    # Include the backend, because the order of sums depends on it.
     groups["parallel"]["device_backend"] = config.parallel.backend_on(device)
     placement = {f"placement.{name}": groups["placement"][name] for name in _REPLAYED_PLACEMENT}
     return {"data": fingerprint, **placement} | {

@@ -75,8 +75,7 @@ class SnapshotRestorer:
         self.chosen = RecoverySource(kind="nothing", iteration=0)
         """The state that ``find`` has chosen, and the reasons why newer states were not used."""
         self.unusable: tuple[str, ...] = ()
-        """Reasons why ``find`` could not use the existing windows, if it has found no state. Every rank has the same
-        reasons."""
+        """Reasons why ``find`` could not use the existing windows, the same on all ranks; empty if it found state."""
 
     def find(self, checkpoint: Path | None, *, only: WindowKey | None = None) -> LocalWindow | None:
         """Find and verify the newest window that every rank can load. Return None if there is no such window, or if
@@ -85,7 +84,7 @@ class SnapshotRestorer:
         Damaged windows and windows that were rejected before are skipped and reported.
 
         Args:
-            checkpoint: the newest dense checkpoint that was verified.
+            checkpoint: the newest checkpoint that was verified; None if there is none.
             only: the only window to consider; None to consider all windows.
 
         Raises:
@@ -204,8 +203,7 @@ class SnapshotRestorer:
 
     def set_aside_later(self, iteration: int, *, is_new_job: bool) -> None:
         """Rename persisted windows that must not be used again, so that this job can write windows with their names.
-        These are the windows of other runs. They are also the windows after ``iteration``, if this is a new job or if a
-        window was rejected."""
+        These are windows of other runs and, if the job is new or a window was rejected, windows after ``iteration``."""
 
         def rename(folder: WindowFolder) -> None:
             folder.set_aside(self._other_runs)
@@ -279,7 +277,7 @@ class SnapshotRestorer:
         return window.where == "own" and window.node == self._node
 
     def _persisted_windows(self) -> list[StoredWindow]:
-        # Returns this rank's persisted windows that this job can read and load. Others are reported or remembered.
+        # Returns this rank's persisted windows that this job can load. The others are reported, or recorded for later.
         found = []
         self._other_runs, self._other_settings = [], []
         for stored in [] if self._folder is None else self._folder.list_windows():
@@ -290,7 +288,7 @@ class SnapshotRestorer:
                 settings = other_window(window, opened.path, self._identity.settings)
             except CheckpointError as error:
                 self._report_problem("load persisted", str(error))
-                if not isinstance(error.__cause__, FileNotFoundError):  # a missing file may never have been written
+                if not isinstance(error.__cause__, FileNotFoundError):  # this file may never have been written
                     self._damaged.append(str(error))
                 continue
             if other is not None:
@@ -361,7 +359,7 @@ class SnapshotRestorer:
             return None
         return (
             f"it was captured with another layout ({', '.join(changed)}); to use it, start the run once with that "
-            "layout, on any number of nodes, and continue from the dense checkpoint that this run saves"
+            "layout, on any number of nodes, and continue from the checkpoint that this run saves"
         )
 
     def _other_run(self, window: Window) -> str | None:
@@ -369,7 +367,7 @@ class SnapshotRestorer:
         return self._identity.not_of_run(run_id=run_id, run_name="of another name", format_version=version)
 
     def _other_key(self, window: Window) -> str | None:
-        # Returns the first key whose value differs, or None: with another value a replay would compute another state.
+        # Describes the first key whose value differs, or returns None. With other values, a replay has other results.
         before = parse_json(window.slices[0].header.get(CONFIG, "{}"))
         now = self._settings
         changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]

@@ -219,7 +219,7 @@ class Snapshotter:
         assert opened is not None and memory is not None, "call ``resume`` before ``capture_whole``"
         shards, partial = opened.view.shards, opened.partial
         whole = whole_plan(opened.view.shards_by_rank, opened.plan.interval_iterations)
-        # In the layout of later windows, which copy experts from this one.
+        # Use the layout of the planned windows, because later windows copy experts from this one.
         if partial is not None:
             whole = replace(opened.plan, partial=None, reason=whole.reason)
         # All ranks decide together, because a window that only some ranks capture can never be committed.
@@ -261,7 +261,7 @@ class Snapshotter:
         Args:
             seconds: duration of the iteration.
         """
-        self.settle()  # a skipped iteration makes no update, so its slice may still be in progress
+        self.settle()  # a skipped iteration has no update, so ``before_update`` has not called this
         self._iteration_seconds.append(seconds)
         self._apply_vote(iteration, vote)
         has_buffer = bool(vote.has_free_buffer)
@@ -404,8 +404,8 @@ class Snapshotter:
         }
 
     def _open(self, iteration: int, *, is_resumed: bool = False) -> _Opened:
-        """Make a plan if there is none, allocate memory for its windows, and prepare the capture. Raise ConfigError if
-        the windows need more than ``snapshot.host_memory_limit_bytes``."""
+        """Make a plan if there is none, take memory for its windows, and prepare the capture. Raises ConfigError if the
+        windows need more than ``snapshot.host_memory_limit_bytes``."""
         view = OperatorView(
             self._engine.model_chunks,
             self._engine.optimizer,
@@ -429,9 +429,9 @@ class Snapshotter:
 
     def _take_memory(self, iteration: int, plan: WindowPlan, view: OperatorView, *, is_resumed: bool) -> WindowMemory:
         """Return memory for windows of ``plan``. This is the current memory if it is large enough on all ranks, and
-        otherwise new memory. If ``is_resumed``, an earlier process has allocated memory, which contains the window
-        from which the job continues. Then exactly the needed size is requested, without the usual reserve: a larger
-        request could exceed this memory and replace it."""
+        otherwise new memory. If ``is_resumed``, an earlier process has allocated memory that contains the window from
+        which the job continues. Then exactly the needed size is requested, without the usual reserve, because the
+        server would replace this memory if it were smaller than the request."""
         exact = window_bytes(plan, view.shards)
         needed = exact if is_resumed else buffer_bytes(plan, view.shards, plans_again=self._plans_again)
         is_outgrown = self._memory is not None
@@ -445,7 +445,7 @@ class Snapshotter:
             )
             self._buffers = WindowBuffers(committed=self._buffers.committed)
             self._release_memory()
-        # All ranks get new memory, even those with enough, because a window must be on all ranks or on none.
+        # All ranks get new memory, even those with enough: a window must be on all ranks or on none.
         return WindowMemory(self._client.allocate(needed, new=is_outgrown), self._engine.device)
 
     def _release_memory(self) -> None:
@@ -475,7 +475,7 @@ class Snapshotter:
     def _context(self) -> SnapshotContext:
         snapshot = self._config.snapshot
         bandwidth, seconds = snapshot.bandwidth_bytes_per_second, snapshot.iteration_seconds
-        # The smallest bandwidth and iteration time of all ranks, because one plan must be fast enough on every rank.
+        # Use the smallest bandwidth and iteration time of all ranks, because one plan must be fast enough on all ranks.
         if bandwidth is None:
             bandwidth = min(self._collectives.gather(capture_bandwidth(self._engine.device, self._copier)))
         if seconds is None:
@@ -487,7 +487,7 @@ class Snapshotter:
         )
 
     def _plan_again(self, iteration: int, opened: _Opened) -> _Opened:
-        # Makes a new plan at the configured interval, if the order of operators no longer matches the measured loads.
+        # Makes a new plan at the configured interval, if the order of operators no longer fits the measured loads.
         interval = self._config.snapshot.replan_interval_windows
         if interval == 0 or self._num_windows == 0 or self._num_windows % interval:
             return opened

@@ -1,5 +1,5 @@
-"""The state that a rank keeps from one membership to the next, the part that it sends to joining ranks, and which ranks
-of a new membership need the state of another model part."""
+"""State that a rank keeps from one membership to the next, the part of it that the rank sends to joining ranks, and the
+ranks of a new membership that need the state of another model part."""
 
 import math
 import random
@@ -72,8 +72,9 @@ class Carried:
     """Digest of each tensor, if a replay may have overwritten the tensors in the engine; None if they are intact."""
 
     def after(self, before: "Carried | None") -> "Carried":
-        """Add ``before``, the state with which the rank began the membership, at the same iteration. None adds nothing.
-        ``finished`` is that of ``before``, because it must still be reported."""
+        """Return this state together with ``before``, the state with which the rank began the membership, at the same
+        iteration. Return ``self`` if ``before`` is None. ``finished`` is that of ``before``, which must still be
+        reported."""
         if before is None:
             return self
         earlier = {**before.former, before.part: (before.state, before.host)}
@@ -220,13 +221,13 @@ class MembershipMove:
 
     @property
     def reporting_rank(self) -> int:
-        """The rank with state that had the lowest number: if it reported before, it knows what is reported already."""
+        """The rank that had the lowest number before. If it was the reporting rank, it knows what it has reported."""
         known = [(former, rank) for rank, former in enumerate(self.previous) if former is not None]
         return min(known)[1]
 
     def keeps_generators(self, rank: int) -> bool:
-        """Return whether a rank keeps its random number generators. The ranks of its TP·CP group must continue together
-        for this, because some of their generators must be equal."""
+        """Return whether a rank keeps its random number generators. It keeps them only if all ranks of its TP·CP group
+        stay together, because some of their generators must be equal."""
         size = self.topology.tensor_model_parallel_size * self.topology.context_parallel_size
         group = range(rank // size * size, (rank // size + 1) * size)
         before = {None if (former := self.previous[member]) is None else former // size for member in group}
@@ -242,14 +243,14 @@ class MembershipMove:
     def holders(self, plans: Sequence[PlacementPlan]) -> list[StageHolders]:
         """Return the ranks that hold experts of each stage; ``plans`` are the placements of the holding."""
         found = enumerate(zip(self.moved, self.former, strict=True))
-        # ``moved`` is about the newest model part of a rank, which the holding may not be about.
+        # ``moved`` describes the newest model part of a rank. If the holding is of another part, it does not apply.
         changed = {rank: moved[1] for rank, (moved, part) in found if moved is not None and moved[0] == part}
         return stage_holders(plans, self.previous, self.topology, changed)
 
     def is_whole(self, carried: Carried | None, groups: Groups) -> bool:
         """Return whether the ranks with the holding have every expert and every model part. All ranks must call
         this. ``carried`` is the state of this rank."""
-        # The first of these ranks has the placement, and decides.
+        # The first rank with the holding has the placement, so it decides for all ranks.
         first, missing = first_of(self.previous), None
         if groups.vote.rank() == first:
             placement = _held(carried, self.key).placement
@@ -262,10 +263,10 @@ class MembershipMove:
         return not Collectives(groups.vote).from_rank(first, missing)
 
     def share(self, carried: Carried | None, groups: Groups) -> tuple[TrainState, Holding, dict[int, list[Shape]]]:
-        """Return the state of this rank's model part besides tensors, the holding and, if ranks lack state, the shapes
-        of the tensors of each part. All ranks must call this; ``carried`` is the state of this rank."""
+        """Return the state of this rank's model part besides tensors; the holding; and the shapes of the tensors of
+        each part, empty if no rank lacks state. All ranks must call this; ``carried`` is this rank's state."""
         me = groups.vote.rank()
-        # This object is the same on every rank, so all ranks skip the exchange, or none does.
+        # All ranks have equal ``staying`` and ``parts``, so all of them skip the exchange, or none does.
         if len(self.staying) == len(self.parts):
             assert carried is not None, "all ranks must have state, but this rank has none"
             return carried.of_part(self.parts[me])[1], _held(carried, self.key), {}

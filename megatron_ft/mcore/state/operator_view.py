@@ -1,7 +1,7 @@
-"""Finds the tensor elements of each operator on one rank, divides them among the ranks that capture, and restores them.
+"""Finds the tensor elements of each operator on a rank, decides which rank captures which elements, and restores them.
 
-Master weights and moments are found with Megatron's lists of parameters and of the tensors that its optimizers update.
-So the view works for every precision, and with or without a sharded optimizer.
+Megatron's optimizers list their parameters, and the tensors that they update for these parameters. The view finds
+master weights and moments by these lists, so it works for every precision, and with or without a sharded optimizer.
 """
 
 import warnings
@@ -89,7 +89,7 @@ def _cut(by_rank: Mapping[int, _PartHolding]) -> Iterable[tuple[int, int, int]]:
     # Yields (rank, start, stop). Ranges of ranks may overlap partly, for example if two stages share the embedding.
     edges = sorted({edge for holding in by_rank.values() for bounds in holding.ranges for edge in bounds})
     for start, stop in pairwise(edges):
-        # Divided in rank order, so that all ranks compute the same shards; evenly, so that they capture in parallel.
+        # Divide in rank order, so that all ranks compute the same shards, and evenly, so that all ranks share the work.
         holders = [rank for rank, holding in by_rank.items() if holding.covers(start, stop)]
         for place, rank in enumerate(holders):
             first = start + (stop - start) * place // len(holders)
@@ -122,8 +122,8 @@ def _restore_slice(view: "OperatorView", plan: WindowPlan, index: int, payload: 
     pieces_by_rank = [Piece.of_slice(plan, index, shards) for shards in view.shards_by_rank]
     sizes = [slice_bytes(pieces) for pieces in pieces_by_rank]
     content = _content(payload, sizes[view.rank], index)
-    # In batches, because the bytes of a batch are copied before and after they are sent. All ranks compute the batches
-    # of all ranks.
+    # Exchange in batches to limit memory, because the bytes of a batch are copied before and after they are sent. Every
+    # rank computes the batches of all ranks.
     at_a_time = batch_bytes(max(sizes))
     batches: dict[int, list[list[Piece]]] = {}
     for rank, pieces in enumerate(pieces_by_rank):
@@ -148,7 +148,7 @@ def _outgoing(
         captured = content[piece.offset : piece.offset + piece.num_bytes]
         for component, targets in _deliveries(piece, holders[part]):
             tensor = captured
-            # The sender rounds, so that all receivers get the same bits, and fewer bytes are sent.
+            # The sender rounds the weight, so that all receivers get the same bits, and fewer bytes are sent.
             if component != piece.component:
                 tensor = _rounded(captured, piece.dtype, holders[part][view.rank])
             for target in targets:
@@ -180,8 +180,8 @@ def _holders(holdings_by_rank: Sequence[Sequence[_PartHolding]]) -> dict[Part, d
 
 
 def _deliveries(piece: Piece, holders: dict[int, _PartHolding]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (component, ranks that receive it) for a captured piece. If the piece is of a master weight, every rank
-    with the parameter also gets the weight, which is rounded from it."""
+    """Yield (component, ranks that receive it) for a captured piece. From a piece of a master weight, every rank with
+    the parameter also receives the compute weight, which is rounded from the master weight."""
     weight = next(iter(holders.values())).frozen[0]
     if piece.component in (WEIGHT, MASTER):
         yield WEIGHT, tuple(holders)
@@ -191,7 +191,7 @@ def _deliveries(piece: Piece, holders: dict[int, _PartHolding]) -> Iterator[tupl
 
 
 def _rounded(captured: torch.Tensor, dtype: str, holding: _PartHolding) -> torch.Tensor:
-    # Cloned, because a view needs an address that is aligned for its dtype, and a piece may begin anywhere.
+    # Clone the bytes, because ``view`` needs an address that is aligned for the dtype, and pieces begin anywhere.
     master = captured.clone().view(getattr(torch, dtype))
     return master.to(getattr(torch, holding.frozen[0].dtype))
 
@@ -200,8 +200,8 @@ def _content(payload: Payload, num_bytes: int, index: int) -> torch.Tensor:
     given = memoryview(payload).nbytes
     if given < num_bytes:
         raise RecoveryError(
-            f"slice {index} has {given} captured bytes, but this rank needs {num_bytes}: it may have been captured "
-            "with another layout"
+            f"slice {index} has {given} captured bytes, but this rank needs {num_bytes}: the window may have been "
+            "captured with another layout"
         )
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -241,13 +241,13 @@ class OperatorView:
         self.group = groups.vote
         self.rank: int = groups.vote.rank()
         self._held = _held(model_chunks, optimizer, groups.pg_collection)
-        # Gathered once, so that every rank can compute the slices of all ranks without communication.
+        # Gather once, so that every rank can later compute the slices of all ranks without communication.
         mine = [_holding(part, held) for part, held in self._held.items()]
         self.holdings_by_rank = tuple(
             _from_record(record) for record in Collectives(self.group).gather(_to_record(mine))
         )
         self.shards_by_rank = _cut_shards(self.holdings_by_rank, num_layers)
-        # Checked now, because an element that no rank captures would otherwise be noticed only in a replay.
+        # Check now: otherwise only a replay would show that no rank has captured an element.
         check_shards(self.shards_by_rank, _sizes(self.holdings_by_rank))
         self.shards = self.shards_by_rank[self.rank]
 
@@ -278,7 +278,7 @@ class OperatorView:
         captured, the weights are rounded from them, as the optimizer does.
 
         Returns:
-            Largest number of bytes that were copied at one time: those sent and received in a batch.
+            Largest number of bytes that were copied at one time: the bytes that were sent and received in one batch.
 
         Raises:
             RecoveryError: ``payload`` is too small.
@@ -299,8 +299,8 @@ def _held(
     for member in sub_optimizers(optimizer):
         for parameter, master in masters_of(member):
             known = member.optimizer.state[master]
-            # The order is fixed, because another process, with another optimizer, may restore the window. A fused
-            # optimizer has one step count per parameter group, which is in ``TrainState.group_steps``.
+            # Use a fixed order, because a process with another optimizer may restore the window. A fused optimizer has
+            # one step count per parameter group instead of ``step``; it is in ``TrainState.group_steps``.
             state = {kind: known[kind].view(-1) for kind in (*MOMENTS, STEP) if torch.is_tensor(known.get(kind))}
             bounds = range_of(member, parameter)
             found[parts[parameter]].states[bounds] = {MASTER: master.detach().view(-1), **state}

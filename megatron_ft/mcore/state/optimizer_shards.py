@@ -93,7 +93,7 @@ class Shards:
         return cls(sizes={part: sizes}, step=next(iter(steps), None), pieces=tuple(pieces))
 
     def and_also(self, other: "Shards | None") -> "Shards":
-        """Return this state and ``other``, which must be the state after the same iteration."""
+        """Return the union of this state and ``other``, which must be state after the same iteration."""
         if other is None:
             return self
         return replace(self, sizes={**other.sizes, **self.sizes}, pieces=(*self.pieces, *other.pieces))
@@ -126,8 +126,8 @@ class ShardMove:
         iteration: int,
         num_layers: int,
     ) -> "ShardMove":
-        """Combine the ``statements`` of all ranks of the membership, in rank order; None for joining ranks. ``parts``
-        are the model parts of these ranks. The state is that after ``iteration``."""
+        """Combine ``statements``: the ``Shards.statement`` of each rank of the membership in rank order, None for a
+        joining rank. ``parts`` are the model parts of these ranks. All state is after ``iteration``."""
         known = {rank: statement for rank, statement in enumerate(statements) if statement is not None}
         assert known, "no rank has state"
         steps = {statement["step"] for statement in known.values()} - {None}
@@ -136,8 +136,8 @@ class ShardMove:
             StateTensor(
                 operator=operator_of(name, num_layers),
                 parameter=name,
-                # All parameters are divided by model part, because the copies of tied and of replicated parameters
-                # belong to different shards.
+                # Keep model parts apart: copies of tied and replicated parameters in several parts belong to different
+                # shards.
                 tensor_part=part,
                 kind="master and moments",
                 num_elements=size,
@@ -197,7 +197,7 @@ class ShardMove:
             )
             for master in mine
         ]
-        # Only each rank itself knows its ranges, because Megatron divides flat buffers at any element.
+        # Gather the ranges of all ranks: they cannot be computed, because Megatron divides flat buffers at any element.
         rows = Collectives(groups.vote).gather([(part, piece.parameter, piece.start, piece.stop) for piece in targets])
         self._carry_out(rows, targets, groups, limit_bytes)
         for master in mine:
@@ -271,7 +271,7 @@ class ShardMove:
                 is_sent = transfer.source == me
                 pieces = (own if is_sent else wanted)[transfer.tensor.tensor_part, transfer.tensor.parameter]
                 found = [piece.of(start, stop) for start, stop, piece in _parts(pieces, transfer.start, transfer.stop)]
-                # Sorted by kind: the bytes do not depend on the number of parts, which the receiver does not know.
+                # Sort by kind: then the receiver need not know into how many parts the sender's range is divided.
                 tensors = [tensor for of_kind in zip(*found, strict=True) for tensor in of_kind]
                 (outgoing[transfer.target] if is_sent else incoming[transfer.source]).extend(tensors)
             with torch.no_grad():

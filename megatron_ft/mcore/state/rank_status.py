@@ -15,8 +15,8 @@ from megatron_ft.planning.recovery.membership import Position, Target
 
 
 def position_of(engine: TrainingEngine, rank: int) -> Position:
-    """Return the position of ``engine``: the newest iterations that it completed and on which it voted. ``rank`` is its
-    rank in the membership.
+    """Return the position of ``engine``, the engine of ``rank``: the newest iteration that it completed, the newest on
+    which it voted, and the newest vote that it knows.
 
     Raises:
         RecoveryError: an iteration failed in the middle of its update, so the state is unusable.
@@ -30,7 +30,7 @@ def position_of(engine: TrainingEngine, rank: int) -> Position:
                 f"rank {rank}: iteration {in_progress.iteration} failed in the middle of its update, so the state of "
                 "this rank is unusable"
             )
-        # This rank's own state is updated. Weights of a sharded optimizer may still have to be gathered.
+        # This rank has updated its own state. With a sharded optimizer, weights may still have to be gathered.
         if in_progress.update == "done":
             completed = in_progress.iteration
         if in_progress.contributed:
@@ -77,7 +77,7 @@ Key = tuple[int, bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """A record that a rank has all state that one placement assigns to it, after the newest committed iteration.
+    """Record that a rank has all state that one placement assigns to it, after the newest committed iteration.
 
     A rank can have several holdings: one of the membership that committed the iteration, one of each later membership
     that failed before it committed another iteration, and one of an evacuation.
@@ -132,7 +132,7 @@ class RankStatus:
     """Summary of the holdings of a rank, which the ranks exchange."""
 
     holdings: tuple[tuple[Key, int, int, str], ...] = ()
-    """Key, ``Holding.rank``, ``Holding.part`` and digest of the placement, for each holding; empty without state."""
+    """Key, ``rank``, ``part`` and digest of the placement of each ``Holding``; empty on a rank without state."""
     spared: tuple[int, ...] = ()
     """Generations in which this process was a hot spare, so that it has no holding of them."""
 
@@ -174,14 +174,14 @@ def choose_holding(
 ) -> tuple[Key, Previous]:
     """Choose the holding from which a membership continues. The result is the same on every rank.
 
-    The newest holding that every rank with state has is preferred. If there is none, the oldest holding is preferred:
-    the state from before the memberships whose state only some ranks have received completely. A holding with missing
+    The first choice is the newest holding that every rank with state has. If there is no such holding, it is the oldest
+    holding, because only some ranks have received the state of the later memberships completely. A holding with missing
     experts is used only if no holding has all experts.
 
     Args:
         present: status of each rank of membership ``generation``.
-        nodes: node number of each rank. If one rank of a node lacks a holding of a membership in which it had a rank,
-            no rank of the node uses it.
+        nodes: node number of each rank. If one rank of a node lacks a holding, no rank of the node uses this holding. A
+            rank that was a hot spare in the holding's membership does not count as lacking it.
         is_whole: returns whether the ranks with a holding have every expert and every model part. It is called only if
             there are several holdings, in the same order on every rank.
 
@@ -195,7 +195,7 @@ def choose_holding(
     if not known:
         raise RecoveryError(f"generation {generation}: all ranks that had state are lost")
     keys = sorted({key for presence in known for key, *_ in presence.holdings})
-    # Every rank with state has received all state of such a membership, so nothing is missing.
+    # Every rank with state has all state of these holdings, so nothing is missing in them.
     shared = [key for key in keys if all(presence.rank_in(key) is not None for presence in known)]
     order = [*reversed(shared), *(key for key in keys if key not in shared)]
     found = {key: _previous(present, nodes, key) for key in order}

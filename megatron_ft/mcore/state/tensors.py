@@ -82,7 +82,7 @@ def _storages(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer)
 
 
 NamedState = dict[str, torch.Tensor]
-"""Tensors by the names that ``named_state`` gives them."""
+"""Tensors by name. The names are those of ``named_state``."""
 
 
 def take_state(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> NamedState:
@@ -115,8 +115,8 @@ def put_state(
 def distinct_state(
     model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) as ``named_state``, but each tensor once: an FP32 weight is also its own master weight.
-    Allocate moments first."""
+    """Yield (name, tensor) like ``named_state``, but without the masters of FP32 weights, because such a weight is its
+    own master. Moments are allocated before."""
     allocate_state(optimizer)
     own_masters: set[str] = set()
     for name, tensor in named_state(model_chunks, optimizer):
@@ -242,8 +242,8 @@ class ExpertPlaces:
                 if coming is not None:
                     received = position[coming.transfer.source_rank], space
                 exchange_one(sent, received, group)
-            # No rank overwrites an expert before all ranks have received theirs. If a rank dies in the exchange, every
-            # other rank still has the experts that it had before the step.
+            # No rank overwrites an expert before all ranks have received their experts. If a rank dies in the exchange,
+            # every other rank still has all experts from before the step.
             wait_for_all(group)
             if coming is not None:
                 layer = coming.transfer.layer_number
@@ -255,8 +255,7 @@ class ExpertPlaces:
         return num_received
 
     def put(self, layer: int, dropped: int, expert: int, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Overwrite the expert ``dropped`` of ``layer`` by ``expert``, which has the state ``tensors``. Return its
-        place."""
+        """Overwrite the expert ``dropped`` of ``layer`` with ``tensors``, the state of ``expert``. Return its place."""
         place = self._places[layer, expert] = self._places.pop((layer, dropped))
         _copy(place, tensors)
         return place
@@ -272,7 +271,7 @@ class ExpertPlaces:
         for start in range(len(order)):
             if current[start] == order[start]:
                 continue
-            # One expert is set aside; the others then move in a circle.
+            # Copy the first expert of a cycle aside, move the others one by one, and then copy the first to its place.
             first, at = current[start], start
             _copy(self._aside, places[start])
             while order[at] != first:

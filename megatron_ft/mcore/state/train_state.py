@@ -84,8 +84,8 @@ class TrainState:
         """Restore buffers, loss scales, step counts and, unless ``rng`` is None, random number generators.
 
         Raises:
-            RecoveryError: the model has other buffers, or the optimizer other parts, than those that were captured.
-                It may be raised on some ranks only.
+            RecoveryError: the model has other buffers than the captured state, or the optimizer has another number of
+                parameter groups or loss scalers. It may be raised on only some ranks.
         """
         buffers = dict(_buffers(model_chunks))
         if set(buffers) != set(self.buffers):
@@ -97,12 +97,12 @@ class TrainState:
             if buffers[name].dtype == value.dtype:
                 buffers[name].copy_(value)
             else:
-                # The captured dtype is used, because Megatron converts the router bias to FP32 at the first forward.
+                # Use the captured dtype, because Megatron converts the router bias to FP32 in the first forward pass.
                 buffers[name].data = value.to(buffers[name].device, copy=True)
         if self.rng is not None:
             restore_rng(self.rng)
         scalers, groups = grad_scalers(optimizer), list(_groups(optimizer))
-        # The number of groups may change if they have no steps: a stage of one rank has no group of experts.
+        # Without step counts, the number of groups may differ: a stage of one rank has no separate group for experts.
         steps = () if set(self.group_steps) == {None} else self.group_steps
         groups = groups if steps else []
         if (len(scalers), len(groups)) != (len(self.grad_scalers), len(steps)):
@@ -126,13 +126,13 @@ class TrainState:
     def differences(self, other: "TrainState") -> list[str]:
         """Return the names of the captured fields whose bits are not equal in ``other``."""
         mine, theirs = self._captured(), other._captured()
-        # Compared as texts: NaN equals NaN, and numbers with the same digits have the same bits.
+        # Compare JSON texts, because NaN then equals NaN, and numbers are equal only if their bits are equal.
         return [name for name in mine if json.dumps(mine[name]) != json.dumps(theirs[name])]
 
     def to_json(self, *, own: bool = True) -> dict[str, Any]:
         """Return all fields as JSON values, with tensors in base64. ``own=False`` omits the random number generators.
-        The headers of slices contain this record since version 1 of the window format. So fields may be added, but must
-        not be renamed."""
+        Headers of slices contain this record since version 1 of the window format, so fields may be added, never
+        renamed."""
         record = self._captured()
         if not own:
             del record["rng"]

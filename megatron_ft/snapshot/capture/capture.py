@@ -143,8 +143,7 @@ class _StreamCopier:
     """Copies on a separate CUDA stream into pinned memory. The methods are those of ``_ThreadCopier``.
 
     ``start`` copies sources in host memory at once, on the CPU. The ``step`` of PyTorch's Adam is such a source. Only
-    the CPU changes these sources, so they belong to the same iteration as the device tensors whose copies ``start``
-    queues.
+    the CPU changes them, so they are of the same iteration as device tensors whose copies ``start`` queues.
 
     This object references the batch until ``wait``, so that the memory of the sources is not reused during the copies.
     ``Tensor.record_stream`` would block this memory for longer, and would cost time for each source.

@@ -1,4 +1,4 @@
-"""Connection of a rank to the snapshot server of its node. This module does not import torch; memory is memoryviews."""
+"""Connection of a rank to its node's snapshot server. It does not import torch, and returns memory as memoryviews."""
 
 import mmap
 import os

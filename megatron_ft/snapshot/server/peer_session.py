@@ -171,9 +171,9 @@ class _PeerSession(threading.Thread):
     def _slice(self, message: Message) -> None:
         """Receive a slice, compare its hashes with the sender's, and acknowledge it. After an error it is not stored.
 
-        The bytes follow the announcement ``message`` directly. If it has ``waits``, this server may have to allocate
-        memory, so the sender waits for the message ``go`` first. The sender computes the hashes while it sends, and
-        sends them last.
+        The bytes follow the announcement ``message`` directly. If it has ``waits``, memory may have to be allocated, so
+        the sender first waits for the message ``go``. The sender computes the hashes while it sends, and sends them
+        last.
         """
         index = fields.integer(message, "slice", most=fields.MAX_SLICES)
         window_bytes = fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES)

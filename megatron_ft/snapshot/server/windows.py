@@ -31,8 +31,7 @@ class HeldWindow(Window):
     """Whether some peer will never have a complete copy."""
     committed: bool = False
     before: "HeldWindow | None" = None
-    """The complete window that was in the buffer before this one, if any. Bytes that this window has not overwritten
-    are still there."""
+    """The complete window that was in the buffer before, if any. Bytes that were not overwritten are still there."""
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__

@@ -110,8 +110,7 @@ def fsync_directory(directory: Path) -> None:
 def write_atomically(directory: Path, name: str, content: bytes | Iterable[bytes | memoryview]) -> FileEntry:
     """Write ``content``, bytes or chunks, to the file ``name``. Readers see the old content or the new one.
 
-    Raises OSError if the disk is full or fails, and the errors of the iteration over chunks. Then an existing file is
-    unchanged.
+    Raises OSError if the disk is full or fails, and errors of chunks. Then an existing file is unchanged.
     """
     temporary = f".{name}.{os.getpid()}.tmp"
     (directory / temporary).unlink(missing_ok=True)

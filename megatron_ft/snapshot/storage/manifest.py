@@ -195,7 +195,8 @@ def _check_content(directory: Path, entry: FileEntry) -> None:
 
 
 def _walk(directory: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
-    # Yields name and size of every regular file, also in subfolders. Raises CheckpointError for links and devices.
+    # Yields name and size of every regular file, also in subfolders. Raises CheckpointError for links and special
+    # files.
     try:
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
     except OSError as error:

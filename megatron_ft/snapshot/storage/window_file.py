@@ -11,8 +11,7 @@
     ...        payload: the slices, with zeros between pieces
 
 The file of a window that leaves out experts may omit pieces that are in the file of an earlier window. The header of
-its slice then names that earlier window for each omitted piece (``StoredIn``), and its payload contains only the other
-pieces.
+its slice then names that earlier window for each omitted piece (``StoredIn``), and its payload omits these pieces.
 """
 
 import struct
@@ -383,8 +382,7 @@ def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bo
 
 
 def _read_head(source: Source) -> tuple[Window, int, StoredIn | None]:
-    """Return the window, the position of the payload's first byte, and the record of pieces in other files. Check the
-    size of the file."""
+    """Check the file's size. Return its window, where its payload begins, and the record of pieces in other files."""
     size = source.num_bytes
     if size < _HEADER.size:
         raise CheckpointError(f"{size} bytes are too few for a window file")

@@ -57,8 +57,7 @@ class RejectedWindow:
         return window
 
     def add_to(self, run_dir: Path) -> None:
-        """Add this window to the list of rejected windows, and sync the file. Only one process of the job may call
-        this.
+        """Add this window to the run's list. Readers see the old or the new list. Only one process may call this.
 
         Raises:
             CheckpointError: the file cannot be read or written; its content is unchanged.
@@ -194,7 +193,7 @@ class WindowFolder:
         return removed
 
     def _needed_by(self, kept: Iterable[WindowKey], world_size: int) -> set[WindowKey]:
-        # Ranks can need different windows, because the file of a rank may not have been written to an earlier window.
+        # Read all ranks' files: they can refer to different windows, because writing a file can fail on a rank.
         needed: set[WindowKey] = set()
         for stored in kept:
             for rank in range(world_size):
