@@ -1,7 +1,9 @@
-"""Convert weights between dense checkpoints of this project and Hugging Face folders.
+"""Convert checkpoints of this project: to Hugging Face folders and back, to weights only, and from windows.
 
 ``to-hf`` writes a folder with safetensors files, an index and ``config.json`` from a checkpoint of any parallel layout.
-``from-hf`` writes a checkpoint that contains only weights; a run starts from it with ``checkpoint.load_weights``.
+``from-hf``, ``weights`` and ``average`` write a checkpoint that contains only weights: those of a folder, those of a
+checkpoint, and the mean of several checkpoints. A run starts from it with ``checkpoint.load_weights``. ``from-window``
+starts a job that replays a window of snapshots, and writes a dense checkpoint.
 """
 
 import argparse
@@ -48,10 +50,27 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--vocab-multiple", type=int, default=128, help="model.make_vocab_size_divisible_by of the run"
     )
     importer.set_defaults(run=_import)
-    for command in (export, importer):
+    extractor = commands.add_parser("weights", help="write only the weights of a dense checkpoint")
+    extractor.add_argument("checkpoint", type=Path, help="checkpoint directory")
+    extractor.set_defaults(run=_extract)
+    averager = commands.add_parser("average", help="write the mean of the weights of several dense checkpoints")
+    averager.add_argument("checkpoints", type=Path, nargs="+", metavar="checkpoint", help="checkpoint directories")
+    averager.set_defaults(run=_average)
+    for command in (extractor, averager):
+        command.add_argument("out", type=Path, help="checkpoint directory to write; must not exist")
+    averager.add_argument(
+        "--weights", type=float, nargs="+", help="factor of each checkpoint, with the sum 1; default: all the same"
+    )
+    for command in (export, importer, extractor):
         command.add_argument(
             "--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the result; default: unchanged"
         )
+    replayer = commands.add_parser("from-window", help="write a dense checkpoint from a window of snapshots on storage")
+    replayer.add_argument("run_dir", type=Path, metavar="run", help="folder of the run, which is not changed")
+    replayer.add_argument("out", type=Path, help="checkpoint directory to write; must not exist")
+    replayer.add_argument("--window", help="name of the window, e.g. window_0000990; default: the newest valid one")
+    replayer.set_defaults(run=_from_window)
+    for command in (export, importer, extractor, averager):
         command.add_argument("--file-bytes", type=int, default=5_000_000_000, help="largest size of a file")
     return parser.parse_args(argv)
 
@@ -78,9 +97,8 @@ def _export(arguments: argparse.Namespace) -> int:
 def _import(arguments: argparse.Namespace) -> int:
     from megatron_ft.mcore.convert.converter import import_folder
 
-    for name, value in (("--vocab-multiple", arguments.vocab_multiple), ("--file-bytes", arguments.file_bytes)):
-        if value < 1:
-            raise ConfigError.of(name, value, "must be at least 1")
+    _at_least_1("--vocab-multiple", arguments.vocab_multiple)
+    _at_least_1("--file-bytes", arguments.file_bytes)
     manifest = import_folder(
         arguments.folder,
         arguments.out,
@@ -89,7 +107,61 @@ def _import(arguments: argparse.Namespace) -> int:
         most_file_bytes=arguments.file_bytes,
         progress=_tell,
     )
-    print(f"{arguments.out}: complete and verified; start a run with checkpoint.load_weights={arguments.out} and:")
+    return _show_weights(arguments.out, manifest)
+
+
+def _extract(arguments: argparse.Namespace) -> int:
+    from megatron_ft.mcore.convert.weights import extract_weights
+
+    _at_least_1("--file-bytes", arguments.file_bytes)
+    manifest = extract_weights(
+        arguments.checkpoint,
+        arguments.out,
+        dtype=_dtype(arguments.dtype),
+        most_file_bytes=arguments.file_bytes,
+        progress=_tell,
+    )
+    return _show_weights(arguments.out, manifest)
+
+
+def _average(arguments: argparse.Namespace) -> int:
+    from megatron_ft.mcore.convert.weights import average_weights
+
+    _at_least_1("--file-bytes", arguments.file_bytes)
+    manifest = average_weights(
+        arguments.checkpoints,
+        arguments.out,
+        factors=arguments.weights,
+        most_file_bytes=arguments.file_bytes,
+        progress=_tell,
+    )
+    return _show_weights(arguments.out, manifest)
+
+
+def _from_window(arguments: argparse.Namespace) -> int:
+    import pretrain_moe
+    from megatron_ft.mcore.convert.window_replay import replay_window
+
+    manifest = replay_window(
+        arguments.run_dir,
+        arguments.out,
+        name=arguments.window,
+        compose=lambda words: pretrain_moe.compose(words)[0],
+        entry=Path(pretrain_moe.__file__),
+        progress=_tell,
+    )
+    print(f"{arguments.out}: complete and verified: {manifest.summary()}")
+    print(f"start a run from it with checkpoint.load={arguments.out}")
+    return 0
+
+
+def _at_least_1(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError.of(name, value, "must be at least 1")
+
+
+def _show_weights(out: Path, manifest: Any) -> int:
+    print(f"{out}: complete and verified; start a run with checkpoint.load_weights={out} and:")
     keys = {key: value for key, value in manifest.settings["model"].items() if key in SHOWN and value is not None}
     print(" ".join(f"{key}={_word(value)}" for key, value in keys.items()))
     return 0

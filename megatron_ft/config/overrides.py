@@ -1,6 +1,7 @@
 """Error messages for wrong keys, groups, options and flags, with suggestions of similar names. Does not use Hydra."""
 
 import difflib
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -84,6 +85,45 @@ def open_key(key: str) -> str | None:
     """Return the mapping that ``key`` names or is in, if it accepts any subkeys, e.g. those of a policy; else None."""
     opened = [doc.key for doc in _known_keys().values() if doc.type.startswith("dict")]
     return next((name for name in opened if key == name or key.startswith(f"{name}.")), None)
+
+
+def override_words(default: Mapping[str, Any], wanted: Mapping[str, Any], *, always: Iterable[str] = ()) -> list[str]:
+    """Return the overrides that turn the configuration ``default`` into ``wanted``.
+
+    Both are results of ``to_dict``. The caller compares the composition of the words with ``wanted``, because a mapping
+    with free keys is merged with its default and cannot lose keys.
+
+    Args:
+        always: keys that are given also if they have their default value.
+    """
+    words = []
+    for group, values in wanted.items():
+        if not isinstance(values, Mapping):
+            words += [f"{group}={_word(values)}"] if values != default.get(group) else []
+            continue
+        for name, value in values.items():
+            if value != default.get(group, {}).get(name) or f"{group}.{name}" in always:
+                words.append(f"{group}.{name}={_word(value)}")
+    return words
+
+
+_PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.:-]*")
+_OTHER_THAN_TEXT = ("null", "true", "false", "nan", "inf")
+
+
+def _word(value: Any) -> str:
+    """Write a value in Hydra's grammar."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_word(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_word, value)) + "]"
+    if isinstance(value, (int, float)) or (_PLAIN.fullmatch(value) and value.lower() not in _OTHER_THAN_TEXT):
+        return str(value)
+    # A quotation mark, and backslashes before one, are escaped; other backslashes stand for themselves.
+    escaped = re.sub(r'(\\*)("|$)', lambda match: match[1] * 2 + ("\\" if match[2] else "") + match[2], value)
+    return f'"{escaped}"'
 
 
 def _check_options(group: str, value: Any, options: list[str]) -> None:

@@ -5,10 +5,7 @@ unless another dtype is requested.
 """
 
 import json
-import os
-import secrets
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
@@ -20,9 +17,10 @@ import xxhash
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.errors import CheckpointError, ConfigError
 from megatron_ft.mcore.convert import deepseek, mixtral, qwen_moe
-from megatron_ft.mcore.convert.dense_files import WEIGHTS_ONLY, DenseReader, WeightsWriter
+from megatron_ft.mcore.convert.dense_files import DenseReader
 from megatron_ft.mcore.convert.family import Family, Rule
-from megatron_ft.mcore.convert.folder import CONFIG, DTYPES, Folder, FolderPlan, FolderWriter, PlannedFile, free_bytes
+from megatron_ft.mcore.convert.folder import CONFIG, DTYPES, Folder, FolderPlan, FolderWriter, PlannedFile, check_space
+from megatron_ft.mcore.convert.weights import MOST_FILE_BYTES, Progress, weights_manifest, write_weights
 from megatron_ft.serde import parse_json
 from megatron_ft.snapshot.storage.files import hash_file, write_atomically
 from megatron_ft.snapshot.storage.manifest import Manifest
@@ -30,14 +28,11 @@ from megatron_ft.snapshot.storage.manifest import Manifest
 _FAMILIES = (mixtral.FAMILY, qwen_moe.QWEN2, qwen_moe.QWEN3, deepseek.DEEPSEEK, deepseek.DEEPSEEK_2)
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _FAMILIES}
 """Families by the ``model_type`` in ``config.json``."""
-MOST_FILE_BYTES = 5_000_000_000
-"""Default size of a file, as in Hugging Face folders."""
 RECORD = "megatron_ft_conversion.json"
 """File in an exported folder with checksums of the manifest of its source and of its files."""
 _IGNORED = ("_extra_state",)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json")
 _TOKENIZER_FILES += ("vocab.json", "merges.txt", "added_tokens.json", "generation_config.json")
-Progress = Callable[[str], None]
 
 
 def family_named(name: str) -> Family:
@@ -165,7 +160,7 @@ def export_checkpoint(
     copied = _tokenizer_files(tokenizer)
     kept = _resume(out, json.loads(json.dumps(source)), writer)
     left = [file for file in export.plan.files if file.name not in kept]
-    _check_space(out, sum(map(export.plan.bytes_of, left)))
+    check_space(out, sum(map(export.plan.bytes_of, left)))
     for number, file in enumerate(export.plan.files, 1):
         where = f"{number}/{len(export.plan.files)} {file.name}"
         if file.name in kept:
@@ -199,7 +194,7 @@ def _resume(out: Path, source: Mapping[str, Any], writer: FolderWriter) -> set[s
     record = _record(out)
     if record is None or {**record, "files": {}} != {**source, "files": {}}:
         raise ConfigError.of(
-            "--out", str(out), f"must be empty, or have been begun by the same conversion; it contains {present[0]}"
+            "out", str(out), f"must be empty, or have been begun by the same conversion; it contains {present[0]}"
         )
     kept = {name for name, checksum in record["files"].items() if _checksum(out / name) == checksum}
     writer.checksums |= {name: record["files"][name] for name in kept}
@@ -233,14 +228,6 @@ def _checksum(path: Path) -> str | None:
         return None
     with path.open("rb") as file:
         return hash_file(file)
-
-
-def _check_space(folder: Path, num_bytes: int) -> None:
-    free = free_bytes(folder)
-    if num_bytes > free:
-        raise ConfigError.of(
-            "--out", str(folder), f"needs {num_bytes:,} bytes, but its file system has only {free:,} free bytes"
-        )
 
 
 def verify_folder(path: Path) -> Folder:
@@ -319,24 +306,16 @@ def import_folder(
     family, theirs = model_of(folder)
     model = replace(theirs, vocab_size=-(-(theirs.vocab_size or 0) // vocab_multiple) * vocab_multiple)
     rules = family.tensors(model)
-    if out.exists():
-        raise ConfigError.of("--out", str(out), "must not exist")
-    out.parent.mkdir(parents=True, exist_ok=True)
     items = sum(prod(rule.shape(model)) for rule in rules)
     widths = [DTYPES[stored.dtype].itemsize for stored in folder.tensors.values()]
-    _check_space(out.parent, items * (max(widths) if dtype is None else dtype.itemsize))
-    partial = out.parent / f".{out.name}.{os.getpid()}.partial"
-    partial.mkdir()
-    try:
-        writer = WeightsWriter(directory=partial, most_file_bytes=most_file_bytes)
-        writer.write(_imported(folder, rules, model, dtype, progress))
-        manifest = writer.finish(_manifest(path, model, family))
-        Manifest.verified(partial)
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return manifest
+    keys = {f"model.{name}": value for name, value in asdict(model).items()}
+    return write_weights(
+        out,
+        _imported(folder, rules, model, dtype, progress),
+        weights_manifest(path.name or "weights", keys, {"family": family.name}),
+        num_bytes=items * (max(widths) if dtype is None else dtype.itemsize),
+        most_file_bytes=most_file_bytes,
+    )
 
 
 def _imported(
@@ -351,18 +330,3 @@ def _imported(
         yield rule.ours, merged if dtype is None else merged.to(dtype)
         if number % 100 == 0 or number == len(rules):
             progress(f"{number}/{len(rules)} tensors")
-
-
-def _manifest(source: Path, model: ModelConfig, family: Family) -> Manifest:
-    keys = {f"model.{name}": value for name, value in asdict(model).items()}
-    return Manifest(
-        run_id=secrets.token_hex(16),
-        run_name=source.name or "weights",
-        generation=0,
-        topology={"world_size": 1},
-        iteration=0,
-        consumed_samples=0,
-        settings={"model": keys, WEIGHTS_ONLY: {"family": family.name}},
-        software={"torch": torch.__version__},
-        files=(),
-    )

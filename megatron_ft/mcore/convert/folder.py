@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megatron_ft.errors import CheckpointError
+from megatron_ft.errors import CheckpointError, ConfigError
 from megatron_ft.serde import parse_json
 from megatron_ft.snapshot.storage.files import fsync_directory, hash_file, write_atomically
 
@@ -208,6 +208,15 @@ class FolderWriter:
         if len(self.plan.files) > 1:
             write_atomically(self.path, INDEX, self.plan.index())
         write_atomically(self.path, CONFIG, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+
+
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Check that the file system of ``folder``, which exists, has ``num_bytes`` free bytes. Raises ConfigError."""
+    free = free_bytes(folder)
+    if num_bytes > free:
+        raise ConfigError.of(
+            "out", str(folder), f"needs {num_bytes:,} bytes, but its file system has only {free:,} free bytes"
+        )
 
 
 def free_bytes(path: Path) -> int:

@@ -74,16 +74,19 @@ def check_source(directory: Path, model: Settings, *, weights_only: bool, trust:
                 f"checkpoint.load={directory}: contains only weights; set checkpoint.load_weights instead"
             )
         return
-    found = Difference.between(
-        {"model": {key: _normal(key, stored.get("model", {})) for key in _FUNCTION}},
-        {"model": {key: _normal(key, model.get("model", {})) for key in _FUNCTION}},
-    )
+    found = other_model(stored, model)
     if stored.get("model") and found:
         differences = "; ".join(map(str, found))
         raise CheckpointError(
             f"checkpoint.load_weights={directory}: its weights belong to another model: {differences}. Set these keys "
             "to the values of the checkpoint"
         )
+
+
+def other_model(stored: Settings, present: Settings) -> list[Difference]:
+    """List the keys of the model in which two settings differ and that determine shapes of weights or outputs."""
+    one, other = ({key: _normal(key, each.get("model", {})) for key in _FUNCTION} for each in (stored, present))
+    return Difference.between({"model": one}, {"model": other})
 
 
 _EQUAL_IF_NULL = {

@@ -112,7 +112,7 @@ def test_a_folder_of_another_conversion_is_not_touched(dense: Path, tmp_path: Pa
 def test_too_little_space_is_reported_first(
     source: Path, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(converter, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr("megatron_ft.mcore.convert.folder.free_bytes", lambda path: 1000)
     with pytest.raises(ConfigError, match="only 1,000 free bytes"):
         export(dense, tmp_path / "out")
     assert not list((tmp_path / "out").glob("*.safetensors"))

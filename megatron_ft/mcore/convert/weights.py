@@ -1,0 +1,257 @@
+"""Writes checkpoints that contain only weights: those of one dense checkpoint, or the mean of several ones."""
+
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ft.errors import CheckpointError, ConfigError
+from megatron_ft.mcore.convert.dense_files import WEIGHTS_ONLY, DenseReader, WeightsWriter
+from megatron_ft.mcore.convert.folder import check_space
+from megatron_ft.snapshot.storage.files import fsync_directory
+from megatron_ft.snapshot.storage.manifest import Manifest
+from megatron_ft.snapshot.storage.run_settings import other_model
+
+MOST_FILE_BYTES = 5_000_000_000
+"""Default size of a file, as in Hugging Face folders."""
+_SUM_TOLERANCE = 1e-6
+"""Largest difference from 1 of the sum of all factors, which users write in decimal."""
+_PROGRESS_TENSORS = 100
+Tensors = Iterator[tuple[str, torch.Tensor]]
+Progress = Callable[[str], None]
+
+
+def check_new(out: Path) -> None:
+    """Check that ``out`` does not exist, and create its parents. Raises ConfigError."""
+    if out.exists() or out.is_symlink():
+        raise ConfigError.of("out", str(out), "must not exist")
+    out.parent.mkdir(parents=True, exist_ok=True)
+
+
+def write_weights(
+    out: Path, tensors: Tensors, manifest: Manifest, *, num_bytes: int, most_file_bytes: int = MOST_FILE_BYTES
+) -> Manifest:
+    """Write a checkpoint of weights, and read it again. ``out`` has its name only when it is complete.
+
+    Args:
+        manifest: result of ``weights_manifest``.
+        num_bytes: size of all tensors together, for which the disk must have space.
+        most_file_bytes: a new file begins when a file has reached this size.
+
+    Raises:
+        CheckpointError: a tensor cannot be read, or the files do not contain what was written.
+        ConfigError: ``out`` exists, or the disk has too little space.
+        OSError: a file cannot be written.
+    """
+    check_new(out)
+    check_space(out.parent, num_bytes)
+    partial = out.parent / f".{out.name}.{os.getpid()}.partial"
+    partial.mkdir()
+    try:
+        writer = WeightsWriter(directory=partial, most_file_bytes=most_file_bytes)
+        writer.write(tensors)
+        written = writer.finish(manifest)
+        Manifest.verified(partial)
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    fsync_directory(out.parent)
+    return written
+
+
+def weights_manifest(run_name: str, model: Mapping[str, Any], origin: Mapping[str, Any]) -> Manifest:
+    """Return the manifest of a checkpoint of weights, without its files.
+
+    Args:
+        run_name: name that tools print.
+        model: settings of the model, by dotted key.
+        origin: description of where the weights come from.
+    """
+    return Manifest(
+        run_id=secrets.token_hex(16),
+        run_name=run_name,
+        generation=0,
+        topology={"world_size": 1},
+        iteration=0,
+        consumed_samples=0,
+        settings={"model": dict(model), WEIGHTS_ONLY: dict(origin)},
+        software={"torch": torch.__version__},
+        files=(),
+    )
+
+
+def extract_weights(
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    most_file_bytes: int = MOST_FILE_BYTES,
+    progress: Progress = print,
+) -> Manifest:
+    """Write the weights and buffers of a dense checkpoint, without its optimizer state.
+
+    Args:
+        dtype: dtype of the written weights; None to keep all bits. Buffers of integers and booleans are never changed.
+        progress: receives a line for every hundred tensors.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or its manifest does not describe the model.
+        ConfigError: ``out`` exists, or the disk has too little space.
+        OSError: a file cannot be written.
+    """
+    reader = _open(checkpoint)
+
+    def read(name: str) -> torch.Tensor:
+        found = reader.read(name)
+        return found if dtype is None or not found.is_floating_point() else found.to(dtype)
+
+    return write_weights(
+        out,
+        _counted(sorted(reader.weights), read, progress),
+        weights_manifest(_manifest_of(reader).run_name, _model_keys(reader), {"from": _origin(reader)}),
+        num_bytes=_num_bytes(reader, dtype),
+        most_file_bytes=most_file_bytes,
+    )
+
+
+def average_weights(
+    checkpoints: Sequence[Path],
+    out: Path,
+    *,
+    factors: Sequence[float] | None = None,
+    most_file_bytes: int = MOST_FILE_BYTES,
+    progress: Progress = print,
+) -> Manifest:
+    """Write the mean of the weights of several dense checkpoints of one model.
+
+    Means are computed in FP32, or in FP64 if the weights are FP64, in the order of ``checkpoints``, and rounded once to
+    the dtype of the checkpoints. One tensor of each checkpoint is in memory at a time.
+
+    Args:
+        checkpoints: at least two checkpoints. They may be of any parallel layouts, and with or without optimizer state.
+        factors: factor of each checkpoint, from 0 to 1; their sum must be 1. None: all count the same.
+        progress: receives a line for every hundred tensors.
+
+    Raises:
+        CheckpointError: a checkpoint is damaged, its manifest does not describe the model, or it differs from the first
+            one in its model, in a tensor's name, shape or dtype, or in a buffer of integers or booleans.
+        ConfigError: the factors are not valid, ``out`` exists, or the disk has too little space.
+        OSError: a file cannot be written.
+    """
+    if len(checkpoints) < 2:
+        raise ConfigError.of("checkpoint", len(checkpoints), "must be at least 2 checkpoints")
+    _check_factors(factors, len(checkpoints))
+    readers = [_open(path) for path in checkpoints]
+    for reader in readers[1:]:
+        _check_same(readers[0], reader)
+    used = [1.0 / len(readers)] * len(readers) if factors is None else list(factors)
+    origin = {"mean_of": [{**_origin(reader), "factor": used[number]} for number, reader in enumerate(readers)]}
+    return write_weights(
+        out,
+        _counted(sorted(readers[0].weights), lambda name: _mean(readers, factors, name), progress),
+        weights_manifest(_manifest_of(readers[0]).run_name, _model_keys(readers[0]), origin),
+        num_bytes=_num_bytes(readers[0], None),
+        most_file_bytes=most_file_bytes,
+    )
+
+
+def _check_factors(factors: Sequence[float] | None, count: int) -> None:
+    if factors is None:
+        return
+    if len(factors) != count:
+        raise ConfigError.of("--weights", _words(factors), f"must be {count} numbers, one for each checkpoint")
+    if not all(0 <= factor <= 1 for factor in factors) or abs(math.fsum(factors) - 1) > _SUM_TOLERANCE:
+        raise ConfigError.of(
+            "--weights", _words(factors), f"must be from 0 to 1 with the sum 1; the sum is {math.fsum(factors):g}"
+        )
+
+
+def _words(factors: Sequence[float]) -> str:
+    return " ".join(f"{factor:g}" for factor in factors)
+
+
+def _check_same(first: DenseReader, other: DenseReader) -> None:
+    found = other_model(_manifest_of(first).settings, _manifest_of(other).settings)
+    if found:
+        differences = "; ".join(f"{each.key}: {each.stored}, here {each.present}" for each in found)
+        raise CheckpointError(f"{other.directory}: has another model than {first.directory}: {differences}")
+    lacks, adds = (sorted(one.keys() - two.keys()) for one, two in _both(first.weights, other.weights))
+    if lacks or adds:
+        raise CheckpointError(
+            f"{other.directory}: has other tensors than {first.directory}: it lacks {lacks[:3]}, and adds {adds[:3]} "
+            "(the first 3 of each are shown)"
+        )
+    for name, entry in sorted(first.weights.items()):
+        kinds = [(tuple(each.size), str(each.properties.dtype)) for each in (entry, other.weights[name])]
+        if kinds[0] != kinds[1]:
+            (shape, dtype), (here, dtype_here) = kinds
+            raise CheckpointError(
+                f"{other.directory}: {name} is {dtype_here} {list(here)}, but in {first.directory} it is {dtype} "
+                f"{list(shape)}"
+            )
+
+
+def _both(one: Mapping[str, Any], two: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], Mapping[str, Any]], ...]:
+    return (one, two), (two, one)
+
+
+def _mean(readers: Sequence[DenseReader], factors: Sequence[float] | None, name: str) -> torch.Tensor:
+    first = readers[0].read(name)
+    if not first.is_floating_point():
+        for reader in readers[1:]:
+            if not torch.equal(first, reader.read(name)):
+                raise CheckpointError(
+                    f"{reader.directory}: {name} is {first.dtype}, which has no mean, and it differs from that of "
+                    f"{readers[0].directory}"
+                )
+        return first
+    wide = torch.float64 if first.dtype == torch.float64 else torch.float32
+    total = first.to(wide) if factors is None else first.to(wide) * factors[0]
+    for number, reader in enumerate(readers[1:], 1):
+        value = reader.read(name).to(wide)
+        total = total + (value if factors is None else value * factors[number])
+    # One division is more exact than a factor 1/n, which is rounded, for each term.
+    return (total / len(readers) if factors is None else total).to(first.dtype)
+
+
+def _open(checkpoint: Path) -> DenseReader:
+    reader = DenseReader.open(checkpoint)
+    reader.model()  # raises an error if the manifest does not describe the model
+    if not reader.weights:
+        raise CheckpointError(f"{checkpoint}: has no weights")
+    return reader
+
+
+def _manifest_of(reader: DenseReader) -> Manifest:
+    assert reader.manifest is not None, "a checkpoint without a manifest was opened"
+    return reader.manifest
+
+
+def _model_keys(reader: DenseReader) -> dict[str, Any]:
+    # Without the seed of the initial weights, which these weights no longer are.
+    found = _manifest_of(reader).settings["model"].items()
+    return {key: value for key, value in found if key.startswith("model.")}
+
+
+def _origin(reader: DenseReader) -> dict[str, Any]:
+    manifest = _manifest_of(reader)
+    return {"run_name": manifest.run_name, "run_id": manifest.run_id, "iteration": manifest.iteration}
+
+
+def _num_bytes(reader: DenseReader, dtype: torch.dtype | None) -> int:
+    stored = [(prod(entry.size), entry.properties.dtype) for entry in reader.weights.values()]
+    return sum(count * (dtype if dtype and old.is_floating_point else old).itemsize for count, old in stored)
+
+
+def _counted(names: Sequence[str], read: Callable[[str], torch.Tensor], progress: Progress) -> Tensors:
+    for number, name in enumerate(names, 1):
+        yield name, read(name)
+        if number % _PROGRESS_TENSORS == 0 or number == len(names):
+            progress(f"{number}/{len(names)} tensors")
