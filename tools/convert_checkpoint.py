@@ -7,25 +7,38 @@ starts a job that replays a window of snapshots, and writes a dense checkpoint.
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from megatron_ft.errors import ConfigError, MegatronFtError
+from megatron_ft.errors import EXIT_INTERRUPTED, ConfigError, MegatronFtError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert, and return the exit code of the error, or 0."""
     arguments = _parse(argv)
+    before = signal.signal(signal.SIGTERM, _stop)
     try:
         return int(arguments.run(arguments))
     except MegatronFtError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped; the result is not complete", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except OSError as error:
         print(f"cannot write the result: {error}", file=sys.stderr)
         return 3
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    # As Ctrl-C does: the error removes what is incomplete.
+    raise KeyboardInterrupt
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

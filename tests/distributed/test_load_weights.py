@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.mcore.convert.dense_files import DenseReader
 from megatron_ft.testing.jobs import JobResult, run_job
 from tools import convert_checkpoint
 
@@ -81,6 +82,15 @@ def test_training_continues_from_the_weights(
     checkpoint = saved.run_dir / "checkpoints" / "iter_0000006"
     same = train(tmp_path, warm_forkserver, f"checkpoint.load_weights={checkpoint}", *words[1:], "run.name=same")
     assert same.losses == jobs["one rank"].losses
+
+    # So have its weights alone, and their mean with themselves.
+    small, mean = tmp_path / "small", tmp_path / "mean"
+    assert convert_checkpoint.main(["weights", str(checkpoint), str(small)]) == 0
+    assert convert_checkpoint.main(["average", str(small), str(checkpoint), str(weights), str(mean)]) == 0
+    assert not any("optimizer" in name for name in DenseReader.open(small).tensors)
+    for number, path in enumerate((small, mean)):
+        same = train(tmp_path, warm_forkserver, f"checkpoint.load_weights={path}", *words[1:], f"run.name=copy{number}")
+        assert same.losses == jobs["one rank"].losses
 
     # A resumed run continues from its own checkpoint.
     longer = ("training.train_iterations=8", "optimizer.lr_decay_iterations=6", "run.resume=must", "run.name=run0")

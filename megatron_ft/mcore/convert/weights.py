@@ -132,7 +132,7 @@ def average_weights(
     """Write the mean of the weights of several dense checkpoints of one model.
 
     Means are computed in FP32, or in FP64 if the weights are FP64, in the order of ``checkpoints``, and rounded once to
-    the dtype of the checkpoints. One tensor of each checkpoint is in memory at a time.
+    the dtype of the checkpoints. The memory that is needed is that of a few tensors.
 
     Args:
         checkpoints: at least two checkpoints. They may be of any parallel layouts, and with or without optimizer state.

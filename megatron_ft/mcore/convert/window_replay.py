@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -96,6 +95,7 @@ def replay_window(
         ConfigError: ``out`` exists, the disk has too little space, or the run's ranks are not started by ``launch`` on
             this machine; the message then has the command to use.
         DataError: the configuration of the run cannot be read.
+        KeyboardInterrupt: the job was stopped by Ctrl-C or SIGTERM.
         OSError: a file cannot be read or written.
     """
     run_dir, out = run_dir.absolute(), out.absolute()
@@ -114,7 +114,7 @@ def replay_window(
         progress(f"the window was captured with {line}")
     words = _words(job, compose)
     if config.launch.mode != "local" or config.launch.node_launcher != "local":
-        raise ConfigError(_elsewhere(config, run_dir, url, found, words, compose))
+        raise ConfigError(_elsewhere(config, run_dir, url, found, words))
     check_space(out.parent, found.dense_bytes(4 if job.precision.params_dtype == "fp32" else 2))
     folder, has_logs = work / run_dir.name, False
     try:
@@ -123,8 +123,10 @@ def replay_window(
         _take(open_backend(url), found, folder / "windows", progress)
         progress(f"starting {job.world_size} ranks on {job.launch.num_nodes} nodes of this machine")
         code = _run([sys.executable, str(entry), *words], progress)
+        if code == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt
         if code != EXIT_OK:
-            has_logs = code != EXIT_INTERRUPTED and (folder / "logs").exists()
+            has_logs = (folder / "logs").exists()
             logs = f"; its logs are in {folder}" if has_logs else ""
             raise CheckpointError(f"{out}: the job that replays the window ended: {EXIT_CODES.get(code, code)}{logs}")
         saved = folder / "checkpoints" / directory_name(window.last_iteration)
@@ -212,7 +214,10 @@ def _job(config: JobConfig, window: Window, work: Path, name: str, default: JobC
             schedule=[],
         ),
         training=replace(
-            config.training, exit_at_iteration=window.last_iteration, eval_interval_iterations=0, digest_interval_iterations=0
+            config.training,
+            exit_at_iteration=window.last_iteration,
+            eval_interval_iterations=0,
+            digest_interval_iterations=0,
         ),
         checkpoint=replace(default.checkpoint, async_save=False, fully_parallel=config.checkpoint.fully_parallel),
         snapshot=SnapshotConfig(),
@@ -259,9 +264,8 @@ def _words(job: JobConfig, compose: Compose) -> list[str]:
     return words
 
 
-def _elsewhere(
-    config: JobConfig, run_dir: Path, url: str, found: _Found, words: Sequence[str], compose: Compose
-) -> str:
+def _elsewhere(config: JobConfig, run_dir: Path, url: str, found: _Found, words: Sequence[str]) -> str:
+    """Return the message for a run whose ranks are not started by this command, with the commands to use."""
     launch = config.launch
     key, value = ("node_launcher", launch.node_launcher) if launch.mode == "local" else ("mode", launch.mode)
     folder = run_dir.parent / f"{run_dir.name}-replay"
@@ -272,7 +276,7 @@ def _elsewhere(
     lines = [
         f"mkdir -p {shlex.quote(str(work / 'windows'))}",
         shlex.join(["cp", str(run_dir / RUN_ID_NAME), str(work)]),
-        *(shlex.join(["cp", "-r", f"{url}/{name}", str(work / "windows")]) for name in directories),
+        *(shlex.join(["cp", "-r", open_backend(url).describe(name), str(work / "windows")]) for name in directories),
         shlex.join(["python", "pretrain_moe.py", *command]),
     ]
     saved = work / "checkpoints" / directory_name(found.first.last_iteration)
@@ -322,41 +326,42 @@ def _chunks(source: Any) -> Iterator[bytes]:
 
 def _run(command: Sequence[str], progress: Progress) -> int:
     """Run the job, pass its output on, and return its exit code. Requests to stop are passed to the job."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # Ctrl-C on the terminal would reach the job twice
-    )
-    try:
-        with _passing_on(process):
-            assert process.stdout is not None, "the output of the job is not read"
-            is_advice = False
-            for line in process.stdout:
-                is_advice = is_advice or line.startswith(_ADVICE)
-                if line.strip() and not is_advice:
-                    progress(f"job: {line.rstrip()}")
-            return process.wait()
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
+    process: subprocess.Popen[str] | None = None
+    requests: list[int] = []
 
-
-@contextmanager
-def _passing_on(process: "subprocess.Popen[str]") -> Iterator[None]:
     def pass_on(number: int, frame: FrameType | None) -> None:
-        process.send_signal(number)
+        requests.append(number)
+        if process is not None:
+            process.send_signal(number)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # otherwise Ctrl-C on the terminal would reach the job twice
+        )
+        if requests:  # before the process was known
+            process.send_signal(requests[0])
+        assert process.stdout is not None, "the output of the job is not read"
+        is_advice = False
+        for line in process.stdout:
+            is_advice = is_advice or line.startswith(_ADVICE)
+            if line.strip() and not is_advice:
+                progress(f"job: {line.rstrip()}")
+        code = process.wait()
+        # A process that is stopped before it has handlers ends by the signal.
+        return EXIT_INTERRUPTED if requests and code < 0 else code
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        if process is not None and process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 def _verified(saved: Path, window: Window) -> Manifest:

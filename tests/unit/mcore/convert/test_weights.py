@@ -1,0 +1,219 @@
+"""Tests checkpoints that contain only weights: copies keep all bits, means are rounded once, and checkpoints that do
+not fit together are refused by name."""
+
+import shutil
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.mcore.convert import dense_files
+from megatron_ft.mcore.convert.dense_files import WEIGHTS_ONLY, DenseReader
+from megatron_ft.mcore.convert.weights import weights_manifest, write_weights
+from tools import convert_checkpoint
+
+BASE = {f"model.{name}": value for name, value in vars(JobConfig().model).items()}
+NAMES = ("decoder.layers.0.weight", "decoder.layers.1.weight", "embedding.weight")
+
+
+def random(seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn((64, 9), generator=generator, dtype=torch.float64).to(dtype) for name in NAMES}
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor], **model: Any) -> Path:
+    """Write a checkpoint of these tensors. ``model`` are keys of the model that differ from the default."""
+    settings = {**BASE, **{f"model.{name}": value for name, value in model.items()}, "training.seed": 7}
+    write_weights(path, iter(tensors.items()), weights_manifest("run", settings, {}), num_bytes=0, most_file_bytes=2000)
+    return path
+
+
+def run(*words: object, code: int = 0) -> None:
+    assert convert_checkpoint.main([str(word) for word in words]) == code
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    reader = DenseReader.open(path)
+    return {name: reader.read(name) for name in reader.weights}
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_mean_is_computed_in_wide_numbers_and_rounded_once(dtype: torch.dtype, tmp_path: Path) -> None:
+    parts = [random(seed, dtype) for seed in range(3)]
+    paths = [write(tmp_path / str(number), part) for number, part in enumerate(parts)]
+    run("average", *paths, tmp_path / "mean")
+    run("average", *paths, tmp_path / "weighted", "--weights", 0.5, 0.125, 0.375)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    means, weighted = read(tmp_path / "mean"), read(tmp_path / "weighted")
+    rounded_often = 0
+    for name in NAMES:
+        one, two, three = (part[name].to(wide) for part in parts)
+        assert same_bits(means[name], ((one + two + three) / 3).to(dtype))
+        assert same_bits(weighted[name], (one * 0.5 + two * 0.125 + three * 0.375).to(dtype))
+        narrow = sum(part[name] for part in parts) / 3
+        rounded_often += int((narrow != means[name]).sum())
+    assert (rounded_often > 0) == (dtype in (torch.bfloat16, torch.float16)), "rounding every sum would not be noticed"
+
+
+def test_the_mean_of_equal_checkpoints_is_the_checkpoint(tmp_path: Path) -> None:
+    tensors = random(1)
+    paths = [write(tmp_path / str(number), tensors) for number in range(3)]
+    run("average", *paths, tmp_path / "mean")
+    found = read(tmp_path / "mean")
+    assert all(same_bits(found[name], tensors[name]) for name in NAMES)
+    manifest = DenseReader.open(tmp_path / "mean").manifest
+    assert manifest is not None
+    assert manifest.settings["model"] == BASE, "the seed is not that of these weights"
+    assert [each["factor"] for each in manifest.settings[WEIGHTS_ONLY]["mean_of"]] == [1 / 3] * 3
+
+
+def test_one_tensor_of_each_checkpoint_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [write(tmp_path / str(number), random(number)) for number in range(3)]
+    known, most = list[weakref.ref[torch.Tensor]](), 0
+    original = dense_files.DenseReader.read
+
+    def counted(self: DenseReader, name: str) -> torch.Tensor:
+        nonlocal most
+        found = original(self, name)
+        known.append(weakref.ref(found))
+        most = max(most, sum(each() is not None for each in known))
+        return found
+
+    monkeypatch.setattr(dense_files.DenseReader, "read", counted)
+    run("average", *paths, tmp_path / "mean")
+    assert len(known) == 9 and most <= 3
+
+
+def test_buffers_of_integers_must_be_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts, flags = torch.tensor([3, 2**60 + 1]), torch.tensor([True, False])
+    same = {**random(0), "counts": counts, "flags": flags}
+    one, two = (write(tmp_path / name, same) for name in "ab")
+    run("average", one, two, tmp_path / "mean")
+    assert same_bits(read(tmp_path / "mean")["counts"], counts)
+    assert same_bits(read(tmp_path / "mean")["flags"], flags)
+    other = write(tmp_path / "c", {**same, "counts": counts + 1})
+    run("average", one, other, tmp_path / "none", code=5)
+    error = capsys.readouterr().err
+    assert "counts is torch.int64, which has no mean" in error and str(other) in error
+    assert not (tmp_path / "none").exists() and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "model", "message"),
+    [
+        ({"decoder.layers.1.weight": None}, {}, "it lacks ['decoder.layers.1.weight']"),
+        ({"decoder.layers.9.weight": torch.ones(2)}, {}, "adds ['decoder.layers.9.weight']"),
+        ({"embedding.weight": torch.ones((9, 64), dtype=torch.bfloat16)}, {}, "is torch.bfloat16 [9, 64], but in"),
+        ({"embedding.weight": torch.ones((64, 9))}, {}, "embedding.weight is torch.float32 [64, 9], but in"),
+        ({}, {"num_layers": 17}, "model.num_layers: 4, here 17"),
+        ({}, {"rotary_base": 7}, "model.rotary_base: 10000, here 7"),
+    ],
+)
+def test_checkpoints_that_do_not_fit_are_refused(
+    tensors: dict[str, Any],
+    model: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    changed = {name: value for name, value in {**random(1), **tensors}.items() if value is not None}
+    one = write(tmp_path / "one", random(0), num_layers=4)
+    other = write(tmp_path / "other", changed, **{"num_layers": 4, **model})
+    run("average", one, other, tmp_path / "mean", code=5)
+    error = capsys.readouterr().err
+    assert message in error and str(other) in error
+    assert not (tmp_path / "mean").exists()
+
+
+def test_settings_that_do_not_change_outputs_may_differ(tmp_path: Path) -> None:
+    one = write(tmp_path / "one", random(0))
+    run("average", one, write(tmp_path / "b", random(1), moe_aux_loss_coeff=0.5, init_method_std=1.0), tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("factors", "message"),
+    [
+        ([1.0], "must be 2 numbers"),
+        ([0.5, 0.25, 0.25], "must be 2 numbers"),
+        ([0.5, 0.4], "the sum is 0.9"),
+        ([1.5, -0.5], "must be from 0 to 1"),
+        ([float("nan"), 0.5], "must be from 0 to 1"),
+    ],
+)
+def test_other_factors_are_refused(
+    factors: list[float], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [write(tmp_path / str(number), random(number)) for number in range(2)]
+    run("average", *paths, tmp_path / "mean", "--weights", *factors, code=2)
+    assert message in capsys.readouterr().err and not (tmp_path / "mean").exists()
+
+
+def test_outputs_and_inputs_are_checked_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = (write(tmp_path / str(number), random(number)) for number in range(2))
+    for words in (("average", one, two), ("weights", one)):
+        run(*words, two, code=2)
+        assert f"out={two}: must not exist" in capsys.readouterr().err
+        (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+        run(*words, tmp_path / "link", code=2)
+        (tmp_path / "link").unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr("megatron_ft.mcore.convert.folder.free_bytes", lambda path: 3000)
+            run(*words, tmp_path / "out", code=2)
+        assert "needs 3,456 bytes, but its file system has only 3,000" in capsys.readouterr().err
+        run(*words, tmp_path / "out", "--file-bytes", 0, code=2)
+    run("average", one, tmp_path / "out", code=2)
+    assert "must be at least 2 checkpoints" in capsys.readouterr().err
+    damaged = Path(shutil.copytree(two, tmp_path / "damaged"))
+    path = damaged / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    for words in (("average", one, damaged), ("weights", damaged)):
+        run(*words, tmp_path / "out", code=5)
+        assert f"{path}: damaged" in capsys.readouterr().err
+    (damaged / "manifest.json").unlink()
+    run("weights", damaged, tmp_path / "out", code=5)
+    assert "has no manifest.json" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_weights_keep_their_bits(tmp_path: Path) -> None:
+    special = torch.tensor([float("nan"), -0.0, 1e-45, float("inf")])
+    tensors = {**random(0), "special": special, "counts": torch.tensor([2**60 + 1]), "flags": torch.tensor([True])}
+    source = write(tmp_path / "source", tensors)
+    run("weights", source, tmp_path / "copy")
+    copied = read(tmp_path / "copy")
+    assert copied.keys() == tensors.keys() and all(same_bits(copied[name], tensors[name]) for name in tensors)
+    run("weights", source, tmp_path / "wide", "--dtype", "fp32")
+    wide = read(tmp_path / "wide")
+    for name in tensors:
+        wanted = tensors[name].float() if tensors[name].is_floating_point() else tensors[name]
+        assert same_bits(wide[name], wanted)
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, count = write(tmp_path / "source", random(0)), 0
+    original = dense_files.HashedFile.write
+
+    def interrupted(self: Any, data: Any) -> int:
+        nonlocal count
+        count += 1
+        if count > 20:
+            raise OSError(28, "No space left on device")
+        return int(original(self, data))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dense_files.HashedFile, "write", interrupted)
+        run("weights", source, tmp_path / "copy", code=3)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    run("weights", source, tmp_path / "copy")
