@@ -86,7 +86,7 @@ def test_training_continues_from_the_weights(
     # So have its weights alone, and their mean with themselves.
     small, mean = tmp_path / "small", tmp_path / "mean"
     assert convert_checkpoint.main(["weights", str(checkpoint), str(small)]) == 0
-    assert convert_checkpoint.main(["average", str(small), str(checkpoint), str(weights), str(mean)]) == 0
+    assert convert_checkpoint.main(["average", str(checkpoint), str(weights), str(mean)]) == 0
     assert not any("optimizer" in name for name in DenseReader.open(small).tensors)
     for number, path in enumerate((small, mean)):
         same = train(tmp_path, warm_forkserver, f"checkpoint.load_weights={path}", *words[1:], f"run.name=copy{number}")
