@@ -247,8 +247,8 @@ def in_order(groups: Sequence[Sequence[Row]], rng: random.Random, *, keeps_layou
                 about["at_iteration"] = iteration
             faults.append({**fault, **about})
             generation += 1
-        # After one loss, a rollback of a kept layout takes two generations: places are filled first, then all ranks start
-        # again. If the second fault of a group ends the last rank with state, they start again at once.
+        # After one loss, a rollback of a kept layout takes two generations: places are filled first, then all ranks
+        # start again. If the second fault of a group ends the last rank with state, they start again at once.
         generation += keeps_layout and len(group) == 1 and group[0]["strategy"] == "rollback"
         iteration += len(group)
     return faults
