@@ -1,0 +1,188 @@
+"""Claim ``convert-memory``: conversions between checkpoints and Hugging Face folders need little memory and are fast.
+
+A checkpoint of a random Mixtral model is converted to a folder, and the folder back to a checkpoint, by the commands of
+``tools/convert_checkpoint.py`` in processes of their own. The largest sum of private and shared memory of each process
+is sampled. Between conversions, the same files are copied and flushed to disk. The page cache is dropped before each
+conversion and each copy, if the process may do so. Figures are medians over alternating pairs.
+"""
+
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import finish, parse_arguments
+from megatron_ft.config.model import ModelConfig
+
+ID = "convert-memory"
+SIZES, QUICK_SIZES = (20e9, 2e9), (0.2e9, 0.2e9)
+"""Bytes of the model whose memory is measured, and of the model whose time is measured."""
+PAIRS, QUICK_PAIRS = 7, 2
+MOST_MEMORY = 2e9
+MIN_SPEED, QUICK_MIN_SPEED = 0.5, 0.2
+FILE_BYTES = 500_000_000
+_SAMPLE_SECONDS = 0.02
+_CACHES = Path("/proc/sys/vm/drop_caches")
+_LAYER = ModelConfig(
+    num_layers=1,
+    hidden_size=1024,
+    num_attention_heads=16,
+    num_query_groups=8,
+    seq_length=4096,
+    vocab_size=8192,
+    ffn_hidden_size=3584,
+    moe_ffn_hidden_size=3584,
+    num_moe_experts=8,
+)
+THRESHOLD = "<= 2 GB of private and shared memory, at least 0.5 of the speed of copies with fsync"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert, copy, and judge."""
+    arguments = parse_arguments(__doc__, argv)
+    (large, timed), pairs = (QUICK_SIZES, QUICK_PAIRS) if arguments.quick else (SIZES, PAIRS)
+    with tempfile.TemporaryDirectory(prefix="convert-memory-") as name:
+        memory, num_bytes = _measure_memory(Path(name), large)
+        rows = _measure_speed(Path(name), timed, pairs)
+    speeds = {way: statistics.median(row[way] for row in rows) for way in ("to-hf", "from-hf")}
+    figure = (
+        f"{num_bytes / 1e9:.1f} GB within {max(memory.values()) / 1e9:.2f} GB of memory; {timed / 1e9:.1f} GB at "
+        f"{speeds['to-hf']:.2f} (to a folder) and {speeds['from-hf']:.2f} (to a checkpoint) of the speed of a copy"
+    )
+    limit = QUICK_MIN_SPEED if arguments.quick else MIN_SPEED
+    return finish(
+        arguments.out,
+        ID,
+        passed=max(memory.values()) <= MOST_MEMORY and min(speeds.values()) >= limit,
+        figure=figure,
+        threshold=THRESHOLD.replace(str(MIN_SPEED), str(limit)),
+        counts={"pairs": pairs, "cache_dropped": int(os.access(_CACHES, os.W_OK))},
+        details={"memory": memory, "bytes": num_bytes, "rows": rows, "speeds": speeds},
+    )
+
+
+def _model(num_bytes: float) -> ModelConfig:
+    """Return a model whose weights in bf16 have about ``num_bytes`` bytes."""
+    from math import prod
+
+    from megatron_ft.mcore.convert.mixtral import FAMILY
+
+    def size(model: ModelConfig) -> int:
+        return sum(2 * prod(rule.shape(model)) for rule in FAMILY.tensors(model))
+
+    one, two = size(_LAYER), size(replace(_LAYER, num_layers=2))
+    return replace(_LAYER, num_layers=max(1, round((num_bytes - one) / (two - one)) + 1))
+
+
+def _write_checkpoint(path: Path, num_bytes: float) -> int:
+    """Write a checkpoint of random weights, one tensor at a time. Return its size."""
+    import torch
+
+    from megatron_ft.mcore.convert.mixtral import FAMILY
+    from megatron_ft.mcore.convert.weights import weights_manifest, write_weights
+
+    model, generator = _model(num_bytes), torch.Generator().manual_seed(1)
+
+    def tensors() -> Any:
+        for rule in FAMILY.tensors(model):
+            yield rule.ours, torch.rand(rule.shape(model), generator=generator).bfloat16()
+
+    settings = {f"model.{name}": value for name, value in asdict(model).items()}
+    manifest = weights_manifest(path.name, settings, {})
+    write_weights(path, tensors(), manifest, num_bytes=int(num_bytes), most_file_bytes=FILE_BYTES)
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
+def _measure_memory(folder: Path, num_bytes: float) -> tuple[dict[str, int], int]:
+    size = _write_checkpoint(folder / "large", num_bytes)
+    memory = {"to-hf": _convert("to-hf", folder / "large", folder / "large-hf")[1]}
+    shutil.rmtree(folder / "large")
+    memory["from-hf"] = _convert("from-hf", folder / "large-hf", folder / "large")[1]
+    shutil.rmtree(folder / "large-hf")
+    shutil.rmtree(folder / "large")
+    return memory, size
+
+
+def _measure_speed(folder: Path, num_bytes: float, pairs: int) -> list[dict[str, float]]:
+    """Return the speed of each conversion as a share of the speed of a copy of its input, for each pair."""
+    _write_checkpoint(folder / "weights", num_bytes)
+    rows = []
+    for _ in range(pairs):
+        row = {}
+        for way, source, target in (("to-hf", "weights", "hf"), ("from-hf", "hf", "back")):
+            copied = _seconds(lambda source=source: _copy(folder / source, folder / "copy"))
+            shutil.rmtree(folder / "copy")
+            seconds, _ = _convert(way, folder / source, folder / target)
+            row[way] = copied / seconds
+        shutil.rmtree(folder / "hf")
+        shutil.rmtree(folder / "back")
+        rows.append(row)
+    return rows
+
+
+_CHILD = """
+import sys, time
+from megatron_ft.mcore.convert import converter
+from tools import convert_checkpoint
+began = time.perf_counter()
+code = convert_checkpoint.main(sys.argv[1:])
+print(time.perf_counter() - began)
+sys.exit(code)
+"""
+"""Program of a conversion. Its last line is the duration without the time to import torch, about 5 s."""
+
+
+def _convert(way: str, source: Path, target: Path) -> tuple[float, int]:
+    """Run a conversion. Return its seconds, and the largest sum of its private and shared memory in bytes."""
+    options = ["--family", "mixtral"] if way == "to-hf" else []
+    command = [sys.executable, "-c", _CHILD, way, str(source), str(target), *options, "--file-bytes", str(FILE_BYTES)]
+    _drop_caches()
+    most = 0
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL, text=True)
+        while process.poll() is None:
+            most = max(most, _memory(process.pid))
+            time.sleep(_SAMPLE_SECONDS)
+        if process.returncode:
+            raise RuntimeError(f"{way} ended with exit code {process.returncode}")
+        output.seek(0)
+        return float(output.read().splitlines()[-1]), most
+
+
+def _memory(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    except OSError:  # the process has ended
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+
+
+def _copy(source: Path, target: Path) -> None:
+    _drop_caches()
+    shutil.copytree(source, target)
+    for path in target.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _drop_caches() -> None:
+    os.sync()
+    if os.access(_CACHES, os.W_OK):
+        _CACHES.write_text("3")
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
