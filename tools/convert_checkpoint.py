@@ -20,6 +20,9 @@ from megatron_ft.errors import EXIT_INTERRUPTED, ConfigError, MegatronFtError
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert, and return the exit code of the error, or 0."""
     arguments = _parse(argv)
+    from megatron_ft.mcore.device.install import ignore_missing_packages
+
+    ignore_missing_packages()
     before = signal.signal(signal.SIGTERM, _stop)
     try:
         return int(arguments.run(arguments))

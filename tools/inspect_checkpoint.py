@@ -17,6 +17,9 @@ from megatron_ft.errors import ConfigError, MegatronFtError
 def main(argv: Sequence[str] | None = None) -> int:
     """Inspect, and return the exit code of the error, 1 for a difference, or 0."""
     arguments = _parse(argv)
+    from megatron_ft.mcore.device.install import ignore_missing_packages
+
+    ignore_missing_packages()
     try:
         return int(arguments.run(arguments))
     except MegatronFtError as error:

@@ -27,14 +27,40 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.checkpoint.files import BACKEND, BACKEND_VERSION
+from megatron_ft.snapshot.storage.checkpoints import list_checkpoints
 from megatron_ft.snapshot.storage.files import FileEntry, HashedFile, fsync_directory, hash_file, write_file
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
+from megatron_ft.snapshot.storage.window_file import window_name
+from megatron_ft.snapshot.storage.window_folder import WindowFolder
 
 _OPTIMIZER = "optimizer."
 _FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 _METADATA, _COMMON, _FORMAT = ".metadata", "common.pt", "metadata.json"
 WEIGHTS_ONLY = "weights"
 """Concern in the manifest's settings of a checkpoint that contains only weights."""
+
+
+def refuse_run_folder(directory: Path) -> None:
+    """Check that a directory is not the folder of a run, which contains checkpoints and windows.
+
+    Raises:
+        CheckpointError: it is. The error names the newest checkpoint and the newest window.
+    """
+    if not (directory / "config.yaml").is_file() or (directory / _METADATA).exists():
+        return
+    found = [entry.path for entry in list_checkpoints(directory / "checkpoints") if entry.complete]
+    windows = directory / "windows"
+    keys = WindowFolder(windows).list_windows() if windows.is_dir() else []
+    newest = [
+        f"{what} are in {folder}, the newest is {path}"
+        for what, folder, path in (
+            ("checkpoints", directory / "checkpoints", found[-1] if found else None),
+            ("windows", windows, windows / window_name(keys[-1]) if keys else None),
+        )
+        if path is not None
+    ]
+    where = "; its ".join(newest) if newest else "checkpoints/ and windows/ contain none yet"
+    raise CheckpointError(f"{directory}: must be a checkpoint or a window, but is the folder of a run; its {where}")
 
 
 @dataclass(kw_only=True)
@@ -54,11 +80,14 @@ class DenseReader:
             trust: whether a directory without a manifest may be read. Its metadata is a pickle, which can run code.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, incomplete or has no manifest, or its metadata cannot be read.
+            CheckpointError: the checkpoint is damaged, incomplete or has no manifest, its metadata cannot be read, or
+                the directory is the folder of a run.
         """
         if not directory.is_dir():
             raise CheckpointError(f"{directory}: must be a directory")
         has_manifest = (directory / MANIFEST_NAME).exists()
+        if not has_manifest:
+            refuse_run_folder(directory)
         if not has_manifest and not trust:
             raise CheckpointError(
                 f"{directory} has no {MANIFEST_NAME} of this project, so its pickle files, which can run code, cannot "

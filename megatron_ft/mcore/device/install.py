@@ -158,6 +158,13 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("Unknown MLP type")
 
 
+def ignore_missing_packages() -> None:
+    """Hide the warnings that Megatron gives at import about Apex and Transformer Engine, for a command that uses
+    neither. Other warnings are shown."""
+    packages = r".*(Apex|Transformer Engine|transformer_engine)"
+    warnings.filterwarnings("ignore", packages, category=UserWarning, module=r"megatron\.")
+
+
 def install(config: JobConfig) -> tuple[str, str]:
     """Check the optional software, patch Megatron if the device is a CPU, and import it.
 

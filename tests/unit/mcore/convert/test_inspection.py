@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.convert.converter import import_folder
 from megatron_ft.mcore.convert.folder import CONFIG, ONLY_FILE
+from megatron_ft.mcore.device.install import ignore_missing_packages
 from tests.contract.test_convert import SMALL
 from tests.unit.mcore.convert.test_converter import FAMILY, mute
 from tests.unit.snapshot.storage.test_partial_files import write_history
-from tools import inspect_checkpoint
+from tools import convert_checkpoint, inspect_checkpoint
 
 
 @pytest.fixture
@@ -72,6 +76,38 @@ def test_differences_are_named_the_worst_first(
     assert inspect_checkpoint.main(["diff", str(folder), str(both), "--tolerance", "0.1", "--most", "0"]) == 1
     assert "1 tensors differ (0 shown)" in capsys.readouterr().out
     assert inspect_checkpoint.main(["diff", str(folder), str(both), "--tolerance", "nan"]) == 2
+
+
+@pytest.mark.parametrize("tool", ["inspect_checkpoint", "convert_checkpoint"])
+def test_the_folder_of_a_run_is_refused_and_its_newest_states_are_named(
+    tool: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text("")
+    module = {"inspect_checkpoint": inspect_checkpoint, "convert_checkpoint": convert_checkpoint}[tool]
+    words = ["list", str(run)] if tool == "inspect_checkpoint" else ["weights", str(run), str(tmp_path / "out")]
+    assert module.main(words) == CheckpointError.exit_code
+    assert "is the folder of a run; its checkpoints/ and windows/ contain none yet" in capsys.readouterr().err
+    for iteration in (9, 10):
+        import_folder(folder, run / "checkpoints" / f"iter_{iteration:07d}", vocab_multiple=8, progress=mute)
+        (run / "windows" / f"window_{iteration:07d}").mkdir(parents=True)
+    assert module.main(words) == CheckpointError.exit_code
+    error = capsys.readouterr().err
+    assert f"the newest is {run / 'checkpoints' / 'iter_0000010'}; its windows" in error
+    assert f"the newest is {run / 'windows' / 'window_0000010'}" in error and "--trust" not in error
+
+
+def test_only_warnings_about_missing_packages_are_hidden() -> None:
+    ignore_missing_packages()
+    for name, text, is_hidden in (
+        ("megatron.core.optimizer", "Transformer Engine and Apex are not installed. Falling back.", True),
+        ("megatron.core.optimizer", "something else", False),
+        ("other", "Apex is not installed", False),
+    ):
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.warn_explicit(text, UserWarning, "file.py", 1, module=name)
+        assert bool(shown) != is_hidden, (name, text)
 
 
 def test_bits_are_compared_not_values(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,3 +174,11 @@ def test_a_directory_with_another_name_is_no_window(
     (windows / "window_0000010").rename(tmp_path / "mine")
     assert inspect_checkpoint.main(["list", str(tmp_path / "mine")]) == CheckpointError.exit_code
     assert "must be the directory of a window" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tool", ["inspect_checkpoint", "convert_checkpoint"])
+def test_commands_print_no_warning(tool: str, tmp_path: Path) -> None:
+    words = ["list", "missing"] if tool == "inspect_checkpoint" else ["weights", "missing", str(tmp_path / "out")]
+    command = [sys.executable, "-m", f"tools.{tool}", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.stderr == "missing: must be a directory\n"
