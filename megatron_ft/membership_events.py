@@ -155,6 +155,8 @@ class RankFailed(Record):
     """Signal that ended the rank's process, e.g. ``SIGKILL``."""
     first: bool = False
     """Whether this rank was the first rank of the job to fail."""
+    is_consequence: bool = False
+    """Whether the rank's error only states that another rank closed a connection, so that another failure caused it."""
     phase: str | None = None
     """Last phase that the rank reported."""
     iteration: int | None = None
@@ -170,6 +172,9 @@ class RankFailed(Record):
     def describe(self) -> Note:
         node = "" if self.node is None else f" on node {self.node}"
         iteration = "" if self.iteration is None else f" in iteration {self.iteration}"
+        if self.is_consequence:
+            cause = "another rank closed the connection, a consequence of the first failure"
+            return Note("bad", f"rank {self.rank}{node} ended{iteration} ({self.ending}): {cause}")
         first = ", the first to fail" if self.first else ""
         error = f": {self.error}" if self.error else ""
         return Note("bad", f"rank {self.rank}{node} died{iteration} ({self.ending}{first}){error}")

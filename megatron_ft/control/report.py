@@ -80,6 +80,8 @@ def add_failure_report(about: Message, report: Message, *, caused_by_us: bool) -
 _WIDTH = 100
 _MAX_LINES = 40
 _TAIL_LINES = 15
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+"""Parts of errors that gloo and NCCL raise in a rank because another rank has ended."""
 _ENDING_FAULTS = ("kill", "exit", "raise")
 """Actions of failpoints that end the process, so that its node leaves the membership."""
 # Left out of the advice: it names the run itself, faults would be injected again, and the fork server may be gone.
@@ -159,14 +161,24 @@ def _others(end: JobResult, first: int | None) -> str:
     # Clocks of nodes differ, so a rank that died later can have an earlier time.
     delays = [(max(0.0, at - begin), rank, about) for at, rank, about in failed]
     delays.sort(key=lambda entry: entry[:2])
+    followed = sorted(_number(rank, about) for _, rank, about in delays if _follows(about))
+    delays = [entry for entry in delays if not _follows(entry[2])]
     lines = [f"  rank {_number(rank, about)}, {delay:.3f} s later: {_how(about)}" for delay, rank, about in delays[:8]]
-    if len(failed) > 8:
-        lines.append(f"  and {len(failed) - 8} more failed ranks")
+    if len(delays) > 8:
+        lines.append(f"  and {len(delays) - 8} more failed ranks")
+    if followed:
+        ranks = f"{'ranks' if len(followed) > 1 else 'rank'} {_ranges(followed)}"
+        lines.append(f"  lost a connection to another rank, a consequence (errors in their logs): {ranks}")
     ours = {rank: about for rank, about in end.details.items() if about["caused_by_us"] and rank != first}
     ended = sorted(_number(rank, about) for rank, about in ours.items())
     if ended:
         lines.append(f"  killed by the launcher: {'ranks' if len(ended) > 1 else 'rank'} {_ranges(ended)}")
     return "\n".join(["The other ranks:", *lines]) if lines else ""
+
+
+def _follows(details: Message) -> bool:
+    """Return whether a rank's error is a consequence of the end of another rank."""
+    return any(part in details.get("error", "") for part in _LOST_PEER)
 
 
 def _survived(end: JobResult) -> str:
@@ -323,6 +335,7 @@ def _failed_record(rank: int, details: Message, *, first: bool, node: int) -> Ra
         exit_code=returncode if returncode is not None and returncode >= 0 else None,
         signal=signal_name(-returncode) if returncode is not None and returncode < 0 else None,
         first=first,
+        is_consequence=not first and _follows(details),
         phase=details.get("phase"),
         iteration=details.get("iteration"),
         error=_short(details["error"]) if "error" in details else details.get("hung"),

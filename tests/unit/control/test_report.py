@@ -62,6 +62,27 @@ def test_the_first_is_shown_with_its_traceback_and_the_others_in_a_line_each() -
     assert screen.index("Traceback") < screen.index("The other ranks")
 
 
+LOST_PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:234"
+
+
+def test_errors_that_follow_from_the_first_failure_are_marked() -> None:
+    end = ended(
+        1, died(1, 1.0, -9), died(0, 1.2, error=LOST_PEER), died(2, 1.3, error=LOST_PEER), died(3, 2.0, error="E")
+    )
+    others = failure_screen(end, RUN, "").split("The other ranks:")[1]
+    assert "pair.cc" not in others and "rank 3, 1.000 s later: raised E" in others
+    assert "lost a connection to another rank, a consequence (errors in their logs): ranks 0, 2" in others
+    records = {record.rank: record for record in _failed_records(end, POLICY)}
+    assert [rank for rank, record in records.items() if record.is_consequence] == [0, 2]
+    assert records[0].error == LOST_PEER, "the record keeps the error"
+    assert "pair.cc" not in records[0].describe().text and "consequence" in records[0].describe().text
+
+
+def test_a_lost_connection_that_comes_first_is_a_failure() -> None:
+    (record,) = _failed_records(ended(0, died(0, 1.0, error=LOST_PEER)), POLICY)
+    assert not record.is_consequence and LOST_PEER in record.describe().text
+
+
 def test_another_nodes_clock_makes_no_death_earlier_than_the_first() -> None:
     screen = failure_screen(ended(0, died(0, 10.0), died(3, 9.9994), died(2, 10.5), died(1, 9.0)), RUN, "")
     assert "-" not in screen.split("The other ranks:")[1].split("Its log")[0]
