@@ -80,6 +80,8 @@ class RunStarted(Record):
     """Checkpoint or window from which the job continues the run; absent for a new run."""
     resumed_from_iteration: int | None = None
     """Last iteration of the state in ``resumed_from``. Records of later iterations that earlier jobs wrote are void."""
+    run_dir: str | None = None
+    """Folder of the run, as the first rank names it."""
     schema_version: int = SCHEMA_VERSION
     """Version of the format of the records."""
 
@@ -89,7 +91,8 @@ class RunStarted(Record):
         device = f", {self.device}" if self.device else ""
         resumed = self.resumed_from_iteration
         origin = "" if resumed is None else f", continues after iteration {resumed}"
-        return Note("info", f"{self.run_name}: {self.model}, {ranks}{nodes}{device}{origin}")
+        folder = "" if self.run_dir is None else f"; folder of the run: {self.run_dir}"
+        return Note("info", f"{self.run_name}: {self.model}, {ranks}{nodes}{device}{origin}{folder}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

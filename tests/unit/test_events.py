@@ -179,3 +179,8 @@ def test_records_of_version_1_are_read(former: dict[str, object], now: dict[str,
 def test_a_damaged_record_of_version_1_is_refused() -> None:
     with pytest.raises(ValueError, match="recovery_started.strategy: is required"):
         events.Record.from_record({"kind": "recovery_chosen", "iteration": 5})
+
+
+def test_the_start_names_the_folder_of_the_run() -> None:
+    started = events.RunStarted(run_name="x", model="moe_tiny", world_size=1, run_dir="runs/x")
+    assert started.describe().text == "x: moe_tiny, 1 rank; folder of the run: runs/x"

@@ -58,6 +58,7 @@ def run_started(
     iteration; None for a new run."""
     return RunStarted(
         run_name=context.run_dir.name,
+        run_dir=str(context.run_dir),
         model=config.model.name,
         world_size=context.world_size,
         num_nodes=context.num_nodes,
