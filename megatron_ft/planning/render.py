@@ -86,7 +86,11 @@ def _overview(plan: JobPlan) -> str:
 
 
 def _device(plan: JobPlan) -> list[tuple[str, str]]:
-    return [("device", "; ".join(filter(None, (plan.device_reason, plan.other_device))))] if plan.other_device else []
+    if not plan.other_device:
+        return []
+    # A refusal on the other device is a note at the end of the plan.
+    texts = (plan.device_reason, "" if plan.is_refused_there else plan.other_device)
+    return [("device", "; ".join(filter(None, texts)))]
 
 
 def _snapshot(report: SnapshotReport, serve: str) -> str:

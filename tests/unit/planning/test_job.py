@@ -10,6 +10,7 @@ from megatron_ft.config.membership import config_of
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.corpus.samples import DataSummary, _SourceSummary
 from megatron_ft.errors import ConfigError
+from megatron_ft.planning.devices import DeviceChoice
 from megatron_ft.planning.job import JobPlan, with_slots
 from megatron_ft.planning.render import _readable_bytes, render
 from tests.helpers.keys import grouped
@@ -152,6 +153,15 @@ def test_losses_are_a_row_for_each_node_and_warn_of_spanned_stages() -> None:
     (note,) = plan(with_losses=True, parallel=parallel, launch={"ranks_per_node": 2}, recovery=recovery).notes
     assert note.startswith("node 0 spans pipeline stages 0, 1")
     assert not plan(parallel=parallel, launch=launch, recovery=recovery).losses, "a start does not ask"
+
+
+def test_a_refusal_on_the_other_device_is_printed_once() -> None:
+    refused = {"cpu": "", "cuda": "training.device=cuda: must be cpu"}
+    choice = DeviceChoice(device="cpu", is_certain=False, reason="training.device=auto found no GPU here")
+    text = render(JobPlan.of(from_dict(SMALL), DATA, device="cpu", choice=choice, refused=refused))
+    assert text.count(refused["cuda"]) == 1 and f"  device        {choice.reason}\n" in text
+    accepted = render(JobPlan.of(from_dict(SMALL), DATA, device="cpu", choice=choice, refused={"cpu": "", "cuda": ""}))
+    assert accepted.count("would also be accepted") == 1
 
 
 def kept_layout(**groups: dict[str, object]) -> dict[str, dict[str, object]]:
