@@ -1,4 +1,4 @@
-"""Durations and sizes in a readable form."""
+"""Durations, sizes and counts in a readable form."""
 
 import math
 
@@ -18,6 +18,16 @@ def clock(duration: float) -> str:
     if days:
         return f"{days}d {hour:02d}:{minute:02d}:{second:02d}"
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Format a count with its noun: ``1 iteration``, ``2 iterations``."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def every(iterations: int) -> str:
+    """Format an interval: ``every iteration``, ``every 5 iterations``."""
+    return "every iteration" if iterations == 1 else f"every {iterations:,} iterations"
 
 
 def size(num_bytes: float) -> str:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_ft.formatting import seconds
+from megatron_ft.formatting import counted, seconds
 from megatron_ft.records import Note, Record
 
 
@@ -113,9 +113,11 @@ class StageRecovery(Record):
             )
         if self.role != "replays":
             return None  # the other ranks compute nothing, and each of them reports this event
-        replayed = f"{self.num_iterations} iteration{'s' * (self.num_iterations != 1)} up to {self.iteration}"
-        work = f"rank {self.rank} of stage {self.stage} replayed {replayed}"
-        return Note("good", f"{work} in {seconds(self.seconds)}")
+        replayed = f"replayed {counted(self.num_iterations, 'iteration')} up to"
+        work = replayed if self.num_iterations else "loaded the window of iteration"
+        return Note(
+            "good", f"rank {self.rank} of stage {self.stage} {work} {self.iteration} in {seconds(self.seconds)}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_ft.formatting import seconds, size
+from megatron_ft.formatting import counted, seconds, size
 from megatron_ft.records import Note, Record
 
 
@@ -158,5 +158,9 @@ class WindowReplayed(Record):
     """Seconds for loading the window and replaying."""
 
     def describe(self) -> Note:
-        replayed = f"{self.num_iterations} iteration{'s' * (self.num_iterations != 1)} up to {self.iteration}"
-        return Note("good", f"replayed {replayed} in {seconds(self.seconds)}")
+        duration = seconds(self.seconds)
+        if not self.num_iterations:
+            return Note("good", f"loaded the window of iteration {self.iteration} in {duration}")
+        return Note(
+            "good", f"replayed {counted(self.num_iterations, 'iteration')} up to {self.iteration} in {duration}"
+        )

@@ -184,3 +184,13 @@ def test_a_damaged_record_of_version_1_is_refused() -> None:
 def test_the_start_names_the_folder_of_the_run() -> None:
     started = events.RunStarted(run_name="x", model="moe_tiny", world_size=1, run_dir="runs/x")
     assert started.describe().text == "x: moe_tiny, 1 rank; folder of the run: runs/x"
+
+
+def test_a_recovery_without_replayed_iterations_does_not_count_them() -> None:
+    replayed = events.WindowReplayed(iteration=8, start_iteration=8, num_iterations=0, seconds=1.0)
+    assert replayed.describe().text == "loaded the window of iteration 8 in 1.00 s"
+    more = dataclasses.replace(replayed, iteration=9, num_iterations=1)
+    assert more.describe().text == "replayed 1 iteration up to 9 in 1.00 s"
+    stage = dataclasses.replace(example_of(events.StageRecovery), role="replays", iteration=8, num_iterations=0)
+    note = stage.describe()
+    assert note is not None and "loaded the window of iteration 8" in note.text and "replayed" not in note.text

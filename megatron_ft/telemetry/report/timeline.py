@@ -6,7 +6,7 @@ from itertools import groupby
 
 from megatron_ft import events
 from megatron_ft.events import Metrics
-from megatron_ft.formatting import seconds, size
+from megatron_ft.formatting import counted, seconds, size
 from megatron_ft.telemetry.goodput import duration, instant
 from megatron_ft.telemetry.report.drawing import CHARACTER_WIDTH, Element, Scale, figure, text, x_axis
 from megatron_ft.telemetry.report.recoveries import Course, Recovery
@@ -286,7 +286,7 @@ def _during(lane: Lane, recovery: Recovery, course: Course) -> Iterator[_Span]:
     elif not recovery.every(events.StageRecovery):
         for replayed in recovery.every(events.WindowReplayed):
             words = f"replays iterations {replayed.start_iteration + 1} to {replayed.iteration}"
-            label = f"{replayed.num_iterations} iterations"
+            label = counted(replayed.num_iterations, "iteration")
             yield from span("replays", replayed.time_unix_seconds, replayed.seconds, label, words)
 
 
