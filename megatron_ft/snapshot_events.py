@@ -24,10 +24,19 @@ class SnapshotPlanned(Record):
     """Host memory for windows and peer copies on the node with the largest need."""
     reason: str
     """Reason for the size of the window and the order of operators in the window."""
+    captured_bytes: int | None = None
+    """Largest number of bytes that a window captures on any rank, if windows leave out experts; otherwise None."""
+    cause: str = ""
+    """Why another plan was made, or why the plan is used for a new layout of the state; empty for a first plan."""
 
     def describe(self) -> Note:
-        largest = f"at most {size(self.window_bytes)} per rank"
-        return Note("info", f"snapshots: windows of {self.window_iterations} iterations, {largest}")
+        windows = f"snapshots: windows of {counted(self.window_iterations, 'iteration')}"
+        if self.captured_bytes is None:
+            text = f"{windows}, at most {size(self.window_bytes)} per rank"
+        else:
+            captured = f"{size(self.captured_bytes)} of {size(self.dense_bytes)} on the largest rank"
+            text = f"{windows}, which capture {captured}"
+        return Note("info", f"{text}; planned again because {self.cause}" if self.cause else text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from megatron_ft.formatting import counted, every
 from megatron_ft.planning.job import JobPlan, StagePlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.report import PlacementReport
@@ -96,8 +97,10 @@ def _device(plan: JobPlan) -> list[tuple[str, str]]:
 def _snapshot(report: SnapshotReport, serve: str) -> str:
     heaviest = max(report.nodes, key=lambda node: node.total_bytes)
     window = "the size is measured before the first window"
-    if report.window_iterations is not None:
-        window = f"{report.window_iterations} iterations; a new window every {report.interval_iterations} iterations"
+    if report.window_iterations is not None and report.interval_iterations is not None:
+        window = (
+            f"{counted(report.window_iterations, 'iteration')}; a new window begins {every(report.interval_iterations)}"
+        )
     peers = "; ".join(
         f"node {node} on {', '.join(map(str, peers))}" for node, peers in enumerate(report.peers[:SHOWN_RANKS])
     )
@@ -106,6 +109,7 @@ def _snapshot(report: SnapshotReport, serve: str) -> str:
         [
             ("window", window),
             ("used for", serve),
+            *((("captured", _captured(report)),) if report.leaves_out_experts else ()),
             ("bytes of a window", f"{_readable_bytes(report.window_bytes)} on the largest rank"),
             ("dense snapshot", f"{_readable_bytes(report.dense_bytes)} on the largest rank"),
             ("peer copies", f"{report.num_peer_copies} of each node: {peers}" if report.num_peer_copies else "none"),
@@ -117,6 +121,16 @@ def _snapshot(report: SnapshotReport, serve: str) -> str:
             ("device memory", f"none; {_readable_bytes(report.restore_bytes)} on a rank that restores a window"),
             ("reason", report.reason),
         ],
+    )
+
+
+def _captured(report: SnapshotReport) -> str:
+    whole = _readable_bytes(report.dense_bytes)
+    if report.captured_bytes is None:
+        return f"a part of {whole} on the largest rank, which is measured before the first window"
+    return (
+        f"{_readable_bytes(report.captured_bytes)} of {whole} on the largest rank: everything outside experts, and "
+        f"{counted(report.captured_experts or 0, 'expert')} of each layer; the first window captures everything"
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from megatron_ft.config.serialize import build_policy
+from megatron_ft.formatting import counted, every
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.dense import DenseInterval, GeminiStyle, OverheadBounded
@@ -82,7 +83,9 @@ def test_plans_are_the_same_every_time_and_survive_json(policy: SnapshotPolicy, 
     plan = policy.plan(demand, given)
     assert plan == policy.plan(Demand(shards_by_rank=demand.shards_by_rank), given)
     assert WindowPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-    assert f"window of {plan.num_iterations} iterations every {plan.interval_iterations}" in plan.summary()
+    assert (
+        f"window of {counted(plan.num_iterations, 'iteration')} {every(plan.interval_iterations)}: " in plan.summary()
+    )
 
 
 @policies

@@ -181,9 +181,15 @@ def test_a_damaged_record_of_version_1_is_refused() -> None:
         events.Record.from_record({"kind": "recovery_chosen", "iteration": 5})
 
 
-def test_the_start_names_the_folder_of_the_run() -> None:
-    started = events.RunStarted(run_name="x", model="moe_tiny", world_size=1, run_dir="runs/x")
-    assert started.describe().text == "x: moe_tiny, 1 rank; folder of the run: runs/x"
+def test_plans_of_snapshots_state_captured_bytes_and_why_they_are_new() -> None:
+    sizes = {"window_bytes": 900, "dense_bytes": 900, "host_bytes": 0}
+    plan = events.SnapshotPlanned(iteration=1, window_iterations=1, interval_iterations=1, reason="", **sizes)
+    assert plan.describe().text == "snapshots: windows of 1 iteration, at most 900 B per rank"
+    plan = dataclasses.replace(plan, window_iterations=2, captured_bytes=300, cause="the operators have changed")
+    assert plan.describe().text == (
+        "snapshots: windows of 2 iterations, which capture 300 B of 900 B on the largest rank; planned again because "
+        "the operators have changed"
+    )
 
 
 def test_a_recovery_without_replayed_iterations_does_not_count_them() -> None:
@@ -194,3 +200,8 @@ def test_a_recovery_without_replayed_iterations_does_not_count_them() -> None:
     stage = dataclasses.replace(example_of(events.StageRecovery), role="replays", iteration=8, num_iterations=0)
     note = stage.describe()
     assert note is not None and "loaded the window of iteration 8" in note.text and "replayed" not in note.text
+
+
+def test_the_start_names_the_folder_of_the_run() -> None:
+    started = events.RunStarted(run_name="x", model="moe_tiny", world_size=1, run_dir="runs/x")
+    assert started.describe().text == "x: moe_tiny, 1 rank; folder of the run: runs/x"

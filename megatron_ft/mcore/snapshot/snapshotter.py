@@ -31,7 +31,7 @@ from megatron_ft.planning.snapshot.lost_tokens import TokenLedger
 from megatron_ft.planning.snapshot.memory import PeerAssignment, WindowBuffers, buffer_bytes, host_bytes
 from megatron_ft.planning.snapshot.partial_experts import PartialWindows, expert_policy, planned_tokens
 from megatron_ft.planning.snapshot.plan import Activations, WindowKey, WindowPlan, window_bytes
-from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy, replan
+from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy, replan, why_outdated
 from megatron_ft.planning.snapshot.report import check_limit, whole_plan
 from megatron_ft.snapshot.capture.capture import (
     CaptureFigures,
@@ -412,13 +412,14 @@ class Snapshotter:
             groups=self._engine.groups,
             num_layers=self._config.model.num_layers,
         )
-        plan = self._plan
+        plan, cause = self._plan, "the state was moved or built again"
         if plan is None:
+            cause = ""
             plan = self._policy.plan(Demand(shards_by_rank=view.shards_by_rank), self._context())
         needed = self._checked_host_bytes(plan, view)
         self._memory = self._take_memory(iteration, plan, view, is_resumed=is_resumed)
         self._stats.watch(self._memory.arena)
-        return self._lay_out(iteration, plan, view, self._memory, needed)
+        return self._lay_out(iteration, plan, view, self._memory, needed, cause)
 
     def _checked_host_bytes(self, plan: WindowPlan, view: OperatorView) -> int:
         places, shards = self._config.rank_places, view.shards_by_rank
@@ -455,7 +456,7 @@ class Snapshotter:
         self._memory = None
 
     def _lay_out(
-        self, iteration: int, plan: WindowPlan, view: OperatorView, memory: WindowMemory, needed: int
+        self, iteration: int, plan: WindowPlan, view: OperatorView, memory: WindowMemory, needed: int, cause: str
     ) -> _Opened:
         self._plan = plan
         capture = self._capture(plan, view, memory)
@@ -465,7 +466,7 @@ class Snapshotter:
             demand = Demand(shards_by_rank=view.shards_by_rank)
             partial = PartialWindows(self._expert_policy, plan, demand, planned_tokens(self._config))
         opened = _Opened(view=view, capture=capture, host_bytes=needed, partial=partial)
-        self._report(planned_record(iteration, plan, view.shards_by_rank, needed))
+        self._report(planned_record(iteration, plan, view.shards_by_rank, needed, cause))
         return opened
 
     def _capture(self, plan: WindowPlan, view: OperatorView, memory: WindowMemory) -> WindowCapture:
@@ -493,16 +494,18 @@ class Snapshotter:
             return opened
         assert self._memory is not None, "no memory for windows is allocated"
         view = opened.view
-        plan = replan(self._policy, Demand(shards_by_rank=view.shards_by_rank), self._context(), opened.plan)
-        if plan == opened.plan:
+        demand, context = Demand(shards_by_rank=view.shards_by_rank), self._context()
+        cause = why_outdated(self._policy, demand, context, opened.plan)
+        if cause is None:
             return opened
+        plan = replan(self._policy, demand, context, opened.plan)
         if self._collectives.any(window_bytes(plan, view.shards) > self._memory.arena.window_bytes):
             self._report_plan_problem(
                 iteration,
                 f"a new snapshot plan is not used, because its windows do not fit the buffers: {plan.summary()}",
             )
             return opened
-        return self._lay_out(iteration, plan, view, self._memory, opened.host_bytes)
+        return self._lay_out(iteration, plan, view, self._memory, opened.host_bytes, cause)
 
     def _report_committed(self, iteration: int) -> None:
         start, figures = self._buffers.committed, self.figures

@@ -36,10 +36,15 @@ def _config_digest(config: JobConfig) -> str:
 
 
 def planned_record(
-    iteration: int, plan: WindowPlan, shards_by_rank: Sequence[tuple[StateShard, ...]], host_bytes: int
+    iteration: int,
+    plan: WindowPlan,
+    shards_by_rank: Sequence[tuple[StateShard, ...]],
+    host_bytes: int,
+    cause: str,
 ) -> SnapshotPlanned:
     """Return the event about the sizes of the windows of ``plan``, which applies after ``iteration``. ``host_bytes`` is
-    the largest number of bytes of host memory that a node needs for windows and copies."""
+    the largest number of bytes of host memory that a node needs for windows and copies. ``cause`` states why the plan
+    was made again; it is empty for a first plan."""
     return SnapshotPlanned(
         iteration=iteration,
         window_iterations=plan.num_iterations,
@@ -48,6 +53,8 @@ def planned_record(
         dense_bytes=max(window_bytes(dense_plan(shards), shards) for shards in shards_by_rank),
         host_bytes=host_bytes,
         reason=plan.reason,
+        captured_bytes=None if plan.partial is None else plan.partial.captured_bytes,
+        cause=cause,
     )
 
 

@@ -5,7 +5,7 @@ slice. It contains the whole state: parts of experts that it leaves out are copi
 memory.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Protocol, runtime_checkable
@@ -15,6 +15,7 @@ import numpy as np
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import build_policy
 from megatron_ft.errors import ConfigError
+from megatron_ft.formatting import counted
 from megatron_ft.operator_state import Component, operator_of
 from megatron_ft.operators import moe_layers
 from megatron_ft.planning.snapshot.demand import Demand, Matrix
@@ -35,6 +36,10 @@ _COMPONENTS = {"masters": ("master",), "moments": ("exp_avg", "exp_avg_sq")}
 """Components of each part of the state that a policy can leave out. Compute weights are not among them: a window
 contains master weights and no compute weights, which follow from them. Step counts are always captured, because they
 must be equal for all parameters."""
+_NO_BOUND = (
+    "each expert loses the updates since it was last captured; no key limits their number, and "
+    "telemetry.alert_lost_token_share only warns"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +129,17 @@ class ExpertPolicy(SnapshotPolicy, Protocol):
     leaves_out_experts: ClassVar[bool]
     """True. Configurations are checked by this value before anything else of the policy is used."""
 
+    def plan_unmeasured(self, demand: Demand) -> WindowPlan:
+        """Plan windows without measurements. The plan has no ``partial`` if the number of experts depends on them."""
+        ...
+
     def choose(self, plan: WindowPlan, basis: ChoiceBasis, state: ExpertBytes) -> Mask:
         """Choose the experts of the next window, in the same way on every rank."""
+        ...
+
+    def update_loss(self, num_experts: int) -> str:
+        """State how much a recovery from a window can lose, in words. ``num_experts`` is the number of experts of a
+        layer."""
         ...
 
 
@@ -156,10 +170,7 @@ class PartialExperts:
         Raises:
             ConfigError: a field of the policy or a measurement is out of range.
         """
-        _check(self.interval_iterations, self.leave_out, self.num_experts, self.replan_drift)
-        bound = self.max_lost_share
-        if bound is not None and not 0 < bound < 1:
-            raise ConfigError.of("snapshot.policy.max_lost_share", bound, "must be null or between 0 and 1")
+        self._check()
         context.validate()
         state = ExpertBytes.of(demand, _components(self.leave_out))
         number = self.num_experts
@@ -169,6 +180,33 @@ class PartialExperts:
         number = min(number, state.num_experts)
         peak = self._peak_bytes(state, number) if number else 0
         return _plan(demand, context, state, self.interval_iterations, number, self.leave_out, peak)
+
+    def plan_unmeasured(self, demand: Demand) -> WindowPlan:
+        """Plan windows without measurements; without ``partial`` if ``num_experts`` is None.
+
+        Raises:
+            ConfigError: a field of the policy is out of range.
+        """
+        self._check()
+        return _plan_unmeasured(demand, self.interval_iterations, self.num_experts, self.leave_out, self._peak_bytes)
+
+    def update_loss(self, num_experts: int) -> str:
+        """State how much a recovery from a window can lose, in words."""
+        if self.max_lost_share is not None:
+            return (
+                f"experts lose updates by at most {100 * self.max_lost_share:g} % of the whole training's tokens, over "
+                f"all recoveries together, because windows capture more experts if necessary "
+                f"(snapshot.policy.max_lost_share={self.max_lost_share:g})"
+            )
+        if not isinstance(self.choice, Sequential | RoundRobin):
+            return _NO_BOUND
+        # An expert's turn comes again after this number of windows. At least one expert is captured in each.
+        windows = -(-num_experts // min(self.num_experts or 1, num_experts))
+        skipped = counted((windows - 1) * self.interval_iterations, "iteration")
+        return (
+            f"each expert loses updates of at most {skipped} before the window, because experts are captured in turn; "
+            "more if a window was delayed (event window_delayed)"
+        )
 
     def choose(self, plan: WindowPlan, basis: ChoiceBasis, state: ExpertBytes) -> Mask:
         """Choose K experts of each layer, or twice, four times, ... as many if ``max_lost_share`` requires it."""
@@ -186,6 +224,12 @@ class PartialExperts:
             if basis.lost_share + next_share <= self.max_lost_share:
                 return chosen
             number = min(2 * number, state.num_experts)
+
+    def _check(self) -> None:
+        _check(self.interval_iterations, self.leave_out, self.num_experts, self.replan_drift)
+        bound = self.max_lost_share
+        if bound is not None and not 0 < bound < 1:
+            raise ConfigError.of("snapshot.policy.max_lost_share", bound, "must be null or between 0 and 1")
 
     def _peak_bytes(self, state: ExpertBytes, number: int) -> int:
         # Turns are known in advance; any other choice may take the experts of one rank.
@@ -228,11 +272,7 @@ class SelectiveExperts:
         Raises:
             ConfigError: a field of the policy or a measurement is out of range.
         """
-        _check(self.interval_iterations, self.leave_out, self.num_experts, self.replan_drift)
-        remote = self.remote_bandwidth_bytes_per_second
-        if remote is not None and not 0 < remote < float("inf"):
-            key = "snapshot.policy.remote_bandwidth_bytes_per_second"
-            raise ConfigError.of(key, remote, "must be null, or above 0 and finite")
+        self._check()
         context.validate()
         state = ExpertBytes.of(demand, _components(self.leave_out))
         number = self.num_experts
@@ -246,6 +286,20 @@ class SelectiveExperts:
         peak = state.most_captured(number) if number else 0
         return _plan(demand, context, state, self.interval_iterations, number, self.leave_out, peak)
 
+    def plan_unmeasured(self, demand: Demand) -> WindowPlan:
+        """Plan windows without measurements; without ``partial`` if ``num_experts`` is None.
+
+        Raises:
+            ConfigError: a field of the policy is out of range.
+        """
+        self._check()
+        most = ExpertBytes.most_captured
+        return _plan_unmeasured(demand, self.interval_iterations, self.num_experts, self.leave_out, most)
+
+    def update_loss(self, num_experts: int) -> str:
+        """State that a recovery from a window can lose any number of updates, in words."""
+        return _NO_BOUND
+
     def choose(self, plan: WindowPlan, basis: ChoiceBasis, state: ExpertBytes) -> Mask:
         """Choose S experts of each layer on average, within the bytes that every rank can capture."""
         assert plan.partial is not None, "the plan captures all experts"
@@ -253,6 +307,13 @@ class SelectiveExperts:
         if self.num_experts is not None:
             return wanted
         return _within(state, wanted, basis.at_risk, basis.budget_bytes)
+
+    def _check(self) -> None:
+        _check(self.interval_iterations, self.leave_out, self.num_experts, self.replan_drift)
+        remote = self.remote_bandwidth_bytes_per_second
+        if remote is not None and not 0 < remote < float("inf"):
+            key = "snapshot.policy.remote_bandwidth_bytes_per_second"
+            raise ConfigError.of(key, remote, "must be null, or above 0 and finite")
 
     def _budget_bytes(self, local_bytes: int, iteration_seconds: float) -> int:
         remote = self.remote_bandwidth_bytes_per_second
@@ -434,7 +495,34 @@ def _plan(
         f"on a rank, {fits} the budget of an iteration; the first window captures everything"
     )
     plan = make_plan(demand, context, [units], interval_iterations=interval, reason=reason)
-    return replace(plan, partial=PartialPlan(num_experts=num_experts, components=_components(leave_out)))
+    components = _components(leave_out)
+    return replace(plan, partial=PartialPlan(num_experts=num_experts, components=components, captured_bytes=peak_bytes))
+
+
+def _plan_unmeasured(
+    demand: Demand,
+    interval: int,
+    num_experts: int | None,
+    leave_out: Sequence[str],
+    peak_bytes: Callable[[ExpertBytes, int], int],
+) -> WindowPlan:
+    components = _components(leave_out)
+    state = ExpertBytes.of(demand, components)
+    units = tuple(Unit(operator=operator) for operator in demand.operators)
+    partial, reason = (
+        None,
+        "the number of experts of a window is unknown until bandwidth and iteration time are measured",
+    )
+    if not state.layers:
+        reason = "the model has no experts, so every window captures the whole state"
+    elif num_experts is not None:
+        number = min(num_experts, state.num_experts)
+        captured = peak_bytes(state, number)
+        partial = PartialPlan(num_experts=number, components=components, captured_bytes=captured)
+        reason = f"snapshot.policy.num_experts={num_experts}; whether a window stalls training is not measured yet"
+    plan = WindowPlan(slices=(units,), interval_iterations=interval, reason=reason, partial=partial)
+    plan.validate(demand.operators)
+    return plan
 
 
 def _components(leave_out: Sequence[str]) -> tuple[str, ...]:

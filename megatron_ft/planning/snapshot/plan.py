@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from megatron_ft.config.model import ModelConfig
+from megatron_ft.formatting import counted, every
 from megatron_ft.operator_state import Component, StateShard
 from megatron_ft.operators import OperatorId, moe_layers
 
@@ -110,10 +111,17 @@ class PartialPlan:
     """Number of experts of each MoE layer that a window captures, on average over layers."""
     components: tuple[str, ...]
     """Components of the other experts that are copied from an earlier window; the rest is captured."""
+    captured_bytes: int | None = None
+    """Largest number of bytes that a window with these experts captures on any rank; None in windows of earlier
+    versions."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "PartialPlan":
-        return cls(num_experts=content["num_experts"], components=tuple(content["components"]))
+        return cls(
+            num_experts=content["num_experts"],
+            components=tuple(content["components"]),
+            captured_bytes=content.get("captured_bytes"),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +177,7 @@ class WindowPlan:
     def summary(self) -> str:
         sizes = " ".join(str(len(units)) for units in self.slices)
         return (
-            f"window of {self.num_iterations} iterations every {self.interval_iterations} iterations: "
+            f"window of {counted(self.num_iterations, 'iteration')} {every(self.interval_iterations)}: "
             f"operators or parts in each slice: {sizes}; {self.reason}"
         )
 

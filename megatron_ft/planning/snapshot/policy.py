@@ -76,7 +76,7 @@ def replan(policy: SnapshotPolicy, demand: Demand, context: SnapshotContext, pre
     A plan is outdated if it has other operators than ``demand``, if the budget or the largest slice has changed by more
     than the policy's ``replan_drift``, or if the policy's ``trigger`` fires.
     """
-    why = _outdated(policy, demand, context, previous)
+    why = why_outdated(policy, demand, context, previous)
     if why is None:
         return previous
     made = policy.plan(demand, context)
@@ -117,7 +117,8 @@ def make_plan(
     )
 
 
-def _outdated(policy: SnapshotPolicy, demand: Demand, context: SnapshotContext, previous: WindowPlan) -> str | None:
+def why_outdated(policy: SnapshotPolicy, demand: Demand, context: SnapshotContext, previous: WindowPlan) -> str | None:
+    """Return the cause for which ``replan`` makes a new plan instead of ``previous``; None if it makes none."""
     if {unit.operator for units in previous.slices for unit in units} != set(demand.operators):
         return "the operators have changed"
     # Compared with the inputs of the present plan, not with those of the last check, so that slow changes add up.

@@ -12,6 +12,7 @@ from megatron_ft.operators import Operator, operators_of
 from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.memory import NodeMemory, PeerAssignment, host_bytes
+from megatron_ft.planning.snapshot.partial_experts import ExpertPolicy
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan, batch_bytes, window_bytes
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy
 from megatron_ft.topology import Topology
@@ -180,8 +181,8 @@ class SnapshotReport:
 
     policy: str
     window_iterations: int | None
-    """Number of iterations of a window (W). It is None as long as bandwidth or iteration time is not measured; in this
-    case ``window_bytes`` and ``nodes`` are those of a dense window."""
+    """Number of iterations of a window (W). It is None if it depends on bandwidth and iteration time, and they are not
+    measured; in this case ``window_bytes`` and ``nodes`` are those of a dense window."""
     interval_iterations: int | None
     window_bytes: int
     """Largest number of bytes that a window has on any rank."""
@@ -197,6 +198,13 @@ class SnapshotReport:
     reason: str
     leaves_out_experts: bool = False
     """Whether a recovery from a window loses updates of experts."""
+    captured_experts: int | None = None
+    """Number of experts of each layer that a window captures. None if windows leave out no experts, or if bandwidth or
+    iteration time is not measured."""
+    captured_bytes: int | None = None
+    """Largest number of bytes that a window with ``captured_experts`` experts captures on any rank; None likewise."""
+    update_loss: str = ""
+    """Bound of the updates that a recovery from a window loses, in words; empty if it loses none."""
 
     @property
     def host_bytes(self) -> int:
@@ -236,6 +244,11 @@ class SnapshotReport:
                 iteration_seconds=snapshot.iteration_seconds,
             )
             plan, is_known = policy.plan(demand, context), True
+        elif isinstance(policy, ExpertPolicy):
+            plan, is_known = policy.plan_unmeasured(demand), True
+        update_loss = ""
+        if isinstance(policy, ExpertPolicy):
+            update_loss = policy.update_loss(config.model.num_moe_experts or 0)
         assignment = PeerAssignment.of(config.member_domains, snapshot.num_peer_copies)
         plans_again = snapshot.replan_interval_windows > 0
         report = cls(
@@ -249,7 +262,10 @@ class SnapshotReport:
             peers=assignment.peers,
             nodes=host_bytes(plan, demand.shards_by_rank, config.rank_places, assignment, plans_again=plans_again),
             host_memory_limit_bytes=snapshot.host_memory_limit_bytes,
-            leaves_out_experts=getattr(policy, "leaves_out_experts", False),
+            leaves_out_experts=bool(update_loss),
+            captured_experts=None if plan.partial is None else plan.partial.num_experts,
+            captured_bytes=None if plan.partial is None else plan.partial.captured_bytes,
+            update_loss=update_loss,
             reason=plan.reason if is_known else "unknown until bandwidth and iteration time are measured",
         )
         report.validate()

@@ -252,3 +252,43 @@ def test_groups_are_found_only_where_experts_are_together() -> None:
     )
     assert ExpertBytes.of(mixed, ("master",)).num_groups == 1, "experts 0 and 3 are on the same rank"
     assert OperatorId(layer=1, kind="expert", expert=3) in mixed.operators
+
+
+@pytest.mark.parametrize("kind", [PartialExperts, SelectiveExperts])
+def test_a_fixed_number_of_experts_needs_no_measurement(kind: type[PartialExperts] | type[SelectiveExperts]) -> None:
+    fixed = kind(num_experts=2, interval_iterations=3).plan_unmeasured(demand())
+    measured = kind(num_experts=2, interval_iterations=3).plan(demand(), given(10**6))
+    assert fixed.partial == measured.partial and fixed.partial is not None
+    assert (fixed.num_iterations, fixed.interval_iterations, fixed.slices) == (1, 3, measured.slices)
+    assert fixed.partial.captured_bytes is not None and 0 < fixed.partial.captured_bytes < 10**6
+    assert WindowPlan.from_json(fixed.to_json()) == fixed
+    assert kind().plan_unmeasured(demand()).partial is None
+
+
+def test_a_plan_of_an_earlier_version_has_no_captured_bytes() -> None:
+    content = PartialExperts(num_experts=2).plan_unmeasured(demand()).to_json()
+    del content["partial"]["captured_bytes"]
+    found = WindowPlan.from_json(content).partial
+    assert found is not None and found.captured_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (PartialExperts(), "at most 3.75 % of the whole training's tokens"),
+        (PartialExperts(max_lost_share=None, num_experts=3, interval_iterations=5), "updates of at most 10 iterations"),
+        (PartialExperts(max_lost_share=None), "updates of at most 7 iterations"),
+        (PartialExperts(max_lost_share=None, choice=LoadAware()), "no key limits their number"),
+        (SelectiveExperts(num_experts=2), "no key limits their number"),
+    ],
+)
+def test_the_bound_of_lost_updates_is_stated(policy: ExpertPolicy, words: str) -> None:
+    assert words in policy.update_loss(8)
+
+
+def test_the_stated_number_of_iterations_bounds_the_age_of_experts() -> None:
+    choice, last, ages = Sequential(), np.zeros((3, 8), dtype=np.int64), []
+    for number in range(1, 40):
+        last[choice.choose(number, 3, np.zeros((3, 8), dtype=np.int64), 4)] = number
+        ages.append(int((number - last).max()))
+    assert max(ages) == 2, "8 experts, 3 in each window: two windows ago at most"

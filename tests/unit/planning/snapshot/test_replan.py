@@ -6,7 +6,7 @@ from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.dense import OverheadBounded
 from megatron_ft.planning.snapshot.orders import BackToFront
 from megatron_ft.planning.snapshot.plan import Activations, ReorderTrigger
-from megatron_ft.planning.snapshot.policy import SnapshotContext, replan
+from megatron_ft.planning.snapshot.policy import SnapshotContext, replan, why_outdated
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
 from megatron_ft.testing.demands import equal_experts
 
@@ -24,6 +24,7 @@ def test_budgets_within_the_drift_keep_the_plan() -> None:
     plan = policy.plan(DEMAND, given(0.5))
     for share in (0.41, 0.59):
         assert replan(policy, DEMAND, given(share), plan) is plan
+        assert why_outdated(policy, DEMAND, given(share), plan) is None
 
 
 def test_budgets_beyond_the_drift_make_another() -> None:
@@ -31,6 +32,8 @@ def test_budgets_beyond_the_drift_make_another() -> None:
     plan = policy.plan(DEMAND, given(0.5))
     for share in (0.35, 0.61):
         other = replan(policy, DEMAND, given(share), plan)
+        cause = why_outdated(policy, DEMAND, given(share), plan)
+        assert cause is not None and other.reason.startswith(f"{cause}; ")
         assert other.reason.startswith("the budget of an iteration changed from 4,800 to ")
         assert other.slices == policy.plan(DEMAND, given(share)).slices
         assert replan(policy, DEMAND, given(share), other) is other
