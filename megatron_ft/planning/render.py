@@ -326,6 +326,15 @@ def _losses(losses: Sequence[Cost], gaps: Sequence[Gap], device: str) -> str:
         rows.append((name, cost.description, cost.iterations, moved, cost.predicted, cost.result))
     hidden = len(gone) - SHOWN_RANKS
     tail = [f"  and {hidden} more nodes (dry_run_format=json lists all)"] if hidden > 0 else []
+    meanings: dict[tuple[str, str], list[str]] = {}
+    for cost in losses:
+        strategies = meanings.setdefault((cost.result, cost.meaning), [])
+        strategies += [cost.strategy] * (cost.strategy not in strategies)
+    kinds = [result for result, _ in meanings]
+    legend = [
+        f"  {result}{' by ' + ', '.join(strategies) if kinds.count(result) > 1 else ''}: {meaning}"
+        for (result, meaning), strategies in meanings.items()
+    ]
     # For most nodes the reasons are the same, so each reason is listed once.
     reasons = dict.fromkeys(declined.summary() for cost in gone for declined in cost.declined)
     shown = [f"  not used: {reason}" for reason in list(reasons)[:SHOWN_RANKS]]
@@ -333,7 +342,7 @@ def _losses(losses: Sequence[Cost], gaps: Sequence[Gap], device: str) -> str:
     shown += [f"  no predicted time: {reason}" for reason in unknown]
     shown += [f"  {gap.summary()}" for gap in gaps]
     return "\n".join(
-        [f"cost of a loss on {device}", *(f"  {line}" for line in table(rows).splitlines()), *tail, *shown]
+        [f"cost of a loss on {device}", *(f"  {line}" for line in table(rows).splitlines()), *tail, *legend, *shown]
     )
 
 

@@ -56,6 +56,7 @@ class Rollback:
             max_windows=num_windows + 1,
             # Windows on storage may be from an earlier start with another policy; then this overestimates the loss.
             loses_updates=facts.snapshot is not None and facts.snapshot.leaves_out_experts,
+            update_loss="" if facts.snapshot is None else facts.snapshot.update_loss,
         )
 
 

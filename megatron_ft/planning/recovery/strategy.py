@@ -154,6 +154,8 @@ class Cost:
     another order, and results agree within a tolerance."""
     loses_updates: bool = False
     """Whether updates of experts are lost, because windows leave out experts. Then ``is_bitwise`` is false."""
+    update_loss: str = ""
+    """Bound of the updates that are lost, in words; empty if ``loses_updates`` is false."""
     keeps_processes: bool
     """Whether the surviving ranks continue in their processes with their state."""
     medium: Medium | None = None
@@ -256,6 +258,7 @@ class Cost:
         """Assert that the fields are consistent."""
         assert self.is_automatic or not self.keeps_processes, "processes continue although the job needs intervention"
         assert not (self.loses_updates and self.is_bitwise), "lost updates change the results"
+        assert self.loses_updates == bool(self.update_loss), "lost updates have no bound, or a bound without a loss"
         assert self.is_recoverable or not self.keeps_processes, "processes continue without any state"
         # After the end of the job, only its snapshot servers can still have windows in memory.
         keeps_memory = self.is_automatic or self.ends_job
@@ -266,7 +269,8 @@ class Cost:
         what = "loss of" if self.is_gone else "death of all ranks of"
         what = "death of all processes of the job on" if self.ends_job else what
         noun = "node" if len(self.lost_nodes) == 1 else "nodes"
-        return f"{what} {noun} {nodes}: {self.description}; iterations run again: {self.iterations}; {self.result}"
+        again = f"iterations run again: {self.iterations}"
+        return f"{what} {noun} {nodes}: {self.description}; {again}; {self.result}: {self.meaning}"
 
     @property
     def description(self) -> str:
@@ -295,6 +299,18 @@ class Cost:
         if self.loses_updates:
             return "loses expert updates"
         return "bitwise" if self.is_bitwise else "tolerance"
+
+    @property
+    def meaning(self) -> str:
+        """Return with what the results of the run are equal, or how much is lost, in words."""
+        if self.loses_updates:
+            return self.update_loss
+        if self.is_bitwise:
+            return "every bit equals that of the undisturbed run"
+        undisturbed = "within a tolerance of the undisturbed run"
+        if self.keeps_processes:
+            return f"every bit equals that of a run in which the same nodes leave by a schedule; {undisturbed}"
+        return f"{undisturbed}, because fewer ranks add in another order"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

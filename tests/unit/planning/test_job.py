@@ -150,9 +150,38 @@ def test_losses_are_a_row_for_each_node_and_warn_of_spanned_stages() -> None:
     assert ["node", "3", "checkpoint,", "by", "hand", "<=", "20", "-", "-", "bitwise"] in rows
     assert ["ranks", "only", "checkpoint", "<=", "20", "-", "-", "bitwise"] in rows
     assert "not used: living_state: recovery.min_nodes" not in text
+    assert "  bitwise: every bit equals that of the undisturbed run" in text.splitlines()
     (note,) = plan(with_losses=True, parallel=parallel, launch={"ranks_per_node": 2}, recovery=recovery).notes
     assert note.startswith("node 0 spans pipeline stages 0, 1")
     assert not plan(parallel=parallel, launch=launch, recovery=recovery).losses, "a start does not ask"
+
+
+def test_a_plan_states_with_what_the_result_of_replicas_is_equal() -> None:
+    search = "megatron_ft.planning.placement.overlap_search.OverlapSearch"
+    placement = {"algorithm": {"_target_": search}, "num_slots_per_rank": 3}
+    groups = {"launch": {"num_nodes": 3}, "recovery": {"min_nodes": 2}, "placement": placement}
+    moe = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_moe_experts": 4}
+    text = render(plan(with_losses=True, model=moe, parallel={"use_distributed_optimizer": False}, **groups))
+    meaning = "every bit equals that of a run in which the same nodes leave by a schedule; within a tolerance of"
+    assert f"  tolerance: {meaning} the undisturbed run" in text.splitlines()
+
+
+def test_a_plan_states_how_much_of_the_state_a_window_captures_and_a_recovery_loses() -> None:
+    policy = {"_target_": "megatron_ft.planning.snapshot.partial_experts.PartialExperts"}
+    moe = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_moe_experts": 4}
+    about = {"launch": {"num_nodes": 2}, "recovery": {"max_restarts": 1}, "model": moe}
+
+    def planned(**fields: object) -> JobPlan:
+        snapshot = {"policy": {**policy, **fields}, "num_peer_copies": 1}
+        return plan(with_losses=True, snapshot=snapshot, **about)
+
+    result = planned(num_experts=1)
+    report, text = result.snapshot, render(result)
+    assert report is not None and report.captured_bytes is not None and report.captured_bytes < report.dense_bytes
+    assert f"captured           {_readable_bytes(report.captured_bytes)} of " in text and "and 1 expert of each" in text
+    assert "window             1 iteration; a new window begins every iteration" in text
+    assert "  loses expert updates: experts lose updates by at most 3.75 % of the whole training's tokens" in text
+    assert "measured before the first window" in render(planned())
 
 
 def test_a_refusal_on_the_other_device_is_printed_once() -> None:

@@ -175,9 +175,12 @@ def test_without_min_nodes_copies_do_not_help() -> None:
 
 def test_a_rollback_to_a_window_that_leaves_out_experts_is_not_bitwise() -> None:
     partial = {"_target_": "megatron_ft.planning.snapshot.partial_experts.PartialExperts", "interval_iterations": 3}
-    cost = cost_of_loss(facts_of(restarting(policy=partial)), [1], is_gone=False)
+    unmeasured = {"bandwidth_bytes_per_second": None, "iteration_seconds": None}
+    cost = cost_of_loss(facts_of(restarting(policy=partial, **unmeasured)), [1], is_gone=False)
     assert (cost.strategy, cost.is_bitwise, cost.loses_updates) == ("rollback", False, True)
     assert cost.result == "loses expert updates" and cost.to_json()["loses_updates"]
+    assert "at most 3.75 % of the whole training's tokens" in cost.summary()
+    assert cost.max_iterations == 3 + 1, "windows have one slice, whatever the measurements"
 
 
 def test_dead_ranks_are_started_again_from_memory() -> None:
