@@ -170,6 +170,7 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
         config = _adopt(config, environment, overrides)
         environment.check_restarts(config.run)
     config, config_yaml = read_failure_domains(config, config_yaml)
+    config, config_yaml = _choose_checkpoint(config, config_yaml)
     if config.dry_run:
         plan = resolve_plan(config)
         _check_resume(config, plan.data.vocab_size)
@@ -202,6 +203,42 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     return launch(config, config_yaml, open_sinks=open_sinks, sidecars=sidecars)
 
 
+def _known_run(config: JobConfig) -> Path | None:
+    """Return the folder of the run that the job continues; None for a new run."""
+    from megatron_ft.control.rundir import RUN_ID_NAME
+
+    if config.run.name is None or config.run.resume == "never":
+        return None
+    run_dir = Path(config.run.dir).absolute() / config.run.name
+    return run_dir if (run_dir / RUN_ID_NAME).exists() else None
+
+
+def _choose_checkpoint(config: JobConfig, config_yaml: str) -> tuple[JobConfig, str]:
+    """Replace a folder of Megatron-LM in ``checkpoint.load`` or ``checkpoint.load_weights`` by its newest checkpoint, so
+    that all ranks load the same one. Return the configuration as ``JobConfig`` and as YAML text.
+
+    Raises:
+        CheckpointError: the newest checkpoint of the folder cannot be determined or loaded.
+    """
+    from megatron_ft.snapshot.storage.checkpoints import MEGATRON_LATEST_NAME, newest_of_megatron
+
+    for name in ("load", "load_weights"):
+        folder = getattr(config.checkpoint, name)
+        newest = None if folder is None or _known_run(config) is not None else newest_of_megatron(Path(folder))
+        if newest is None:
+            continue
+        if not _another_rank_reports():
+            print(
+                f"note: checkpoint.{name}={folder}: is a folder of Megatron-LM; its newest checkpoint is {newest.name}, as "
+                f"{MEGATRON_LATEST_NAME} says",
+                file=sys.stderr,
+            )
+        checkpoint = dataclasses.replace(config.checkpoint, **{name: str(newest)})
+        config = dataclasses.replace(config, checkpoint=checkpoint)
+        config_yaml = _with_values(config_yaml, {f"checkpoint.{name}": str(newest)})
+    return config, config_yaml
+
+
 def _check_resume(config: JobConfig, vocab_size: int) -> None:
     """Check the saved state from which the job will start, before the job claims the run's folder or starts a rank.
 
@@ -215,10 +252,10 @@ def _check_resume(config: JobConfig, vocab_size: int) -> None:
     Raises:
         CheckpointError: settings differ (the message names each key), or the checkpoint of a new run cannot be loaded.
     """
-    from megatron_ft.control.rundir import RUN_ID_NAME, RunId
+    from megatron_ft.control.rundir import RunId
 
-    run_dir = None if config.run.name is None else Path(config.run.dir).absolute() / config.run.name
-    if run_dir is None or config.run.resume == "never" or not (run_dir / RUN_ID_NAME).exists():
+    run_dir = _known_run(config)
+    if run_dir is None:
         checkpoint = config.checkpoint
         source = checkpoint.load or checkpoint.load_weights
         if source is not None:

@@ -5,6 +5,7 @@ import io
 import json
 import pickle
 import platform
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_ft.config.checkpoint import CheckpointConfig
 from megatron_ft.config.identity import JobIdentity
@@ -49,6 +51,39 @@ from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 _RANK_STATE_PREFIX = "rank_state"
 _WEIGHTS = ("embedding.", "decoder.", "output_layer.")
 _EXTRA_STATE = "._extra_state"
+_SHARDING_TYPE = "distrib_optim_sharding_type"
+_NOT_USED = ("rng_state", "rerun_state_machine")
+"""Objects in checkpoints of Megatron-LM that no load uses."""
+_OF_ONE_LAYER = re.compile(r"decoder\.layers\.\d+\.")
+_OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def _layout_of(directory: Path, *, weights_only: bool) -> dict[str, bool]:
+    """Return the metadata with which Megatron describes the tensors of a checkpoint of another project. In Megatron-LM's
+    checkpoints, one tensor contains a weight of all experts, or also of all layers.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read. Or, unless ``weights_only``: it has no optimizer state, or its
+            optimizer state has a format that depends on the layout of the ranks.
+    """
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(directory))
+        names = FileSystemReader(directory).read_metadata().state_dict_metadata.keys()
+    except (CheckpointingException, pickle.UnpicklingError, OSError, EOFError, RuntimeError) as error:
+        raise CheckpointError(f"{directory}: cannot be read as a checkpoint in Megatron's torch_dist: {error}") from error
+    kind = (common.get("content_metadata") or {}).get(_SHARDING_TYPE)
+    if not weights_only and "optimizer" not in common:
+        raise CheckpointError(f"{directory}: contains only weights; set checkpoint.load_weights instead")
+    if not weights_only and kind not in (None, SHARDING_METADATA[_SHARDING_TYPE]):
+        raise CheckpointError(
+            f"{directory}: its optimizer state has Megatron's format {kind}, which only the same parallel layout can "
+            "load. Save it with --dist-ckpt-optim-fully-reshardable, or load only the weights "
+            "(checkpoint.load_weights)"
+        )
+    return {
+        "singleton_local_shards": any(map(_OF_ONE_EXPERT.search, names)),
+        "non_homogeneous_layers": any(map(_OF_ONE_LAYER.match, names)),
+    }
 
 
 def _load_shards(
@@ -58,12 +93,14 @@ def _load_shards(
     dp_cp_group: dist.ProcessGroup,
     *,
     fully_parallel: bool,
+    ignored: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Load the tensors that ``frame`` describes, the objects in ``wanted``, and the state that is common to all ranks.
 
     Args:
         frame: result of ``state.build_shards``: Megatron's description of the model and the optimizer.
         wanted: other sharded objects to load, by key.
+        ignored: beginnings of keys that the checkpoint may have and the model does not have.
 
     Returns:
         The loaded values by key; those of the optimizer are under ``optimizer_shards``.
@@ -84,7 +121,7 @@ def _load_shards(
     except (CheckpointingException, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
     # States of random number generators are requested only if the layout is that of the save.
-    unclaimed = sorted(key for key in unclaimed if not key.startswith(_RANK_STATE_PREFIX))
+    unclaimed = sorted(key for key in unclaimed if not key.startswith((_RANK_STATE_PREFIX, *ignored)))
     if absent or unclaimed:
         raise CheckpointError(
             f"{directory} does not match this model: the checkpoint lacks the tensors {sorted(absent)[:3]}, and the "
@@ -429,10 +466,18 @@ class CheckpointManager:
         # Verified first, because ``.metadata`` and ``common.pt`` are pickles, which can run code when they are opened.
         manifest = self._finder.check(directory, trust=self._config.trust)
         same_layout = manifest is not None and manifest.topology == self._topology
-        frame = state.build_shards(self._metadata(), is_loading=True)
+        layout = {} if manifest is not None else _layout_of(directory, weights_only=False)
+        frame = state.build_shards(self._metadata() | layout, is_loading=True)
         # Random number generators belong to a rank in a layout. In another layout, no rank has the same place.
         wanted: dict[str, Any] = {RANK_STATE_KEY: rank_state()} if same_layout else {}
-        loaded = _load_shards(frame, wanted, directory, self._dp_cp_group, fully_parallel=self._config.fully_parallel)
+        loaded = _load_shards(
+            frame,
+            wanted,
+            directory,
+            self._dp_cp_group,
+            fully_parallel=self._config.fully_parallel,
+            ignored=() if manifest is not None else _NOT_USED,
+        )
         install(state, frame, loaded)
         iteration = state.host.iteration
         if manifest is not None and manifest.iteration != iteration:
@@ -461,8 +506,9 @@ class CheckpointManager:
             CheckpointError: the checkpoint is damaged, it is from another project and ``checkpoint.trust`` is false, or
                 its weights are not exactly those of the model.
         """
-        self._finder.check(directory, trust=self._config.trust)
-        frames = [unwrap(chunk).sharded_state_dict(metadata=self._metadata()) for chunk in model_chunks]
+        manifest = self._finder.check(directory, trust=self._config.trust)
+        metadata = self._metadata() | ({} if manifest is not None else _layout_of(directory, weights_only=True))
+        frames = [unwrap(chunk).sharded_state_dict(metadata=metadata) for chunk in model_chunks]
         # Megatron's layers have objects besides tensors, e.g. scales of FP8, which weights of other projects lack.
         wanted = {
             str(number): {key: shard for key, shard in frame.items() if not isinstance(shard, ShardedObject)}

@@ -70,7 +70,8 @@ class DenseState:
         return {
             "iteration": host.iteration,
             "checkpoint_version": 3.0,
-            "opt_param_scheduler": self.scheduler.state_dict(),
+            # The engine's scheduler is at the beginning of ``iteration``, and Megatron's expects the end.
+            "opt_param_scheduler": {**self.scheduler.state_dict(), "num_steps": self.consumed_samples},
             OURS_KEY: {
                 "consumed_samples": self.consumed_samples,
                 "optimizer_step": adamw.step_count(self.optimizer),
@@ -113,6 +114,7 @@ def install(state: DenseState, frame: dict[str, Any], loaded: dict[str, Any]) ->
 
 def _foreign(loaded: dict[str, Any]) -> dict[str, Any]:
     try:
+        loaded["iteration"], loaded["opt_param_scheduler"]["num_steps"]  # checked here, and read later
         optimizer = loaded["optimizer"]
         first = optimizer.get(0, optimizer)
         inner = first.get("optimizer", first)

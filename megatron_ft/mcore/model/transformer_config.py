@@ -108,7 +108,9 @@ def _mixture(model: ModelConfig, *, grouped: bool) -> dict[str, Any]:
         return {}
     return {
         "num_moe_experts": model.num_moe_experts,
-        "moe_layer_freq": moe_layer_pattern(model),
+        # Not a list if all layers have experts: with a list, Megatron cannot load checkpoints of Megatron-LM, in which
+        # one tensor contains the weights of all layers.
+        "moe_layer_freq": 1 if all(moe_layer_pattern(model)) else moe_layer_pattern(model),
         "moe_ffn_hidden_size": model.moe_ffn_hidden_size or model.ffn_hidden_size,
         "moe_router_topk": model.moe_router_topk,
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,

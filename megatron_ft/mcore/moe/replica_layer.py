@@ -231,15 +231,17 @@ class _ReplicaExperts(SequentialMLP):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
         """Return Megatron's sharded state dict, with one entry per expert. Megatron treats all copies of an expert as
-        replicas of one tensor, and saves one."""
-        assert metadata is not None and metadata.get("singleton_local_shards"), (
-            "metadata must have singleton_local_shards, because each expert is saved as separate tensors"
-        )
+        replicas of one tensor, and saves one. Without ``singleton_local_shards`` in ``metadata``, all experts are parts
+        of one tensor, as in Megatron-LM's checkpoints."""
         state: ShardedStateDict = {}
         for number, expert in enumerate(self.local_experts):
-            local = f"{prefix}local_experts.{number}."
-            of_expert = expert.sharded_state_dict(local, sharded_offsets, metadata)
-            replace_prefix_for_sharding(of_expert, local, f"{prefix}experts.{self.expert_ids[number]}.")
+            local, expert_id = f"{prefix}local_experts.{number}.", self.expert_ids[number]
+            offsets, key = sharded_offsets, f"{prefix}experts.{expert_id}."
+            if not (metadata or {}).get("singleton_local_shards"):
+                position = (len(sharded_offsets), expert_id, self.config.num_moe_experts)
+                offsets, key = (*sharded_offsets, position), f"{prefix}experts."
+            of_expert = expert.sharded_state_dict(local, offsets, metadata)
+            replace_prefix_for_sharding(of_expert, local, key)
             # Megatron writes only the copy whose ``replica_id`` is zero.
             for tensor in of_expert.values():
                 tensor.replica_id = (*tensor.replica_id[:2], self.copy_numbers[number])

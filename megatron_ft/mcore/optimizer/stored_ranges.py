@@ -102,15 +102,20 @@ def _cut(
     shard: ShardedTensor, first: int, last: int, data: torch.Tensor | None, shift: int, *, is_shared: bool
 ) -> Iterator[ShardedTensor]:
     at = first + shift
+    # In Megatron-LM's checkpoints, a tensor may have axes for layers and experts before those of the parameter. Megatron
+    # handles these axes only for parts of equal sizes, so here they are axes of the parts, of size 1.
+    num_axes = shard.prepend_axis_num
     for box in boxes(shard.local_shape, first, last):
-        values = None if data is None else data[at : at + box.num_elements].view(box.sizes)
+        sizes, offset = (1,) * num_axes + box.sizes, (0,) * num_axes + box.offset
+        values = None if data is None else data[at : at + box.num_elements].view(sizes)
         at += box.num_elements
         yield replace(
             shard,
             data=values,
             dtype=torch.float32,
-            local_shape=box.sizes,
-            global_offset=tuple(map(sum, zip(shard.global_offset, box.offset, strict=True))),
+            local_shape=sizes,
+            prepend_axis_num=0,
+            global_offset=tuple(map(sum, zip(shard.global_offset, offset, strict=True))),
             axis_fragmentations=None,
             replica_id=(*shard.replica_id[:-1], 0) if is_shared else shard.replica_id,
         )

@@ -25,6 +25,11 @@ from megatron_ft.snapshot.storage.files import fsync_directory, write_atomically
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 
 LATEST_NAME = "latest"
+MEGATRON_LATEST_NAME = "latest_checkpointed_iteration.txt"
+"""File of Megatron-LM that contains the iteration of the newest checkpoint of a folder, or ``release``."""
+RELEASE_NAME = "release"
+"""Directory of Megatron-LM for a checkpoint that belongs to no iteration."""
+_MAX_TRACKER_BYTES = 64
 _DIRECTORY = re.compile(r"iter_(\d{7,})(?:\.(\d{1,6}))?")
 _SET_ASIDE_PREFIX = {"damaged": "damaged_", "foreign": "foreign_"}
 
@@ -186,6 +191,34 @@ def read_latest(folder: Path) -> Path | None:
     if not isinstance(name, str) or not _DIRECTORY.fullmatch(name):
         raise CheckpointError(f"{path}: must name a checkpoint, not {name!r}")
     return folder / name
+
+
+def newest_of_megatron(folder: Path) -> Path | None:
+    """Return the newest checkpoint in a folder with the layout of Megatron-LM; None if ``folder`` has another layout.
+
+    Raises:
+        CheckpointError: the file that names the newest checkpoint is damaged, or this checkpoint does not exist or is
+            not in Megatron's format ``torch_dist``.
+    """
+    tracker = folder / MEGATRON_LATEST_NAME
+    try:
+        with tracker.open("rb") as file:
+            text = file.read(_MAX_TRACKER_BYTES + 1).decode("ascii").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{tracker}: cannot be read: {error}") from None
+    if text != RELEASE_NAME and not re.fullmatch(r"\d{1,18}", text):
+        raise CheckpointError(f"{tracker}: must contain an iteration or {RELEASE_NAME!r}, not {text[:20]!r}")
+    path = folder / (RELEASE_NAME if text == RELEASE_NAME else directory_name(int(text)))
+    if not path.is_dir():
+        raise CheckpointError(f"{tracker} names the checkpoint {path.name}, but this directory does not exist")
+    if not (path / ".metadata").is_file():
+        raise CheckpointError(
+            f"{path}: must be in Megatron's format torch_dist, but has no file .metadata; Megatron-LM can convert it "
+            "with --ckpt-convert-format torch_dist"
+        )
+    return path
 
 
 def set_aside(path: Path, kind: Literal["damaged", "foreign"] = "damaged") -> Path:
