@@ -1,9 +1,9 @@
-"""Convert checkpoints of this project: to Hugging Face folders and back, to weights only, and from windows.
+"""Convert checkpoints of this project: to Hugging Face folders and back, to Megatron-LM, to weights, and from windows.
 
 ``to-hf`` writes a folder with safetensors files, an index and ``config.json`` from a checkpoint of any parallel layout.
 ``from-hf``, ``weights`` and ``average`` write a checkpoint that contains only weights: those of a folder, those of a
-checkpoint, and the mean of several checkpoints. A run starts from it with ``checkpoint.load_weights``. ``from-window``
-starts a job that replays a window of snapshots, and writes a dense checkpoint.
+checkpoint, and the mean of several checkpoints. A run starts from it with ``checkpoint.load_weights``. ``to-megatron``
+writes a folder that Megatron-LM loads. ``from-window`` starts a job that replays a window of snapshots, and writes a dense checkpoint.
 """
 
 import argparse
@@ -81,6 +81,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         command.add_argument(
             "--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the result; default: unchanged"
         )
+    megatron = commands.add_parser("to-megatron", help="write a folder of checkpoints that Megatron-LM loads")
+    megatron.add_argument("checkpoint", type=Path, help="checkpoint directory")
+    megatron.add_argument("out", type=Path, help="folder to write; must not exist")
+    megatron.set_defaults(run=_to_megatron)
     replayer = commands.add_parser("from-window", help="write a dense checkpoint from a window of snapshots on storage")
     replayer.add_argument("run_dir", type=Path, metavar="run", help="folder of the run, which is not changed")
     replayer.add_argument("out", type=Path, help="checkpoint directory to write; must not exist")
@@ -152,6 +156,14 @@ def _average(arguments: argparse.Namespace) -> int:
         progress=_tell,
     )
     return _show_weights(arguments.out, manifest)
+
+
+def _to_megatron(arguments: argparse.Namespace) -> int:
+    from megatron_ft.mcore.convert.megatron_folder import export_to_megatron
+
+    exported = export_to_megatron(arguments.checkpoint, arguments.out, progress=_tell)
+    print(f"{exported}: complete and verified; Megatron-LM loads it with --load {arguments.out}")
+    return 0
 
 
 def _from_window(arguments: argparse.Namespace) -> int:

@@ -29,10 +29,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "vpp2": {"world": 2, "pp": 2, "vpp": 2},
     "ep2": {"world": 2, "ep": 2},
     "tp2": {"world": 2, "tp": 2},
+    "pp2_ep2": {"world": 4, "pp": 2, "ep": 2},
 }
 SAME = ("dp1_fp16", "dp2_bf16", "dp2_bf16_plain", "dp1_fp32_plain", "vpp2", "ep2", "tp2")
 AGAIN = ("dp2_bf16", "dp2_bf16_plain", "tp2", "vpp2")
-RESHARDED = (("ep2", "pp2"), ("pp2", "tp2"), ("tp2", "dp1"), ("dp2", "ep2"), ("dp2", "vpp2"))
+RESHARDED = (
+    *(("ep2", "pp2"), ("pp2", "tp2"), ("tp2", "dp1"), ("dp2", "ep2"), ("dp2", "vpp2")),
+    # TP, PP, EP and DP all differ: 2, 1, 1, 1 and 1, 2, 2, 2.
+    *(("tp2", "pp2_ep2"), ("pp2_ep2", "tp2")),
+)
 FAULTS = ("fails_on_one_rank", "fails_at_the_end", "damaged", "foreign", "retention", "given_up", "lost_at_the_end")
 
 

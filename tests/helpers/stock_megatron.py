@@ -48,6 +48,7 @@ class Job:
     saves: dict[str, str] = field(default_factory=dict)
     """Folders in which a checkpoint is saved, by iteration."""
     saves_optimizer: bool = True
+    sharding_type: str = "fully_reshardable"
     singleton_local_shards: bool = False
     """Megatron-LM always saves with False: one tensor for all layers or experts."""
 
@@ -293,7 +294,7 @@ class Trainer:
         from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
         stored = {
-            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_sharding_type": self.job.sharding_type,
             "distrib_optim_fully_reshardable_mem_efficient": False,
             "singleton_local_shards": self.job.singleton_local_shards,
             "chained_optim_avoid_prefix": True,
