@@ -6,15 +6,17 @@ copies the tensors when the save begins, and a thread of the rank writes the cop
 """
 
 import io
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -29,7 +31,7 @@ from megatron_ft.config.identity import Difference, JobIdentity
 from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.groups import Collectives
 from megatron_ft.snapshot.storage import checkpoints
-from megatron_ft.snapshot.storage.files import FileEntry, HashedFile, write_file
+from megatron_ft.snapshot.storage.files import FileEntry, HashedFile, fsync_directory, write_file
 from megatron_ft.snapshot.storage.manifest import Manifest
 from megatron_ft.snapshot.storage.run_settings import other_checkpoint
 
@@ -172,6 +174,7 @@ class CheckpointFinder:
 
 
 BACKEND, BACKEND_VERSION = "torch_dist", 1
+_METADATA_NAME, _FORMAT_NAME = ".metadata", "metadata.json"
 
 
 @dataclass(kw_only=True)
@@ -308,12 +311,19 @@ class _GivenUp(Exception):
     """The save was cancelled while its files were written."""
 
 
+class Waitable(Protocol):
+    """Work in a thread."""
+
+    def wait(self) -> None:
+        """Wait until the work has ended."""
+
+
 class WriteJob:
     """Writes a :class:`PlannedWrite` in a thread. ``error``, ``entries`` and ``results`` are final if ``done`` is true.
     ``whole_files`` maps the names of additional files to their contents."""
 
-    _given_up: ClassVar[list["WriteJob"]] = []
-    """Cancelled saves of this process that may still write, even in a later membership."""
+    _given_up: ClassVar[list["Waitable"]] = []
+    """Work of abandoned saves of this process that may still write, even in a later membership."""
 
     def __init__(self, planned: PlannedWrite, directory: Path, whole_files: dict[str, bytes]) -> None:
         self.planned = planned
@@ -339,7 +349,12 @@ class WriteJob:
     def give_up(self) -> None:
         """Cancel the save without waiting. The thread ends after the current item."""
         self._cancelled.set()
-        self._given_up.append(self)
+        self.await_later(self)
+
+    @classmethod
+    def await_later(cls, work: "Waitable") -> None:
+        """Let ``await_given_up`` also wait for other work of an abandoned save."""
+        cls._given_up.append(work)
 
     @classmethod
     def await_given_up(cls) -> None:
@@ -381,6 +396,60 @@ class WriteJob:
     def _write_one(self, file: HashedFile, name: str, item: Any, data: Any) -> WriteResult:
         transforms = self.planned.writer.transforms
         return _write_item(transforms, file, data, item, name, serialization_format=SerializationFormat.TORCH_SAVE)
+
+
+class MetadataJob:
+    """Writes Megatron's metadata in a thread of rank 0. ``error`` and ``entries`` are final if ``done`` is true.
+    ``written`` contains ``WriteJob.results`` and ``WriteJob.entries`` of every rank, in rank order."""
+
+    def __init__(self, directory: Path, planned: PlannedWrite, written: list[dict[str, Any]]) -> None:
+        self.entries = [FileEntry(**entry) for of_rank in written for entry in of_rank["entries"]]
+        self.error: str | None = None
+        self._directory, self._planned, self._written = directory, planned, written
+        self._thread = threading.Thread(target=self._run, name="checkpoint-metadata", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether the thread has ended, successfully or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until ``done`` is true."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            content = self._planned.metadata_bytes([of_rank["results"] for of_rank in self._written])
+            self.entries.append(write_file(self._directory, _METADATA_NAME, content))
+            form = json.dumps(asdict(CheckpointingConfig(BACKEND, BACKEND_VERSION))).encode()
+            self.entries.append(write_file(self._directory, _FORMAT_NAME, form))
+            # All files must be durable before the manifest is written, because the manifest makes the directory a
+            # checkpoint.
+            fsync_directory(self._directory)
+        except BaseException as error:  # noqa: BLE001 - the manager reports every error
+            self.error = f"{type(error).__name__}: {error}"
+
+
+class CleaningJob:
+    """Deletes old checkpoints in a thread. A deletion that fails only costs space, so ``error`` is reported and not
+    raised."""
+
+    def __init__(self, delete: Callable[[], None]) -> None:
+        self.error: str | None = None
+        self._delete = delete
+        self._thread = threading.Thread(target=self._run, name="checkpoint-cleaning", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._delete()
+        except OSError as failure:
+            self.error = str(failure)
 
 
 class _Capture(FileSystem):

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import io
-import json
 import pickle
 import platform
 import re
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -30,11 +29,10 @@ from megatron_ft.config.identity import JobIdentity
 from megatron_ft.errors import CheckpointError
 from megatron_ft.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved
 from megatron_ft.mcore.checkpoint.files import (
-    BACKEND,
-    BACKEND_VERSION,
     RANK_STATE_KEY,
     CheckpointFinder,
-    PlannedWrite,
+    CleaningJob,
+    MetadataJob,
     Planner,
     WriteJob,
 )
@@ -45,7 +43,7 @@ from megatron_ft.mcore.optimizer import adamw
 from megatron_ft.mcore.optimizer.adamw import SHARDING_METADATA, split_shards
 from megatron_ft.planning.retention import RetentionPolicy
 from megatron_ft.snapshot.storage import checkpoints
-from megatron_ft.snapshot.storage.files import FileEntry, fsync_directory, write_file
+from megatron_ft.snapshot.storage.files import FileEntry
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 
 _RANK_STATE_PREFIX = "rank_state"
@@ -70,7 +68,9 @@ def _layout_of(directory: Path, *, weights_only: bool) -> dict[str, bool]:
         common = dist_checkpointing.load_common_state_dict(str(directory))
         names = FileSystemReader(directory).read_metadata().state_dict_metadata.keys()
     except (CheckpointingException, pickle.UnpicklingError, OSError, EOFError, RuntimeError) as error:
-        raise CheckpointError(f"{directory}: cannot be read as a checkpoint in Megatron's torch_dist: {error}") from error
+        raise CheckpointError(
+            f"{directory}: cannot be read as a checkpoint in Megatron's torch_dist: {error}"
+        ) from error
     kind = (common.get("content_metadata") or {}).get(_SHARDING_TYPE)
     if not weights_only and "optimizer" not in common:
         raise CheckpointError(f"{directory}: contains only weights; set checkpoint.load_weights instead")
@@ -130,27 +130,7 @@ def _load_shards(
     return loaded
 
 
-COMMON_NAME, METADATA_NAME, FORMAT_NAME = "common.pt", ".metadata", "metadata.json"
-
-
-def _commit_files(
-    directory: Path,
-    planned: PlannedWrite,
-    written: list[dict[str, Any]],
-    make_manifest: Callable[[tuple[FileEntry, ...]], Manifest],
-) -> int:
-    """Write Megatron's metadata and the manifest. Return the number of bytes of the whole checkpoint. ``written``
-    contains ``WriteJob.results`` and ``WriteJob.entries`` of every rank, in rank order. After an OSError the directory
-    is not a valid checkpoint."""
-    entries = [FileEntry(**entry) for of_rank in written for entry in of_rank["entries"]]
-    content = planned.metadata_bytes([of_rank["results"] for of_rank in written])
-    entries.append(write_file(directory, METADATA_NAME, content))
-    form = json.dumps(asdict(CheckpointingConfig(BACKEND, BACKEND_VERSION))).encode()
-    entries.append(write_file(directory, FORMAT_NAME, form))
-    # All files must be durable before the manifest is written, because the manifest makes the directory a checkpoint.
-    fsync_directory(directory)
-    make_manifest(tuple(sorted(entries, key=lambda entry: entry.name))).write(directory)
-    return sum(entry.num_bytes for entry in entries)
+COMMON_NAME = "common.pt"
 
 
 def _torch_bytes(content: dict[str, Any]) -> bytes:
@@ -188,6 +168,10 @@ class _Pending:
     job: WriteJob
     started: float
     blocked_seconds: float
+    is_written: bool = False
+    """Whether all ranks have written their files, and know it."""
+    metadata: MetadataJob | None = None
+    """The job that then writes the metadata; None on all ranks except rank 0."""
 
 
 class CheckpointManager:
@@ -227,6 +211,7 @@ class CheckpointManager:
         self._common: dict[str, Any] = {}
         """State that is written only once, of the newest save."""
         self._pending: _Pending | None = None
+        self._cleaning: CleaningJob | None = None
         self._resumed_from: str | None = None
         self._finder = CheckpointFinder(
             self._collectives, identity, self._say_failed, allow_other_data=config.allow_other_data
@@ -266,18 +251,31 @@ class CheckpointManager:
             self.finish()
 
     def poll(self) -> None:
-        """Complete the save in progress if all ranks have written their files. Do not wait for them."""
-        # All ranks have the same save in progress, so all call this collective and commit after the same iteration.
-        if self._pending is not None and self._collectives.all(self._pending.job.done):
-            self._complete(self._pending)
+        """Continue with the save in progress, or complete it, as far as this needs no waiting for storage."""
+        # All ranks have the same save in progress in the same step, so all call these collectives, and commit after the
+        # same iteration.
+        pending = self._pending
+        if pending is None:
+            return
+        if not pending.is_written:
+            if self._collectives.all(pending.job.done):
+                self._collect(pending)
+        elif self._collectives.from_first(pending.metadata is not None and pending.metadata.done):
+            self._complete(pending)
 
     def finish(self) -> None:
-        """Wait for the save in progress, if there is one, and complete it."""
+        """Wait for the save in progress, if there is one, and complete it. Wait until old checkpoints are deleted."""
         if self._pending is not None:
             began = time.monotonic()
             self._pending.job.wait()
             self._pending.blocked_seconds += time.monotonic() - began
+            if not self._pending.is_written:
+                self._collect(self._pending)
+        if self._pending is not None:
+            if self._pending.metadata is not None:
+                self._pending.metadata.wait()
             self._complete(self._pending)
+        self._end_cleaning()
 
     def abandon(self) -> Path | None:
         """Abandon the save in progress, if there is one, without communication and without waiting for storage.
@@ -289,9 +287,14 @@ class CheckpointManager:
             Directory of the abandoned save. Its checkpoint is complete if rank 0 had already written the manifest.
         """
         pending, self._pending = self._pending, None
+        cleaning, self._cleaning = self._cleaning, None
+        if cleaning is not None:
+            WriteJob.await_later(cleaning)
         if pending is None:
             return None
         pending.job.give_up()
+        if pending.metadata is not None:
+            WriteJob.await_later(pending.metadata)
         return pending.directory
 
     def _await_given_up(self) -> None:
@@ -348,14 +351,25 @@ class CheckpointManager:
             "non_homogeneous_layers": True,
         }
 
-    def _complete(self, pending: _Pending) -> None:
+    def _collect(self, pending: _Pending) -> None:
+        """Collect the results of all ranks, which have written their files, and begin to write the metadata."""
         began = time.monotonic()
         error = self._collectives.errors(pending.job.error)
-        if error is None:
-            written = self._collectives.gather(
-                {"results": pending.job.results, "entries": [asdict(entry) for entry in pending.job.entries]}
-            )
-            error, num_bytes = self._commit(pending, written)
+        if error is not None:
+            self._pending = None
+            self._discard(pending, error)
+            return
+        written = self._collectives.gather(
+            {"results": pending.job.results, "entries": [asdict(entry) for entry in pending.job.entries]}
+        )
+        pending.is_written = True
+        if self._collectives.rank == 0:
+            pending.metadata = MetadataJob(pending.directory, pending.job.planned, written)
+        pending.blocked_seconds += time.monotonic() - began
+
+    def _complete(self, pending: _Pending) -> None:
+        began = time.monotonic()
+        error, num_bytes = self._commit(pending)
         # Reset only here. If ranks are lost in a collective above, the save stays pending and is reported as abandoned.
         self._pending = None
         if error is not None:
@@ -373,21 +387,37 @@ class CheckpointManager:
         )
         # Older checkpoints are deleted only after the commit, because before it no newer checkpoint is complete.
         if self._collectives.rank == 0:
-            self._clean(pending)
+            self._cleaning = CleaningJob(partial(self._clean, pending.iteration))
 
-    def _commit(self, pending: _Pending, written: list[dict[str, Any]]) -> tuple[str | None, int]:
-        # Rank 0 writes the remaining files, with the manifest last. All ranks return the same error and bytes.
+    def _commit(self, pending: _Pending) -> tuple[str | None, int]:
+        # Rank 0 writes the manifest. All ranks return the same error and the number of bytes of the whole checkpoint.
         error, num_bytes = None, 0
-        if self._collectives.rank == 0:
+        if pending.metadata is not None:
+            entries, error = pending.metadata.entries, pending.metadata.error
+            num_bytes = sum(entry.num_bytes for entry in entries)
             try:
-                num_bytes = _commit_files(
-                    pending.directory, pending.job.planned, written, partial(self._manifest, pending)
-                )
-                checkpoints.move_latest(self.folder, pending.directory, pending.iteration)
+                if error is None:
+                    files = tuple(sorted(entries, key=lambda entry: entry.name))
+                    self._manifest(pending, files).write(pending.directory)
+                    checkpoints.move_latest(self.folder, pending.directory, pending.iteration)
             except OSError as failure:
-                error = f"rank 0: {type(failure).__name__}: {failure}"
-        error, num_bytes = self._collectives.from_first([error, num_bytes])
+                error = f"{type(failure).__name__}: {failure}"
+        error, num_bytes = self._collectives.from_first([None if error is None else f"rank 0: {error}", num_bytes])
         return error, num_bytes
+
+    def _end_cleaning(self) -> None:
+        """Wait until rank 0 has deleted old checkpoints, and report if it could not."""
+        cleaning, self._cleaning = self._cleaning, None
+        if cleaning is None:
+            return
+        cleaning.wait()
+        if cleaning.error is not None:
+            iteration = self.last_saved_iteration or 0
+            self._say_failed(
+                iteration,
+                self.folder / checkpoints.directory_name(iteration),
+                f"the checkpoint is saved, but older checkpoints could not be removed: {cleaning.error}",
+            )
 
     def _manifest(self, pending: _Pending, files: tuple[FileEntry, ...]) -> Manifest:
         return Manifest(
@@ -411,20 +441,13 @@ class CheckpointManager:
                 error += f"; its directory could not be removed: {failure}"
         self._say_failed(pending.iteration, pending.directory, error)
 
-    def _clean(self, pending: _Pending) -> None:
-        # Applies the retention policy. A deletion that fails only costs space, so it is reported and not raised.
-        try:
-            checkpoints.sweep(self.folder, before_iteration=pending.iteration)
-            stored = [entry for entry in checkpoints.list_checkpoints(self.folder) if entry.complete]
-            names = [(entry.iteration, entry.path.name) for entry in stored]
-            for name in self._retention.removable(names, in_use=self._in_use([name for _, name in names])):
-                checkpoints.delete(self.folder / name)
-        except OSError as failure:
-            self._say_failed(
-                pending.iteration,
-                pending.directory,
-                f"the checkpoint is saved, but older checkpoints could not be removed: {failure}",
-            )
+    def _clean(self, iteration: int) -> None:
+        # Applies the retention policy. Runs in a thread of rank 0.
+        checkpoints.sweep(self.folder, before_iteration=iteration)
+        stored = [entry for entry in checkpoints.list_checkpoints(self.folder) if entry.complete]
+        names = [(entry.iteration, entry.path.name) for entry in stored]
+        for name in self._retention.removable(names, in_use=self._in_use([name for _, name in names])):
+            checkpoints.delete(self.folder / name)
 
     def _in_use(self, complete: list[str]) -> tuple[str, ...]:
         """Return the name of the checkpoint from which this run resumed if it is one of the two newest in ``complete``.

@@ -127,9 +127,7 @@ def megatron_arguments(model: ModelConfig, manifest: Manifest) -> argparse.Names
     Megatron-LM. Megatron-LM compares some of them with its command line; ``--use-checkpoint-args`` takes the others."""
     topology, settings = manifest.topology, {k: v for each in manifest.settings.values() for k, v in each.items()}
     dtype, heads = settings.get("precision.params_dtype", "fp32"), model.num_attention_heads
-    tp, pp, cp = (
-        topology.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context")
-    )
+    tp, pp, cp = (topology.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context"))
     world_size, mixtures = topology.get("world_size", 1), moe_layer_pattern(model)
     found: dict[str, Any] = {
         # What Megatron-LM reads when it continues.
