@@ -20,11 +20,11 @@ class CheckpointConfig:
     load: str | None = None
     """Checkpoint directory from which a new run starts. Weights, optimizer state and data position are loaded.
     Differences between the configurations of checkpoint and job are printed. The checkpoint may belong to another run.
-    null starts without a checkpoint."""
+    A folder of Megatron-LM stands for its newest checkpoint. null starts without a checkpoint."""
     load_weights: str | None = None
     """Checkpoint directory whose weights a new run starts with, at iteration 0 and with new optimizer state.
     ``tools/convert_checkpoint.py`` makes such a directory from a Hugging Face folder; a checkpoint of another run can
-    be used, too. The model must be the same. null starts with random weights."""
+    be used, too, and a folder of Megatron-LM. The model must be the same. null starts with random weights."""
     trust: bool = False
     """Allow ``checkpoint.load`` and ``checkpoint.load_weights`` to name a checkpoint without this project's manifest.
     Loading unpickles its metadata, so a malicious checkpoint can run code."""

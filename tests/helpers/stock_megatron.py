@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import queue
 import sys
 import tempfile
 import traceback
@@ -276,6 +277,8 @@ class Trainer:
         return argparse.Namespace(
             num_layers=NUM_LAYERS,
             hidden_size=WIDTH,
+            num_attention_heads=4,
+            add_position_embedding=True,
             padded_vocab_size=self.job.vocab_size,
             tensor_model_parallel_size=1,
             pipeline_model_parallel_size=1,
@@ -291,8 +294,11 @@ class Trainer:
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.mapping import ShardedObject
         from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
+        # Megatron would start a process that serves a queue. It would outlive this rank, which is forked.
+        filesystem_async._results_queue = queue.Queue()
         stored = {
             "distrib_optim_sharding_type": self.job.sharding_type,
             "distrib_optim_fully_reshardable_mem_efficient": False,

@@ -1,6 +1,7 @@
 """Tests which checkpoint is the newest, after any crash."""
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -174,3 +175,30 @@ def test_a_pointer_nested_too_deep_is_named(tmp_path: Path) -> None:
     (tmp_path / "latest").write_bytes(b"[" * 100_000)
     with pytest.raises(CheckpointError, match=f"{tmp_path}/latest: damaged: nested too deep"):
         read_latest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"7", "names the checkpoint iter_0000007, but this directory does not exist"),
+        (b"../x", "must contain an iteration or 'release'"),
+        (b"\xff", "cannot be read"),
+        (b"1" * 80, "must contain an iteration"),
+        (b"5", "must be in Megatron's format torch_dist"),
+    ],
+)
+def test_a_folder_of_megatron_that_names_no_checkpoint(tmp_path: Path, text: bytes, message: str) -> None:
+    (tmp_path / "iter_0000005").mkdir()
+    (tmp_path / checkpoints.MEGATRON_LATEST_NAME).write_bytes(text)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        checkpoints.newest_of_megatron(tmp_path)
+
+
+def test_the_newest_checkpoint_of_a_folder_of_megatron(tmp_path: Path) -> None:
+    assert checkpoints.newest_of_megatron(tmp_path) is None
+    assert checkpoints.newest_of_megatron(tmp_path / "none") is None
+    for name, text in (("iter_0000012", "12\n"), ("release", "release")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").touch()
+        (tmp_path / checkpoints.MEGATRON_LATEST_NAME).write_text(text)
+        assert checkpoints.newest_of_megatron(tmp_path) == tmp_path / name
