@@ -214,8 +214,8 @@ def _known_run(config: JobConfig) -> Path | None:
 
 
 def _choose_checkpoint(config: JobConfig, config_yaml: str) -> tuple[JobConfig, str]:
-    """Replace a folder of Megatron-LM in ``checkpoint.load`` or ``checkpoint.load_weights`` by its newest checkpoint, so
-    that all ranks load the same one. Return the configuration as ``JobConfig`` and as YAML text.
+    """Replace a folder of Megatron-LM in ``checkpoint.load`` or ``checkpoint.load_weights`` by its newest checkpoint,
+    so that all ranks load the same one. Return the configuration as ``JobConfig`` and as YAML text.
 
     Raises:
         CheckpointError: the newest checkpoint of the folder cannot be determined or loaded.
@@ -229,8 +229,8 @@ def _choose_checkpoint(config: JobConfig, config_yaml: str) -> tuple[JobConfig, 
             continue
         if not _another_rank_reports():
             print(
-                f"note: checkpoint.{name}={folder}: is a folder of Megatron-LM; its newest checkpoint is {newest.name}, as "
-                f"{MEGATRON_LATEST_NAME} says",
+                f"note: checkpoint.{name}={folder}: is a folder of Megatron-LM; its newest checkpoint is "
+                f"{newest.name}, as {MEGATRON_LATEST_NAME} says",
                 file=sys.stderr,
             )
         checkpoint = dataclasses.replace(config.checkpoint, **{name: str(newest)})

@@ -3,7 +3,8 @@
 ``to-hf`` writes a folder with safetensors files, an index and ``config.json`` from a checkpoint of any parallel layout.
 ``from-hf``, ``weights`` and ``average`` write a checkpoint that contains only weights: those of a folder, those of a
 checkpoint, and the mean of several checkpoints. A run starts from it with ``checkpoint.load_weights``. ``to-megatron``
-writes a folder that Megatron-LM loads. ``from-window`` starts a job that replays a window of snapshots, and writes a dense checkpoint.
+writes a folder that Megatron-LM loads. ``from-window`` starts a job that replays a window of snapshots, and writes a
+dense checkpoint.
 """
 
 import argparse

@@ -102,7 +102,6 @@ def install() -> None:
     for name in ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like", "ones_like"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
     compiler, torch.compile = torch.compile, lambda function=None, **named: function
-    import megatron.core
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 

@@ -28,6 +28,7 @@ from megatron_ft.config.serialize import to_dict
 from megatron_ft.errors import ControlError
 from megatron_ft.events import Metrics, RanksReady, RunFinished, RunStarted
 from megatron_ft.mcore.convert.converter import import_folder
+from megatron_ft.snapshot.storage.checkpoints import MEGATRON_LATEST_NAME
 from tests.contract.test_convert import write_folder
 from tests.unit.corpus.test_tokenizers import small_gpt2
 from tests.unit.snapshot.storage.conftest import make_checkpoint
@@ -115,6 +116,11 @@ def _write_weights(folder: Path) -> None:
     config, _ = pretrain_moe.compose(["model=mixtral_8x7b"])
     settings = settings_of(config, data_fingerprint="", vocab_size=config.model.vocab_size or 0)
     replace(manifest, settings=settings, files=()).write(out)
+    # A folder of Megatron-LM, of which a dry run reads only the names.
+    foreign = folder / "megatron" / "theirs" / "iter_0001000"
+    foreign.mkdir(parents=True)
+    (foreign / ".metadata").touch()
+    (foreign.parent / MEGATRON_LATEST_NAME).write_text("1000")
 
 
 def _write_run(path: Path) -> None:

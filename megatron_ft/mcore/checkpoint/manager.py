@@ -57,8 +57,8 @@ _OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def _layout_of(directory: Path, *, weights_only: bool) -> dict[str, bool]:
-    """Return the metadata with which Megatron describes the tensors of a checkpoint of another project. In Megatron-LM's
-    checkpoints, one tensor contains a weight of all experts, or also of all layers.
+    """Return the metadata with which Megatron describes the tensors of a checkpoint of another project. In
+    Megatron-LM's checkpoints, one tensor contains a weight of all experts, or also of all layers.
 
     Raises:
         CheckpointError: the checkpoint cannot be read. Or, unless ``weights_only``: it has no optimizer state, or its
@@ -68,9 +68,7 @@ def _layout_of(directory: Path, *, weights_only: bool) -> dict[str, bool]:
         common = dist_checkpointing.load_common_state_dict(str(directory))
         names = FileSystemReader(directory).read_metadata().state_dict_metadata.keys()
     except (CheckpointingException, pickle.UnpicklingError, OSError, EOFError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{directory}: cannot be read as a checkpoint in Megatron's torch_dist: {error}"
-        ) from error
+        raise CheckpointError(f"{directory}: cannot be read as a checkpoint in torch_dist: {error}") from error
     kind = (common.get("content_metadata") or {}).get(_SHARDING_TYPE)
     if not weights_only and "optimizer" not in common:
         raise CheckpointError(f"{directory}: contains only weights; set checkpoint.load_weights instead")

@@ -102,8 +102,8 @@ def _cut(
     shard: ShardedTensor, first: int, last: int, data: torch.Tensor | None, shift: int, *, is_shared: bool
 ) -> Iterator[ShardedTensor]:
     at = first + shift
-    # In Megatron-LM's checkpoints, a tensor may have axes for layers and experts before those of the parameter. Megatron
-    # handles these axes only for parts of equal sizes, so here they are axes of the parts, of size 1.
+    # In Megatron-LM's checkpoints, a tensor may have axes for layers and experts before those of the parameter.
+    # Megatron handles these axes only for parts of equal sizes, so here they are axes of the parts, of size 1.
     num_axes = shard.prepend_axis_num
     for box in boxes(shard.local_shape, first, last):
         sizes, offset = (1,) * num_axes + box.sizes, (0,) * num_axes + box.offset
