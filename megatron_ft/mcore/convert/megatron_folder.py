@@ -124,7 +124,7 @@ def _verify(target: Path, common: dict[str, Any]) -> None:
 
 def megatron_arguments(model: ModelConfig, manifest: Manifest) -> argparse.Namespace:
     """Return the arguments of Megatron-LM that describe ``model`` and the job that saved the checkpoint, by the names
-    of Megatron-LM. Megatron-LM compares some of them with its command line; ``--use-checkpoint-args`` takes the others."""
+    of Megatron-LM, which compares some of them with its command line. ``--use-checkpoint-args`` takes the others."""
     topology, settings = manifest.topology, {k: v for each in manifest.settings.values() for k, v in each.items()}
     dtype, heads = settings.get("precision.params_dtype", "fp32"), model.num_attention_heads
     tp, pp, cp = (topology.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context"))
