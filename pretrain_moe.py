@@ -264,6 +264,8 @@ def _check_resume(config: JobConfig, vocab_size: int) -> None:
 
             model = settings_of(config, data_fingerprint="", vocab_size=vocab_size)
             check_source(Path(source), model, weights_only=checkpoint.load is None, trust=checkpoint.trust)
+        elif config.training.evaluate_only:
+            raise CheckpointError(f"training.evaluate_only=true: {run_dir} contains no run, so there is no saved state")
         return
     from megatron_ft.config.identity import JobIdentity, settings_of
     from megatron_ft.corpus.samples import SplitPlan

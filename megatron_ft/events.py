@@ -136,13 +136,16 @@ class Evaluation(Record):
     """Newest iteration of the evaluated weights."""
     loss: float
     """Mean loss per token, in nats."""
+    perplexity: float | None = None
+    """Exponential of the loss."""
     num_tokens: int | None = None
     """Number of tokens over which the mean was taken."""
     seconds: float | None = None
     """Duration of the evaluation in seconds."""
 
     def describe(self) -> Note:
-        return Note("info", f"evaluation after iteration {self.iteration}: loss {self.loss:.4f}")
+        more = "" if self.perplexity is None else f", perplexity {self.perplexity:.5g}"
+        return Note("info", f"evaluation after iteration {self.iteration}: loss {self.loss:.4f}{more}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -165,6 +165,10 @@ class TrainingConfig:
     """Number of iterations between two evaluations; 0 turns evaluation off."""
     eval_iterations: int = 4
     """Number of batches of ``global_batch_size`` samples in one evaluation."""
+    evaluate_only: bool = False
+    """Load the state from which the job would start, evaluate it once on the validation data, report loss and
+    perplexity, and end. Nothing is trained, saved or captured. The state comes from ``run.resume``, ``checkpoint.load``
+    or ``checkpoint.load_weights``."""
     deterministic: bool = True
     """Use deterministic kernels and a fixed order of summation, so that runs with equal inputs are equal bit by bit."""
     num_threads: int = 1
@@ -194,6 +198,11 @@ class TrainingConfig:
     """Timeout of collective operations."""
     digest_interval_iterations: int = 0
     """Number of iterations between two reports of a digest (checksum) of each rank's state; 0 never reports digests."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Return whether the job reads validation data."""
+        return self.evaluate_only or self.eval_interval_iterations > 0
 
 
 @dataclass

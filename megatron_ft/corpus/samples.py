@@ -360,7 +360,7 @@ def check_data(config: JobConfig) -> DataSummary:
     tokenizer = build_tokenizer(config.data)
     # Check this before ranks start, because an error on a rank would end the job only after minutes of loading.
     found = _split(config, "train", tokenizer)
-    if config.training.eval_interval_iterations:
+    if config.training.evaluates:
         found += _split(config, "valid", tokenizer)
     return DataSummary(
         sources=tuple(found),

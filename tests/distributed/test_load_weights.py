@@ -1,5 +1,7 @@
 """Tests jobs that start with converted weights (``checkpoint.load_weights``), in several layouts."""
 
+import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -96,6 +98,38 @@ def test_training_continues_from_the_weights(
     longer = ("training.train_iterations=8", "optimizer.lr_decay_iterations=6", "run.resume=must", "run.name=run0")
     resumed = train(tmp_path, warm_forkserver, *words, *longer)
     assert [record["iteration"] for record in resumed.records("metrics.jsonl") if "loss" in record] == list(range(1, 9))
+
+
+def test_a_job_that_only_evaluates_gives_the_same_loss_in_every_layout(
+    saved: JobResult, weights: Path, warm_forkserver: str, tmp_path: Path
+) -> None:
+    only = ("training.evaluate_only=true", "optimizer.lr=0.01")
+    more = ("parallel.virtual_pipeline_model_parallel_size=2", "parallel.expert_model_parallel_size=2")
+    checkpoint = saved.run_dir / "checkpoints" / "iter_0000006"
+    ways: list[tuple[Path, tuple[str, ...]]] = [
+        (saved.run_dir, ("run.resume=must",)),
+        (tmp_path / "pipeline", (f"checkpoint.load={checkpoint}", *LAYOUTS["PP2 TP2, distributed optimizer"], *more)),
+        (tmp_path / "replicas", (f"checkpoint.load_weights={weights}", *LAYOUTS["replicas"])),
+    ]
+    before = len(saved.records()), sorted((saved.run_dir / "checkpoints").iterdir())
+    losses = []
+    for run_dir, words in ways:
+        job = train(run_dir.parent, warm_forkserver, *only, f"run.name={run_dir.name}", *words)
+        (found,) = [record for record in job.records() if record["kind"] == "evaluation"]
+        assert found["iteration"] == (0 if run_dir.name == "replicas" else 6)
+        assert found["perplexity"] == pytest.approx(math.exp(found["loss"])) and "perplexity" in job.output
+        summary = json.loads((job.run_dir / "summary.json").read_text())
+        assert (summary["evaluation_loss"], summary["evaluation_perplexity"]) == (found["loss"], found["perplexity"])
+        if run_dir != saved.run_dir:
+            assert not list((job.run_dir / "checkpoints").iterdir()) and job.losses == []
+        losses.append(found["loss"])
+    assert losses == [pytest.approx(losses[0], rel=1e-6)] * len(ways)
+    assert losses[0] < saved.losses[0] - 0.1, "the loaded weights were not used"
+    after = sorted((saved.run_dir / "checkpoints").iterdir())
+    assert len(saved.records()) > before[0] and after == before[1] and len(saved.losses) == 6
+
+    job = train(tmp_path, warm_forkserver, *only, "run.resume=auto", "run.name=none", exit_code=5)
+    assert "contains no run, so there is no saved state" in job.output and not (tmp_path / "none").exists()
 
 
 REFUSED = {

@@ -11,6 +11,7 @@ LARGEST_SEED = 2**31 - 1
 def check(config: JobConfig) -> None:
     """Check ``training``, ``precision``, ``optimizer`` and ``checkpoint``."""
     _check_training(config.training)
+    _check_evaluate_only(config)
     _check_precision(config.precision)
     _check_optimizer(config.optimizer, config.training.train_iterations)
     _check_checkpoint(config)
@@ -40,6 +41,26 @@ def _check_training(training: TrainingConfig) -> None:
         "training.transformer_impl",
         training.transformer_impl,
         "must be local or auto with training.device=cpu: Transformer Engine needs CUDA",
+    )
+
+
+def _check_evaluate_only(config: JobConfig) -> None:
+    """Check that a job that only evaluates has state to load, and is not to capture any."""
+    if not config.training.evaluate_only:
+        return
+    checkpoint = config.checkpoint
+    require(
+        config.run.resume != "never" or checkpoint.load is not None or checkpoint.load_weights is not None,
+        "training.evaluate_only",
+        True,
+        "needs state to evaluate: set run.name and run.resume=must, or checkpoint.load, or checkpoint.load_weights",
+    )
+    policy = config.snapshot.policy
+    require(
+        policy is None,
+        "snapshot.policy",
+        None if policy is None else policy.get("_target_"),
+        "must be null with training.evaluate_only=true, which captures no windows; use snapshot=none",
     )
 
 

@@ -99,8 +99,8 @@ RUN_DATA_NAME = "data_fingerprint.json"
 
 
 def open_splits(config: JobConfig) -> dict[str, Samples]:
-    """Open the samples of the split ``train``, and of ``valid`` if the run evaluates."""
-    splits = ["train"] + (["valid"] if config.training.eval_interval_iterations else [])
+    """Open the samples of the split ``train``, and of ``valid`` if the job evaluates."""
+    splits = ["train"] + (["valid"] if config.training.evaluates else [])
     return {split: open_samples(config, split) for split in splits}
 
 

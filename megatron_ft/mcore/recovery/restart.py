@@ -27,8 +27,9 @@ def select_restore_source(
 
     Raises:
         CheckpointError: a checkpoint is required and there is no undamaged one; all checkpoints belong to other runs;
-            the newest state was written with other data, or another model, optimizer or schedule, than this job has; or
-            the run has saved state, but none of it is usable and ``run.start_over`` is false.
+            the newest state was written with other data, or another model, optimizer or schedule, than this job has;
+            the run has saved state, but none of it is usable and ``run.start_over`` is false; or there is no state, and
+            ``training.evaluate_only`` is true.
     """
     found, run = None, config.run
     not_chosen: tuple[str, ...] = ()
@@ -73,6 +74,8 @@ def select_restore_source(
         )
     load = config.checkpoint.load
     source = Path(load) if found is None and load is not None else found
+    if config.training.evaluate_only and source is None and config.checkpoint.load_weights is None:
+        raise CheckpointError(f"training.evaluate_only=true: the run in {context.run_dir} has no saved state to evaluate")
     restorer.report_start(source, context.generation)
     return source, None
 

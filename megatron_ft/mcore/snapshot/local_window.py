@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_ft import failpoints
+from megatron_ft.config.identity import Settings
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.errors import RecoveryError
@@ -26,6 +27,7 @@ from megatron_ft.planning.recovery.replay import ReplayPlan
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.lost_tokens import Rows
 from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.snapshot.storage.run_settings import SETTINGS
 from megatron_ft.snapshot.storage.window_folder import window_digest
 from megatron_ft.snapshot.window import Window
 
@@ -398,11 +400,33 @@ AT_RISK = "tokens_at_risk"
 and cannot contain NaN."""
 
 
+def first_header(
+    state: TrainState, placement: Any, config: Mapping[str, Any], settings: Settings
+) -> Callable[[], dict[str, str]]:
+    """Return a function that makes the header of the first slice of a window.
+
+    Args:
+        state: state besides tensors.
+        placement: JSON form of the placement, or None.
+        config: result of ``replay_config``.
+        settings: settings of the job.
+    """
+    return lambda: {
+        EXTRAS: json.dumps(state.to_json()),
+        PLACEMENT: json.dumps(placement),
+        CONFIG: json.dumps(config),
+        SETTINGS: json.dumps(settings),
+    }
+
+
 _REPLAYED_GROUPS = ("model", "parallel", "optimizer", "precision", "training")
 _REPLAYED_PLACEMENT = ("algorithm", "num_slots_per_rank", "shares")
 
 
-_OF_THE_RUN = ("exit_at_iteration", "eval_interval_iterations", "eval_iterations", "digest_interval_iterations")
+_OF_THE_RUN = (
+    *("exit_at_iteration", "eval_interval_iterations", "eval_iterations", "evaluate_only"),
+    "digest_interval_iterations",
+)
 """Keys of ``training`` that may change, because they do not affect the results of iterations."""
 
 

@@ -15,7 +15,7 @@ import torch
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.control.node.worker_client import RankContext
-from megatron_ft.events import ExpertLoad, Metrics, PlacementInForce, RunStarted, SnapshotPlanned
+from megatron_ft.events import Evaluation, ExpertLoad, Metrics, PlacementInForce, RunStarted, SnapshotPlanned
 from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.mcore.model.transformer_config import moe_layer_pattern
 from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager
@@ -25,6 +25,16 @@ from megatron_ft.planning.alerts import Slowest
 from megatron_ft.planning.iteration import BatchPlan
 from megatron_ft.planning.snapshot.plan import WindowPlan, window_bytes
 from megatron_ft.planning.snapshot.report import dense_plan
+
+
+class Evaluates(Protocol):
+    """The part of an engine that an evaluation needs."""
+
+    iteration: int
+
+    def evaluate(self) -> tuple[float, int]:
+        """Return the mean loss per token and the number of tokens."""
+
 
 _PACKAGES = ("torch", "megatron-core", "numpy")
 
@@ -75,6 +85,18 @@ def run_started(
         config_digest=_config_digest(config),
         resumed_from=None if resumed is None else resumed[0],
         resumed_from_iteration=None if resumed is None else resumed[1],
+    )
+
+
+def evaluation_record(engine: Evaluates) -> Evaluation:
+    """Evaluate the weights of ``engine``, and return the event about it. All ranks must call this."""
+    began = time.perf_counter()
+    loss, num_tokens = engine.evaluate()
+    seconds = time.perf_counter() - began
+    # Not ``math.exp``, which raises an error for a loss whose perplexity no float can represent.
+    perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
+    return Evaluation(
+        iteration=engine.iteration, loss=loss, perplexity=perplexity, num_tokens=num_tokens, seconds=seconds
     )
 
 

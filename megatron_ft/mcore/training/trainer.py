@@ -1,6 +1,5 @@
 """The training loop of one rank: iterations, reports, evaluations, checkpoints and stops."""
 
-import json
 import os
 import time
 from dataclasses import asdict, replace
@@ -17,7 +16,6 @@ from megatron_ft.control.node.worker_client import Abort, RankContext
 from megatron_ft.corpus.samples import resolve_vocab_size
 from megatron_ft.errors import TrainingStopped
 from megatron_ft.events import (
-    Evaluation,
     IterationSkipped,
     LossSpike,
     RanksReady,
@@ -33,7 +31,7 @@ from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager, Pr
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.recovery.restart import recorded_placement, select_restore_source
 from megatron_ft.mcore.recovery.upstream_log import keep_log, replay_window
-from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, LocalWindow, replay_config
+from megatron_ft.mcore.snapshot.local_window import LocalWindow, first_header, replay_config
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.mcore.state.carried import MembershipStart
@@ -41,6 +39,7 @@ from megatron_ft.mcore.state.tensors import NamedState, SavedExperts, state_dige
 from megatron_ft.mcore.state.train_state import IterationResult
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.mcore.training.reporting import (
+    evaluation_record,
     expert_load_record,
     metrics_record,
     placement_record,
@@ -53,7 +52,6 @@ from megatron_ft.planning.snapshot.memory import PeerAssignment
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.snapshot.capture.capture import Header
 from megatron_ft.snapshot.server.client import KeeperClient
-from megatron_ft.snapshot.storage.run_settings import SETTINGS
 from megatron_ft.snapshot.storage.window_folder import WindowFolder, persist_url
 from megatron_ft.topology import Topology
 
@@ -149,7 +147,8 @@ class Trainer:
         if window is not None:
             replay_window(self.engine, restorer, window, self.report)
         # Windows are renamed only after the state is loaded: a start that cannot load it must not rename any.
-        restorer.set_aside_later(self.engine.iteration, is_new_job=self.context.generation == 0)
+        if not self.config.training.evaluate_only:
+            restorer.set_aside_later(self.engine.iteration, is_new_job=self.context.generation == 0)
         # The last vote is dropped: a request to stop in a replayed vote does not apply to this start of the run.
         self.engine.continue_after(self.engine.iteration, None)
         self.rounded_off = self.engine.iteration
@@ -182,7 +181,8 @@ class Trainer:
             self.context.worker.on_break(hang_up)
 
     def run(self) -> None:
-        """Train to the last iteration, or until a vote contains a request to stop. Then set ``ended``.
+        """Train to the last iteration, or until a vote contains a request to stop. Then set ``ended``. With
+        ``training.evaluate_only``, only evaluate.
 
         If a vote contains a request to change the nodes, finish its iteration and the work that is due, and return.
 
@@ -190,6 +190,10 @@ class Trainer:
             TrainingStopped: a policy stopped the run at an iteration. The state before this iteration is saved.
         """
         training = self.config.training
+        if training.evaluate_only:
+            self._evaluate(self.engine.iteration, due=True)
+            self.ended = True
+            return
         last = min(training.train_iterations, training.exit_at_iteration or training.train_iterations)
         # Evaluations and saves are collective. If one rank has not finished them, all ranks repeat them.
         if self.collectives.any(self.rounded_off < self.engine.iteration):
@@ -262,7 +266,7 @@ class Trainer:
 
     def round_off(self, iteration: int) -> None:
         """Evaluate, save a checkpoint and report state digests, if they are due after ``iteration``."""
-        self._evaluate(iteration)
+        self._evaluate(iteration, due=_due(iteration, self.config.training.eval_interval_iterations))
         self.checkpoints.poll()
         if _due(iteration, self.config.checkpoint.save_interval_iterations):
             self.save()
@@ -394,14 +398,11 @@ class Trainer:
         """Positions of this membership's ranks in the parallel layout."""
         return Topology.of(self.config.parallel, self.context.world_size)
 
-    def _evaluate(self, iteration: int) -> None:
-        if "valid" not in self.samples or not _due(iteration, self.config.training.eval_interval_iterations):
+    def _evaluate(self, iteration: int, *, due: bool) -> None:
+        if not due:
             return
         self.context.worker.progress(iteration, "evaluation")
-        began = time.perf_counter()
-        loss, num_tokens = self.engine.evaluate()
-        seconds = time.perf_counter() - began
-        self.report(Evaluation(iteration=iteration, loss=loss, num_tokens=num_tokens, seconds=seconds))
+        self.report(evaluation_record(self.engine))
 
     def _digest(self, *, due: bool) -> None:
         if due:
@@ -554,7 +555,7 @@ class Trainer:
             client=client,
             assignment=self._peer_assignment(),
             node=self.context.node,
-            header=partial(self._slice_header, json.dumps(self.replay_config())),
+            header=partial(self._slice_header, self.replay_config()),
             report=self.report_own,
         )
         if resumed is not None:
@@ -562,18 +563,12 @@ class Trainer:
         self.snapshots = snapshots
         return snapshots
 
-    def _slice_header(self, settings: str, index: int) -> Header:
+    def _slice_header(self, settings: dict[str, Any], index: int) -> Header:
         # A replay begins with slice 0, so only its header contains the state besides tensors.
         if index > 0:
             return dict
-        state = self.engine.train_state()
         placement = None if self.placement is None else self.placement.to_json()
-        return lambda: {
-            EXTRAS: json.dumps(state.to_json()),
-            PLACEMENT: json.dumps(placement),
-            CONFIG: settings,
-            SETTINGS: json.dumps(self.identity.settings),
-        }
+        return first_header(self.engine.train_state(), placement, settings, self.identity.settings)
 
     # -- reports ------------------------------------------------------------------------------------------
 

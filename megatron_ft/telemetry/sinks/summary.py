@@ -41,6 +41,7 @@ class SummarySink(Sink):
             "first_loss": state.first_loss,
             "final_loss": state.final_loss,
             "evaluation_loss": state.evaluation.loss if state.evaluation else None,
+            "evaluation_perplexity": state.evaluation.perplexity if state.evaluation else None,
             "tokens_per_second": state.tokens_per_second,
             "wall_seconds": outcome.time_unix_seconds - state.time_opened_seconds,
             "world_size": self._world_size,

@@ -108,6 +108,11 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     ({"training.global_batch_size": 15}, "training.global_batch_size"),
     ({"training.train_iterations": 0}, "training.train_iterations"),
+    ({"training.evaluate_only": True}, "training.evaluate_only"),
+    (
+        {"training.evaluate_only": True, "checkpoint.load": "a", "snapshot.policy": {"_target_": "a.B"}},
+        "snapshot.policy",
+    ),
     ({"training.loss_spike_factor": 1.0}, "training.loss_spike_factor"),
     ({"training.device": "tpu"}, "training.device"),
     ({"optimizer.lr": 0.0}, "optimizer.lr"),
