@@ -15,13 +15,31 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_ft.config.job import RunConfig
+from megatron_ft.config.job import JobConfig, RunConfig
+from megatron_ft.config.moved import with_present_keys
+from megatron_ft.config.serialize import from_dict
 from megatron_ft.durable import fsync_folder, replace_file
-from megatron_ft.errors import ConfigError
+from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.serde import parse_json
 
 RUN_ID_NAME = "run_id.json"
+CONFIG_NAME = "config.yaml"
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def read_run_config(run_dir: Path) -> JobConfig:
+    """Read the configuration of the run in ``run_dir`` as its newest job was started.
+
+    Raises:
+        DataError: the file is missing, or contains no configuration.
+    """
+    import yaml
+
+    path = run_dir / CONFIG_NAME
+    try:
+        return from_dict(with_present_keys(yaml.safe_load(path.read_text(encoding="utf-8"))))
+    except (OSError, ValueError, AttributeError, yaml.YAMLError, ConfigError) as error:
+        raise DataError(f"{path}: must contain the configuration of a run: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

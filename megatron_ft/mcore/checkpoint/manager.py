@@ -519,9 +519,11 @@ class CheckpointManager:
         )
         return _LoadResult(iteration=iteration, rng_restored=same_layout, manifest=manifest)
 
-    def load_weights(self, model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer, directory: Path) -> None:
+    def load_weights(
+        self, model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer | None, directory: Path
+    ) -> None:
         """Fill the weights of the model from the checkpoint in ``directory``, which may contain other state, too. All
-        ranks must call this.
+        ranks must call this. ``optimizer`` is None for a model that is not trained.
 
         Raises:
             CheckpointError: the checkpoint is damaged, it is from another project and ``checkpoint.trust`` is false, or
@@ -554,7 +556,8 @@ class CheckpointManager:
             others = {key: None for key, shard in frame.items() if isinstance(shard, ShardedObject)}
             unwrap(chunk).load_state_dict({**loaded[str(number)], **others}, strict=True)
         # The master weights still have the values of the optimizer's construction, so they are copied again.
-        optimizer.reload_model_params()
+        if optimizer is not None:
+            optimizer.reload_model_params()
 
     def read_extra(self, directory: Path) -> dict[str, Any]:
         """Read ``DenseState.extra`` and the history from the checkpoint in ``directory``, without loading the rest. The

@@ -18,8 +18,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import yaml
-
 from megatron_ft.config.job import (
     JobConfig,
     NodesConfig,
@@ -28,11 +26,10 @@ from megatron_ft.config.job import (
     TestingConfig,
     UpstreamLogConfig,
 )
-from megatron_ft.config.moved import with_present_keys
 from megatron_ft.config.overrides import override_words
 from megatron_ft.config.serialize import from_dict, to_dict
-from megatron_ft.control.rundir import RUN_ID_NAME, RunId
-from megatron_ft.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_OK, CheckpointError, ConfigError, DataError
+from megatron_ft.control.rundir import RUN_ID_NAME, RunId, read_run_config
+from megatron_ft.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_OK, CheckpointError, ConfigError
 from megatron_ft.mcore.convert.folder import check_space
 from megatron_ft.mcore.convert.weights import Progress, check_new
 from megatron_ft.mcore.snapshot.local_window import CONFIG
@@ -100,7 +97,7 @@ def replay_window(
     """
     run_dir, out = run_dir.absolute(), out.absolute()
     check_new(out)
-    config, run_id = _read_config(run_dir / "config.yaml"), RunId.read(run_dir)
+    config, run_id = read_run_config(run_dir), RunId.read(run_dir)
     url = persist_url(config, run_dir)
     found = _find(run_dir, url, name, run_id, progress)
     window = found.first
@@ -140,13 +137,6 @@ def replay_window(
     fsync_directory(out.parent)
     shutil.rmtree(work)
     return manifest
-
-
-def _read_config(path: Path) -> JobConfig:
-    try:
-        return from_dict(with_present_keys(yaml.safe_load(path.read_text(encoding="utf-8"))))
-    except (OSError, ValueError, yaml.YAMLError, ConfigError) as error:
-        raise DataError(f"{path}: must contain the configuration of a run: {error}") from None
 
 
 def _find(run_dir: Path, url: str, name: str | None, run_id: RunId, progress: Progress) -> _Found:

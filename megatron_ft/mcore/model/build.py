@@ -192,6 +192,19 @@ def build_model(
     ]
 
 
+def build_bare_model(
+    config: JobConfig,
+    transformer_config: TransformerConfig,
+    *,
+    vocab_size: int,
+    device: torch.device,
+    pg_collection: ProcessGroupCollection,
+) -> torch.nn.Module:
+    """Build the whole model of a job of one rank, without gradient buffers."""
+    vocab, groups = vocab_size, pg_collection
+    return _build_chunk(config, transformer_config, vocab, None, groups, None, PaddingAwareRouter).to(device)
+
+
 def _build_chunk(
     config: JobConfig,
     transformer_config: TransformerConfig,

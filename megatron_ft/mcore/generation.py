@@ -1,0 +1,128 @@
+"""Generates text with the weights of a dense checkpoint, in one process, whatever layout saved the checkpoint.
+
+Only the model is built: there are no optimizer and no gradients. Each token needs a pass over the whole text so far.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_ft.config.identity import JobIdentity, settings_of
+from megatron_ft.config.job import JobConfig
+from megatron_ft.corpus.samples import resolve_vocab_size
+from megatron_ft.corpus.tokenizers import Tokenizer, build_tokenizer
+from megatron_ft.errors import DataError
+from megatron_ft.mcore.checkpoint.manager import CheckpointManager
+from megatron_ft.mcore.groups import Groups, dissolve_groups
+from megatron_ft.mcore.model.build import build_bare_model
+from megatron_ft.mcore.model.transformer_config import build_transformer_config
+from megatron_ft.mcore.state.train_state import seed_rng
+from megatron_ft.snapshot.storage.run_settings import check_source
+
+_TIMEOUT_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generator:
+    """A model with loaded weights, and its tokenizer."""
+
+    model: torch.nn.Module
+    tokenizer: Tokenizer
+    seq_length: int
+    """Largest number of tokens on which a prediction depends: the length of a training sample."""
+    device: torch.device
+
+    @torch.no_grad()
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """Return the logits of the token after ``ids``, of which only the last ``seq_length`` are used: FP64
+        [vocab_size] on the CPU, without the rows by which the vocabulary is padded."""
+        tokens = torch.tensor([ids[-self.seq_length :]], device=self.device)
+        positions = torch.arange(tokens.shape[1], device=self.device)[None]
+        found: torch.Tensor = self.model(tokens, positions, None)
+        return found[0, -1, : self.tokenizer.vocab_size].double().cpu()
+
+    def generate(
+        self, prompt: str, num_tokens: int, *, temperature: float | None = None, seed: int = 0
+    ) -> Iterator[int]:
+        """Yield the tokens after ``prompt``, at most ``num_tokens``. An end of the document ends the text earlier.
+
+        Args:
+            prompt: beginning of the text. An empty one stands for the beginning of a document.
+            temperature: divisor of the logits, from whose softmax tokens are drawn. None: always the likeliest token.
+            seed: seed of the draws.
+
+        Raises:
+            DataError: the vocabulary has no token for any character of ``prompt``.
+        """
+        encoded = self.tokenizer.encode(prompt)
+        if prompt and not len(encoded):
+            raise DataError(f"the prompt {prompt!r:.60} has no tokens in the vocabulary")
+        ids = [self.tokenizer.eod, *encoded.tolist()][bool(prompt) :]
+        draws = torch.Generator().manual_seed(seed)
+        for _ in range(num_tokens):
+            logits = self.logits(ids)
+            if temperature is None:
+                token = int(logits.argmax())
+            else:
+                token = int(torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=draws))
+            if token == self.tokenizer.eod:
+                return
+            ids.append(token)
+            yield token
+
+    def text(self, tokens: list[int]) -> str:
+        """Return the text of ``tokens``."""
+        return self.tokenizer.decode(np.asarray(tokens, dtype=np.int64))
+
+
+@contextmanager
+def open_generator(
+    checkpoint: Path, config: JobConfig, *, device: torch.device, transformer_impl: str
+) -> Iterator[Generator]:
+    """Load the weights of ``checkpoint`` into a new model of this process. Use it within the block.
+
+    Args:
+        config: configuration of a job with this model and tokenizer, in the layout of one rank.
+        transformer_impl: ``local`` or ``transformer_engine``.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, has no manifest and is not trusted, or belongs to another model.
+        ConfigError, DataError: the tokenizer cannot be built.
+    """
+    tokenizer, vocab_size = build_tokenizer(config.data), resolve_vocab_size(config)
+    settings = settings_of(config, data_fingerprint="", vocab_size=vocab_size)
+    check_source(checkpoint, settings, weights_only=True, trust=config.checkpoint.trust)
+    groups = Groups.form(
+        config.parallel,
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        generation=0,
+        device=device.type,
+        timeout_seconds=_TIMEOUT_SECONDS,
+    )
+    try:
+        seed_rng(config.training.seed, groups.pg_collection)  # Megatron's attention needs its generators
+        transformer = build_transformer_config(config, transformer_impl)
+        model = build_bare_model(
+            config, transformer, vocab_size=vocab_size, device=device, pg_collection=groups.pg_collection
+        )
+        manager = CheckpointManager(
+            config.checkpoint,
+            run_dir=checkpoint,  # nothing is saved
+            identity=JobIdentity(run_id="", run_name="", settings=settings),
+            topology_record={"world_size": 1},
+            group=groups.vote,
+            dp_cp_group=groups.pg_collection.dp_cp,
+            report=lambda record: None,
+        )
+        manager.load_weights([model], None, checkpoint)
+        yield Generator(model=model.eval(), tokenizer=tokenizer, seq_length=config.model.seq_length, device=device)
+    finally:
+        del groups
+        dissolve_groups()
