@@ -134,6 +134,7 @@ def settings_of(config: JobConfig, *, data_fingerprint: str, vocab_size: int) ->
             **{f"optimizer.{name}": optimizer[name] for name in _OPTIMIZER_KEYS},
             **{f"precision.{name}": value for name, value in asdict(config.precision).items()},
             "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
+            "training.frozen": config.training.frozen,
         },
         "schedule": _schedule(config),
     }

@@ -12,6 +12,7 @@ def check(config: JobConfig) -> None:
     """Check ``training``, ``precision``, ``optimizer`` and ``checkpoint``."""
     _check_training(config.training)
     _check_evaluate_only(config)
+    _check_frozen(config)
     _check_precision(config.precision)
     _check_optimizer(config.optimizer, config.training.train_iterations)
     _check_checkpoint(config)
@@ -61,6 +62,32 @@ def _check_evaluate_only(config: JobConfig) -> None:
         "snapshot.policy",
         None if policy is None else policy.get("_target_"),
         "must be null with training.evaluate_only=true, which captures no windows; use snapshot=none",
+    )
+
+
+def _check_frozen(config: JobConfig) -> None:
+    """Check that a job with frozen parameters has experts, and that nothing else would change frozen state."""
+    frozen, model = config.training.frozen, config.model
+    one_of(("experts", "others"), "training.frozen", frozen)
+    if frozen is None:
+        return
+    require(
+        model.num_moe_experts is not None,
+        "training.frozen",
+        frozen,
+        "must be null with model.num_moe_experts=null: a dense model has no experts",
+    )
+    require(
+        config.placement.state_copies is None,
+        "placement.state_copies",
+        config.placement.state_copies,
+        f"must be null with training.frozen={frozen}: copies of optimizer state are updated with all gradients",
+    )
+    require(
+        frozen != "others" or not model.moe_router_enable_expert_bias,
+        "model.moe_router_enable_expert_bias",
+        model.moe_router_enable_expert_bias,
+        "must be false with training.frozen=others: the bias of the router changes in every iteration",
     )
 
 

@@ -244,9 +244,17 @@ def _build_chunk(
         pg_collection=pg_collection,
     )
     _reduce_experts_over_their_holders(chunk, pg_collection)
+    _mark_frozen(chunk, config.training.frozen)
     if transformer_config.bf16 or transformer_config.fp16:
         return Float16Module(transformer_config, chunk)
     return chunk
+
+
+def _mark_frozen(chunk: torch.nn.Module, frozen: str | None) -> None:
+    """Mark the parameters that the optimizer must not update, according to ``training.frozen``. They still require
+    gradients, so that buffers, checkpoints and windows have the same form as those of any other job."""
+    for name, parameter in chunk.named_parameters():
+        parameter.is_frozen = frozen is not None and (".experts." in name) == (frozen == "experts")  # type: ignore[attr-defined]
 
 
 def _reduce_experts_over_their_holders(chunk: torch.nn.Module, pg_collection: ProcessGroupCollection) -> None:

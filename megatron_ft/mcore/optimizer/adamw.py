@@ -372,6 +372,10 @@ def prepare(optimizer: MegatronOptimizer) -> tuple[bool, float]:
     for scaler, state in zip(scalers, before, strict=True):
         scaler.load_state_dict(state)
         scaler.update(found_inf)
+    # Before the norm is computed, to which frozen parameters must not contribute.
+    for part in _parts(optimizer):
+        for master in _frozen_masters(part):
+            master.grad = None
     return found_inf, float(optimizer.get_grad_norm())
 
 
@@ -391,8 +395,28 @@ def prepare_known(
             scaler.update(found_inf)
         for parameter, master in masters_of(part):
             # The gradient is removed, because with a zero gradient the update would still decay weights and moments.
-            if parameter in without:
+            if parameter in without or is_frozen(parameter):
                 master.grad = None
+
+
+def is_frozen(parameter: torch.nn.Parameter) -> bool:
+    """Return whether ``training.frozen`` excludes ``parameter`` from all updates."""
+    return getattr(parameter, "is_frozen", False)
+
+
+def _frozen_masters(part: MegatronOptimizer) -> list[torch.Tensor]:
+    return [master for parameter, master in masters_of(part) if is_frozen(parameter)]
+
+
+def _count_update(part: Any) -> None:
+    """Count an update of the frozen parameters of ``part``, because all parameters must have the same step count."""
+    masters = _frozen_masters(part)
+    if not masters or not isinstance(part.optimizer, torch.optim.Adam):  # fused optimizers count per group
+        return
+    if any("step" not in part.optimizer.state.get(master, {}) for master in masters):
+        allocate_state(part)
+    for master in masters:
+        part.optimizer.state[master]["step"] += 1
 
 
 def _unscale(part: Any, scaler: Any) -> None:
@@ -422,6 +446,7 @@ def update(optimizer: MegatronOptimizer, clip_grad: float, grad_norm: float) -> 
             MixedPrecisionOptimizer.step_with_ready_grads(part)
         else:
             part.step_with_ready_grads()
+        _count_update(part)
 
 
 def gather(optimizer: MegatronOptimizer, model_chunks: list[torch.nn.Module]) -> None:

@@ -75,9 +75,7 @@ def select_restore_source(
     load = config.checkpoint.load
     source = Path(load) if found is None and load is not None else found
     if config.training.evaluate_only and source is None and config.checkpoint.load_weights is None:
-        raise CheckpointError(
-            f"training.evaluate_only=true: the run in {context.run_dir} has no saved state to evaluate"
-        )
+        raise CheckpointError(f"training.evaluate_only=true: {context.run_dir} has no saved state to evaluate")
     restorer.report_start(source, context.generation)
     return source, None
 

@@ -109,6 +109,19 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"training.global_batch_size": 15}, "training.global_batch_size"),
     ({"training.train_iterations": 0}, "training.train_iterations"),
     ({"training.evaluate_only": True}, "training.evaluate_only"),
+    ({"training.frozen": "router"}, "training.frozen"),
+    (
+        {"training.frozen": "experts", "model.num_moe_experts": None, "model.moe_ffn_hidden_size": None},
+        "training.frozen",
+    ),
+    (
+        {
+            "training.frozen": "others",
+            "model.moe_router_enable_expert_bias": True,
+            "model.moe_router_score_function": "sigmoid",
+        },
+        "model.moe_router_enable_expert_bias",
+    ),
     (
         {"training.evaluate_only": True, "checkpoint.load": "a", "snapshot.policy": {"_target_": "a.B"}},
         "snapshot.policy",
