@@ -1,10 +1,10 @@
-"""Convert checkpoints of this project: to Hugging Face folders and back, to Megatron-LM, to weights, and from windows.
+"""Convert checkpoints: to Hugging Face folders and back, to Megatron-LM, to weights, to MoE models, and from windows.
 
 ``to-hf`` writes a folder with safetensors files, an index and ``config.json`` from a checkpoint of any parallel layout.
 ``from-hf``, ``weights`` and ``average`` write a checkpoint that contains only weights: those of a folder, those of a
-checkpoint, and the mean of several checkpoints. A run starts from it with ``checkpoint.load_weights``. ``to-megatron``
-writes a folder that Megatron-LM loads. ``from-window`` starts a job that replays a window of snapshots, and writes a
-dense checkpoint.
+checkpoint, and the mean of several checkpoints. ``upcycle`` makes the weights of an MoE model from those of a dense
+model. A run starts from them with ``checkpoint.load_weights``. ``to-megatron`` writes a folder that Megatron-LM loads.
+``from-window`` starts a job that replays a window of snapshots, and writes a dense checkpoint.
 """
 
 import argparse
@@ -73,7 +73,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     averager = commands.add_parser("average", help="write the mean of the weights of several dense checkpoints")
     averager.add_argument("checkpoints", type=Path, nargs="+", metavar="checkpoint", help="checkpoint directories")
     averager.set_defaults(run=_average)
-    for command in (extractor, averager):
+    upcycler = commands.add_parser(
+        "upcycle", help="write the weights of an MoE model, made from those of a dense model"
+    )
+    upcycler.add_argument("checkpoint", type=Path, help="checkpoint directory of a dense model")
+    upcycler.add_argument("--experts", type=int, required=True, help="number of experts per layer: copies of the MLP")
+    upcycler.add_argument("--topk", type=int, required=True, help="number of experts to which a token is routed")
+    upcycler.add_argument(
+        "--noise", type=float, default=0.0, help="standard deviation of noise added to experts; default: 0"
+    )
+    upcycler.add_argument("--seed", type=int, default=1234, help="seed of the noise and of the routers")
+    upcycler.set_defaults(run=_upcycle)
+    for command in (extractor, averager, upcycler):
         command.add_argument("out", type=Path, help="checkpoint directory to write; must not exist")
     averager.add_argument(
         "--weights", type=float, nargs="+", help="factor of each checkpoint, with the sum 1; default: all the same"
@@ -91,7 +102,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     replayer.add_argument("out", type=Path, help="checkpoint directory to write; must not exist")
     replayer.add_argument("--window", help="name of the window, e.g. window_0000990; default: the newest valid one")
     replayer.set_defaults(run=_from_window)
-    for command in (export, importer, extractor, averager):
+    for command in (export, importer, extractor, averager, upcycler):
         command.add_argument("--file-bytes", type=int, default=5_000_000_000, help="largest size of a file")
     return parser.parse_args(argv)
 
@@ -165,6 +176,20 @@ def _to_megatron(arguments: argparse.Namespace) -> int:
     exported = export_to_megatron(arguments.checkpoint, arguments.out, progress=_tell)
     print(f"{exported}: complete and verified; Megatron-LM loads it with --load {arguments.out}")
     return 0
+
+
+def _upcycle(arguments: argparse.Namespace) -> int:
+    from megatron_ft.mcore.convert.upcycle import Upcycling, upcycle_weights
+
+    _at_least_1("--file-bytes", arguments.file_bytes)
+    manifest = upcycle_weights(
+        arguments.checkpoint,
+        arguments.out,
+        Upcycling(num_experts=arguments.experts, topk=arguments.topk, noise=arguments.noise, seed=arguments.seed),
+        most_file_bytes=arguments.file_bytes,
+        progress=_tell,
+    )
+    return _show_weights(arguments.out, manifest)
 
 
 def _from_window(arguments: argparse.Namespace) -> int:

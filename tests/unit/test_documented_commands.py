@@ -20,14 +20,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 import pretrain_moe
 from megatron_ft.config.identity import settings_of
+from megatron_ft.config.model import ModelConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.errors import ControlError
 from megatron_ft.events import Metrics, RanksReady, RunFinished, RunStarted
 from megatron_ft.mcore.convert.converter import import_folder
+from megatron_ft.mcore.convert.weights import weights_manifest, write_weights
 from megatron_ft.snapshot.storage.checkpoints import MEGATRON_LATEST_NAME
 from tests.contract.test_convert import write_folder
 from tests.unit.corpus.test_tokenizers import small_gpt2
@@ -101,6 +104,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (folder / name).write_text(json.dumps(json.loads(plan)["placement"]))
     _write_run(folder / "runs" / "first")
     _write_weights(folder)
+    _write_dense(folder / "runs" / "dense" / "checkpoints" / "iter_0001000")
     return folder
 
 
@@ -121,6 +125,15 @@ def _write_weights(folder: Path) -> None:
     foreign.mkdir(parents=True)
     (foreign / ".metadata").touch()
     (foreign.parent / MEGATRON_LATEST_NAME).write_text("1000")
+
+
+def _write_dense(saved: Path) -> None:
+    """Write a checkpoint of weights of a dense model of one layer."""
+    model = ModelConfig(num_layers=1, num_moe_experts=None, moe_ffn_hidden_size=None)
+    shapes = {"linear_fc1.weight_w": (256, 128), "linear_fc1.weight_v": (256, 128), "linear_fc2.weight": (128, 256)}
+    tensors = {f"decoder.layers.0.mlp.{name}": torch.zeros(shape) for name, shape in shapes.items()}
+    settings = {f"model.{name}": value for name, value in vars(model).items()}
+    write_weights(saved, iter(tensors.items()), weights_manifest("dense", settings, {}), num_bytes=0)
 
 
 def _write_run(path: Path) -> None:

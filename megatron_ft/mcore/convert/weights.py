@@ -106,7 +106,7 @@ def extract_weights(
         ConfigError: ``out`` exists, or the disk has too little space.
         OSError: a file cannot be written.
     """
-    reader = _open(checkpoint)
+    reader = open_weights(checkpoint)
 
     def read(name: str) -> torch.Tensor:
         found = reader.read(name)
@@ -115,7 +115,7 @@ def extract_weights(
     return write_weights(
         out,
         _counted(sorted(reader.weights), read, progress),
-        weights_manifest(_manifest_of(reader).run_name, _model_keys(reader), {"from": _origin(reader)}),
+        weights_manifest(manifest_of(reader).run_name, model_keys(reader), {"from": origin_of(reader)}),
         num_bytes=_num_bytes(reader, dtype),
         most_file_bytes=most_file_bytes,
     )
@@ -148,15 +148,15 @@ def average_weights(
     if len(checkpoints) < 2:
         raise ConfigError.of("checkpoint", len(checkpoints), "must be at least 2 checkpoints")
     _check_factors(factors, len(checkpoints))
-    readers = [_open(path) for path in checkpoints]
+    readers = [open_weights(path) for path in checkpoints]
     for reader in readers[1:]:
         _check_same(readers[0], reader)
     used = [1.0 / len(readers)] * len(readers) if factors is None else list(factors)
-    origin = {"mean_of": [{**_origin(reader), "factor": used[number]} for number, reader in enumerate(readers)]}
+    origin = {"mean_of": [{**origin_of(reader), "factor": used[number]} for number, reader in enumerate(readers)]}
     return write_weights(
         out,
         _counted(sorted(readers[0].weights), lambda name: _mean(readers, factors, name), progress),
-        weights_manifest(_manifest_of(readers[0]).run_name, _model_keys(readers[0]), origin),
+        weights_manifest(manifest_of(readers[0]).run_name, model_keys(readers[0]), origin),
         num_bytes=_num_bytes(readers[0], None),
         most_file_bytes=most_file_bytes,
     )
@@ -178,7 +178,7 @@ def _words(factors: Sequence[float]) -> str:
 
 
 def _check_same(first: DenseReader, other: DenseReader) -> None:
-    found = other_model(_manifest_of(first).settings, _manifest_of(other).settings)
+    found = other_model(manifest_of(first).settings, manifest_of(other).settings)
     if found:
         differences = "; ".join(f"{each.key}: {each.stored}, here {each.present}" for each in found)
         raise CheckpointError(f"{other.directory}: has another model than {first.directory}: {differences}")
@@ -221,7 +221,9 @@ def _mean(readers: Sequence[DenseReader], factors: Sequence[float] | None, name:
     return (total / len(readers) if factors is None else total).to(first.dtype)
 
 
-def _open(checkpoint: Path) -> DenseReader:
+def open_weights(checkpoint: Path) -> DenseReader:
+    """Open and verify a checkpoint. Raises CheckpointError if it has no weights, or its manifest does not describe the
+    model."""
     reader = DenseReader.open(checkpoint)
     reader.model()  # raises an error if the manifest does not describe the model
     if not reader.weights:
@@ -229,20 +231,29 @@ def _open(checkpoint: Path) -> DenseReader:
     return reader
 
 
-def _manifest_of(reader: DenseReader) -> Manifest:
+def manifest_of(reader: DenseReader) -> Manifest:
+    """Return the manifest of a checkpoint that ``open_weights`` has opened."""
     assert reader.manifest is not None, "a checkpoint without a manifest was opened"
     return reader.manifest
 
 
-def _model_keys(reader: DenseReader) -> dict[str, Any]:
+def model_keys(reader: DenseReader) -> dict[str, Any]:
+    """Return the settings of the model by dotted key."""
     # Without the seed of the initial weights, which these weights no longer are.
-    found = _manifest_of(reader).settings["model"].items()
+    found = manifest_of(reader).settings["model"].items()
     return {key: value for key, value in found if key.startswith("model.")}
 
 
-def _origin(reader: DenseReader) -> dict[str, Any]:
-    manifest = _manifest_of(reader)
+def origin_of(reader: DenseReader) -> dict[str, Any]:
+    """Return a description of the checkpoint for the manifest of a new one."""
+    manifest = manifest_of(reader)
     return {"run_name": manifest.run_name, "run_id": manifest.run_id, "iteration": manifest.iteration}
+
+
+def size_of(reader: DenseReader, name: str) -> int:
+    """Return the number of bytes of a tensor."""
+    entry = reader.weights[name]
+    return prod(entry.size) * int(entry.properties.dtype.itemsize)
 
 
 def _num_bytes(reader: DenseReader, dtype: torch.dtype | None) -> int:

@@ -72,7 +72,7 @@ def initialize_weights(
     with torch.no_grad():
         for name, parameter in named_parameters(model):
             shape = _full_shape(parameter, _tensor_group(name, pg_collection).size())
-            parameter.copy_(own_part(_draw(name, shape, config, seed), parameter, name, config, pg_collection))
+            parameter.copy_(own_part(draw(name, shape, config, seed), parameter, name, config, pg_collection))
 
 
 def _is_sharded(parameter: torch.nn.Parameter, tp_size: int) -> bool:
@@ -86,16 +86,21 @@ def _full_shape(parameter: torch.nn.Parameter, tp_size: int) -> torch.Size:
     return torch.Size(shape)
 
 
-def _draw(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> torch.Tensor:
+def generator_for(name: str, seed: int) -> torch.Generator:
+    """Return a generator on the CPU whose numbers depend only on ``name`` and ``seed``."""
+    # Always on the CPU, because CUDA's generator gives other numbers for the same seed.
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def draw(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> torch.Tensor:
+    """Return the initial value of the whole parameter with the global name ``name``, in FP32 on the CPU."""
     if name.endswith("bias"):
         return torch.zeros(shape)
     if "norm" in name.rsplit(".", 2)[-2] or name.endswith("layer_norm_weight"):
         return torch.ones(shape)
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     std = output_layer_std(config) if name.endswith(_RESIDUAL_WRITERS) else config.init_method_std
-    # Always on the CPU, because CUDA's generator gives other numbers for the same seed.
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+    return torch.empty(shape).normal_(0.0, std, generator=generator_for(name, seed))
 
 
 def own_part(
