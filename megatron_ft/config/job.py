@@ -193,8 +193,8 @@ class TrainingConfig:
     loss_spike_policy: str = "warn"
     """Action if a loss is a spike: ``warn``, ``skip`` the update, or ``stop`` the run."""
     frozen: str | None = None
-    """Parameters that are not updated and keep their bits, also under weight decay: ``experts`` (all routed experts), or
-    ``others`` (everything but the routed experts). null updates all parameters."""
+    """Parameters that are not updated and keep their bits, also under weight decay: ``experts`` (all routed experts)
+    or ``others`` (everything but the routed experts). null updates all parameters."""
     recompute_granularity: str | None = None
     """Recomputation of activations: ``full``, ``selective``, or null for none."""
     distributed_timeout_seconds: float = 600.0

@@ -12,7 +12,7 @@ from tests.distributed.test_snapshots import LAYOUT, SNAPSHOTS, digests, losses,
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # starts jobs
 
 PIPELINE = (*LAYOUT, "launch.ranks_per_node=2", "parallel.pipeline_model_parallel_size=2")
-SAVING = ("checkpoint.save_interval_iterations=2", "checkpoint.keep_last=0")
+SAVING = ("checkpoint.save_interval_iterations=7", "checkpoint.keep_last=0")
 EXPERTS = "training.frozen=experts"
 
 
@@ -27,7 +27,7 @@ def unchanged(run_dir: Path, first: int, last: int) -> tuple[set[str], set[str]]
 def test_frozen_experts_keep_their_bits_over_losses_and_in_another_layout(tmp_path: Path, warm_forkserver: str) -> None:
     calm = train(tmp_path / "calm", warm_forkserver, *PIPELINE, *SAVING, EXPERTS)
     assert calm.exit_code == 0, calm.output
-    same, others = unchanged(calm.run_dir, 2, 8)
+    same, others = unchanged(calm.run_dir, 7, 14)
     assert same and all(".experts." in name for name in same)
     assert others and not any(".experts." in name for name in others)
 
@@ -46,4 +46,4 @@ def test_frozen_experts_keep_their_bits_over_losses_and_in_another_layout(tmp_pa
     assert refused.exit_code == 5 and "training.frozen: was experts, now null" in refused.output
     resumed = train(tmp_path / "calm", warm_forkserver, *LAYOUT, *longer, EXPERTS)
     assert resumed.exit_code == 0, resumed.output
-    assert unchanged(calm.run_dir, 2, 16)[0] == same
+    assert unchanged(calm.run_dir, 7, 16)[0] == same
