@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Convert checkpoints: to Hugging Face folders and back, to Megatron-LM, to weights, to MoE models, and from windows.
-=======
-"""Convert checkpoints: to Hugging Face folders and back, to weights only, to MoE models, and from windows.
->>>>>>> b730c361 (Raise the line limit by the four features; shorten a test)
 
 ``to-hf`` writes a folder with safetensors files, an index and ``config.json`` from a checkpoint of any parallel layout.
 ``from-hf``, ``weights`` and ``average`` write a checkpoint that contains only weights: those of a folder, those of a
