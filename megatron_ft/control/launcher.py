@@ -109,6 +109,7 @@ def launch(
         model_name=config.model.name,
         config_yaml=config_yaml,
         may_be_in_memory=config.snapshot.outlive_job_seconds > 0,
+        keeps_config=config.training.evaluate_only,
     )
     try:
         world_size = config.launch.num_nodes * config.launch.ranks_per_node

@@ -145,7 +145,15 @@ class RunDir:
         os.close(self._lock)
 
     @classmethod
-    def claim(cls, run: RunConfig, *, model_name: str, config_yaml: str, may_be_in_memory: bool = False) -> "RunDir":
+    def claim(
+        cls,
+        run: RunConfig,
+        *,
+        model_name: str,
+        config_yaml: str,
+        may_be_in_memory: bool = False,
+        keeps_config: bool = False,
+    ) -> "RunDir":
         """Create or reopen the folder that ``run`` names, lock it, and write the run's random id and ``config.yaml``.
 
         Without ``run.name``, the folder gets the next free name ``<model_name>-001``, ``-002`` and so on. If the
@@ -154,6 +162,7 @@ class RunDir:
         Args:
             may_be_in_memory: whether the run's state may be in memory only, so that ``run.resume=must`` does not need
                 a checkpoint in the folder.
+            keeps_config: whether the configuration of an earlier job stays, because this job does not train.
 
         Raises:
             ConfigError: the name is invalid, ``run.resume`` does not allow this state of the folder, or another job
@@ -179,7 +188,8 @@ class RunDir:
             raise
         for folder in ("logs", "checkpoints"):
             (path / folder).mkdir(exist_ok=True)
-        _write_config(path, config_yaml)
+        if not (keeps_config and (path / CONFIG_NAME).exists()):
+            _write_config(path, config_yaml)
         return claimed
 
 
@@ -281,7 +291,7 @@ def has_complete_state(path: Path) -> bool:
 
 
 def _write_config(path: Path, config_yaml: str) -> None:
-    target = path / "config.yaml"
+    target = path / CONFIG_NAME
     if target.exists():
         if target.read_text() == config_yaml:
             return

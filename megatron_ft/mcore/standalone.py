@@ -174,7 +174,8 @@ def _claim(config: JobConfig, environment: RankEnvironment, store: TCPStore) -> 
         if environment.attempt > 0 and store.check(["megatron_ft/name"]):
             run = replace(run, name=store.get("megatron_ft/name").decode(), resume="auto")
         config_yaml = yaml.safe_dump(to_dict(config), sort_keys=False)
-        claimed = RunDir.claim(run, model_name=config.model.name, config_yaml=config_yaml)
+        keeps = config.training.evaluate_only
+        claimed = RunDir.claim(run, model_name=config.model.name, config_yaml=config_yaml, keeps_config=keeps)
         store.set("megatron_ft/name", claimed.name)
         agreed = {
             "run_dir": str(claimed.path),

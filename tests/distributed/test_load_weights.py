@@ -112,6 +112,7 @@ def test_a_job_that_only_evaluates_gives_the_same_loss_in_every_layout(
         (tmp_path / "replicas", (f"checkpoint.load_weights={weights}", *LAYOUTS["replicas"])),
     ]
     before = len(saved.records()), sorted((saved.run_dir / "checkpoints").iterdir())
+    config = (saved.run_dir / "config.yaml").read_text()
     losses = []
     for run_dir, words in ways:
         job = train(run_dir.parent, warm_forkserver, *only, f"run.name={run_dir.name}", *words)
@@ -126,6 +127,7 @@ def test_a_job_that_only_evaluates_gives_the_same_loss_in_every_layout(
     assert losses == [pytest.approx(losses[0], rel=1e-6)] * len(ways)
     assert losses[0] < saved.losses[0] - 0.1, "the loaded weights were not used"
     after = sorted((saved.run_dir / "checkpoints").iterdir())
+    assert (saved.run_dir / "config.yaml").read_text() == config
     assert len(saved.records()) > before[0] and after == before[1] and len(saved.losses) == 6
 
     job = train(tmp_path, warm_forkserver, *only, "run.resume=auto", "run.name=none", exit_code=5)

@@ -207,6 +207,7 @@ def _job(config: JobConfig, window: Window, work: Path, name: str, default: JobC
             config.training,
             exit_at_iteration=window.last_iteration,
             eval_interval_iterations=0,
+            evaluate_only=False,
             digest_interval_iterations=0,
         ),
         checkpoint=replace(default.checkpoint, async_save=False, fully_parallel=config.checkpoint.fully_parallel),
