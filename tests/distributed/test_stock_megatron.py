@@ -113,7 +113,7 @@ def exchange(tmp_path_factory: pytest.TempPathFactory, warm_forkserver: str) -> 
     jobs: dict[str, dict[str, Any]] = {
         "fp32": {"world": 2, "load": saved["fp32"], "saves": {"4": "of_fp32"}},
         "bf16": {"world": 2, "load": saved["bf16"], "dtype": "bf16", "saves": {"4": "of_bf16"}},
-        "exported": {"load": "exported", "last": 4, "saves": {"4": "of_weights"}, "saves_optimizer": False},
+        "exported": {"load": "exported", "saves": {"4": "of_weights"}, "saves_optimizer": False},
         "weights": {"load": "of_weights", "loads_optimizer": False, "last": 0},
         "other format": {"load": saved["fp32"], "last": 4, "saves": {"4": "of_dp"}, "sharding_type": "dp_reshardable"},
     }
@@ -130,7 +130,7 @@ def test_megatron_continues_from_our_checkpoint(exchange: Exchange, dtype: str) 
 
 def test_megatron_continues_from_an_exported_folder_on_fewer_ranks(exchange: Exchange) -> None:
     """One rank instead of two adds the gradients in another order."""
-    for found, wanted in zip(exchange.stock["exported"], exchange.results("fp32")[3:], strict=False):
+    for found, wanted in zip(exchange.stock["exported"], exchange.results("fp32")[3:], strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
@@ -149,7 +149,7 @@ def test_our_run_continues_from_megatrons_checkpoint(
     if layout == "DP2":
         assert found == wanted
     else:
-        assert found == [pytest.approx(each, rel=1e-5 if dtype == "fp32" else 2e-2) for each in wanted]
+        assert found == [pytest.approx(each, rel=1e-5 if dtype == "fp32" else 1e-3) for each in wanted]
 
 
 def test_our_run_takes_weights_from_megatrons_folder(exchange: Exchange, warm_forkserver: str, tmp_path: Path) -> None:
