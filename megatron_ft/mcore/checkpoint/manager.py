@@ -317,6 +317,8 @@ class CheckpointManager:
 
     def _start(self, state: DenseState, directory: Path) -> WriteJob:
         addresses = state.addresses()
+        # The engine's scheduler is at the beginning of the iteration, and Megatron expects the end in a checkpoint.
+        adamw.set_position(state.scheduler, state.consumed_samples)
         # All ranks plan, or none: Megatron's planning is collective.
         if self._collectives.all(self._planner.can_repeat(addresses)):
             planned = self._planner.repeat(rank_state(state.host))

@@ -70,8 +70,7 @@ class DenseState:
         return {
             "iteration": host.iteration,
             "checkpoint_version": 3.0,
-            # The engine's scheduler is at the beginning of ``iteration``, and Megatron's expects the end.
-            "opt_param_scheduler": {**self.scheduler.state_dict(), "num_steps": self.consumed_samples},
+            "opt_param_scheduler": self.scheduler.state_dict(),
             OURS_KEY: {
                 "consumed_samples": self.consumed_samples,
                 "optimizer_step": adamw.step_count(self.optimizer),
