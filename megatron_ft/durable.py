@@ -22,7 +22,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line to a file, which is created if it does not exist, and sync the file.
+    """Append a line to a file and sync the file. Create the file if it does not exist.
 
     If the write fails, no part of the line stays in the file. An incomplete last line, left by a writer that was
     killed, is removed first. Only one process at a time may append to a file with this function.
@@ -32,7 +32,7 @@ def append_line(path: Path, line: bytes) -> None:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
-        # An incomplete last line is removed, because the new line would be appended to it and be lost with it.
+        # Otherwise the new line would be joined to an incomplete last line, and both would be lost.
         cut_half_line(descriptor)
         begin = os.fstat(descriptor).st_size
         try:
@@ -89,7 +89,7 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     """
     new = path.with_name(f"{path.name}.tmp")
     new.unlink(missing_ok=True)  # left by a process that was killed
-    # A symbolic link with this name is not followed, because the content may be secret.
+    # A symbolic link with this name is an error: the content may be secret, and the link may lead anywhere.
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)

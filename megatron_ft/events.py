@@ -1,7 +1,7 @@
 """All records of a run. Ranks and processes of the control plane report them; sinks, reports and tests read them.
 
-An event is a frozen dataclass: its docstring and those of its fields are its row in ``docs/telemetry.md``, and
-``describe()`` is its line on the terminal and in a report. A sink needs no change for a new event.
+An event is a frozen dataclass. ``docs/telemetry.md`` shows its docstring and the docstrings of its fields.
+``describe()`` returns its line for the terminal and for reports. Sinks need no change for a new event.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ class Metrics(Record):
 
     @classmethod
     def _of(cls, values: Mapping[str, JsonValue]) -> "Record":
-        # Every other key is a metric, even a misspelled field; ``telemetry.metrics`` checks the names.
+        # A misspelled field counts as a metric here; ``telemetry.metrics`` checks the names of metrics.
         own = {name: values[name] for name in ("time_unix_seconds", "iteration") if name in values}
         if "iteration" not in own:
             raise ValueError("metrics.iteration: is required")
@@ -178,7 +178,7 @@ class PlacementInForce(Record):
     moved_bytes: int | None = None
     """Bytes of expert weights and optimizer state that moved."""
     gain: float | None = None
-    """Predicted share of the busiest ranks' tokens that other ranks process with the new placement."""
+    """Predicted share by which the new placement reduces the number of tokens on the busiest ranks."""
     imbalance_before: float | None = None
     """Largest imbalance of a layer before the change: tokens of the busiest rank divided by the mean tokens of a rank.
     Tokens are computed from smoothed loads."""
@@ -191,13 +191,13 @@ class PlacementInForce(Record):
     job survives if every expert keeps a replica and enough nodes remain. Absent if there is only one domain, or if the
     job does not continue after a loss."""
     fewest_replicas: int | None = None
-    """Number of replicas of the expert with the fewest replicas, over all layers."""
+    """Smallest number of replicas of an expert, over all layers."""
     mean_replicas: float | None = None
     """Mean number of replicas of an expert."""
     most_replicas: int | None = None
-    """Number of replicas of the expert with the most replicas."""
+    """Largest number of replicas of an expert, over all layers."""
     file_error: str | None = None
-    """Error because of which the placement could not be written to a file; training continues."""
+    """Error that prevented writing the placement to a file; training continues."""
 
     def describe(self) -> Note:
         found = f"new placement from iteration {self.iteration} on: {self.reason}"
@@ -254,10 +254,10 @@ class CheckpointLoaded(Record):
     seconds: float | None = None
     """Seconds for verification and loading."""
     generators_restored: bool | None = None
-    """Whether every rank restored its random generators. They start from the seed if the parallel layout changed."""
+    """Whether every rank restored its random generators. If the parallel layout changed, they start from the seed."""
     differences: tuple[str, ...] = ()
-    """Differences between the settings of the checkpoint and of the job, or a note that they cannot be compared. Only
-    for a checkpoint that ``checkpoint.load`` names."""
+    """Differences between the settings of the checkpoint and of the job, or a note that they cannot be compared. Empty
+    unless ``checkpoint.load`` names the checkpoint."""
 
     def describe(self) -> Note:
         text = "; ".join([f"checkpoint of iteration {self.iteration} loaded", *self.differences])
@@ -332,7 +332,7 @@ class FailpointUnfired(Record):
 
     def describe(self) -> Note:
         rank = "" if self.rank is None else f", rank {self.rank}"
-        return Note("warning", f"a fault was not injected, as the rank ended first: {self.failpoint}{rank}")
+        return Note("warning", f"a fault was not injected, because the rank ended first: {self.failpoint}{rank}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,7 +348,7 @@ class AlertRaised(Record):
     iteration: int
     """Newest iteration of the run."""
     rank: int | None = None
-    """Rank that ``value`` describes, numbered among the ranks that train now; absent if it describes no single rank."""
+    """Rank that ``value`` describes, by its number in the present membership; absent if it is not a single rank."""
     node: int | None = None
     """Node of ``rank``; the number of a node never changes."""
 
@@ -479,6 +479,6 @@ def _alert(record: AlertRaised | AlertCleared, rank: str = "the slowest rank") -
         "windows_behind": f"no window was committed while {value:.1f} windows were due (peers or storage are too slow)",
         "free_disk_share": f"{100 * value:.1f} % of the file system of the run's folder is free",
         "slowest_rank_over_median": f"{rank} needs {value:.1f} times as long as the median rank for the same work",
-        "lost_token_share": f"updates of experts from {value:.2%} of the tokens are lost or would be lost now",
+        "lost_token_share": f"recoveries lost, or would lose, updates of experts from {value:.2%} of the tokens",
     }
     return f"{figures.get(record.alert, record.alert)} (telemetry.alert_{record.alert}={limit:g})"

@@ -43,8 +43,8 @@ class ExpertLoads:
     iterations: tuple[int, ...]
     """Iteration of each record, ascending."""
     tokens: Tokens
-    """Tokens per expert, ``[records, ranks, layers, microbatches, experts]``. The size of ranks or of microbatches is 1
-    if the file contains sums over this dimension. Integers, or floats if the file contains fractions."""
+    """Tokens per expert, ``[records, ranks, layers, microbatches, experts]``. The dimension of ranks or of microbatches
+    has size 1 if the file contains only sums over it. Integers, or floats if the file contains fractions."""
 
     @property
     def num_records(self) -> int:

@@ -1,11 +1,11 @@
 """Injects faults into ranks at named phases of an iteration, for tests and fault campaigns.
 
 A failpoint is written as a call with literal keywords, e.g. ``kill(rank=1, at_iteration=7, phase="backward")``. It
-fires once in each process that it matches; a failpoint that names no generation matches processes of every generation.
-A record is on disk *before* the fault happens, so that a trial can prove the injection. The rank of a process may
-change with the membership: ``rank`` is the rank in the generation that the failpoint names. If it names no generation,
-``rank`` is the first rank of the process. Each ``hit`` also reports the progress of the rank if ``watch`` has set a
-function. Without failpoints and such a function, ``hit`` only evaluates two conditions.
+fires once in each process that it matches. Without a generation, it matches processes of every generation. A record is
+on disk *before* the fault happens, so that a trial can prove the injection. The rank of a process may change with the
+membership: ``rank`` is the rank in the generation that the failpoint names. If the failpoint names no generation,
+``rank`` is the first rank of the process. If ``watch`` has set a function, each ``hit`` also reports the rank's
+progress to this function. If there is neither a failpoint nor such a function, ``hit`` only evaluates two conditions.
 """
 
 import json
@@ -52,13 +52,13 @@ PHASES = (
     "reform_move",
     "reform_build",
 )
-"""Phases that a failpoint can name, in order. ``prebuild`` is hit before a spare builds a model that it does not need
-yet, where ``rank`` is the number of the process in the order of nodes. ``migrate`` is hit before experts move,
-``migrate_step`` before each step of a rebalancing, and ``migrate_build`` before the model is built for a new placement,
-which is necessary only if a rank gets another number of experts. ``reform_join``, ``reform_move`` and ``reform_build``
-are hit while a membership is formed: before ranks connect, before state moves, and before the model is built. With the
-distributed optimizer, ``reform_move`` is hit again after that, before its shards move. They belong to the last
-iteration of the previous membership."""
+"""Phases that a failpoint can name, in order. ``prebuild`` is hit before a spare builds a model in advance; ``rank`` is
+then the number of the process in the order of nodes. ``migrate`` is hit before experts move, ``migrate_step`` before
+each step of a rebalance, and ``migrate_build`` before the model is built for a new placement. This build is necessary
+only if a rank gets another number of experts. Three phases are hit while a membership is formed: ``reform_join`` before
+ranks connect, ``reform_move`` before state moves, and ``reform_build`` before the model is built. With the distributed
+optimizer, ``reform_move`` is hit once more, before the shards of the optimizer move. The iteration of these three is
+the last one of the previous membership."""
 
 _SELECTORS: dict[str, type] = {
     "rank": int,
@@ -96,7 +96,7 @@ class Failpoint:
     at_iteration: int | None = None
     generation: int | None = None
     passes: int = 1
-    """Number of the matching hit, counted from 1, at which the fault is injected."""
+    """The fault is injected at the matching hit with this number, counted from 1."""
     code: int = 0
     message: str = "injected fault"
     seconds: float = 0.0
@@ -107,7 +107,7 @@ class Failpoint:
         """Parse one failpoint.
 
         Raises:
-            ConfigError: unknown action, keyword or phase; a value that is not a literal of the right type, or below 0.
+            ConfigError: the action, a keyword or the phase is unknown, or a value has a wrong type or is below 0.
         """
         action, values = parse_call(_KEY, text, _OPTIONS, 'kill(rank=1,at_iteration=7,phase="backward")')
         types = _SELECTORS | _OPTIONS[action]
@@ -226,7 +226,7 @@ def arm(specs: Iterable[str], *, rank: int, node: int, record: Callable[[Record]
     """
     global _armed
     known = [failpoint for failpoint in map(Failpoint.parse, specs) if failpoint.node in (None, node)]
-    # Failpoints of later generations are kept, because the process may enter those. Earlier generations are over.
+    # Failpoints of later generations are kept, because the process may still enter these generations.
     waiting = [found for found in known if found.generation is None or found.generation >= generation]
     _armed = _Armed(waiting, rank, rank, node, record, generation) if waiting else None
 
@@ -262,7 +262,7 @@ def hit(phase: str, iteration: int) -> None:
 
 
 def _fire(armed: _Armed, failpoint: Failpoint, iteration: int) -> None:
-    # It is removed before the fault, because ``delay`` and a continued ``stop`` return and must not fire again.
+    # The failpoint is removed first. A process continues after ``delay`` or SIGCONT, and must not fire it again.
     armed.waiting.remove(failpoint)
     hit_event = FailpointHit(
         time_unix_seconds=time.time(),

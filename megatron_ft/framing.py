@@ -1,4 +1,4 @@
-"""JSON messages over local stream sockets: the length of the message in four bytes, big endian, then UTF-8 JSON.
+"""JSON messages over local stream sockets. Each has its length in four bytes, big endian, followed by UTF-8 JSON.
 
 Processes of one node use them: ranks, the agent and the fork server. File descriptors may be sent with a message; the
 receiver queues them in the order of arrival.
@@ -85,7 +85,7 @@ class FrameReader:
                 received = array.array("i")
                 received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
                 self.descriptors.extend(received)
-        # The kernel has dropped descriptors, so the rest cannot be matched with messages any more.
+        # The kernel has dropped descriptors, so the others can no longer be assigned to their messages.
         if flags & socket.MSG_CTRUNC:
             raise ControlError(f"a peer sent too many file descriptors: must be at most {_MAX_DESCRIPTORS} per message")
         return data

@@ -20,7 +20,7 @@ class RecoveryStarted(Record):
     source: str | None = None
     """Location of the window if the strategy is ``rollback``: ``memory`` or ``persisted``."""
     declined: tuple[str, ...] = ()
-    """States that would have been preferred but were not used, each with the reason why not."""
+    """Preferred states that were not used, each with the reason."""
 
     def describe(self) -> Note:
         generation = f"generation {self.generation} " if self.generation else ""
@@ -49,8 +49,8 @@ class MembershipChanged(Record):
     """Nodes whose ranks received their state from other ranks, because they had no state or the state of another
     iteration. A node that was lost and restarted within one iteration is among them."""
     schedule: tuple[str, ...] = ()
-    """Entries of ``testing.membership_schedule`` that repeat all membership changes since the update of
-    ``iteration`` was committed. They replace entries of earlier events with the same iteration. Empty with
+    """Entries for ``testing.membership_schedule`` with which another job repeats all membership changes since the
+    commit of ``iteration``. They replace the entries of earlier events with the same ``iteration``. Empty with
     ``recovery.keep_layout``."""
 
     def describe(self) -> Note:
@@ -63,8 +63,8 @@ class MembershipChanged(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRecovery(Record):
-    """One rank finished its part in a recovery that keeps the layout: ranks in the places of lost ranks receive state
-    from living ranks, or stages that lost ranks replay iterations from logs."""
+    """One rank finished its part in a recovery that keeps the layout. In such a recovery, replacements of lost ranks
+    receive state from living ranks, or stages that lost a rank replay iterations from upstream logs."""
 
     generation: int
     """Generation number of the membership that this recovery establishes."""
@@ -89,13 +89,13 @@ class StageRecovery(Record):
     is_kept: bool = False
     """Whether the rank kept its model, gradient buffers and optimizer; false if it had to build them."""
     built: str = ""
-    """Things that the rank had to build: none, because it ``kept`` all (see ``is_kept``) or because all was built
-    ``in_advance``; only the ``optimizer``, because the model was built in advance for another rank with the same model;
-    or ``all``. Empty in files of earlier versions."""
+    """Parts that the rank had to build. ``kept``: none, because it kept all (see ``is_kept``). ``in_advance``: none,
+    because all were built in advance. ``optimizer``: only the optimizer, because the model was built in advance for
+    another rank with the same model. ``all``: every part. Empty in files of earlier versions."""
     why_built: str = ""
-    """Reason why nothing was used that was built in advance, if ``built`` is ``all``."""
+    """Reason why the rank used no parts that were built in advance. Empty unless ``built`` is ``all``."""
     build_seconds: float = 0.0
-    """Duration of the build, or of the preparation of what was kept or built in advance, in seconds."""
+    """Seconds that the rank needed to build parts, or to prepare parts that were kept or built in advance."""
     state_bytes: int = 0
     """Bytes of weights, gradients, master weights and moments on the rank."""
     staged_bytes: int = 0
@@ -122,8 +122,8 @@ class StageRecovery(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartBuilt(Record):
-    """A rank of a spare node has built model, gradient buffers and optimizer in advance, which it will need if it
-    replaces one of some nodes."""
+    """A rank of a spare node has built a model, gradient buffers and an optimizer in advance. The rank needs them if
+    its node replaces a node at one of ``places``."""
 
     node: int
     """The spare node."""
@@ -132,7 +132,7 @@ class PartBuilt(Record):
     stage: int
     """Pipeline stage that was built, counted from 0."""
     places: tuple[int, ...]
-    """Positions in the layout of the nodes whose model was built."""
+    """Positions, in the layout, of the nodes whose model was built."""
     state_bytes: int
     """Bytes of weights, gradients, master weights and moments that were allocated."""
     seconds: float
@@ -220,10 +220,10 @@ class RanksRestarted(Record):
     reason: str
     """Reason for the end of the previous generation."""
     failed_ranks: tuple[int, ...]
-    """Ranks that failed, in the order of failures, without ranks that ended as a consequence."""
+    """Ranks that failed, in the order of failures. Ranks that ended as a consequence are left out."""
     iteration: int
-    """Iteration in which the first rank failed, or the latest one of any rank if a node was lost; 0 before the first
-    iteration."""
+    """Iteration in which the first rank failed; if a node was lost, the latest iteration of any rank. 0 before the
+    first iteration."""
     num_restarts_left: int
     """Number of restarts that are still allowed without progress. Progress resets it to ``recovery.max_restarts``."""
     nodes: tuple[int, ...] = ()

@@ -56,15 +56,15 @@ class StateShard:
 def operator_of(parameter: str, num_layers: int) -> OperatorId:
     """Return the operator to which a parameter belongs, by the parameter's global name.
 
-    Every routed expert and every gate is an operator; the remaining parameters of a layer are another one (MoEvement,
-    section 3.2; appendix E for layers).
+    Every routed expert and every gate is an operator. The remaining parameters of a layer together are one more
+    operator (MoEvement, section 3.2; appendix E for layers).
     """
     layer = _LAYER.search(parameter)
     if layer is None:
-        # Layer numbers outside of the model keep both apart from every layer.
+        # Embedding and head get layer numbers that no layer of the model has.
         is_embedding = parameter.startswith("embedding.")
         return OperatorId(layer=0, kind="embedding") if is_embedding else OperatorId(layer=num_layers + 1, kind="head")
-    # Parameters count layers from 0, Megatron's layer numbers from 1.
+    # Names of parameters count layers from 0, and Megatron's layer numbers count from 1.
     number = int(layer[1]) + 1
     expert = _EXPERT.search(parameter)
     if expert is not None:

@@ -27,7 +27,7 @@ class OperatorId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """Numbers of parameters of an operator: those that are split over TP ranks, and those that every TP rank has."""
+    """Numbers of an operator's parameters that are split over TP ranks, and of parameters that every TP rank has."""
 
     id: OperatorId
     num_split_parameters: int
@@ -86,7 +86,7 @@ def num_parameters(operators: tuple[Operator, ...]) -> int:
 def num_active_parameters(model: ModelConfig, operators: tuple[Operator, ...]) -> int:
     """Return the number of parameters used for one token, i.e. without experts that the router does not choose."""
     topk = model.moe_router_topk
-    # All experts of a layer have equal size: any ``topk`` of them stand for those chosen.
+    # All experts of a layer have equal size, so the first ``topk`` experts stand for the chosen ones.
     chosen = (o for o in operators if o.id.expert is None or o.id.expert < topk)
     return sum(operator.num_parameters for operator in chosen)
 
@@ -104,7 +104,7 @@ def _embedding(model: ModelConfig, vocab: int) -> Operator:
 def _head(model: ModelConfig, vocab: int) -> Operator:
     return Operator(
         id=OperatorId(layer=model.num_layers + 1, kind="head"),
-        # Tied weights are the embedding's and count once.
+        # Tied weights belong to the embedding and are counted there.
         num_split_parameters=vocab * model.hidden_size if model.untie_embeddings_and_output_weights else 0,
         num_repeated_parameters=_norm(model, model.hidden_size),
     )
@@ -145,7 +145,7 @@ def _attention(model: ModelConfig) -> tuple[int, int]:
     keys = (model.num_query_groups or model.num_attention_heads) * channels
     qkv_bias = queries + 2 * keys if model.add_bias_linear or model.add_qkv_bias else 0
     split = hidden * (queries + 2 * keys) + qkv_bias + queries * hidden
-    # The bias of a row-parallel layer is added after the sum over TP ranks, so each of them has it whole.
+    # The bias of a row-parallel layer is added after the sum over TP ranks, so each TP rank has the whole bias.
     repeated = hidden if model.add_bias_linear else 0
     return split, repeated + (2 * _norm(model, channels) if model.qk_layernorm else 0)
 

@@ -1,4 +1,4 @@
-"""Parsers for input from outside: files, addresses, and calls in values of keys. An error names the file or key."""
+"""Parsers for outside input: files, addresses, and values of keys that are calls. An error names the file or key."""
 
 import ast
 import ipaddress
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_ft.errors import ConfigError, DataError, MegatronFtError
 
-# Parsers raise far more than they document when bytes are damaged.
+# Parsers raise errors that they do not document when bytes are damaged.
 _PARSE_ERRORS = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)
 
 

@@ -25,7 +25,7 @@ FORMER_STRATEGIES = {
     "window": "rollback",
     "nothing": "start_over",
 }
-"""Present name of each recovery strategy that had another name in earlier records."""
+"""Maps former names of recovery strategies, which earlier records have, to the present names."""
 
 SCHEMA_VERSION = 2
 """Version of the format. It increases when a field is removed or changes its meaning, not for new records or fields."""
@@ -52,7 +52,7 @@ class Record:
     """Time of the event in seconds since 1970, by the clock of the process that sets this field."""
 
     def __init_subclass__(cls) -> None:
-        # ``OtherRecord``, whose records name their kinds themselves.
+        # This class is ``OtherRecord``, in which each record has a kind of its own.
         if isinstance(cls.__dict__.get("kind"), property):
             return
         # The class name is the kind on disk: a renamed class needs an entry in ``_today``.
@@ -89,7 +89,7 @@ class Record:
     @classmethod
     def _of(cls, values: Mapping[str, JsonValue]) -> "Record":
         hints = field_types(cls.kind)
-        # Refused, not ignored: a misspelled field would be lost without a trace.
+        # An unknown field is an error, because the value of a misspelled field would be lost otherwise.
         if unknown := [name for name in values if name not in hints]:
             raise ValueError(
                 f"{cls.kind}.{unknown[0]}: is not a field of this record, whose fields are {', '.join(hints)}"
@@ -104,8 +104,8 @@ class Record:
         ``OtherRecord``.
 
         Raises:
-            ValueError: the kind is missing, or a field has the wrong type. For a defined kind, also a field that is
-                unknown or missing.
+            ValueError: the kind is missing, a field has the wrong type, or a field of a defined kind is unknown or
+                missing.
         """
         kind = _today(line).get("kind")
         if not isinstance(kind, str) or not _KIND.fullmatch(kind) or kind in RECORDS:
@@ -119,7 +119,7 @@ RECORDS: Mapping[str, type[Record]] = MappingProxyType(_KINDS)
 """Every defined kind of record, with its class."""
 
 _MAX_SHOWN = 200
-"""Largest number of characters that the line of an ``OtherRecord`` shows of its fields."""
+"""Largest number of characters that the fields have in the line of an ``OtherRecord``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,7 @@ def _required(kind: str) -> tuple[str, ...]:
 
 
 def _today(record: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
-    # Rename what earlier versions of the records called otherwise, so that run folders of that time are still read.
+    # Convert former names of kinds and fields to the present names, so that earlier run folders can still be read.
     match record.get("kind"):
         case "recovery_started":
             return {**record, "strategy": _name_of_strategy(record["strategy"])} if "strategy" in record else record
@@ -193,7 +193,7 @@ def _today(record: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
             rest = {name: value for name, value in record.items() if name != "rung"}
             return {**rest, **strategy, "kind": "recovery_started"}
         case "recovery_chosen":
-            # This kind has no generation. If ranks had been restarted, a recovery_decided followed, which has it.
+            # This kind has no generation. After a restart, a ``recovery_decided`` with a generation followed.
             source = record.get("source")
             found = (
                 {"strategy": "rollback"}

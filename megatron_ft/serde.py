@@ -51,7 +51,7 @@ def parse_json(content: bytes | str) -> JsonValue:
 def encode(value: Any) -> JsonValue:
     """Convert a dataclass, an enum or a collection to JSON values. Tuples become lists; keys become strings."""
     if isinstance(value, float):
-        # Standard JSON has no such numbers, and other readers refuse a file with Python's ``NaN``.
+        # Standard JSON has no NaN and no infinity, and other readers refuse a file with Python's ``NaN``.
         return value if math.isfinite(value) else ("NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity")
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
@@ -151,7 +151,7 @@ def _decode_fields(kind: type, value: JsonValue, where: str) -> Any:
         raise ValueError(f"{where or kind.__name__}={value!r:.{_MAX_SHOWN}}: must be an object")
     hints, required = _fields_of(kind)
     prefix = f"{where}." if where else ""
-    # Unknown fields are reported first: for a misspelled field, the error then names it and not the missing field.
+    # Unknown fields are checked first, so that the error for a misspelled field names the field as it is written.
     for name in value:
         if name not in hints:
             raise ValueError(f"{prefix}{name!s:.{_MAX_SHOWN}}: is not a field of {kind.__name__}")

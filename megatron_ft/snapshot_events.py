@@ -19,7 +19,7 @@ class SnapshotPlanned(Record):
     window_bytes: int
     """Size of a window on the rank with the largest window."""
     dense_bytes: int
-    """Size of the whole state of that rank if it were captured at once."""
+    """Size of the whole state of the same rank, if it were captured at once."""
     host_bytes: int
     """Host memory for windows and peer copies on the node with the largest need."""
     reason: str
@@ -58,10 +58,10 @@ class WindowCommitted(Record):
     persisted_bytes: int | None = None
     """Bytes that the snapshot server of the first rank has written to storage since the previous committed window."""
     at_risk_share: float | None = None
-    """Share of the tokens of the whole training whose updates of experts a recovery from this window loses, as a mean
+    """Share of the whole training's tokens whose updates of experts a recovery from this window would lose, as a mean
     over MoE layers. None if windows leave out no experts."""
     lost_share: float | None = None
-    """Share of the tokens of the whole training whose updates were lost in recoveries so far (PLT); None likewise."""
+    """Share of the whole training's tokens whose updates recoveries have lost (PLT); None as for ``at_risk_share``."""
 
     def describe(self) -> None:
         return None
@@ -146,7 +146,7 @@ class ExpertUpdatesLost(Record):
     lost_share: float
     """Share of the tokens of the whole training whose updates were lost so far, as a mean over MoE layers (PLT)."""
     momentary_lost_tokens: float
-    """Sum over MoE layers of the tokens lost now per token processed so far (MLT), which can exceed 1."""
+    """Sum over MoE layers of the layer's tokens lost now divided by its tokens so far (MLT). It can exceed 1."""
 
     def describe(self) -> Note:
         lost = f"the updates of {self.num_tokens} tokens are lost, {self.lost_share:.2%} of the training so far"

@@ -1,7 +1,7 @@
-"""Injects kills, stops, partitions, disk errors, drains and joins into a running job; each is recorded on disk first.
+"""Injects kills, stops, partitions, disk errors, drains and joins into a running job, and records each on disk first.
 
-``<run>/injected.jsonl`` has a line for each fault, written and synced before the fault, and a line with the reason if
-the fault could not be injected.
+``<run>/injected.jsonl`` has a line for each fault, which is written and synced before the fault. If the fault could not
+be injected, another line has the reason.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def _links_to(process_ids: Iterable[int]) -> list[str]:
             there = os.readlink(f"/proc/{process_id}/ns/net")
         except OSError as error:
             raise CannotCut(f"process {process_id}: its network namespace cannot be read: {error.strerror}") from None
-        # To cut this process's own network would cut all nodes that share it, and the injector.
+        # Cutting this process's own network would disconnect the injector and all nodes that share the network.
         if there == here:
             raise CannotCut(
                 f"process {process_id} is in the same network namespace as this process: its network cannot be "
@@ -59,7 +59,7 @@ def _links_to(process_ids: Iterable[int]) -> list[str]:
             raise CannotCut(f"process {process_id}: no veth link leads to its network namespace")
         far |= found
     names = [link["ifname"] for link in _links() if link["ifindex"] in far]
-    # A link whose other end is elsewhere stays up: the node would be cut off in part.
+    # A link whose other end is in a third namespace would stay up, so a node would not be cut off completely.
     if len(names) < len(far):
         raise CannotCut(
             f"only {len(names)} of {len(far)} links of the nodes lead to this network namespace; the others cannot be "
@@ -69,7 +69,7 @@ def _links_to(process_ids: Iterable[int]) -> list[str]:
 
 
 def _switch(links: Sequence[str], *, on: bool) -> None:
-    """Take all ``links`` up or down, also after one of them has failed. Raises CannotCut if any has failed."""
+    """Set all ``links`` up or down. If one fails, continue with the others, and raise CannotCut at the end."""
     failed = []
     for name in links:
         try:
@@ -154,7 +154,7 @@ class Injector:
                 if seconds is not None:
                     self.pause(seconds)
             finally:
-                # Processes continue also after an error: one that stays stopped would look like a failure of the job.
+                # This also happens after an error: a process that stays stopped would look like a failure of the job.
                 ended = [] if seconds is None else _send(processes, signal.SIGCONT)
         return ended
 
@@ -184,7 +184,7 @@ class Injector:
         """Let every write of the nodes' processes to a file fail with EFBIG, for ``seconds``.
 
         The processes' limit on file sizes (RLIMIT_FSIZE, see setrlimit(2)) is 0 during this time, also for files in
-        memory; reading, sockets and pipes are not affected. A process that they start during this time keeps the limit.
+        memory; reading, sockets and pipes are not affected. Child processes started meanwhile keep the limit.
 
         Raises:
             NotInjected: a node has no process, or the processes belong to another user.

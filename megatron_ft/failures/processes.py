@@ -1,8 +1,8 @@
 """Finds the processes of a job's nodes by the logs that they write; sends signals only to these processes.
 
 A node's agent and its ranks write their standard output to files in the run's ``logs``, whichever process started them.
-A sidecar writes its standard error there, because its standard output is a pipe to the agent. Each process is
-identified by a descriptor (``pidfd_open``), so a signal never reaches another process that has got the same process id.
+A sidecar (a process beside the ranks) writes its standard error there, as its output is a pipe to the agent. A
+descriptor (``pidfd_open``) identifies each process, so a signal never reaches another process with the same process id.
 """
 
 import contextlib
@@ -69,8 +69,8 @@ def processes_of(run_dir: Path, nodes: Iterable[int], ranks_per_node: int) -> It
             assert node is not None, "a log belongs to no node"
             found[node].append(process)
         for processes in found.values():
-            # The agent first: signals arrive in this order, and an agent that outlives its ranks would report their
-            # deaths.
+            # The agent comes first, because signals arrive in this order: an agent that outlives its ranks would report
+            # their deaths.
             processes.sort(key=lambda process: (process.log.startswith("rank-"), len(process.log), process.process_id))
         yield found
 
@@ -91,7 +91,7 @@ def all_processes_of(run_dir: Path) -> Iterator[list[HeldProcess]]:
 
 @contextlib.contextmanager
 def _held(run_dir: Path, wanted: Callable[[str], bool]) -> Iterator[list[HeldProcess]]:
-    # Yield living processes with a requested log, by ascending process id; they are released at the end.
+    # Yield the living processes whose logs ``wanted`` accepts, by ascending process id. Release them at the end.
     logs = str((run_dir / "logs").resolve())
     with contextlib.ExitStack() as stack:
         found = []
@@ -118,7 +118,7 @@ def _hold(process_id: int, log: str, logs: str) -> HeldProcess | None:
         descriptor = os.pidfd_open(process_id)
     except OSError:
         return None  # it has ended
-    # Checked again: the number may have passed to another process before the descriptor was opened.
+    # Another process may have got this process id before the descriptor was opened, so the log is checked again.
     if _log_of(process_id, logs) != log:
         os.close(descriptor)
         return None

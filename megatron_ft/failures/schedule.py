@@ -34,7 +34,7 @@ class FailureSchedule:
     events: tuple[MembershipEvent, ...]
     """Events by ascending time, all before ``duration_seconds``."""
     num_ignored_arrivals: int = 0
-    """Number of arrivals in the source, also at its beginning, for which no node number was free."""
+    """Number of arrivals in the source, including those at its beginning, for which no node number was free."""
 
     def validate(self) -> None:
         """Check that times ascend, that leaving nodes are present and that joining nodes are not.
@@ -132,7 +132,7 @@ class FailureSchedule:
             schedule = cls(**plain, events=events)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError.of("schedule", "", f"is damaged: {error!r}") from None
-        # Files come from outside; the injector relies on nodes that exist.
+        # A file may have any content, and the injector needs nodes that exist.
         schedule.validate()
         return schedule
 

@@ -48,7 +48,7 @@ class MembershipTrace:
         until it arrives again. A number that becomes free is used at later instants only.
 
         Args:
-            most_nodes: number of node numbers.
+            most_nodes: largest number of nodes, which is also the number of node numbers.
             minutes: length of the part of the trace that is used, from its beginning; None uses all of it.
             scale: seconds of the schedule for each second of the trace.
 
@@ -66,8 +66,8 @@ class MembershipTrace:
         for instant in self.instants[1:]:
             if instant.milliseconds >= end:
                 break
-            # Arrivals are handled first, so that a number that becomes free now is not used again in this instant: the
-            # same node number would leave and join.
+            # Arrivals are handled first. Otherwise they could get numbers that become free now, and the same node
+            # number would leave and join in one event.
             joins, leaves = numbers.arrive(instant.added), numbers.depart(instant.removed)
             if joins or leaves:
                 seconds = instant.milliseconds / 1000.0 * scale
@@ -118,8 +118,8 @@ class MembershipTrace:
     def read(cls, path: Path) -> "MembershipTrace":
         """Read a trace from a file.
 
-        A repeated row counts once. Impossible rows are refused: a node that is added while it is present or removed
-        while it is not, times that are not ascending, a last line without a line end.
+        A repeated row counts once. Impossible content is refused: a node that is added although it is present, or
+        removed although it is absent; times that descend; a last line without a line end.
 
         Raises:
             DataError: the trace is malformed; the message gives the number of the line.

@@ -1,7 +1,7 @@
 """Converts the weights of dense checkpoints to Hugging Face folders, and the weights of such folders to checkpoints.
 
-Tensors are converted one file at a time, so the memory that is needed is that of one file. Values are not rounded,
-unless another dtype is requested.
+Tensors are converted one file at a time, so a conversion needs memory for one file only. Values are not rounded unless
+another dtype is requested.
 """
 
 import json
@@ -27,9 +27,9 @@ from megatron_ft.snapshot.storage.manifest import Manifest
 
 _FAMILIES = (mixtral.FAMILY, qwen_moe.QWEN2, qwen_moe.QWEN3, deepseek.DEEPSEEK, deepseek.DEEPSEEK_2)
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _FAMILIES}
-"""Families by the ``model_type`` in ``config.json``."""
+"""Maps each ``model_type`` in ``config.json`` to its family."""
 RECORD = "megatron_ft_conversion.json"
-"""File in an exported folder with checksums of the manifest of its source and of its files."""
+"""Name of a file in an exported folder; it has checksums of the source's manifest and of the folder's files."""
 _IGNORED = ("_extra_state",)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json")
 _TOKENIZER_FILES += ("vocab.json", "merges.txt", "added_tokens.json", "generation_config.json")
@@ -70,7 +70,7 @@ class Export:
             most_file_bytes: largest size of a file, unless one tensor is larger.
 
         Raises:
-            CheckpointError: the model does not belong to the family, or the checkpoint has other tensors than it.
+            CheckpointError: the model does not belong to the family, or the checkpoint has other tensors.
             ConfigError: ``vocab_size`` or ``most_file_bytes`` is out of range.
         """
         model = reader.model()
@@ -185,7 +185,7 @@ def _tokenizer_files(folder: Path | None) -> list[Path]:
 
 
 def _resume(out: Path, source: Mapping[str, Any], writer: FolderWriter) -> set[str]:
-    """Create ``out``, or return the files in it that an earlier conversion has completed."""
+    """Create ``out`` if it does not exist. Return the files in it that an earlier conversion has completed."""
     out.mkdir(parents=True, exist_ok=True)
     present = sorted(path.name for path in out.iterdir() if not path.name.endswith(".tmp"))
     if not present:
@@ -243,7 +243,7 @@ def verify_folder(path: Path) -> Folder:
     record = _record(path)
     for name, checksum in sorted({} if record is None else record["files"].items()):
         if _checksum(path / name) != checksum:
-            raise CheckpointError(f"{path / name}: damaged: its checksum is not that of {RECORD}")
+            raise CheckpointError(f"{path / name}: damaged: its checksum differs from the one in {RECORD}")
     return folder
 
 
@@ -288,14 +288,14 @@ def import_folder(
     most_file_bytes: int = MOST_FILE_BYTES,
     progress: Progress = print,
 ) -> Manifest:
-    """Write a dense checkpoint ``out`` with the weights of a Hugging Face folder. It has neither optimizer state nor a
+    """Write a dense checkpoint ``out`` with the weights of a Hugging Face folder. It has no optimizer state and no
     position in the data, so a run starts from it with ``checkpoint.load_weights``.
 
     Args:
         dtype: dtype of the written weights; None for that of the folder.
         vocab_multiple: rows of zeros are added to embedding and head, until the number of rows is a multiple of this.
         most_file_bytes: a new file begins when a file has reached this size.
-        progress: receives one line for each layer.
+        progress: receives one line for every hundred tensors.
 
     Raises:
         CheckpointError: the folder is damaged, or its model is not supported.

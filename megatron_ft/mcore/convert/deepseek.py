@@ -116,7 +116,7 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
     if shared % expert_width(model):
         raise CheckpointError(
             f"model.moe_shared_expert_intermediate_size={shared}: must be a multiple of the width of an expert, "
-            f"{expert_width(model)}, because config.json has the number of shared experts"
+            f"{expert_width(model)}, because config.json has only the number of shared experts"
         )
     return {
         **common_settings(model),
@@ -185,8 +185,8 @@ def _yarn(config: Mapping[str, Any]) -> dict[str, Any]:
     inner = config.get("rope_scaling") or config["rope_parameters"]
     found = {ours: inner[theirs] for ours, theirs in YARN.items() if inner.get(theirs) is not None}
     if "rotary_scaling_factor" not in found or not all(isinstance(value, int | float) for value in found.values()):
-        raise CheckpointError(f"rope_scaling={inner!r:.120}: must have numbers, and a factor")
-    # Published files have integers where the keys are floating-point numbers.
+        raise CheckpointError(f"rope_scaling={inner!r:.120}: must have the entry factor, and only numbers as values")
+    # Published files have integers for keys that are floating-point numbers here.
     lengths = ("original_max_position_embeddings",)
     return {
         "rope_type": "yarn",

@@ -1,7 +1,7 @@
-"""Reads single tensors of a dense checkpoint, and writes a checkpoint that contains only weights, without ranks.
+"""Reads single tensors of dense checkpoints, and writes checkpoints that contain only weights. It needs no ranks.
 
-The files have torch's distributed format, as those that ranks write (``mcore/checkpoint``). One tensor is in memory at
-a time, so checkpoints of any size can be converted on a small machine.
+Files are in torch's distributed format, as ranks also write it (``mcore/checkpoint``). One tensor is in memory at a
+time, so checkpoints of any size can be converted on a small machine.
 """
 
 import io
@@ -37,7 +37,7 @@ _OPTIMIZER = "optimizer."
 _FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 _METADATA, _COMMON, _FORMAT = ".metadata", "common.pt", "metadata.json"
 WEIGHTS_ONLY = "weights"
-"""Concern in the manifest's settings of a checkpoint that contains only weights."""
+"""Group of settings in a manifest; its presence means that the checkpoint contains only weights."""
 
 
 def refuse_run_folder(directory: Path) -> None:
@@ -96,7 +96,7 @@ class DenseReader:
         manifest = Manifest.verified(directory) if has_manifest else None
         try:
             metadata = FileSystemReader(directory).read_metadata()
-        except Exception as error:  # torch raises any exception for metadata that is not its own
+        except Exception as error:  # torch may raise any exception for invalid metadata
             raise CheckpointError(
                 f"{directory / _METADATA}: cannot be read: {type(error).__name__}: {error}"
             ) from error
@@ -158,7 +158,7 @@ class DenseReader:
         except (OSError, RuntimeError, ValueError, EOFError) as error:
             raise CheckpointError(f"{path}: {name} cannot be read: {error}") from error
         if not isinstance(stored, torch.Tensor) or stored.shape != part.sizes:
-            raise CheckpointError(f"{path}: {name} has another shape than the metadata says")
+            raise CheckpointError(f"{path}: {name} has another shape than in the metadata")
         return stored
 
 
@@ -204,7 +204,7 @@ class WeightsWriter:
         )
 
     def finish(self, manifest: Manifest) -> Manifest:
-        """Write the metadata, and the manifest last. ``manifest`` has no files yet. Return the written manifest."""
+        """Write the metadata, then the manifest. ``manifest`` lists no files yet. Return the manifest as written."""
         writer = FileSystemWriter(self.directory, sync_files=True)
         writer.finish(Metadata(state_dict_metadata=dict(self._described)), [self._results])
         with (self.directory / _METADATA).open("rb") as file:

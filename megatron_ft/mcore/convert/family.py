@@ -29,7 +29,7 @@ class Layout(Protocol):
 
 
 class Same:
-    """Both tensors are equal."""
+    """Layout of a tensor that is equal in a checkpoint and in a folder."""
 
     def split(self, tensor: torch.Tensor, model: ModelConfig) -> tuple[torch.Tensor, ...]:
         return (tensor,)
@@ -80,7 +80,7 @@ class Rule:
     kind: str = "all"
     """Layers that have the tensor, if the name contains ``{layer}``: ``all``, ``moe`` or ``dense``."""
     when: Callable[[ModelConfig], bool] = lambda model: True
-    """Whether a model has the tensor."""
+    """Returns whether a model has the tensor."""
 
     def named(self, model: ModelConfig) -> "Iterator[Rule]":
         """Yield the rule with all names filled in, for every layer and expert of a model."""
@@ -139,7 +139,7 @@ class Family:
         """Return the model that ``config.json`` describes; ``where`` names the file in messages.
 
         Raises:
-            CheckpointError: an entry is missing or has another type, or the model cannot be computed here.
+            CheckpointError: an entry is missing or has another type, or this project does not support the model.
         """
         for name in (*_SIZES, *_OPTIONAL_SIZES):
             value, least = config.get(name, 1), int(name not in _OPTIONAL_SIZES)
@@ -155,7 +155,7 @@ class Family:
         default = ModelConfig()
         for key, value in keys.items():
             kind = type(getattr(default, key))
-            # The kinds of keys whose default is null are checked above, or they are sizes of Megatron's layers.
+            # Only the types of flags and floating-point numbers are checked here; sizes are checked above.
             if kind in (bool, float) and not isinstance(value, bool if kind is bool else int | float):
                 raise CheckpointError(f"{where}: the entry for model.{key} is {value!r:.80}: must be a {kind.__name__}")
         model = ModelConfig(**{**_COMMON, **self.fixed, **keys})
@@ -163,12 +163,12 @@ class Family:
         return model
 
     def tensors_of(self, model: ModelConfig, num_stored: int, where: str) -> tuple[Rule, ...]:
-        """Return ``tensors(model)``. ``num_stored`` is the number of tensors in ``where``, which names the source.
+        """Return ``tensors(model)``. ``num_stored`` is the number of tensors in the source that ``where`` names.
 
         Raises:
             CheckpointError: the model has more layers or experts than there are tensors.
         """
-        # Sizes come from a file, so the names of all tensors are listed only if there can be so many.
+        # Sizes come from a file and may be wrong; without this check, wrong sizes could fill the memory with names.
         if model.num_layers * max(1, model.num_moe_experts or 0) > num_stored:
             raise CheckpointError(
                 f"{where}: has {num_stored} tensors, too few for {model.num_layers} layers of {model.num_moe_experts} "
@@ -199,13 +199,13 @@ _COMMON: Mapping[str, Any] = {
     "moe_router_enable_expert_bias": False,
     "moe_expert_capacity_factor": None,
 }
-"""Settings that are the same in all families that are known here."""
+"""Keys of ``model`` whose values are the same in all supported families."""
 ONLY_MOE_LAYERS: Mapping[str, Any] = {
     "multi_latent_attention": False,
     "moe_first_dense_layers": 0,
     "moe_router_topk_scaling_factor": None,
 }
-"""Settings of families whose layers are all alike."""
+"""Keys of ``model``, with their values, in families without latent attention and without dense layers."""
 
 
 def rope_theta(config: Mapping[str, Any]) -> int:
@@ -226,7 +226,7 @@ def flag(config: Mapping[str, Any], name: str, *, default: bool) -> bool:
 
 
 def scaled_rope(config: Mapping[str, Any]) -> str:
-    """Return why the rotary embeddings of ``config.json`` cannot be computed here; empty if they can."""
+    """Return why the rotary embeddings of ``config.json`` are not supported; empty if they are."""
     for key in ("rope_scaling", "rope_parameters"):
         inner = config.get(key)
         kind = (inner.get("rope_type") or inner.get("type") or "default") if isinstance(inner, Mapping) else "default"
@@ -236,7 +236,7 @@ def scaled_rope(config: Mapping[str, Any]) -> str:
 
 
 YARN: Mapping[str, str] = {name: name for name in YARN_KEYS} | {"rotary_scaling_factor": "factor"}
-"""Keys of ``model`` for ``rope_type=yarn``, and the entries of ``rope_scaling`` in ``config.json``."""
+"""Maps keys of ``model`` for ``rope_type=yarn`` to entries of ``rope_scaling`` in ``config.json``."""
 
 
 def rope_settings(model: ModelConfig) -> dict[str, Any] | None:
@@ -244,7 +244,7 @@ def rope_settings(model: ModelConfig) -> dict[str, Any] | None:
     if model.rope_type is None:
         return None
     found = {theirs: getattr(model, ours) for ours, theirs in YARN.items() if getattr(model, ours) is not None}
-    # Entries without which transformers uses other values than Megatron-Core.
+    # Without these entries, transformers uses other default values than Megatron-Core.
     defaults = {"factor": 40.0, "original_max_position_embeddings": 4096}
     return {"type": "yarn", "rope_type": "yarn", **defaults, **found}
 
@@ -323,7 +323,7 @@ def mlp_rules(
     Args:
         ours: name of the module in a checkpoint.
         theirs: name of the module in a folder.
-        names: names in the folder of the projections ``gate``, ``up`` and ``down``.
+        names: names of the projections ``gate``, ``up`` and ``down``, in this order, in the folder.
         width: width of the MLP.
         common: other fields of the rules.
     """
@@ -366,8 +366,8 @@ def outer_rules() -> tuple[Rule, ...]:
 
 
 def attention_rules() -> tuple[Rule, ...]:
-    """Return the rules of everything but MLPs and experts, which is named alike in all families with one kind of
-    attention."""
+    """Return the rules of all tensors except those of routers, MLPs and experts. Families without latent attention
+    share them."""
     attention, theirs = f"{LAYER}.self_attention", f"{THEIR_LAYER}.self_attn"
     projections = tuple(f"{theirs}.{letter}_proj" for letter in "qkv")
     head_width = lambda model: (_attention(model)[2],)  # noqa: E731

@@ -31,7 +31,7 @@ DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Position and kind of a tensor in a folder, as the header of its file says."""
+    """File, dtype and shape of a tensor in a folder, as the header of the file lists them."""
 
     file: str
     dtype: str
@@ -41,7 +41,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
-    """A Hugging Face folder. ``tensors`` are those of all files; their headers were read, but not their values."""
+    """A Hugging Face folder. ``tensors`` lists the tensors of all files, from the headers; no values were read."""
 
     path: Path
     config: Mapping[str, Any]
@@ -122,7 +122,7 @@ class PlannedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderPlan:
-    """Files of a folder that is written."""
+    """Files of a folder that will be written."""
 
     dtype: torch.dtype
     files: tuple[PlannedFile, ...]
@@ -131,7 +131,7 @@ class FolderPlan:
     def of(
         cls, tensors: Sequence[tuple[str, tuple[int, ...]]], dtype: torch.dtype, most_file_bytes: int
     ) -> "FolderPlan":
-        """Divide tensors among files of at most ``most_file_bytes``, or of one tensor that is larger."""
+        """Divide tensors among files of at most ``most_file_bytes``. A larger tensor gets a file of its own."""
         groups: list[list[tuple[str, tuple[int, ...]]]] = []
         room = 0
         for name, shape in tensors:
@@ -178,7 +178,7 @@ class FolderPlan:
 
 @dataclass(kw_only=True)
 class FolderWriter:
-    """Writes the files of a plan into a folder. A file has its name only when it is complete and on the disk."""
+    """Writes the files of a plan into a folder. A file gets its name only when it is complete and on the disk."""
 
     path: Path
     plan: FolderPlan

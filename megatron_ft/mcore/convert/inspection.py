@@ -47,7 +47,7 @@ class Source(Protocol):
 
 
 class DenseSource:
-    """Tensors of a dense checkpoint, whose files have been verified with its manifest."""
+    """Tensors of a dense checkpoint. If it has a manifest, its files have been verified with the manifest."""
 
     def __init__(self, path: Path, *, trust: bool, with_optimizer: bool) -> None:
         self.path, self._reader = path, DenseReader.open(path, trust=trust)
@@ -66,7 +66,7 @@ class DenseSource:
 
 
 class FolderSource:
-    """Tensors of a Hugging Face folder, which has been compared with its ``config.json``."""
+    """Tensors of a Hugging Face folder that has been compared with the model in its ``config.json``."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._folder = path, verify_folder(path)
@@ -89,8 +89,8 @@ class FolderSource:
 class WindowSource:
     """Pieces of a window on storage: element ranges of parameters, each of one rank. All files have been verified.
 
-    Names are ``<parameter>[<start>:<stop>].<component>``, followed by ``@tp<n>`` for a tensor-parallel part and by
-    ``/slice<n>`` in windows of several slices.
+    Names are ``<parameter>[<start>:<stop>].<component>``, followed by ``@tp<n>`` for tensor-parallel parts after part
+    0, and by ``/slice<n>`` for slices after slice 0.
     """
 
     def __init__(self, path: Path, *, with_optimizer: bool) -> None:
@@ -145,7 +145,7 @@ def open_source(path: Path, *, trust: bool = False, with_optimizer: bool = False
 
     Args:
         trust: whether a checkpoint without a manifest may be read; its metadata is a pickle, which can run code.
-        with_optimizer: whether the tensors of the optimizer count.
+        with_optimizer: whether the tensors of the optimizer are included.
 
     Raises:
         CheckpointError: the path is none of them, or it is damaged.

@@ -68,7 +68,7 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
 def _settings_2(model: ModelConfig) -> dict[str, Any]:
     shared = model.moe_shared_expert_intermediate_size
     settings = {**_settings(model), "shared_expert_intermediate_size": shared, "qkv_bias": model.add_qkv_bias}
-    settings.pop("head_dim")  # the hidden size divided by the number of heads
+    settings.pop("head_dim")  # it is always the hidden size divided by the number of heads
     return settings
 
 

@@ -21,7 +21,7 @@ from megatron_ft.snapshot.storage.run_settings import other_model
 MOST_FILE_BYTES = 5_000_000_000
 """Default size of a file, as in Hugging Face folders."""
 _SUM_TOLERANCE = 1e-6
-"""Largest difference from 1 of the sum of all factors, which users write in decimal."""
+"""Largest allowed difference between 1 and the sum of all factors, which users write as rounded decimals."""
 _PROGRESS_TENSORS = 100
 Tensors = Iterator[tuple[str, torch.Tensor]]
 Progress = Callable[[str], None]
@@ -37,7 +37,7 @@ def check_new(out: Path) -> None:
 def write_weights(
     out: Path, tensors: Tensors, manifest: Manifest, *, num_bytes: int, most_file_bytes: int = MOST_FILE_BYTES
 ) -> Manifest:
-    """Write a checkpoint of weights, and read it again. ``out`` has its name only when it is complete.
+    """Write a checkpoint of weights, and verify it. The directory gets the name ``out`` only when it is complete.
 
     Args:
         manifest: result of ``weights_manifest``.
@@ -132,11 +132,11 @@ def average_weights(
     """Write the mean of the weights of several dense checkpoints of one model.
 
     Means are computed in FP32, or in FP64 if the weights are FP64, in the order of ``checkpoints``, and rounded once to
-    the dtype of the checkpoints. The memory that is needed is that of a few tensors.
+    the dtype of the checkpoints. Memory for a few tensors is enough.
 
     Args:
         checkpoints: at least two checkpoints. They may be of any parallel layouts, and with or without optimizer state.
-        factors: factor of each checkpoint, from 0 to 1; their sum must be 1. None: all count the same.
+        factors: factor of each checkpoint, from 0 to 1; their sum must be 1. None for equal factors.
         progress: receives a line for every hundred tensors.
 
     Raises:
@@ -217,7 +217,7 @@ def _mean(readers: Sequence[DenseReader], factors: Sequence[float] | None, name:
     for number, reader in enumerate(readers[1:], 1):
         value = reader.read(name).to(wide)
         total = total + (value if factors is None else value * factors[number])
-    # One division is more exact than a factor 1/n, which is rounded, for each term.
+    # One division at the end is more exact than a rounded factor 1/n for each term.
     return (total / len(readers) if factors is None else total).to(first.dtype)
 
 
@@ -225,7 +225,7 @@ def open_weights(checkpoint: Path) -> DenseReader:
     """Open and verify a checkpoint. Raises CheckpointError if it has no weights, or its manifest does not describe the
     model."""
     reader = DenseReader.open(checkpoint)
-    reader.model()  # raises an error if the manifest does not describe the model
+    reader.model()  # called only for its error if the manifest does not describe the model
     if not reader.weights:
         raise CheckpointError(f"{checkpoint}: has no weights")
     return reader

@@ -1,9 +1,9 @@
 """Makes a dense checkpoint from a window of snapshots on storage.
 
-The operators of a window belong to different iterations. The iterations between them are replayed by a job in the
-layout of the window. It has a run folder of its own beside the result, with the run's identity and this window only,
-so the folder of the run does not change, whether the run trains meanwhile or not. The job loads the window, replays it,
-saves a dense checkpoint and ends without a further iteration.
+The operators of a window belong to different iterations. A separate job, in the layout of the window, replays the
+iterations between them. It has its own run folder beside the result, with only the run's identity and this window. So
+the folder of the run does not change, even if the run trains at the same time. The job loads the window, replays it,
+saves a dense checkpoint and ends. It trains no further iteration.
 """
 
 import os
@@ -45,7 +45,7 @@ from megatron_ft.snapshot.window import Window
 
 _CHUNK_BYTES = 4 << 20
 _ADVICE = "To continue this run"
-"""Beginning of the advice at the end of a failed job's output, which is about a folder that is removed."""
+"""Beginning of the advice at the end of a failed job's output. It is not shown, as its folder is removed."""
 Compose = Callable[[list[str]], JobConfig]
 
 
@@ -57,7 +57,7 @@ class _Found:
     windows: tuple[Window, ...]
     """Description of each rank's part."""
     files: tuple[tuple[str, str], ...]
-    """Directory and name of each file that a replay reads, also those of earlier windows that have some pieces."""
+    """Directory and name of each file that a replay reads, including files of earlier windows with needed pieces."""
 
     @property
     def first(self) -> Window:
@@ -65,13 +65,13 @@ class _Found:
         return self.windows[0]
 
     def dense_bytes(self, item_bytes: int) -> int:
-        """Return the size of the dense state, whose weights have ``item_bytes`` per element."""
+        """Return the bytes of the dense state if its weights have ``item_bytes`` bytes per element."""
         pieces = [piece for window in self.windows for part in window.slices for piece in part.pieces]
         elements = sum(piece.stop - piece.start for piece in pieces if piece.component == "exp_avg")
         return elements * (12 + item_bytes)  # master weights and two moments in FP32
 
     def leaves_out(self) -> bool:
-        """Return whether the window has copies of experts from earlier windows."""
+        """Return whether the window leaves out experts, and has copies of them from earlier windows instead."""
         parts = [part for window in self.windows for part in window.slices]
         return any(iteration != part.iteration for part in parts for iteration in part.captured_at or ())
 
@@ -89,8 +89,8 @@ def replay_window(
 
     Raises:
         CheckpointError: no window can be used, the job failed, or it saved another state than that of the window.
-        ConfigError: ``out`` exists, the disk has too little space, or the run's ranks are not started by ``launch`` on
-            this machine; the message then has the command to use.
+        ConfigError: ``out`` exists, the disk has too little space, or ``launch`` does not start the run's ranks on this
+            machine; the message then has the commands to use.
         DataError: the configuration of the run cannot be read.
         KeyboardInterrupt: the job was stopped by Ctrl-C or SIGTERM.
         OSError: a file cannot be read or written.
@@ -104,7 +104,7 @@ def replay_window(
     where = f"{window_name(found.key)}, iterations {window.start_iteration} to {window.last_iteration}"
     progress(f"{where}, {window.world_size} ranks: complete and verified")
     if found.leaves_out():
-        progress(f"{where}: leaves out experts; updates of them are lost, as after a recovery from this window")
+        progress(f"{where}: leaves out experts; their newest updates are lost, as in a recovery from this window")
     work = out.parent / f".{out.name}.{os.getpid()}.partial"
     job = _job(config, window, work, run_dir.name, compose([]))
     for line in _differences(config, job):
@@ -176,8 +176,8 @@ def _verify(folder: WindowFolder, key: WindowKey, run_id: RunId, run_dir: Path, 
 
 
 def _job(config: JobConfig, window: Window, work: Path, name: str, default: JobConfig) -> JobConfig:
-    """Return the configuration of the job: that of the run, with the values with which the window was captured, and
-    without anything that only matters when a job trains."""
+    """Return the configuration of the job: the run's configuration, with the values that were valid when the window was
+    captured, and without settings that only matter for training."""
     config = _as_captured(config, window)
     launch, placement, topology = config.launch, config.placement, config.topology
     num_nodes, rest = divmod(window.world_size, launch.ranks_per_node)
@@ -214,7 +214,7 @@ def _job(config: JobConfig, window: Window, work: Path, name: str, default: JobC
         snapshot=SnapshotConfig(),
         upstream_log=UpstreamLogConfig(),
         control=default.control if launch.node_launcher == "local" else config.control,
-        # Also without other sinks of the run, which may report to people.
+        # The run's other sinks are also left out, because they may send messages to people.
         telemetry=replace(default.telemetry, wandb="disabled"),
         testing=TestingConfig(),
         run=replace(default.run, dir=str(work), name=name, resume="must"),
@@ -223,7 +223,7 @@ def _job(config: JobConfig, window: Window, work: Path, name: str, default: JobC
 
 
 def _as_captured(config: JobConfig, window: Window) -> JobConfig:
-    # A later job of the run may have had other values, and a replay must have those of the window.
+    # A later job of the run may have changed these values, but a replay needs the values of the window.
     groups = to_dict(config)
     for key, value in parse_json(window.slices[0].header.get(CONFIG, "{}")).items():
         group, _, name = key.partition(".")
@@ -246,7 +246,7 @@ def _differences(config: JobConfig, job: JobConfig) -> Iterator[str]:
 
 
 def _words(job: JobConfig, compose: Compose) -> list[str]:
-    # ``launch.mode`` is given always: otherwise the variables of a launcher around this command would change it.
+    # ``launch.mode`` is always given; otherwise environment variables of a launcher would change its value.
     words = override_words(to_dict(compose([])), to_dict(job), always=("launch.mode",))
     composed = to_dict(compose(words))
     for group, wanted in to_dict(job).items():
@@ -256,7 +256,7 @@ def _words(job: JobConfig, compose: Compose) -> list[str]:
 
 
 def _elsewhere(config: JobConfig, run_dir: Path, url: str, found: _Found, words: Sequence[str]) -> str:
-    """Return the message for a run whose ranks are not started by this command, with the commands to use."""
+    """Return the message for a run whose ranks this command cannot start, with the commands to use instead."""
     launch = config.launch
     key, value = ("node_launcher", launch.node_launcher) if launch.mode == "local" else ("mode", launch.mode)
     folder = run_dir.parent / f"{run_dir.name}-replay"
@@ -272,8 +272,8 @@ def _elsewhere(config: JobConfig, run_dir: Path, url: str, found: _Found, words:
     ]
     saved = work / "checkpoints" / directory_name(found.first.last_iteration)
     return (
-        f"launch.{key}={value}: must be local, because this command only starts ranks on this machine. Start the job "
-        f"as the run was started, from a copy of the window; it saves the checkpoint {saved}:\n  " + "\n  ".join(lines)
+        f"launch.{key}={value}: must be local, because this command starts ranks only on this machine. Start a job "
+        f"as the run was started, with a copy of the window. The job then saves {saved}:\n  " + "\n  ".join(lines)
     )
 
 
@@ -301,7 +301,7 @@ def _link(backend: Backend, directory: str, name: str, folder: Path) -> bool:
         return False
     (folder / directory).mkdir(exist_ok=True)
     try:
-        # Safe, because no process writes into a window's file: a file is replaced as a whole.
+        # A link is safe, because no process writes into a window's file: files are only replaced as a whole.
         os.link(backend.folder / directory / name, folder / directory / name, follow_symlinks=False)
     except OSError:  # another file system, or one without links; the file is then copied
         return False
@@ -336,7 +336,7 @@ def _run(command: Sequence[str], progress: Progress) -> int:
             errors="replace",
             start_new_session=True,  # otherwise Ctrl-C on the terminal would reach the job twice
         )
-        if requests:  # before the process was known
+        if requests:  # a request came before the process was started
             process.send_signal(requests[0])
         assert process.stdout is not None, "the output of the job is not read"
         is_advice = False
@@ -345,7 +345,7 @@ def _run(command: Sequence[str], progress: Progress) -> int:
             if line.strip() and not is_advice:
                 progress(f"job: {line.rstrip()}")
         code = process.wait()
-        # A process that is stopped before it has handlers ends by the signal.
+        # A signal that arrives before the process has installed handlers ends the process.
         return EXIT_INTERRUPTED if requests and code < 0 else code
     finally:
         for number, handler in before.items():

@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek) with Megatron's local layers, on any device.
 
-Megatron-Core 0.16.1 has a layer spec for this, but its parts do not fit together without Transformer Engine: the
-attention expects other arguments, and values whose heads are as wide as those of queries. With tensor parallelism,
-Megatron also splits the down projections. It then sums the gradient of the rotated part of the keys over no ranks, so
-the gradient is wrong. Here every tensor-parallel rank has the whole down projections, as with Transformer Engine.
+Megatron-Core 0.16.1 has such a layer spec, but its parts do not fit together without Transformer Engine: the core
+attention accepts no widths of heads, and needs values and queries of equal width. With tensor parallelism, Megatron
+also splits the down projections. Then it sums the gradient of the rotated part of the keys over no ranks, so this
+gradient is wrong. Here every tensor-parallel rank has the whole down projections, as with Transformer Engine.
 """
 
 from typing import Any
@@ -18,14 +18,14 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-# Without Transformer Engine, Megatron's module takes the replacements of its layers for installed ones.
+# Without Transformer Engine, Megatron's module imports placeholders for its layers and sets ``HAVE_TE`` to true.
 multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
 
 _KEY_NAMES = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
-"""Beginnings of names of local layers, and those that Transformer Engine's layers have in checkpoints."""
+"""Maps prefixes of local layers' names to the prefixes that Transformer Engine's layers have in checkpoints."""
 
 
 class _LatentDotProductAttention(DotProductAttention):
@@ -35,13 +35,13 @@ class _LatentDotProductAttention(DotProductAttention):
         self, *, config: TransformerConfig, k_channels: int = 0, v_channels: int = 0, cp_comm_type: Any, **named: Any
     ) -> None:
         super().__init__(config=config, **named)
-        # Megatron's attention first makes an instance without these arguments, and then replaces it.
+        # The defaults are needed, because Megatron first makes an instance without widths, which it then replaces.
         self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
 class _WholeLinear(torch.nn.Module):
-    """Linear layer of which every tensor-parallel rank has the whole weight. With sequence parallelism, each rank
-    computes it for its part of the sequence, and Megatron sums the gradients of the ranks."""
+    """Linear layer whose whole weight every tensor-parallel rank has. With sequence parallelism, each rank applies the
+    layer to its part of the sequence, and Megatron sums the gradients of the ranks."""
 
     def __init__(self, config: TransformerConfig, num_inputs: int, num_outputs: int) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Describes the state of a sharded optimizer for a checkpoint without gathering it.
 
 A rank updates a contiguous range of each flattened parameter. A checkpoint contains tensors with the shapes of the
-parameters, as in Megatron's format ``fully_reshardable``, whose names and shapes stay as they are. Each range is cut
-into boxes of such a tensor. So each rank writes and reads only its own range, and a job of any TP, PP, EP and DP sizes
-reads the tensors.
+parameters, and with the names that Megatron's format ``fully_reshardable`` uses. This module cuts each range into boxes
+of such a tensor. So each rank writes and reads only its own range, and jobs of all TP, PP, EP and DP sizes can read the
+tensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -76,7 +76,7 @@ def shards_of_range(
         start: first element of the range.
         stop: element after the last.
         data: values of the range, one-dimensional; None for shards that a load fills.
-        is_shared: whether the ranks with the same parameter have other ranges. Then each of them writes its range.
+        is_shared: whether other ranks have other ranges of this parameter. If so, each rank writes its own.
     """
     found, position = [], 0
     for part in [whole.build()] if isinstance(whole, ShardedTensorFactory) else [whole]:
@@ -123,12 +123,12 @@ def _cut(
 
 @contextmanager
 def own_ranges(optimizers: Sequence[MegatronOptimizer]) -> Iterator[None]:
-    """Make Megatron's ``sharded_state_dict`` describe only the ranges of this rank while the block runs. Megatron would
-    gather the state of all data-parallel ranks: 12 bytes for each parameter of the rank."""
+    """Make Megatron's ``sharded_state_dict`` describe only the ranges of this rank while the block runs. By itself,
+    Megatron would gather the state of all data-parallel ranks: 12 bytes for each parameter of the rank."""
     sharded = [member for member in optimizers if isinstance(member, DistributedOptimizer)]
     for member in sharded:
         member.sharded_param_state_fully_reshardable = partial(_describe, member)
-    # Megatron then collects garbage, which takes longer than the description and would block training.
+    # Megatron's garbage collection is disabled: it takes longer than the description and would block training.
     collector, distrib_optimizer.gc = distrib_optimizer.gc, SimpleNamespace(collect=lambda: 0)
     try:
         yield

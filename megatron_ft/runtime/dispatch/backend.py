@@ -88,7 +88,7 @@ class DispatchBackend(Protocol):
         ...
 
     def row_probs(self, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Return the probability of each sent row, [S], from ``probs`` [T, E]. Each is sent with its row."""
+        """Return the probability of each sent row, [S], from ``probs`` [T, E]. It is sent with the row."""
         ...
 
 

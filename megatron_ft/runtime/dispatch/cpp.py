@@ -33,8 +33,8 @@ _NEGATIVE, _TOO_MANY_TOKENS, _FINE = -1, -2, 0
 
 
 class CppDispatch(RowOperations):
-    """Backend with single-threaded C++ kernels. Creating it raises ``SoftwareError`` if they cannot be built.
-    ``backend.py`` explains the notation."""
+    """Backend with single-threaded C++ kernels. The constructor raises ``SoftwareError`` if the kernels cannot be
+    built. ``backend.py`` explains the notation."""
 
     def __init__(self, shares: str = BALANCED) -> None:
         self.shares = shares

@@ -24,7 +24,7 @@ Argument = torch.Tensor | int | None
 
 
 class CudaDispatch(RowOperations):
-    """Backend with CUDA kernels on the current stream. Creating it raises ``SoftwareError`` without a CUDA device.
+    """Backend with CUDA kernels on the current stream. The constructor raises ``SoftwareError`` without a CUDA device.
     ``backend.py`` explains the notation."""
 
     def __init__(self, shares: str = BALANCED) -> None:

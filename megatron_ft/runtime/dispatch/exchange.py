@@ -12,8 +12,8 @@ from megatron_ft.runtime.dispatch.rows import DispatchHandle
 
 @dataclass(slots=True)
 class ExchangeCounter:
-    """Counts the bytes of rows and of gradients that this rank passes to all-to-all exchanges. The caller reads and
-    resets the counts."""
+    """Counts the bytes of the rows, and of their gradients, that this rank passes to all-to-all exchanges. The caller
+    reads and resets the counts."""
 
     sent_bytes: int = 0
     """Bytes of the rows that go to other ranks."""

@@ -80,7 +80,7 @@ def _device_architecture() -> str:
 
 def _build(kind: str, command: Sequence[str], sources: Sequence[Path], cache_folder: Path) -> Path:
     """Compile ``sources`` with ``command`` unless the cache has the library; return the path of the library. The
-    finished file is renamed to this path, so it is never incomplete there. Raises ``SoftwareError`` if this fails."""
+    library is renamed to this path when it is complete. Raises ``SoftwareError`` if the build fails."""
     library = cache_folder / f"{kind}-{digest(command, sources)}.so"
     if library.exists():
         return library

@@ -2,9 +2,9 @@
 the notation.
 
 The operations are built from three kernels. ``gather`` copies rows into a given order, and ``combine`` sums the rows of
-each token. Without weights, each one is the gradient of the other. ``weigh`` is the gradient of the weighted sum. Every
-sum has one fixed order, because no kernel uses atomic additions. Sums use float32, or float64 for float64 rows. Each
-product is rounded before it is added; the sum is rounded to the type of the rows at the end.
+each token. Without weights, ``gather`` and ``combine`` are each other's gradients. ``weigh`` is the gradient of the
+weighted sum. Every sum has one fixed order, because no kernel uses atomic additions. Sums use float32, or float64 for
+float64 rows. Each product is rounded before it is added; the sum is rounded to the type of the rows at the end.
 """
 
 from collections.abc import Sequence
@@ -325,7 +325,7 @@ class RowOperations:
         return _WeightedSum.apply(rows, _RowProbs.apply(probs, handle), handle, self)
 
     def row_probs(self, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Return the probability of each sent row, [S], from ``probs`` [T, E]. Each is sent with its row."""
+        """Return the probability of each sent row, [S], from ``probs`` [T, E]. It is sent with the row."""
         return _RowProbs.apply(probs, handle)
 
 

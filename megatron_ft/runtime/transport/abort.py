@@ -1,10 +1,10 @@
 """Ends collectives, waits and process groups of a failed membership at once, without an answer from lost ranks.
 
-Gloo detects the loss of a peer when their connection closes. But a rank that waits for a healthy peer, which itself
-waits for the lost one, stays blocked until its timeout. So each rank that learns of the failure shuts down all its
-connections, which ends its own waits and those of its peers within milliseconds. ``Transports`` and ``Opening`` also
-end their ``WaitLimit``, so that operations which stay blocked in gloo are abandoned. ``release`` then destroys the
-process groups.
+Gloo detects a lost peer when the connection to this peer closes. But if a rank waits for a healthy peer, and that peer
+waits for the lost rank, the first rank stays blocked until its timeout. So each rank that learns of the failure shuts
+down all its connections, which ends its own waits and those of its peers within milliseconds. ``Transports`` and
+``Opening`` also end their ``WaitLimit``, so that operations which stay blocked in gloo are abandoned. ``release`` then
+destroys the process groups.
 """
 
 import os
@@ -77,7 +77,7 @@ def release(groups: list[dist.ProcessGroup]) -> int:
     if held:
         used = f", {len(_holders)} of them because other objects reference them" if _holders else ""
         print(
-            f"process groups that are not destroyed yet: {held}{used}; until then, their memory stays allocated",
+            f"process groups that are not destroyed yet: {held}{used}; their memory stays allocated until then",
             file=sys.stderr,
             flush=True,
         )
@@ -254,7 +254,7 @@ def install() -> None:
         """Wait for ``work``; see ``torch.distributed.Work.wait``."""
         if args or kwargs or work.is_completed():
             return native_wait(work, *args, **kwargs)
-        # Read only at the start: a wait of an earlier membership must not get the limit of the next one.
+        # The limit is read once: a wait of an earlier membership must not get the limit of the next one.
         limit = _in_use
         try:
             work.get_future()
@@ -393,7 +393,7 @@ def _connects_ranks(found: SocketId, store_port: int | None) -> bool:
         if opened.family not in (socket.AF_INET, socket.AF_INET6) or opened.type != socket.SOCK_STREAM:
             return False
         try:
-            # The store's connection carries no collective, and must stay usable.
+            # No collective uses the connection to the store, which must stay usable.
             ports = {opened.getsockname()[1], opened.getpeername()[1]}
         except OSError:  # it listens, or the peer has not answered yet
             return opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _SYN_SENT

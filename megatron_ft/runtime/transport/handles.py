@@ -53,15 +53,15 @@ FORWARDED = (
     "scatter",
     "send",
 )
-"""Methods of ``ProcessGroup`` that communicate, or that ask for properties of the connection. Older versions of torch
-lack some of them."""
+"""Methods of ``ProcessGroup`` that communicate, or that return properties of the connection. Older versions of torch
+lack some of these methods."""
 
 
 class Handle(ProcessGroup):
     """A process group that forwards its operations to an inner group.
 
-    ``torch.distributed.batch_isend_irecv`` calls a subclass of ``ProcessGroup`` once for each message, as it does for
-    every gloo group. So on gloo, point-to-point messages are not changed by handles.
+    ``torch.distributed.batch_isend_irecv`` makes one call per message, both for a subclass of ``ProcessGroup`` and for
+    a gloo group. So handles do not change point-to-point messages on gloo.
 
     Args:
         rank: rank of this process in the group.
@@ -81,7 +81,7 @@ class Handle(ProcessGroup):
         """Return the rank of this process in the group, which may change while the handle is not connected."""
         return self._rank
 
-    # torch finds the following properties in the backends of a group. A handle has no backend of its own.
+    # torch reads the following properties from a group's backends. A handle has no backend, so it defines them.
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -110,7 +110,7 @@ def _forwarding(name: str) -> Callable[..., Any]:
     def forward(handle: Handle, *args: Any, **kwargs: Any) -> Any:
         inner = handle.inner
         if inner is None:
-            raise RuntimeError(f"process group {handle.group_name} is not connected, so it cannot carry out {name}")
+            raise RuntimeError(f"process group {handle.group_name} is not connected, so {name} cannot run")
         return getattr(inner, name)(*args, **kwargs)
 
     forward.__name__ = name
@@ -144,8 +144,8 @@ def _create(_: Any, rank: int, size: int, timeout: timedelta) -> Handle:
 @contextmanager
 def reusing(targets: Sequence[Handle]) -> Iterator[None]:
     """Let torch use ``targets``, in this order, for the next groups that contain this process. torch must have
-    forgotten them, and the new groups must have the same sizes. So objects that reference the handles can be used at
-    another rank."""
+    forgotten these handles, and the new groups must have the same sizes. So objects that reference the handles can be
+    used after the rank has got another number."""
     _reused.extend(targets)
     try:
         yield
@@ -173,8 +173,8 @@ class PutAway:
 
 
 def put_away() -> PutAway:
-    """Let torch forget all groups without destroying them, so that other groups can be created. They must be handles
-    without connections."""
+    """Let torch forget all groups without destroying them, so that other groups can be created. All groups must be
+    handles without connections."""
     world = dist.distributed_c10d._world
     assert world.default_pg is not None, "there are no process groups"
     assert all(handle.inner is None for handle in handles()), "connected groups cannot be put away"
@@ -196,8 +196,8 @@ def put_back(found: PutAway) -> None:
 
 
 def use_store(targets: Sequence[Handle], store: dist.Store) -> None:
-    """Let ``torch.distributed.new_group`` use ``store`` if it creates other groups among the ranks of ``targets``, and
-    drop the references to the previous store."""
+    """Replace the store of ``targets`` in torch by ``store``. ``torch.distributed.new_group`` then uses it for other
+    groups of these ranks, and torch no longer references the previous store."""
     for handle in targets:
         dist.distributed_c10d._world.pg_map[handle] = (HANDLE, store)
 
@@ -205,11 +205,11 @@ def use_store(targets: Sequence[Handle], store: dist.Store) -> None:
 def connect(targets: Sequence[Handle], store: dist.Store, *, is_shared: bool = True) -> None:
     """Give each handle of ``targets`` an inner gloo group, which exchanges addresses through ``store``.
 
-    Handles of the same ranks share one inner group if ``is_shared``, and always if they have only one rank. This saves
-    connections and threads. All ranks must then use these handles in one common order.
+    If ``is_shared``, handles of the same ranks share one inner group, which saves connections and threads. All ranks
+    must then use these handles in the same order. Handles of one rank always share an inner group.
 
-    All ranks of the handles must call this, with their handles in the order in which they were created, which is the
-    same on all ranks. Each call needs another store or prefix.
+    All ranks of the handles must call this function, with the handles in the order of their creation. This order must
+    be the same on all ranks. Each call needs another store or prefix.
 
     Raises:
         RuntimeError: a rank did not connect within the timeout, or the connections were shut down.
@@ -219,7 +219,7 @@ def connect(targets: Sequence[Handle], store: dist.Store, *, is_shared: bool = T
         ranks = tuple(dist.get_process_group_ranks(handle))
         found = made.setdefault(ranks, [])
         if not found or not (is_shared or len(ranks) == 1):
-            # Names of groups are no keys: they depend on the groups that a process has created before.
+            # The key is not the group's name, which depends on the groups that a process has created before.
             key = hashlib.sha256(repr(ranks).encode()).hexdigest()
             found.append(_gloo_group(handle, PrefixStore(f"{key}-{len(found)}", store)))
         handle.inner = found[-1]

@@ -102,7 +102,7 @@ class UpstreamLog:
         iteration is not logged, and ``figures.num_unlogged`` increases."""
         # The slot of an earlier attempt is used again: an iteration must never have tensors of two attempts.
         earlier = self._logged.pop(iteration, None)
-        # Older iterations are not discarded for this one: a replay needs all iterations since its window without a gap.
+        # No older iteration is discarded to make space: a replay needs every iteration since the start of its window.
         if earlier is None and len(self._logged) >= self.num_iterations:
             self._leave_out(iteration)
             return
@@ -140,7 +140,7 @@ class UpstreamLog:
         logged, self._open = self._open, None
         if logged is None:
             return
-        # The vote follows. After the vote a replay may need this iteration, so its copies must be complete before it.
+        # The vote comes next. After the vote, a replay may need this iteration, so all copies must be complete now.
         if self._stream is not None:
             self._stream.synchronize()
         expected = {direction: len(order) for direction, order in self._sends.items()}
@@ -151,7 +151,7 @@ class UpstreamLog:
         self._open = None
 
     def commit(self, vote: Vote) -> None:
-        """Commit the iteration of ``vote``, so that a replay may use its messages."""
+        """Commit the iteration of ``vote``, so that a replay may use its tensors."""
         # The vote is stored even if this rank did not log the iteration: other ranks may have logged it.
         self._votes[vote.iteration] = vote
         if vote.iteration in self._logged:
@@ -160,7 +160,7 @@ class UpstreamLog:
     def trim(self, start_iteration: int) -> None:
         """Discard the iterations that are not needed to replay windows which start at ``start_iteration`` or
         later."""
-        # A window contains the state after its first iteration. So its replay begins with the next iteration.
+        # A window that starts at an iteration contains the state after it, so its replay begins with the next one.
         self._logged = {number: logged for number, logged in self._logged.items() if number > start_iteration}
         self._votes = {number: vote for number, vote in self._votes.items() if number > start_iteration}
 
