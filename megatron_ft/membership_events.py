@@ -63,8 +63,7 @@ class MembershipChanged(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRecovery(Record):
-    """One rank finished its part in a recovery that keeps the layout. In such a recovery, replacements of lost ranks
-    receive state from living ranks, or stages that lost a rank replay iterations from upstream logs."""
+    """One rank finished its part (``role``) in a recovery that keeps the layout."""
 
     generation: int
     """Generation number of the membership that this recovery establishes."""
@@ -93,7 +92,7 @@ class StageRecovery(Record):
     because all were built in advance. ``optimizer``: only the optimizer, because the model was built in advance for
     another rank with the same model. ``all``: every part. Empty in files of earlier versions."""
     why_built: str = ""
-    """Reason why the rank used no parts that were built in advance. Empty unless ``built`` is ``all``."""
+    """Reason, if ``built`` is ``all``, why the rank used no parts that were built in advance."""
     build_seconds: float = 0.0
     """Seconds that the rank needed to build parts, or to prepare parts that were kept or built in advance."""
     state_bytes: int = 0
@@ -122,8 +121,7 @@ class StageRecovery(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartBuilt(Record):
-    """A rank of a spare node has built a model, gradient buffers and an optimizer in advance. The rank needs them if
-    its node replaces a node at one of ``places``."""
+    """A rank of a spare node has built a model, gradient buffers and an optimizer in advance."""
 
     node: int
     """The spare node."""
@@ -132,7 +130,8 @@ class PartBuilt(Record):
     stage: int
     """Pipeline stage that was built, counted from 0."""
     places: tuple[int, ...]
-    """Positions, in the layout, of the nodes whose model was built."""
+    """Positions, in the layout, of the nodes whose model was built. The rank needs it if its node replaces one of
+    them."""
     state_bytes: int
     """Bytes of weights, gradients, master weights and moments that were allocated."""
     seconds: float
@@ -220,7 +219,7 @@ class RanksRestarted(Record):
     reason: str
     """Reason for the end of the previous generation."""
     failed_ranks: tuple[int, ...]
-    """Ranks that failed, in the order of failures. Ranks that ended as a consequence are left out."""
+    """Ranks that failed, in the order of failures. Ranks that ended because of these failures are left out."""
     iteration: int
     """Iteration in which the first rank failed; if a node was lost, the latest iteration of any rank. 0 before the
     first iteration."""

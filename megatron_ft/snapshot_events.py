@@ -146,7 +146,7 @@ class ExpertUpdatesLost(Record):
     lost_share: float
     """Share of the tokens of the whole training whose updates were lost so far, as a mean over MoE layers (PLT)."""
     momentary_lost_tokens: float
-    """Sum over MoE layers of the layer's tokens lost now divided by its tokens so far (MLT). It can exceed 1."""
+    """Sum over MoE layers of (tokens lost now) / (tokens processed so far) in the layer (MLT). It can exceed 1."""
 
     def describe(self) -> Note:
         lost = f"the updates of {self.num_tokens} tokens are lost, {self.lost_share:.2%} of the training so far"

@@ -173,7 +173,7 @@ def test_dense_layers_and_scaled_positions_are_refused_where_they_cannot_be_expr
     if name == "deepseek_v2":
         assert family.read_model(config, "config.json").rotary_scaling_factor == 4.0
         config["rope_scaling"] = {"type": "yarn", "factor": "4"}
-        with pytest.raises(CheckpointError, match="must have numbers"):
+        with pytest.raises(CheckpointError, match="must have the entry factor, and only numbers"):
             family.read_model(config, "config.json")
     else:
         with pytest.raises(CheckpointError, match="yarn"):

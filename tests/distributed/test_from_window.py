@@ -267,7 +267,7 @@ def test_jobs_on_other_machines_are_refused_with_the_commands_to_use(
         f"  cp {run_dir}/run_id.json {work}\n",
         f"  cp -r {run_dir}/windows/{newest} {work}/windows\n",
         "  python pretrain_moe.py model.name=moe_micro",
-        f"it saves the checkpoint {saved_by(work, run_dir, newest)}",
+        f"The job then saves {saved_by(work, run_dir, newest)}",
         f"run.dir={work.parent}",
         "launch.node_launcher=srun",
     ):

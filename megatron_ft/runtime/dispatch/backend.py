@@ -51,7 +51,7 @@ class DispatchBackend(Protocol):
         tokens of expert e that ``rank`` receives from rank i.
 
         Raises ``ValueError`` for wrong shapes, negative values, and an expert that has tokens but no copy. The backend
-        ``cuda`` does not read the values here, so its ``plan`` raises the error if they contradict each other.
+        ``cuda`` does not read the values here; its ``plan`` raises the error if the values contradict each other.
         """
         ...
 

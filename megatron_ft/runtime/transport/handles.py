@@ -144,8 +144,8 @@ def _create(_: Any, rank: int, size: int, timeout: timedelta) -> Handle:
 @contextmanager
 def reusing(targets: Sequence[Handle]) -> Iterator[None]:
     """Let torch use ``targets``, in this order, for the next groups that contain this process. torch must have
-    forgotten these handles, and the new groups must have the same sizes. So objects that reference the handles can be
-    used after the rank has got another number."""
+    forgotten these handles, and the new groups must have the same sizes. So objects that reference the handles stay
+    usable when this process gets another rank."""
     _reused.extend(targets)
     try:
         yield
