@@ -198,7 +198,7 @@ def _difference(
     name: str, mine: TensorRow, theirs: TensorRow, one: Source, other: Source, tolerance: float
 ) -> TensorDifference | None:
     if mine.shape != theirs.shape:
-        return TensorDifference(name=name, reason=f"has the shape {list(mine.shape)}, and {list(theirs.shape)}")
+        return TensorDifference(name=name, reason=f"has the shapes {list(mine.shape)} and {list(theirs.shape)}")
     first, second = one.read(name), other.read(name)
     if not tolerance and mine.dtype == theirs.dtype and torch.equal(_bits(first), _bits(second)):
         return None
@@ -207,7 +207,7 @@ def _difference(
     largest = float((values[0] - values[1]).abs().max() / scale) if first.numel() else 0.0
     if tolerance and largest <= tolerance:
         return None
-    reason = f"is {mine.dtype}, and {theirs.dtype}" if mine.dtype != theirs.dtype else "has other values"
+    reason = f"has the dtypes {mine.dtype} and {theirs.dtype}" if mine.dtype != theirs.dtype else "has other values"
     return TensorDifference(name=name, reason=reason, largest=largest)
 
 

@@ -118,7 +118,7 @@ def test_bits_are_compared_not_values(folder: Path, tmp_path: Path, capsys: pyte
     rounded = changed(folder, tmp_path / "rounded", "model.norm.weight", torch.arange(8.0).to(torch.bfloat16))
     assert inspect_checkpoint.main(["diff", str(folder), str(rounded), "--json"]) == 1
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["differences"]
-    assert found == [{"name": "model.norm.weight", "reason": "is float32, and bfloat16", "largest": 0.0}]
+    assert found == [{"name": "model.norm.weight", "reason": "has the dtypes float32 and bfloat16", "largest": 0.0}]
 
 
 def test_other_folders_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
