@@ -130,11 +130,11 @@ def _check_values(text: str, action: str, values: dict[str, object]) -> None:
     if action in _REQUIRED and _REQUIRED[action] not in values:
         raise ConfigError.of(_KEY, text, f"must give {_REQUIRED[action]}")
     if int(values.get("passes", 1)) < 1:  # type: ignore[call-overload]
-        raise ConfigError.of(_KEY, text, "must give passes a value of at least 1")
+        raise ConfigError.of(_KEY, text, "must give `passes` a value of at least 1")
     if not 0 <= int(values.get("code", 0)) <= 255:  # type: ignore[call-overload]
-        raise ConfigError.of(_KEY, text, "must give code a value from 0 to 255")
+        raise ConfigError.of(_KEY, text, "must give `code` a value from 0 to 255")
     if not float(values.get("seconds", 0.0)) >= 0.0:  # type: ignore[arg-type]
-        raise ConfigError.of(_KEY, text, "must give seconds a value of at least 0")
+        raise ConfigError.of(_KEY, text, "must give `seconds` a value of at least 0")
 
 
 def append_to(path: Path) -> Callable[[Record], None]:

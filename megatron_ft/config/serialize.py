@@ -89,11 +89,12 @@ def _fits(annotation: Any, value: Any) -> bool:
 def build_policy(key: str, spec: Mapping[str, Any]) -> Any:
     """Create the policy that ``spec``, the value of ``key``, describes.
 
-    The value of a field that is a dataclass is a mapping; ``_target_`` in this mapping chooses another class than the
-    type of the field. Lists become tuples for fields of type tuple.
+    ``spec`` names the class of the policy in ``_target_``. If the type of a field is a dataclass, its value is a
+    mapping; there ``_target_`` is optional and chooses another class. Lists become tuples for fields of type tuple.
 
     Raises:
-        ConfigError: ``_target_`` is missing or names no frozen dataclass, or the other entries do not fit the fields.
+        ConfigError: ``spec`` has no ``_target_``, a ``_target_`` names no frozen dataclass, or the other entries do not
+            fit the fields.
     """
     found = find_target(key, spec)
     # Each rank builds its own policies. Policies with state that changes could make different plans on different ranks.

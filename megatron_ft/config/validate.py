@@ -1,4 +1,4 @@
-"""All checks of a configuration that need neither files nor devices, for one device or for all possible ones."""
+"""All checks of a configuration that need no files and no hardware, for one type of device or for each of them."""
 
 import dataclasses
 

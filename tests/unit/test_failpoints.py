@@ -46,7 +46,7 @@ def test_a_spec_is_read() -> None:
         ("kill(phase='data', rank=1+1)", "rank as a literal"),
         ("kill(phase='data', rank=open('x'))", "rank as a literal"),
         ("kill(phase='data', rank=-1)", "rank a value of at least 0"),
-        ("delay(phase='data', seconds=-1)", "seconds a value of at least 0"),
+        ("delay(phase='data', seconds=-1)", "`seconds` a value of at least 0"),
         ("kill(phase='data'", "must be a call"),
         ("kill(phase='data') or kill(phase='data')", "one call"),
         ("kill(phase='data')(phase='data')", "one call"),
@@ -231,5 +231,5 @@ def test_a_rank_is_that_of_the_generation_that_is_named_else_the_first(
 
 
 def test_no_pass_before_the_first() -> None:
-    with pytest.raises(ConfigError, match="passes a value of at least 1"):
+    with pytest.raises(ConfigError, match="`passes` a value of at least 1"):
         failpoints.Failpoint.parse('kill(phase="forward", passes=0)')

@@ -30,7 +30,7 @@ def check_placement(config: JobConfig) -> None:
         raise ConfigError.of(
             "parallel.expert_model_parallel_size",
             parallel.expert_model_parallel_size,
-            "must be 1 with placement.algorithm: all ranks of a pipeline stage form one expert group",
+            "must be 1 with placement.algorithm, which sets the size: all ranks of a stage form one expert group",
         )
     if parallel.expert_tensor_parallel_size != 1:
         raise ConfigError.of(

@@ -211,8 +211,8 @@ class _AgentSessions:
         return [session for session in list(self._sessions.values()) if not session.is_over]
 
     def replaced(self, node: int, process_id: int) -> int | None:
-        """Return the process id of the living agent that ``process_id`` replaces when it registers, or None if there is
-        no other agent."""
+        """Return the process id of the living agent that the agent ``process_id`` replaces when it registers. Return
+        None if there is no other agent."""
         session = self._sessions.get(node)
         if session is None or session.process_id == process_id or session.is_over:
             return None

@@ -305,8 +305,8 @@ def _as_exit_code(attempt: Attempt) -> int:
 
 
 def _environment(hosts: Sequence[str]) -> dict[str, str]:
-    """Return this process's environment with the present nodes of the allocation; Slurm's variables in a batch script
-    describe the allocation at the job's start."""
+    """Return a copy of this process's environment in which Slurm's variables describe the allocation's present nodes.
+    In a batch script they describe the allocation at the job's start."""
     nodes, count = ",".join(hosts), str(len(hosts))
     now = {"SLURM_JOB_NODELIST": nodes, "SLURM_NODELIST": nodes, "SLURM_JOB_NUM_NODES": count, "SLURM_NNODES": count}
     return {**{name: text for name, text in os.environ.items() if name not in _STALE}, **now}

@@ -240,8 +240,8 @@ def plan_replicas(
 
     Args:
         plan: present placement.
-        previous_ranks: rank in ``plan`` of each rank of the stage in the next membership, in order; None for ranks
-            without state of the stage.
+        previous_ranks: for each rank of the stage in the next membership, in order, its rank in ``plan``; None for
+            ranks without state of the stage.
         place: function that plans the next placement from the experts of ranks; called only if no expert is lost.
         num_slots_per_rank: number of expert slots of a rank in the next membership.
         expert_bytes: bytes of the state of one expert, equal in all layers or one value for each layer.

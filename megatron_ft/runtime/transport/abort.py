@@ -368,7 +368,7 @@ class Opening:
         return self._broken.wait(seconds)
 
     def close(self) -> None:
-        """End the effect of ``hang_up`` on new connections."""
+        """Stop shutting down new connections, which ``hang_up`` began to do."""
         with self._lock:
             self._closed.set()
         if self._breaker is not None:

@@ -93,7 +93,7 @@ class Lifeline:
         for name in ("run_id", "fingerprint", "interface"):
             if (given := fields.text(message, name)) != getattr(outlive, name):
                 raise Unusable(
-                    f"{name}={given}: must be {getattr(outlive, name)}, with which the windows were captured"
+                    f"{name}={given}: must be {getattr(outlive, name)}, the value when the windows were captured"
                 )
         seconds = _seconds(message)
         with self._lock:

@@ -162,7 +162,7 @@ class RankSession(threading.Thread):
 
     def _end(self, message: Message) -> Message:
         if message.get("op") != "end":
-            raise ControlError(f"op={message.get('op')!r:.100}: must be end in a message of an agent")
+            raise ControlError(f"op={message.get('op')!r:.100}: an agent may only send op='end'")
         self._end_reason, self._is_agent = fields.text(message, "reason"), True
         return _OK
 

@@ -228,7 +228,7 @@ class WindowFile:
             positions = dict(self._stored_in.layout(part)[0])
         for index, target in targets.items():
             if index not in positions:
-                raise CheckpointError(f"{self.path}: lacks piece {index}, which the file of a later window omits")
+                raise CheckpointError(f"{self.path}: lacks piece {index}, but the file of a later window leaves it out")
             size = part.pieces[index].num_bytes
             for _ in self._read(positions[index], positions[index] + size, target[:size]):
                 pass

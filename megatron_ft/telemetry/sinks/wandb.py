@@ -87,8 +87,8 @@ class WandbSink(Sink):
 
         Raises:
             Exception: any exception that wandb has raised.
-            TimeoutError: wandb did not finish within ``CLOSE_SECONDS``. In offline mode, wandb's folder contains the
-                records that wandb accepted.
+            TimeoutError: wandb did not finish within ``CLOSE_SECONDS``. Even then, in offline mode, its folder contains
+                the records that it has accepted.
         """
         if self._error is None:
             self._queue.put(outcome, timeout=CLOSE_SECONDS)
