@@ -52,11 +52,11 @@ class RankFailed(MegatronFtError):
 
 
 class RankLost(RankFailed):
-    """A rank that cannot continue because of an error in its process; other ranks recover as if it had been killed."""
+    """A rank cannot continue because of an error in its process. Other ranks recover as if it had been killed."""
 
 
 class ControlError(MegatronFtError):
-    """A process of the control plane that rejected another process or lost the connection to it."""
+    """A process of the control plane rejected another process, or lost the connection to it."""
 
     exit_code = 8
 

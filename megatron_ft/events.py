@@ -28,7 +28,7 @@ class Metrics(Record):
     Names, units and meanings are in ``megatron_ft/telemetry/metrics.py``.
     """
 
-    # One line per iteration: fsync would cost each iteration a wait for the disk.
+    # Every iteration writes such a line, and a sync of each line would delay training.
     durable: ClassVar[bool] = False
 
     iteration: int
@@ -172,7 +172,7 @@ class PlacementInForce(Record):
     iteration: int
     """First iteration with this placement."""
     reason: str
-    """Reason for the placement: ``first``, ``resumed``, ``scripted``, ``membership``, or text with the gain."""
+    """Reason for the placement: ``first``, ``resumed``, ``scripted``, ``membership``, or a text with the gain."""
     stages: tuple[str, ...]
     """Description of the placement, one line for each pipeline stage."""
     moved_bytes: int | None = None
@@ -445,7 +445,7 @@ class SinkRecovered(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordRefused(Record):
-    """A report was not a valid record, so no sink received it; this record contains its text."""
+    """A report was not a valid record, so no sink received it. This event contains the text of the report."""
 
     problem: str
     """Reason why the report is not a valid record."""

@@ -133,7 +133,7 @@ def _json(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
         raise DataError(f"{name}: is not JSON: {error}") from error
     layers = document.get("logical_count") if isinstance(document, dict) else document
     if not isinstance(layers, list) or not layers or not all(isinstance(layer, list) for layer in layers):
-        raise DataError(f'{name}: must be a list of loads per layer and expert, or {{"logical_count": such a list}}')
+        raise DataError(f'{name}: must be a list of loads per layer, as [[1, 2], [3, 4]], or {{"logical_count": ...}}')
     for number, layer in enumerate(layers):
         if len(layer) != len(layers[0]) or not layer:
             raise DataError(f"{name}: layer {number} has {len(layer)} loads: must have as many as layer 0, at least 1")
@@ -160,7 +160,7 @@ def _npz(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
 
 
 def _check_members(name: str, content: bytes) -> None:
-    # Archives are compressed: sizes are checked before any array is unpacked.
+    # A small archive can contain huge arrays, so sizes are checked before any array is unpacked.
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         for member in archive.infolist():
             if member.filename in ("counts.npy", "iters.npy"):
@@ -238,7 +238,7 @@ def _csv_table(name: str, loads: dict[tuple[int, int, int, int], int]) -> tuple[
     batches = _distinct([key[:1] for key in loads])
     layers = _distinct([key[1:3] for key in loads])
     experts = _distinct([key[3:] for key in loads])
-    # The number of rows is checked before the table is allocated: few rows can have very many combinations.
+    # Few rows can have very many combinations of keys, so their number is checked before the table is allocated.
     expected = len(batches) * len(layers) * len(experts)
     if len(loads) != expected:
         raise DataError(

@@ -113,7 +113,7 @@ class Failpoint:
         types = _SELECTORS | _OPTIONS[action]
         for name, value in values.items():
             if name not in types:
-                raise ConfigError.of(_KEY, text, f"must not have the keyword {name}, only {', '.join(types)}")
+                raise ConfigError.of(_KEY, text, f"must not have the keyword {name}; allowed: {', '.join(types)}")
             if types[name] is float and type(value) is int:
                 values[name] = float(value)
             elif type(value) is not types[name]:
@@ -273,7 +273,7 @@ def _fire(armed: _Armed, failpoint: Failpoint, iteration: int) -> None:
         node=armed.node,
         failpoint=failpoint.text,
     )
-    # The record is on disk before the fault, because a trial counts only with this record.
+    # The record is on disk before the fault: without it, a test does not count the fault as injected.
     armed.record(hit_event.to_record())
     match failpoint.action:
         case "kill":

@@ -1,7 +1,7 @@
 """JSON messages over local stream sockets. Each has its length in four bytes, big endian, followed by UTF-8 JSON.
 
-Processes of one node use them: ranks, the agent and the fork server. File descriptors may be sent with a message; the
-receiver queues them in the order of arrival.
+The ranks, the agent and the fork server of a node exchange such messages. File descriptors may be sent with a message;
+the receiver queues them in the order of arrival.
 """
 
 import array

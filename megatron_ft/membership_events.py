@@ -46,8 +46,8 @@ class MembershipChanged(Record):
     seconds: float
     """Seconds from the decision to change the membership until the first rank was ready."""
     joining: tuple[int, ...] = ()
-    """Nodes whose ranks received their state from other ranks, because they had no state or the state of another
-    iteration. A node that was lost and restarted within one iteration is among them."""
+    """Nodes whose ranks received their state from other ranks, because these nodes had no state or the state of another
+    iteration. This includes a node that was lost and restarted within one iteration."""
     schedule: tuple[str, ...] = ()
     """Entries for ``testing.membership_schedule`` with which another job repeats all membership changes since the
     commit of ``iteration``. They replace the entries of earlier events with the same ``iteration``. Empty with
@@ -98,7 +98,7 @@ class StageRecovery(Record):
     state_bytes: int = 0
     """Bytes of weights, gradients, master weights and moments on the rank."""
     staged_bytes: int = 0
-    """Largest number of bytes that the rank copied at one time while state moved, besides ``state_bytes``."""
+    """Most bytes of temporary copies at one time while state moved; ``state_bytes`` does not include them."""
     began_unix_seconds: float
     """Time at which the recovery began on this rank, in seconds since 1970 by the clock of its node."""
     seconds: float

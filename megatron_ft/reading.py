@@ -52,7 +52,7 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise DataError(f"{path}: must be a regular file")
-            # One byte more than allowed: the file may have grown since its size was read.
+            # One byte more than allowed is read, to detect that the file has grown since its size was checked.
             content = b"" if status.st_size > max_bytes else file.read(max_bytes + 1)
             if status.st_size > max_bytes or len(content) > max_bytes:
                 raise DataError(f"{path}: {status.st_size} bytes: must be at most {max_bytes}")
@@ -60,7 +60,7 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
 
 
 def parse_call(key: str, text: str, names: Iterable[str], example: str) -> tuple[str, dict[str, object]]:
-    """Parse ``text``, the value of ``key``, as a call of one of ``names`` with keyword arguments that are literals.
+    """Parse ``text``, the value of ``key``, as a call of one of ``names``. Its arguments are keywords with literals.
 
     Returns:
         The called name, and the arguments by keyword. An argument ``**mapping`` has the keyword ``"**"``.
@@ -72,7 +72,7 @@ def parse_call(key: str, text: str, names: Iterable[str], example: str) -> tuple
     if match is None or match.group(1) not in names:
         raise ConfigError.of(key, text, f"must be a call of one of {', '.join(names)}, e.g. {example}")
     try:
-        # The name may be a keyword of Python, e.g. raise, so it is replaced by another one.
+        # The name may be a reserved word of Python, e.g. raise, so another name replaces it here.
         call = ast.parse("call" + match.group(2), mode="eval").body
     except _PARSE_ERRORS as error:
         raise ConfigError.of(key, text, f"must be one call with keyword arguments ({error})") from None

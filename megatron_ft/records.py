@@ -1,9 +1,9 @@
 """``Record``, the base class of all records of a run, with strict conversion to and from flat JSON objects.
 
 ``events.py`` defines the kinds of records. ``to_record()`` makes a flat JSON object; ``from_record()`` reads one and
-refuses invalid content; ``Record.read()`` also accepts kinds that are not defined. Numbers that JSON lacks are written
-as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``. Fields with the value ``None`` are left out. This module
-reads no clock: the process that reports a record, or the sink that receives it, sets ``time_unix_seconds``.
+refuses invalid content; ``Record.read()`` also accepts kinds that this version does not define. Numbers that JSON lacks
+are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``. Fields with the value ``None`` are left out.
+This module reads no clock: the process that reports a record, or the sink that receives it, sets ``time_unix_seconds``.
 """
 
 import json
@@ -55,7 +55,7 @@ class Record:
         # This class is ``OtherRecord``, in which each record has a kind of its own.
         if isinstance(cls.__dict__.get("kind"), property):
             return
-        # The class name is the kind on disk: a renamed class needs an entry in ``_today``.
+        # Files contain the kind, which follows from the class name. So a renamed class needs an entry in ``_today``.
         cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
         _KINDS[cls.kind] = cls
 
@@ -72,8 +72,8 @@ class Record:
     def from_record(cls, record: Mapping[str, JsonValue]) -> "Record":
         """Read the result of ``to_record``.
 
-        ``Record.from_record`` accepts every kind; on a subclass only the kind of the subclass is accepted. A kind that
-        was renamed since an earlier version is read as its present kind.
+        ``Record.from_record`` accepts every kind; a subclass accepts only its own kind. A kind that was renamed since
+        an earlier version is read as its present kind.
 
         Raises:
             ValueError: the kind is unknown, or a field is unknown, missing or of the wrong type; the message names it.

@@ -142,14 +142,14 @@ class ExpertUpdatesLost(Record):
     num_experts: int
     """Number of experts, over all layers, that were set back to an earlier iteration."""
     num_tokens: int
-    """Number of tokens, over all layers, whose updates of experts were lost now."""
+    """Number of tokens, over all layers, whose updates of experts were lost in this recovery."""
     lost_share: float
     """Share of the tokens of the whole training whose updates were lost so far, as a mean over MoE layers (PLT)."""
     momentary_lost_tokens: float
     """Sum over MoE layers of (tokens lost now) / (tokens processed so far) in the layer (MLT). It can exceed 1."""
 
     def describe(self) -> Note:
-        lost = f"the updates of {self.num_tokens} tokens are lost, {self.lost_share:.2%} of the training so far"
+        lost = f"updates of {self.num_tokens} tokens are lost; lost so far: {self.lost_share:.2%} of the whole training"
         return Note("warning", f"{self.num_experts} experts continue from an earlier state: {lost}")
 
 

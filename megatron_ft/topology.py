@@ -98,7 +98,7 @@ class Topology:
         stage, inside = divmod(rank, self.stage_size)
         outer, tp = divmod(inside, self.tensor_model_parallel_size)
         dp, cp = divmod(outer, self.context_parallel_size)
-        # Expert layers divide the same ranks differently: expert TP and EP take the place of TP, CP and DP.
+        # Expert layers divide the same ranks into expert TP, EP and expert DP, instead of TP, CP and DP.
         expert_dp, ep = divmod(inside // self.expert_tensor_parallel_size, self.expert_model_parallel_size)
         return _Coordinates(tp=tp, cp=cp, dp=dp, pp=stage, ep=ep, expert_dp=expert_dp)
 

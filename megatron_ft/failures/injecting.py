@@ -50,8 +50,8 @@ def _links_to(process_ids: Iterable[int]) -> list[str]:
         # Cutting this process's own network would disconnect the injector and all nodes that share the network.
         if there == here:
             raise CannotCut(
-                f"process {process_id} is in the same network namespace as this process: its network cannot be "
-                "cut alone"
+                f"process {process_id} is in the same network namespace as this process, so it cannot be disconnected "
+                "alone: start its node in a network namespace of its own"
             )
         inside = ["nsenter", f"--net=/proc/{process_id}/ns/net"]
         found = {link["link_index"] for link in _links(inside) if "link_index" in link}
@@ -97,8 +97,7 @@ def _run(command: Sequence[str]) -> str:
 
 INJECTED_FILE = "injected.jsonl"
 PATIENCE_SECONDS = 30.0
-"""Longest wait until a node has processes, or until the controller has detected the loss of a node and accepts it
-again."""
+"""Longest wait until a node has processes, or until the controller has detected a loss and accepts the node again."""
 _PAUSE_SECONDS = 0.05
 
 
@@ -177,7 +176,7 @@ class Injector:
             except ControlError as error:
                 raise self._refused("partition", nodes, str(error)) from None
             finally:
-                # Links are taken up also if taking them down failed, because some of them may be down.
+                # Links are set up also after an error, because some of them may already be down.
                 _switch(links, on=True)
 
     def fail_disk(self, nodes: Sequence[int], seconds: float, **about: Any) -> None:

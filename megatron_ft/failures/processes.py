@@ -131,7 +131,7 @@ def _log_of(process_id: int, logs: str) -> str | None:
         try:
             folder, _, name = os.readlink(f"/proc/{process_id}/fd/{descriptor}").rpartition("/")
         except OSError:
-            continue  # ended, a zombie, another user's, or closed
+            continue  # the process has ended or belongs to another user, or the descriptor is closed
         if folder == logs:
             return name
     return None

@@ -39,7 +39,7 @@ class MembershipTrace:
     instants: tuple[_Instant, ...]
     """Changes in order of time. The nodes that the first instant adds are present at the beginning."""
     num_repeated_rows: int = 0
-    """Number of repeated rows; they count once."""
+    """Number of rows that repeat an earlier row and are therefore ignored."""
 
     def schedule(self, *, most_nodes: int, minutes: float | None = None, scale: float = 1.0) -> FailureSchedule:
         """Make a schedule for a job from the trace.
@@ -57,7 +57,7 @@ class MembershipTrace:
         """
         _check(most_nodes, minutes, scale)
         last = self.instants[-1].milliseconds
-        # Event times must be below the duration, and the last instant belongs to the trace.
+        # The duration must be above the time of every event, including the last instant.
         end = last + 1 if minutes is None else minutes * 60_000.0
         numbers = _Numbers(most_nodes)
         numbers.arrive(self.instants[0].added)

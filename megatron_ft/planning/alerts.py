@@ -93,8 +93,7 @@ class Slowest:
     def of(cls, seconds: Sequence[float]) -> "Slowest | None":
         """Return the slowest rank; None if the times of fewer than two ranks are known.
 
-        With an even number of ranks the lower median is used, so that of two ranks the slower is compared with the
-        faster.
+        With an even number of ranks, the lower median counts: of two ranks, the slower is compared with the faster.
 
         Args:
             seconds: time of each rank for the same work; 0 if it is not known.

@@ -2,30 +2,30 @@
 
 The rule computes a flow in integers over the graph of experts and their holders; a holder of an expert is a rank that
 has a replica of it. Legend: E experts, N ranks, P pairs of an expert and a holder, ordered by expert, then by rank.
-``T[e, j]`` is the number of tokens of expert e on rank j; ``Q[e, j]`` the number of tokens of e that rank j computes;
-``load[j] = sum_e Q[e, j]``. ``split(a, w)`` divides the amount a in proportion to the weights w: with
+``T[e, j]`` is the number of tokens that rank j routes to expert e, and ``Q[e, j]`` the number of tokens of e that rank
+j computes; ``load[j] = sum_e Q[e, j]``. ``split(a, w)`` divides the amount a in proportion to the weights w: with
 ``c_i = w_0 + ... + w_i`` and their sum c, item i gets ``(a * c_i + c // 2) // c - (a * c_{i-1} + c // 2) // c``. The
 sum of the parts is a, and if ``a <= c``, no part is larger than its weight. The shares are computed in three steps:
 
 1. Start. A holder computes its own tokens, ``T[e, j]``. Tokens of e on other ranks are split equally over its holders.
-2. Limit. The limit is the mean load of the ranks that hold an expert, or the largest quotient of the tokens of an
-   expert and the number of its holders, whichever is larger, rounded up. No distribution has a lower maximum.
+2. Limit. The limit is the larger of two numbers, rounded up: the mean load of the ranks that hold an expert, and the
+   largest ratio of an expert's tokens to its number of holders. No distribution has a lower largest load.
 3. Rounds, at most ``MAX_ROUNDS``, until no load is above the limit:
 
-   a. Levels. Ranks below the limit have level 0. For k = 0, 1, ...: experts that have no level yet and a holder of
-      level k get level k; ranks that have no level yet and a share of an expert of level k get level k + 1. So tokens
-      of a rank of level k need at least k moves to a rank with room, and k moves are enough.
-   b. If a rank above the limit has no level, ranks without a level have only tokens of experts that no other ranks
-      hold. The mean load of these ranks, rounded up, is the new limit. Again, no distribution has a lower maximum.
-      The round ends.
+   a. Levels. Ranks below the limit have level 0. For k = 0, 1, ...: an expert without a level gets level k if one of
+      its holders has level k; a rank without a level gets level k + 1 if it has a share of an expert of level k. So at
+      least k moves bring tokens from a rank of level k to a rank with room, and k moves are enough.
+   b. If a rank above the limit has no level, the round ends with a new limit: the mean load of all ranks without a
+      level, rounded up. No distribution has a lower largest load, because no rank with a level holds experts of these
+      ranks.
    c. Otherwise, for k from the highest level down to 1, tokens of experts of level k - 1 move from ranks of level k
-      above the limit to ranks of level k - 1:
+      above the limit (giving ranks) to ranks of level k - 1 (taking ranks):
 
       * The wish of a giving rank is its load above the limit. It consists first of tokens from other ranks, split by
         ``max(0, Q - T)``, then of own tokens, split by ``min(Q, T)``. ``want[e]`` is the sum of the wishes for e.
-      * If k is 1, the offer of a taking rank is its room, but at most the sum of ``want`` over its experts; it is split
-        by ``want``. ``min(want[e], sum of the offers for e)`` tokens of e move. If k is above 1, ``want[e]`` tokens
-        move, and every offer counts as 1, because these ranks pass tokens on to the next level.
+      * If k is 1, the offer of a taking rank is its room (the limit minus its load), but at most the sum of ``want``
+        over its experts; it is split by ``want``. ``min(want[e], sum of the offers for e)`` tokens of e move. If k is
+        above 1, ``want[e]`` tokens move, and every offer is 1, because these ranks pass the tokens on.
       * The tokens that move are taken from the giving ranks, split by their wishes, and given to the taking ranks,
         split by their offers.
 
@@ -89,7 +89,7 @@ def least_load(loads: Sequence[float], replicas: Integers) -> float:
     total = float(np.sum(loads))
     if not total:
         return 0.0
-    # All tokens come from one more rank, which holds nothing.
+    # All tokens come from an additional rank without replicas, so no rank has own tokens.
     tokens = np.zeros((len(loads), replicas.shape[1] + 1), dtype=np.int64)
     # A power of two, so that whole numbers stay whole.
     scale = 2.0 ** math.floor(math.log2(min(RESOLUTION * replicas.shape[1], MAX_TOKENS // 2) / total))

@@ -25,16 +25,15 @@ class DeviceFacts:
     """Memory of the smallest GPU; None if it was not queried or the driver did not answer."""
 
     def usable_gpus(self) -> int:
-        """Return the number of GPUs that PyTorch can use. An invalid entry in ``CUDA_VISIBLE_DEVICES`` hides all
-        entries after it."""
+        """Return the number of GPUs that PyTorch can use. Invalid entries of ``CUDA_VISIBLE_DEVICES`` hide later
+        ones."""
         if not self.has_driver or not self.torch_has_cuda:
             return 0
         if self.visible is None:
             return self.num_gpus
         num_named = 0
         for name in self.visible.split(","):
-            # CUDA ignores everything from the first invalid entry on (CUDA C++ Programming Guide, environment
-            # variables).
+            # CUDA ignores all entries after an invalid one (CUDA C++ Programming Guide, environment variables).
             if not name.strip() or name.strip().startswith("-"):
                 break
             num_named += 1
@@ -84,17 +83,16 @@ class DeviceChoice:
             reason = f"training.device=auto found {num_gpus} GPU{'' if num_gpus == 1 else 's'} here"
             _check_accepted(refused["cuda"], reason)
             return cls(device="cuda", is_certain=True, reason=reason)
-        # The job is meant for GPUs: to train it on CPU because none is found here would be a silent fallback.
+        # The job is meant for GPUs, so it trains on CPU only if the user asks for that.
         if gpu_memory_bytes is not None:
             if not may_be_elsewhere:
-                constraint = "must be cpu, with limits.gpu_memory_bytes=null, on a machine without a usable GPU: "
+                constraint = "finds no GPU; for CPU, set training.device=cpu and limits.gpu_memory_bytes=null: "
                 raise ConfigError.of("training.device", "auto", constraint + _why_no_gpu(facts))
             reason = "training.device=auto, and limits.gpu_memory_bytes is set"
             _check_accepted(refused["cuda"], reason)
             return cls(device="cuda", is_certain=True, reason=reason)
         reason = f"training.device=auto found no GPU here: {_why_no_gpu(facts)}"
-        # A plan for an unknown machine prefers a device that can run the job. A start can only use the device found
-        # here.
+        # A plan for an unknown machine prefers a device that can run the job. A start must use the device of this one.
         if not may_be_elsewhere or not refused["cpu"] or refused["cuda"]:
             _check_accepted(refused["cpu"], reason)
             return cls(device="cpu", is_certain=not may_be_elsewhere, reason=reason)

@@ -11,7 +11,8 @@ in four steps:
    ``m[e] = t % r``. The replicas of e are numbered 0 to r - 1 by rank; rank j has the replicas A to B - 1, with
    ``A = sum_{k < j} R[e, k]`` and ``B = A + R[e, j]``. Every replica gets q tokens, and the m[e] replicas
    ``(o + x) % r`` for ``0 <= x < m[e]`` get one token more, where ``o = (sum_{e' < e} m[e']) % r`` continues after the
-   additional tokens of the previous experts. With ``overlap(a, b, c, d) = max(0, min(b, d) - max(a, c))``, rank j gets
+   additional tokens of the previous experts. ``overlap(a, b, c, d) = max(0, min(b, d) - max(a, c))`` is the length that
+   the ranges [a, b) and [c, d) have in common. Rank j gets
    ``Q[e, j] = q * R[e, j] + overlap(A, B, o, o + m[e]) + overlap(A, B, o - r, o - r + m[e])`` tokens. The second
    overlap counts the replicas whose number has passed r - 1 and has begun at 0 again.
 2. Local tokens. ``L[e, i] = min(T[e, i], Q[e, i])`` tokens stay on rank i.

@@ -82,11 +82,11 @@ class BatchPlan:
 
 def microbatch_position(data_parallel_size: int, data_parallel_rank: int, microbatch: int) -> int:
     """Return the position, from 0, of a rank's microbatch among all microbatches of the iteration."""
-    # In turn and not in blocks, so that padding is among the last microbatches of all ranks, not on the last ranks.
+    # In turn and not in blocks: padding then spreads over the last microbatches of ranks, not over the last ranks.
     return microbatch * data_parallel_size + data_parallel_rank
 
 
-# All ranks compute these from the same reduced values: a difference of one bit means that replicas have diverged.
+# All ranks compute these fields from the same reduced values. Any difference means that replicas have diverged.
 _SAME_ON_ALL_RANKS = ("generation", "iteration", "grad_norm", "loss_scale")
 _FORMER_FIELDS = ("committed_window",)
 """Fields of votes that were written by earlier versions; no replay needs them."""
@@ -96,7 +96,7 @@ _FORMER_FIELDS = ("committed_window",)
 class WindowReport:
     """State of the job's windows on one rank or, in a vote, on all ranks.
 
-    The fields about windows are bit masks. Bit i stands for the i-th oldest window, which is the same one on all ranks.
+    Fields named ``..._windows`` are bit masks. Bit i stands for the i-th oldest window, the same one on all ranks.
     """
 
     replicated_windows: int = 0
@@ -134,7 +134,7 @@ class Ballot(WindowReport):
 
     def to_row(self) -> tuple[float, ...]:
         """Return the fields as numbers that float64 represents exactly."""
-        # Not from a generator: CPython puts such tuples on a free list of up to 2,000, which looks like a leak.
+        # Not from a generator: CPython caches up to 2,000 such tuples, which looks like a leak.
         return (*map(float, astuple(self)),)
 
     @classmethod
@@ -193,8 +193,7 @@ class Vote(WindowReport):
         """
         for name in _SAME_ON_ALL_RANKS:
             _check_agreement(name, [getattr(ballot, name) for ballot in ballots])
-        # Sums are taken in rank order: the addition of floats is not associative, and votes must not differ between
-        # ranks.
+        # Sums are in rank order, because votes must be equal on all ranks and float addition is not associative.
         first = ballots[0]
         num_tokens = sum(ballot.num_tokens for ballot in ballots)
         per_moe_loss = 1.0 / num_moe_losses if num_moe_losses else 0.0
@@ -228,7 +227,7 @@ def clip_coefficient(clip_grad: float, grad_norm: float) -> float:
 
 
 def _check_agreement(name: str, values: Sequence[float]) -> None:
-    # NaN has many bit patterns, and which one a device produces is not defined: they count as equal.
+    # NaN has many bit patterns, and devices may produce different ones, so all NaN values count as equal.
     bits = [struct.pack("<d", value) if not math.isnan(value) else b"nan" for value in values]
     for rank, other in enumerate(bits):
         if other != bits[0]:
@@ -272,7 +271,7 @@ class History:
         Args:
             loads: tokens of [MoE layer][expert] of the iteration; None if they are not counted.
         """
-        # The losses of skipped iterations are not part of the median: several spikes must not become the new normal.
+        # Losses of skipped iterations are left out, because several spikes would raise the median and then pass.
         if decision.action != "commit":
             return replace(self, num_consecutive_skips=self.num_consecutive_skips + 1)
         tokens = self.tokens
@@ -281,7 +280,7 @@ class History:
         return History(losses=(*self.losses, vote.loss)[-window:], num_consecutive_skips=0, tokens=tokens)
 
     def after_loss(self, lost: Sequence[Sequence[int]]) -> "History":
-        """Return the history after a recovery that lost the updates of ``lost``, the tokens of [MoE layer][expert]."""
+        """Return the history after a recovery. ``lost``: tokens of [MoE layer][expert] whose updates it lost."""
         return replace(self, tokens=(self.tokens or TokenLedger.empty(lost)).after_loss(lost))
 
     def to_json(self) -> dict[str, Any]:
@@ -346,7 +345,7 @@ class CommitPolicy:
         return self._decide_spike(vote, history)
 
     def _decide_spike(self, vote: Vote, history: History) -> Decision:
-        # The first losses fall fast: their median says little about the next one.
+        # The first losses fall fast, so their median is no basis for judging the next loss.
         if self.loss_spike_factor is None or len(history.losses) < max(1, self.loss_spike_window // 2):
             return Decision(action="commit")
         median = history.median_loss

@@ -70,7 +70,7 @@ class _JobMemory:
         stages = _stages(config, operators_of(config.model, data.tokenizer_vocab_size), data, topology)
         snapshot = SnapshotReport.of(config, data.tokenizer_vocab_size)
         upstream_log = UpstreamLogReport.of(config, snapshot)
-        # On either device, both are in host memory, in addition to the memory of the ranks' processes.
+        # Windows and logs are in host memory on either device, in addition to the memory of the ranks' processes.
         captured = sum(0 if report is None else report.host_bytes for report in (snapshot, upstream_log))
         unused = 0
         if can_prebuild(config):
@@ -102,7 +102,7 @@ def with_slots(config: JobConfig, device: str, data: Callable[[], DataSummary]) 
 
     If ``placement.num_slots_per_rank`` is null, the number is the smallest that ``placement.min_replicas`` allows. If
     the configuration also states the memory of the device, the number is the largest that fits, up to ``SLOTS_RATIO``
-    times the smallest. If the job may continue without a node, it must fit the memory without a node as well.
+    times the smallest. If the job may continue without a node, the number must also fit the remaining nodes.
 
     Args:
         device: ``cpu`` or ``cuda``, already resolved.
@@ -269,7 +269,7 @@ class JobPlan:
             device: ``cpu`` or ``cuda``, already resolved.
             with_losses: whether to compute the cost of losing each node, and warnings about it.
             given: configuration before values were derived, to find keys that improve the recovery from losses; None
-                finds no keys.
+                finds none.
             choice: choice of ``device`` with its reason; None leaves the plan without a reason.
             refused: for each possible device, the reason why it cannot run the configuration; empty if it can.
             slots_reason: reason for ``placement.num_slots_per_rank``, from ``with_slots``.
@@ -391,7 +391,7 @@ def _unknown_domains(config: JobConfig) -> tuple[str, ...]:
         return ()
     return (
         f"topology.failure_domain_source={source}: failure domains are not known before the job has its nodes. This "
-        "plan counts every node as a domain; the actual survival may be lower, and peers may be other nodes. The job "
+        "plan counts every node as a domain; actual joint survival may be lower, and peers may be other nodes. The job "
         "does not start if it has too few domains",
     )
 

@@ -84,7 +84,7 @@ class PipelineShape:
             )
 
     def origin(self, stage: int, chunk: int, direction: Direction) -> tuple[int, int] | None:
-        """Return the stage and chunk that send the input of a pass; None if its input is the samples or the loss."""
+        """Return the stage and chunk that send the input of a pass; None if the input is a sample or the loss."""
         return self.destination(stage, chunk, "backward" if direction == "forward" else "forward")
 
     def destination(self, stage: int, chunk: int, direction: Direction) -> tuple[int, int] | None:
@@ -123,8 +123,7 @@ def sends(shape: PipelineShape, stage: int, direction: Direction) -> tuple[tuple
     """Return (microbatch, own chunk) of each tensor that a stage sends in one iteration and direction, in order.
 
     The last chunk of the model sends nothing forward, and the first chunk sends nothing backward. With interleaving,
-    the last stage sends forward to the first stage, and the first stage backward to the last. A single stage sends
-    nothing.
+    the last stage also sends forward to the first, and the first backward to the last. A single stage sends nothing.
     """
     return tuple(
         (microbatch, chunk)

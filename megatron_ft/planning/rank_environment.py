@@ -16,13 +16,13 @@ _ABORTS_ITSELF = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     # Non-blocking initialization can be aborted.
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
-    # Multicast memory cannot be freed after a peer has died; mappings of peers' memory are reference-counted.
+    # After a peer has died, NVLS multicast memory cannot be freed; cuMem mappings are reference-counted and can.
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_CUMEM_ENABLE": "1",
 }
 # By default NCCL chooses algorithm and protocol by message size and topology, and each choice adds in another order.
 _FIXED_ORDER_OF_SUMS = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
-# Ranks with different host ids count as separate machines, which share neither GPU nor host memory.
+# NCCL treats ranks with different host ids as separate machines, which share neither GPU nor host memory.
 _SOCKETS_ONLY = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 
 
@@ -36,8 +36,7 @@ def rank_environment(config: JobConfig, rank: int | None = None) -> dict[str, st
     parallel, training = config.parallel, config.training
     if training.device != "cuda":
         return {}
-    # A new membership has buffers of other sizes: with segments of fixed size, previous buffers would leave gaps that
-    # cannot be used.
+    # A new membership has buffers of other sizes. In segments of fixed size, the old buffers would leave gaps.
     variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     if parallel.tensor_model_parallel_size > 1 or parallel.context_parallel_size > 1:
         # Communication must be enqueued before the computation that it overlaps with.

@@ -317,7 +317,7 @@ def _slots(plan: PlacementPlan) -> str:
 
 
 def _losses(losses: Sequence[Cost], gaps: Sequence[Gap], device: str) -> str:
-    # The row for the death of ranks without the loss of a node is always shown: it is the only one of its kind.
+    # The limit is only for rows about lost nodes. Rows about failures without a lost node are few, so all are shown.
     gone = [cost for cost in losses if cost.is_gone]
     rows: list[Sequence[str]] = [("lost", "recovers by", "iterations again", "bytes moved", "predicted", "result")]
     for cost in [*gone[:SHOWN_RANKS], *(cost for cost in losses if not cost.is_gone)]:

@@ -1,8 +1,8 @@
 """Routing by recorded loads: chooses the experts of each token so that the loads of experts follow a record.
 
-Lazarus (arXiv 2407.04656), section 6.1, compares systems under recorded routing. Of each layer it uses the loads of the
-most popular experts, as many as the model has. In this module, a record gives the proportions of the loads, and tokens
-are assigned in integers, so the same record and key give the same routing on every machine.
+Lazarus (arXiv 2407.04656), section 6.1, compares systems under recorded routing. From each recorded layer, it uses the
+most popular experts, as many as the model has. Here, a record gives the proportions of the loads. Tokens are assigned
+in integers, so the same record and random key give the same routing on every machine.
 
 Notation: T tokens of a microbatch, K experts of each token, E experts of a layer.
 """
@@ -177,9 +177,9 @@ def _deal_remainders(counts: list[int], weights: Sequence[int], free: Sequence[i
 def forced_experts(counts: Sequence[int], num_tokens: int, key: str) -> npt.NDArray[np.int64]:
     """Return the experts of each token, ``[T, K]``: a row has K different experts, and ``counts[e]`` rows contain e.
 
-    A sequence contains each expert as often as the expert has tokens, and a token gets K entries at distances of T. The
-    entries of an expert are adjacent and at most T, so no token gets the same expert twice. ``key`` determines the
-    order of experts and of tokens.
+    Method: a sequence of T * K entries contains expert e ``counts[e]`` times, in adjacent entries. Each token gets K
+    entries that are T positions apart. An expert has at most T entries, so no token gets the same expert twice. ``key``
+    determines the order of experts and of tokens.
     """
     topk, rest = divmod(sum(counts), num_tokens)
     assert rest == 0 and max(counts) <= num_tokens, (

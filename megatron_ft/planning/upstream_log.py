@@ -1,9 +1,8 @@
 """Estimates the memory of the upstream log, which contains tensors that stages have sent to their neighbours.
 
-An entry is needed as long as a neighbouring stage may return to an earlier iteration, at most to its newest committed
-window. While window n is captured, window n-1 is the newest that can be committed, and a replay starts from the first
-slice of this window. So the log contains two windows, and the iterations until the commit is known on all ranks
-(MoEvement, section 3.4). Sizes are those of the tensors as Megatron sends them.
+A tensor is needed as long as a neighbouring stage may replay its iteration. A replay starts from the first slice of the
+newest committed window. While window n is captured, this is window n - 1 at best. So the log covers two windows, plus
+the iterations until all ranks know the commit (MoEvement, section 3.4). Tensors have the sizes that Megatron sends.
 """
 
 from dataclasses import asdict, dataclass
@@ -95,8 +94,8 @@ def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
 def iterations_kept(window_iterations: int, commit_lag_iterations: int, interval_iterations: int | None = None) -> int:
     """Return the largest number of iterations in the log: from the start of a window until the next window's commit.
 
-    The commit lag counts twice: after a recovery a dense snapshot is captured, and another failure before the commit of
-    this snapshot returns to the same window.
+    The commit lag counts twice: after a recovery a dense snapshot is captured. If another failure comes before the
+    commit of this snapshot, a replay starts from the same window again.
 
     Args:
         window_iterations: number of iterations of a window (W).
@@ -121,8 +120,7 @@ def pipeline_shape(config: JobConfig) -> PipelineShape:
 
 
 def tensor_shape(config: JobConfig) -> tuple[int, int, int]:
-    """Return the shape (sequence, microbatch, hidden) of a tensor that a rank sends to the next stage, or of its
-    gradient.
+    """Return the shape (sequence, microbatch, hidden) of the tensors, and gradients, that stages send to each other.
 
     Context parallelism splits the sequence, and so does tensor parallelism (by sequence parallelism).
     """
@@ -163,7 +161,7 @@ def _node_log_bytes(config: JobConfig, node: int, num_iterations: int) -> int:
 
 def largest_node_bytes(config: JobConfig, num_iterations: int) -> int:
     """Return the largest ``_node_log_bytes`` of all nodes; every rank computes the same value."""
-    # Over all nodes: if only some ranks exceeded a limit, all other ranks would wait for them in a collective.
+    # Over all nodes, so that all ranks fail together: otherwise some would wait in a collective for those that failed.
     return max(_node_log_bytes(config, node, num_iterations) for node in range(config.launch.num_nodes))
 
 

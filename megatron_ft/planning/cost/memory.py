@@ -33,8 +33,8 @@ class RankParameters:
     ) -> "RankParameters":
         """Count the parameters of each rank of a pipeline stage, over all its virtual chunks.
 
-        With replica slots, every rank counts ``num_slots_per_rank`` experts per layer, the largest number that it can
-        hold.
+        With replica slots, each rank is counted with ``num_slots_per_rank`` experts per layer, as if all its slots had
+        different experts.
         """
         # All experts of a layer have the same size, so the first experts represent the experts of any rank.
         num_local_experts = (model.num_moe_experts or 0) // topology.expert_model_parallel_size
@@ -179,7 +179,7 @@ def _activation_bytes(config: JobConfig, topology: Topology, pipeline_stage: int
     layers = topology.stage_layers(model.num_layers, pipeline_stage)
     values = sum(_layer_values(model, layer, recompute) for layer in layers)
     num_microbatches = -(-config.training.global_batch_size // config.training.micro_batch_size)
-    # A stage cannot have more microbatches in flight than there are.
+    # A rank cannot have more microbatches in flight than it has in an iteration.
     per_rank = -(-num_microbatches // topology.data_parallel_size)
     in_flight = min(per_rank, _microbatches_in_flight(topology, pipeline_stage))
     kept = values * num_tokens * value_bytes // ranks_per_sequence * in_flight
@@ -190,8 +190,8 @@ def _activation_bytes(config: JobConfig, topology: Topology, pipeline_stage: int
 def _microbatches_in_flight(topology: Topology, pipeline_stage: int) -> int:
     """Return how many forward passes a stage runs ahead of its backward passes (Megatron's 1F1B), plus the current one.
 
-    An interleaved schedule runs (PP - stage - 1) * 2 + (VPP - 1) * PP passes of chunks ahead, which is rounded up to
-    whole passes of all chunks.
+    An interleaved schedule runs (PP - stage - 1) * 2 + (VPP - 1) * PP passes of single chunks ahead. With the current
+    pass, this number is rounded up to whole passes of all chunks.
     """
     pp, vpp = topology.pipeline_model_parallel_size, topology.virtual_pipeline_model_parallel_size
     if vpp == 1:

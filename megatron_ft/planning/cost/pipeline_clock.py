@@ -20,7 +20,7 @@ class PassSeconds:
 
     forward_seconds: float
     backward_seconds: float
-    """Time of the backward pass; weight gradients count only if the stage computes them."""
+    """Time of the backward pass. It includes weight gradients only if the stage computes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +46,8 @@ class IterationSeconds:
     busy_seconds: float
     """Compute time, summed over the stages."""
     num_executions: int
-    """Number of microbatches times number of stages. The passes of a microbatch through all chunks of a stage, forward
-    and backward, count once."""
+    """Number of microbatches times number of stages. The forward and backward passes of a microbatch through all chunks
+    of a stage count as one execution."""
 
     def __add__(self, other: "IterationSeconds") -> "IterationSeconds":
         # Stages synchronize at the end of each replayed iteration, so iterations do not overlap.
@@ -66,7 +66,7 @@ class IterationSeconds:
         replayed: Collection[int] | None = None,
         send_seconds: float = 0.0,
     ) -> "IterationSeconds":
-        """Simulate one iteration of the stages ``replayed``, or of all stages, as in training, if ``replayed`` is None.
+        """Simulate one iteration of the stages ``replayed``. None simulates all stages, as in training.
 
         Args:
             stages: times of every stage of the pipeline.

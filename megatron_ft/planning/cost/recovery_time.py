@@ -2,8 +2,8 @@
 
 A prediction counts the detection, the forming of the next membership or the start of new processes, the bytes that
 ranks send each other, and the iterations that run again. It does not count reading from storage, because no key states
-the speed of storage. The detection is that of a process or node whose connections are closed by its end; a machine
-that vanishes is detected later, after ``detector.vanished_seconds``.
+the speed of storage. The detection time applies if the end of a process or node closes its connections. A machine that
+vanishes without closing them is detected later, after ``detector.vanished_seconds``.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class RecoveryWork:
     num_ranks: int
     """Number of ranks after the recovery."""
     state_bytes: int
-    """Bytes of the state of the largest rank, which a rank builds again; without activations."""
+    """Bytes of state, without activations, that the rank with the most state builds again."""
     restarts_processes: bool
     """Whether all ranks start again in new processes."""
     replaces_nodes: bool

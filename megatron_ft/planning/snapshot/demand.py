@@ -81,7 +81,7 @@ class Demand:
         num_elements = sizes * (part[rows] + 1) // num_parts[rows] - sizes * part[rows] // num_parts[rows]
         shape = (len(units), self.num_ranks)
         full, frozen = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        # A rank may have several shards of an operator: ``+=`` with repeated indices would count one of them.
+        # A rank may have several shards of an operator: ``+=`` with repeated indices would count only one of them.
         np.add.at(full, (rows, ranks), num_elements * table[:, 2] + (num_elements > 0) * table[:, 3])
         np.add.at(frozen, (rows, ranks), num_elements * table[:, 4] + (num_elements > 0) * table[:, 5])
         return UnitBytes(full=full, frozen=frozen)
@@ -103,7 +103,7 @@ class Demand:
         units = [unit for units in plan.slices for unit in units]
         bounds = np.cumsum([0, *(len(units) for units in plan.slices)])
         table = self.bytes_of(units)
-        # For an empty range ``reduceat`` returns the next element; a valid plan has no empty slice.
+        # ``reduceat`` would return a wrong value for an empty slice, but a valid plan has no empty slice.
         full = np.add.reduceat(table.full, bounds[:-1], axis=0)
         frozen = np.add.reduceat(table.frozen, bounds[:-1], axis=0)
         later: Matrix = frozen.sum(axis=0) - np.cumsum(frozen, axis=0)
@@ -127,7 +127,7 @@ def _shard_table(shards_by_rank: Sequence[Sequence[StateShard]], known: Sequence
     sizes: dict[int, tuple[int, int]] = {}
 
     def bytes_of(components: tuple[Component, ...]) -> tuple[int, int]:
-        # The key is the identity: a million shards share a few tuples, whose hash would be computed each time.
+        # A million shards share a few tuples. The key is the id of the tuple, because hashing a tuple would be slow.
         if id(components) not in sizes:
             sizes[id(components)] = _component_bytes(components)
         return sizes[id(components)]

@@ -1,4 +1,4 @@
-"""Choice of the experts that a window captures; the others keep the state of an earlier window.
+"""Chooses the experts that a window captures. Others have their state from an earlier window.
 
 All functions use only values that are equal on all ranks, so every rank chooses the same experts.
 """
@@ -16,7 +16,7 @@ Counts = npt.NDArray[np.int64]
 
 
 class ExpertChoice(Protocol):
-    """Protocol of a function that chooses experts: a frozen dataclass, named in the fields of a policy."""
+    """Protocol of a class that chooses experts: a frozen dataclass, which the field ``choice`` of a policy names."""
 
     def choose(self, number: int, num_experts: int, at_risk: Counts, num_groups: int) -> Mask:
         """Choose ``num_experts`` experts in each layer on average.
@@ -32,10 +32,10 @@ class ExpertChoice(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequential:
-    """Takes turns over the experts, ``num_experts`` per layer (MoC-System, section 3.2 and figure 4).
+    """Chooses the experts in turn, ``num_experts`` per layer (MoC-System, section 3.2 and figure 4).
 
-    Each layer is one turn ahead of the layer before it, and consecutive turns are of different groups of ranks. So the
-    chosen experts of a window are on different ranks.
+    Each layer is one turn ahead of the layer before it, and the experts of consecutive turns are in different groups.
+    So the chosen experts of a window are on different ranks.
     """
 
     def choose(self, number: int, num_experts: int, at_risk: Counts, num_groups: int) -> Mask:
@@ -50,7 +50,7 @@ class Sequential:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRobin:
-    """Takes turns over the experts, the same ones in all layers; a baseline (MoEtion, section 7.4)."""
+    """Chooses the experts in turn, the same experts in all layers; a baseline (MoEtion, section 7.4)."""
 
     def choose(self, number: int, num_experts: int, at_risk: Counts, num_groups: int) -> Mask:
         total = at_risk.shape[1]
@@ -61,7 +61,8 @@ class RoundRobin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadAware:
-    """Takes the experts of each layer with the most tokens at risk (MoC-System, section 3.2, load-aware selection)."""
+    """Chooses the experts of each layer with the most tokens at risk (MoC-System, section 3.2, load-aware
+    selection)."""
 
     def choose(self, number: int, num_experts: int, at_risk: Counts, num_groups: int) -> Mask:
         return _top(at_risk, np.full(len(at_risk), num_experts))
@@ -69,8 +70,8 @@ class LoadAware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRisk:
-    """Divides the experts of a window over the layers in proportion to their tokens at risk, and takes the experts of
-    each layer with the most tokens at risk (MoEtion, algorithm 1)."""
+    """Divides the number of experts of a window over the layers, in proportion to the layers' tokens at risk. Chooses
+    the experts of each layer with the most tokens at risk (MoEtion, algorithm 1)."""
 
     def choose(self, number: int, num_experts: int, at_risk: Counts, num_groups: int) -> Mask:
         return _top(at_risk, _per_layer(at_risk.sum(axis=1).tolist(), num_experts * len(at_risk), at_risk.shape[1]))
@@ -80,14 +81,14 @@ def _per_layer(risk: Sequence[int], total: int, most: int) -> Counts:
     """Divide ``total`` experts over layers in proportion to ``risk``, at most ``most`` in each layer (MoEtion,
     algorithm 1, lines 4 and 5).
 
-    The rounding gives what is left to the layers with the largest remainders, in integers, so that all ranks agree.
+    Layers with the largest remainders get the experts that rounding down leaves. Integers let all ranks agree.
     """
     assert 0 <= total <= most * len(risk), f"{total} experts do not fit {len(risk)} layers of {most}"
     shares = np.zeros(len(risk), dtype=np.int64)
     left, open_layers = total, list(range(len(risk)))
     while left:
         weights = [max(risk[layer], 0) for layer in open_layers]
-        # Without tokens at risk in the layers that have room, all of them count the same.
+        # If no layer that has room has tokens at risk, all these layers count the same.
         weights = weights if any(weights) else [1] * len(open_layers)
         whole = sum(weights)
         parts = [left * weight // whole for weight in weights]
@@ -113,11 +114,11 @@ def _top(at_risk: Counts, numbers: Counts) -> Mask:
 
 
 def worst_next_loss(loads: npt.NDArray[np.float64], interval_iterations: int, num_experts: int) -> float:
-    """Bound the tokens of one layer that one failure can lose, if the experts of the layer take turns.
+    """Return a bound of the tokens of one layer that one failure can lose, if its experts are captured in turn.
 
-    An expert is captured in every ``ceil(experts / num_experts)``-th window. So right after a window, the experts were
-    captured 0, 1, 2, ... windows ago, ``num_experts`` at a time. The bound holds for any order of turns: it assumes
-    that the experts with the most tokens were captured longest ago.
+    An expert is captured in every ``ceil(experts / num_experts)``-th window. So right after a window, ``num_experts``
+    experts were captured 0 windows ago, the next ones 1 window ago, and so on. The bound holds for any order of turns:
+    it assumes that the experts with the most tokens were captured longest ago.
 
     Args:
         loads: tokens of each expert per iteration, ``[experts]``.

@@ -15,7 +15,7 @@ Rows = tuple[tuple[int, ...], ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLedger:
     """Tokens that each expert has processed and lost since iteration 0. It is part of the train state, so a recovery
-    continues with the ledger of the iteration from which it continues."""
+    restores the ledger of the iteration from which training continues."""
 
     processed: Rows
     """Tokens of committed iterations."""
@@ -42,8 +42,8 @@ class TokenLedger:
 
         Args:
             planned_tokens: tokens that the router assigns in one layer in the whole training, counting a token once for
-                each expert to which it is assigned. With the tokens processed so far, any early failure would exceed
-                any bound.
+                each expert to which it is assigned. The tokens processed so far are not used, because with them an
+                early failure would exceed any bound.
         """
         return mean_share(self.lost, planned_tokens)
 

@@ -20,7 +20,7 @@ class PeerAssignment:
     failure_domains: tuple[str, ...]
     """Failure domain of each node."""
     num_copies: int
-    """Number of other failure domains that must hold the windows of a node."""
+    """Number of other failure domains that must contain the windows of a node."""
     already_held: tuple[tuple[int, ...], ...] = ()
     """Other nodes that capture the same bytes as each node and thus replace copies; empty without such nodes."""
 
@@ -80,8 +80,7 @@ class PeerAssignment:
                 num_copies,
                 f"must be at least 0 and below the number of failure domains, {num_domains}",
             )
-        # Every rank computes the assignment itself, so the result depends only on the arguments. Ties: smaller node
-        # number.
+        # Every rank computes the assignment, so it must depend only on the arguments. Smaller node numbers decide ties.
         nodes = range(len(failure_domains))
         held = [frozenset((already_held or {}).get(node, ())) for node in nodes]
         ring = _Ring(failure_domains, num_copies, held)
@@ -272,7 +271,7 @@ def _bits(flags: Iterable[bool]) -> int:
     return sum(flag << index for index, flag in enumerate(flags))
 
 
-# These three are equal to what the snapshot server allocates (``snapshot/server``), which planning does not import.
+# These constants must match those of the snapshot server (``snapshot/server``), which planning does not import.
 NUM_OWN_BUFFERS = 3
 """Number of buffers for a rank's own windows: one committed, one being replicated, one being captured."""
 NUM_COPY_BUFFERS = 2
@@ -310,8 +309,8 @@ def host_bytes(
     *,
     plans_again: bool = False,
 ) -> tuple[NodeMemory, ...]:
-    """Compute the memory for windows on every node. ``rank_places`` is the node of each rank, an index of the nodes of
-    ``assignment``."""
+    """Compute the memory for windows on every node. ``rank_places`` is the node of each rank, as an index into the
+    nodes of ``assignment``."""
     num_nodes = len(assignment.peers)
     by_node: list[list[int]] = [[] for _ in range(num_nodes)]
     for place, shards in zip(rank_places, shards_by_rank, strict=True):
@@ -326,7 +325,7 @@ def host_bytes(
 
 
 def buffer_bytes(plan: WindowPlan, shards: Sequence[StateShard], *, plans_again: bool) -> int:
-    """Return the bytes of one buffer of the rank with ``shards``: a window, and a margin if ``plans_again``."""
+    """Return the bytes of one buffer of the rank with ``shards``: a window, and a margin if later plans follow."""
     numerator, denominator = _MARGIN_FOR_OTHER_PLANS if plans_again else (1, 1)
     return _whole_pages(max(1, -(-window_bytes(plan, shards) * numerator // denominator)))
 

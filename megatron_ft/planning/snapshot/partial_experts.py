@@ -1,8 +1,7 @@
-"""Policies whose windows capture only some experts; the others keep the state of an earlier window.
+"""Policies whose windows capture only some experts, and copy the state of the others from an earlier window.
 
-A recovery from such a window loses updates of experts, in return for smaller captures and transfers. A window has one
-slice. It contains the whole state: parts of experts that it leaves out are copied from an earlier window in host
-memory.
+So captures and transfers are smaller, but a recovery from such a window loses the newest updates of the other experts.
+A window has one slice and contains the whole state. The copies come from an earlier window in host memory.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -93,8 +92,8 @@ class ExpertBytes:
         return found
 
     def most_captured(self, num_experts: int) -> int:
-        """Return the bytes that a window with ``num_experts`` experts of each layer captures at most on any rank,
-        whatever the choice."""
+        """Return the most bytes that a window captures on any rank, for any choice of ``num_experts`` experts per
+        layer."""
         largest = np.sort(self.left_out, axis=1)[:, self.num_experts - num_experts :, :]
         return int((self.always + largest.sum(axis=(0, 1))).max())
 
@@ -114,7 +113,7 @@ class ChoiceBasis:
     iteration_loads: np.ndarray
     """Tokens that each expert processes in an iteration on average, ``[MoE layers, experts]``."""
     lost_share: float
-    """Proportion of lost tokens so far (PLT), of the planned tokens."""
+    """Share of the planned tokens that have been lost so far (PLT)."""
     planned_tokens: int
     """Tokens that the router assigns in one layer in the whole training."""
     budget_bytes: int
@@ -127,7 +126,7 @@ class ExpertPolicy(SnapshotPolicy, Protocol):
     no experts."""
 
     leaves_out_experts: ClassVar[bool]
-    """True. Configurations are checked by this value before anything else of the policy is used."""
+    """Always true. Checks of a configuration read this value before they use anything else of the policy."""
 
     def plan_unmeasured(self, demand: Demand) -> WindowPlan:
         """Plan windows without measurements. The plan has no ``partial`` if the number of experts depends on them."""
@@ -157,7 +156,7 @@ class PartialExperts:
     """Parts of the state of an expert that a window leaves out: ``masters`` (master weights), ``moments``, or both."""
     max_lost_share: float | None = 0.0375
     """Bound of the proportion of lost tokens (PLT) in the whole training. A window captures more experts, up to all, if
-    the next failure could exceed it. null keeps the number of experts."""
+    the next failure could exceed this bound. null keeps the number."""
     replan_drift: float = 0.2
     """Relative change of the bytes that an iteration can capture, or of the whole state's bytes, above which a new plan
     is made."""
@@ -216,8 +215,8 @@ class PartialExperts:
             chosen = self.choice.choose(basis.number, number, basis.at_risk, state.num_groups)
             if number == state.num_experts or self.max_lost_share is None:
                 return chosen
-            # A recovery from this window loses exactly what it leaves out. What a later window can lose at most is
-            # reserved, too, so that the number grows before the bound is reached.
+            # A recovery from this window loses exactly the updates that the window leaves out. The largest loss of a
+            # later window counts too, so that the number grows before the bound is reached.
             left_out = float(np.where(chosen, 0, basis.at_risk).sum())
             later = sum(worst_next_loss(row, self.interval_iterations, number) for row in basis.iteration_loads)
             next_share = max(left_out, later) / (len(chosen) * max(1, basis.planned_tokens))
@@ -232,7 +231,7 @@ class PartialExperts:
             raise ConfigError.of("snapshot.policy.max_lost_share", bound, "must be null or between 0 and 1")
 
     def _peak_bytes(self, state: ExpertBytes, number: int) -> int:
-        # Turns are known in advance; any other choice may take the experts of one rank.
+        # Experts that are chosen in turn are known in advance. Other choices may take all experts from one rank.
         if not isinstance(self.choice, Sequential | RoundRobin):
             return state.most_captured(number)
         nothing = np.zeros(state.left_out.shape[:2], dtype=np.int64)
@@ -278,7 +277,8 @@ class SelectiveExperts:
         number = self.num_experts
         if number is None:
             budget = self._budget_bytes(context.budget_bytes, context.iteration_seconds)
-            # Bytes outside experts are subtracted first, on the busiest rank. Experts are counted at their mean size.
+            # Bytes that are always captured come first; experts have their mean size. The smallest room of a rank
+            # decides.
             of_expert = state.left_out.sum(axis=(0, 1)) / max(1, state.num_experts)
             room = budget - state.always
             number = max(1, int(min((room[of_expert > 0] / of_expert[of_expert > 0]).tolist(), default=1)))
@@ -324,7 +324,7 @@ class SelectiveExperts:
 
 
 class PartialWindows:
-    """Chooses the experts of each window, and records from which iteration each window has each expert.
+    """Chooses the experts of each window. Records, by window and expert, the iteration of the expert's state.
 
     All ranks make the same calls with the same values, so they have the same records.
 
@@ -342,15 +342,14 @@ class PartialWindows:
         self._row_of = {layer: row for row, layer in enumerate(self._state.layers)}
         self._planned_tokens = planned_tokens
         self._captured_at: dict[int, Counts] = {}
-        """Iteration from which each window has each expert, by the window's start iteration, ``[MoE layers,
-        experts]``."""
+        """Iteration from which each window has each expert, ``[MoE layers, experts]``, by the window's start."""
         self._processed: dict[int, Counts] = {}
         """Tokens that experts had processed after each iteration in ``_captured_at``."""
         self._places: tuple[Sequence[Piece], Counts] | None = None
         """Pieces, and the expert of each piece."""
 
     def begin(self, start: int, held: Collection[int], ledger: TokenLedger, loads: Sequence[Rows]) -> None:
-        """Choose the experts of a window. Without a window in ``held`` that has the other experts, choose all.
+        """Choose the experts of a window. If no window in ``held`` has the state of the other experts, choose all.
 
         Args:
             held: start iterations of the windows in memory.
@@ -389,7 +388,7 @@ class PartialWindows:
         captured_at = self._captured_at[start]
         if (captured_at == start).all():
             return None
-        # Found once for each layout of pieces: this runs between two iterations.
+        # Computed only once for each layout of pieces, because this call delays training.
         if self._places is None or self._places[0] is not pieces:
             self._places = pieces, self._places_of(pieces, num_layers)
         places = self._places[1]
@@ -450,15 +449,15 @@ def counted_layers(config: JobConfig) -> tuple[int, ...]:
 
 
 def planned_tokens(config: JobConfig) -> int:
-    """Return the tokens that the router assigns in one layer in the whole training, each once for every expert that
-    gets it."""
+    """Return the tokens that the router assigns in one layer in the whole training. A token counts once for each of its
+    experts."""
     training, model = config.training, config.model
     return training.train_iterations * training.global_batch_size * model.seq_length * model.moe_router_topk
 
 
 def _within(state: ExpertBytes, wanted: Mask, at_risk: Counts, budget_bytes: int) -> Mask:
-    """Return a choice of as many experts as ``wanted`` that no rank's budget excludes: those of ``wanted`` first, then
-    the others, each by tokens at risk."""
+    """Choose as many experts as ``wanted`` has, within the budget of every rank. Experts of ``wanted`` come first, then
+    the others, both by descending tokens at risk."""
     if (state.captured(wanted) <= budget_bytes).all():
         return wanted
     layers, experts = np.nonzero(np.ones_like(wanted))

@@ -22,7 +22,7 @@ SLICE_ALIGNMENT_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Unit:
-    """An operator, or one of ``num_parts`` equal ranges of each of its shards, that is captured in one slice."""
+    """State that one slice captures: an operator, or one of ``num_parts`` equal ranges of each of its shards."""
 
     operator: OperatorId
     part: int = 0
@@ -158,7 +158,7 @@ class WindowPlan:
     def validate(self, operators: Iterable[OperatorId]) -> None:
         """Assert that every part of every operator is captured exactly once, and that windows do not overlap."""
         assert self.slices and all(self.slices), "a slice captures nothing, or the window has no slice"
-        # A replay of several slices would compute with experts of other iterations than those of the logged votes.
+        # With several slices, a replay would compute with experts of other iterations than the recorded votes.
         assert self.partial is None or len(self.slices) == 1, "windows that leave out experts must have one slice"
         # A rank fills one window at a time: the snapshot server drops an incomplete window when the next one begins.
         assert self.interval_iterations >= self.num_iterations, (
@@ -226,9 +226,9 @@ class Piece(NamedTuple):
         return self.offset + self.num_bytes
 
     def in_batches(self, at_a_time: int) -> "Iterator[tuple[int, Piece]]":
-        """Cut the piece where its offset in the slice is a multiple of ``at_a_time`` bytes, which is a multiple of the
-        alignment of pieces. Yield each part with the number of its batch."""
-        # Pieces begin at aligned offsets, so no element is cut, and no piece with one value for all of its elements.
+        """Cut the piece at multiples of ``at_a_time`` bytes from the start of the slice. Yield each part with the
+        number of its batch. ``at_a_time`` must be a multiple of the alignment of pieces."""
+        # Pieces begin at aligned offsets, so no cut divides an element or a piece that has a single value.
         item_bytes = max(1, self.num_bytes // (self.stop - self.start))
         for batch in range(self.offset // at_a_time, -(-self.end // at_a_time)):
             offset, end = max(self.offset, batch * at_a_time), min(self.end, (batch + 1) * at_a_time)
@@ -239,8 +239,7 @@ class Piece(NamedTuple):
     @classmethod
     def of_slice(cls, plan: WindowPlan, index: int, shards: Sequence[StateShard]) -> "tuple[Piece, ...]":
         """Return the pieces that the rank with ``shards`` captures in slice ``index``, in order of their offsets."""
-        # The order is a function of plan and shards alone: a window is loaded only into a model that gives the same
-        # pieces.
+        # The order depends only on plan and shards. A window can only be loaded into a model with the same pieces.
         by_operator: dict[OperatorId, list[StateShard]] = {}
         for shard in shards:
             by_operator.setdefault(shard.operator, []).append(shard)
@@ -266,7 +265,7 @@ _NUM_BATCHES, _LEAST_BATCH_BYTES = 128, 1 << 18
 def batch_bytes(largest_slice_bytes: int) -> int:
     """Return how many bytes of its part of a slice each rank sends at a time when a window is restored.
     ``largest_slice_bytes`` is the size of the slice on the rank with the largest part."""
-    # All of them are copied before they are sent, so they must be few; but each batch is one collective.
+    # The bytes of a batch are copied before the send, so they must be few. But each batch is one collective.
     return align(max(_LEAST_BATCH_BYTES, largest_slice_bytes // _NUM_BATCHES))
 
 
@@ -328,10 +327,10 @@ class ReorderTrigger:
     """Share of all experts that must have changed; with a value above 1, the first order is kept."""
 
     def fires(self, before: Activations | None, now: Activations | None) -> bool:
-        """Whether the order that was made from ``before`` is outdated for ``now``."""
+        """Return whether the order that was made from ``before`` is outdated for ``now``."""
         if now is None:
             return False
-        # Checked before ``before``: the first order is kept even if it was made without activations.
+        # This check precedes that of ``before``: the first order is kept even if it was made without activations.
         if self.min_share > 1:
             return False
         if before is None or before.layers != now.layers:
@@ -342,7 +341,7 @@ class ReorderTrigger:
             for pair in zip(*rows, strict=True)
         ]
         num_moved = sum(abs(new - old) > self.min_change * old for old, new in pairs)
-        # With a share of 0 equal frequencies must not count as changed.
+        # With ``min_share=0``, unchanged frequencies must not trigger a new order.
         return num_moved > 0 and num_moved >= self.min_share * len(pairs)
 
 

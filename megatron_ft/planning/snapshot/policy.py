@@ -111,7 +111,7 @@ def make_plan(
         basis=PlanBasis(
             budget_bytes=context.budget_bytes,
             peak_bytes=peak,
-            # The plan is part of every window's manifest, which all records of activations would make large.
+            # The plan is in the manifest of every window, so it has the totals and not all records of activations.
             activations=None if activations is None else activations.collapsed(),
         ),
     )

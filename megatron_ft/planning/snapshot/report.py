@@ -23,8 +23,8 @@ Span = tuple[Operator, int, int]
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _MIN_BUCKET = 40_000_000
 _MIN_BUCKET_PER_RANK = 1_000_000
-"""Megatron's gradient buckets have at least this many parameters times the number of data-parallel ranks, and at least
-``_MIN_BUCKET`` parameters, if the gradient reduction overlaps the backward pass."""
+"""Fewest parameters of a gradient bucket of Megatron per data-parallel rank, if the gradient reduction overlaps the
+backward pass. A bucket also has at least ``_MIN_BUCKET`` parameters in total."""
 
 
 def estimate_demand(config: JobConfig, topology: Topology, tokenizer_vocab_size: int | None = None) -> Demand:
@@ -32,8 +32,8 @@ def estimate_demand(config: JobConfig, topology: Topology, tokenizer_vocab_size:
 
     The operator's id replaces the names of its parameters. Every parameter is counted once. With the distributed
     optimizer, a rank captures its part of each gradient bucket, in the order of Megatron's buffers; buckets are assumed
-    to end only with an operator. Otherwise operators are split evenly over the ranks that hold them.
-    Experts in replica slots are split over all ranks of the stage, and a tied embedding over the first and last stage.
+    to end only with an operator. Otherwise operators are split evenly over the ranks that have them. Experts in replica
+    slots are split over all ranks of the stage, and a tied embedding over the first and last stage.
     """
     operators = operators_of(config.model, tokenizer_vocab_size)
     components = _components(config.precision.params_dtype)
@@ -119,7 +119,7 @@ def _spans_of_chunk(
     layers |= {model.num_layers + 1} if is_last else set()
     spans = [(operator, 0, operator.num_parameters) for operator in operators if operator.id.layer in layers]
     is_tied = not model.untie_embeddings_and_output_weights and last_stage > 0
-    # Both stages hold the whole matrix. State that several ranks hold is divided among these ranks.
+    # Both stages have the whole matrix, and ranks with the same state divide it among themselves.
     if is_tied and is_first:
         spans[0] = (operators[0], operators[0].num_split_parameters // 2, operators[0].num_parameters)
     if is_tied and is_last:
@@ -273,8 +273,8 @@ class SnapshotReport:
 
 
 def _restore_bytes(topology: Topology, dense: WindowPlan, shards_by_rank: Sequence[tuple[StateShard, ...]]) -> int:
-    # After a recovery, a window is captured in one slice. Each rank that has the same tensors sends its part of a batch
-    # to all of them.
+    # After a recovery, a window is captured in one slice. A rank sends its part of a batch to all ranks with its
+    # tensors.
     largest = max(window_bytes(dense, shards) for shards in shards_by_rank)
     num_equal = topology.data_parallel_size * topology.context_parallel_size
     return 2 * num_equal * batch_bytes(largest)

@@ -1,4 +1,4 @@
-"""Sparse windows: every iteration captures one slice of the operators, with the fewest slices that cause no stall."""
+"""Sparse windows: each iteration captures one slice of the operators. A window has the fewest slices without stalls."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -32,9 +32,9 @@ class _Packing:
     def of(cls, table: UnitBytes, budget_bytes: int, max_slices: int) -> "_Packing | None":
         """Pack the units of ``table`` in order; return None if ``max_slices`` do not suffice or a unit does not fit.
 
-        Every slice contains the frozen bytes of all units of later slices. The remaining units are tried in order, and
-        each one is added to the slice if no rank exceeds the budget. So a unit may be added after an earlier one did
-        not fit.
+        Every slice contains the compute weights (frozen bytes) of all units of later slices. The remaining units are
+        tried in order, and each one that fits the budget on all ranks is added. So a unit may be added after an earlier
+        one did not fit.
         """
         extra = table.full - table.frozen
         remaining: Rows = np.arange(len(extra))
@@ -105,10 +105,10 @@ def _least_peak_bytes(table: UnitBytes, num_slices: int) -> int:
 
 
 def _num_parts(table: UnitBytes, rounding_bytes: Matrix, budget_bytes: int, max_parts: int) -> list[int]:
-    """Return the number of equal parts of each unit, so that one part fits into a slice with all other units frozen.
+    """Return the number of equal parts of each unit. One part must fit into a slice that has all other units frozen.
 
-    If the frozen bytes leave less of the budget than an eighth of the frozen bytes, parts get the size of this eighth:
-    such windows stall training anyway, and smaller parts would only make them longer.
+    A part may be as large as the budget minus the frozen bytes, but at least an eighth of the frozen bytes. With a
+    lower budget, training stalls anyway, and smaller parts would only make the window longer.
 
     Args:
         rounding_bytes: largest number of bytes by which a part of a unit exceeds an equal share, ``[units, ranks]``.
@@ -180,7 +180,7 @@ class SparseWindow:
             low = max(budget, _least_peak_bytes(table, self.max_window_iterations) - 1)
             return _Packing.smallest(table, low, _dense(table), self.max_window_iterations)
         num_slices = max(len(found.slices), self.min_window_iterations)
-        # Otherwise early slices would fill the budget, and any variation of bandwidth would stall training.
+        # Without balance, early slices fill the budget, and any variation of the bandwidth stalls training.
         if self.balance or num_slices > len(found.slices):
             return _Packing.smallest(table, _least_peak_bytes(table, num_slices) - 1, found, num_slices)
         return found

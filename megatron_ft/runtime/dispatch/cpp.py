@@ -29,7 +29,7 @@ SIGNATURES = {
 }
 """Argument types of every function in ``csrc/bindings.cpp``."""
 _NEGATIVE, _TOO_MANY_TOKENS, _FINE = -1, -2, 0
-"""Results of ``dispatch_schedule``. Any other result is e + 1 if expert e has tokens but no replica."""
+"""Results of ``dispatch_schedule``. Any other result means that expert ``result - 1`` has tokens but no replica."""
 
 
 class CppDispatch(RowOperations):

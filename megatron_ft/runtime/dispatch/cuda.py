@@ -39,8 +39,7 @@ class CudaDispatch(RowOperations):
         self.library.dispatch_schedule_cells.restype = ctypes.c_int64
 
     def schedule(self, counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> torch.Tensor:
-        """Compute the schedule [2, E, N] from ``counts`` and ``replicas``, both int64 [E, N]. Nothing is copied to the
-        host."""
+        """Compute the schedule [2, E, N] from ``counts`` and ``replicas``, int64 [E, N]. Copy nothing to the host."""
         check_matrices(counts, replicas, rank)
         num_experts, num_ranks = counts.shape
         _check_ranks(num_ranks)
@@ -133,7 +132,7 @@ def _argument(value: Argument, device: torch.device) -> ctypes.c_void_p | ctypes
 
 
 def _starts(sizes: torch.Tensor) -> torch.Tensor:
-    # Offset of each block, in the shape of ``sizes``, when the blocks lie one after the other in row-major order.
+    # Return the offset of each block, in the shape of ``sizes``. The blocks are adjacent, in row-major order.
     flat = sizes.flatten()
     return (flat.cumsum(0) - flat).view(sizes.shape)
 

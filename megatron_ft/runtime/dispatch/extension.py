@@ -30,7 +30,7 @@ CACHE = ROOT / ".cache" / "extensions"
 HEADERS = {".hpp", ".cuh"}
 BUILD_SECONDS = 600
 CXX_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra")
-"""Flags of the C++ compiler. Without contraction, a product is rounded before it is added, as in the reference."""
+"""Flags of the C++ compiler. Products are rounded before they are added (no contraction), as in the reference."""
 NVCC_FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC")
 _WITHOUT_KERNELS = "set placement.dispatch_backend=reference"
 

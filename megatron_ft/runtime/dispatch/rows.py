@@ -51,7 +51,7 @@ def _check_rank(rank: int, num_ranks: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Totals:
-    """Row counts of one dispatch, on the host, from which a backend allocates its ``DispatchHandle``."""
+    """Row counts of one dispatch. They are on the host, because a backend needs them to allocate its tensors."""
 
     send_splits: list[int]
     recv_splits: list[int]

@@ -259,7 +259,7 @@ def install() -> None:
         try:
             work.get_future()
         except RuntimeError:
-            # Sends and receives have no future. They cannot wait in slices, because their timeout closes the group.
+            # Sends and receives have no future. They cannot wait in slices, because an expired wait closes the group.
             return call(lambda: native_wait(work))
         while True:
             # A collective waits on a condition variable, so the expiry of this timeout does not affect the operation.
@@ -395,7 +395,7 @@ def _connects_ranks(found: SocketId, store_port: int | None) -> bool:
         try:
             # No collective uses the connection to the store, which must stay usable.
             ports = {opened.getsockname()[1], opened.getpeername()[1]}
-        except OSError:  # it listens, or the peer has not answered yet
+        except OSError:  # a listening socket, or the peer has not answered yet
             return opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _SYN_SENT
         return store_port not in ports
 
@@ -408,7 +408,7 @@ def _shut_down(found: SocketId) -> None:
 
 
 def _duplicate(found: SocketId) -> socket.socket | None:
-    # Returns the socket under a new descriptor, or None if it is closed. Its descriptor may now refer to another file.
+    # Return the socket under a new descriptor; None if it is closed. A closed socket's descriptor may be reused by now.
     descriptor, inode = found
     try:
         copy = os.dup(descriptor)

@@ -2,8 +2,8 @@
 
 Model, gradient buffers and optimizer of Megatron reference their process groups in many places. ``Handle`` is a
 process group that forwards every operation to an inner gloo group. Handles are created without communication.
-``connect`` gives them inner groups, and ``disconnect`` takes these away. So after the loss of a rank, all references
-stay valid, and only the inner groups are replaced.
+``connect`` creates the inner groups, and ``disconnect`` removes them. So after the loss of a rank, all references stay
+valid, and only the inner groups are replaced.
 """
 
 import hashlib
@@ -102,7 +102,7 @@ class Handle(ProcessGroup):
         self._description = description
 
     def shutdown(self) -> None:
-        """Drop the inner group. torch calls this before it forgets the group."""
+        """Drop the inner group. torch calls this before it forgets the handle."""
         self.inner = None
 
 
@@ -136,7 +136,7 @@ def _create(_: Any, rank: int, size: int, timeout: timedelta) -> Handle:
     if not _reused:
         return Handle(rank, size, timeout)
     handle = _reused.popleft()
-    assert handle.inner is None and handle.size() == size, f"a handle of {handle.size()} ranks cannot have {size}"
+    assert handle.inner is None and handle.size() == size, f"handle has {handle.size()} ranks, group has {size}"
     handle._rank, handle.timeout = rank, timeout
     return handle
 
@@ -149,7 +149,7 @@ def reusing(targets: Sequence[Handle]) -> Iterator[None]:
     _reused.extend(targets)
     try:
         yield
-        assert not _reused, f"{len(_reused)} of {len(targets)} handles are not used again"
+        assert not _reused, f"{len(_reused)} of {len(targets)} handles were not used for new groups"
     finally:
         _reused.clear()
 

@@ -68,7 +68,7 @@ class UpstreamLog:
         self._sends = {direction: tuple(sends[direction]) for direction in DIRECTIONS}
         is_cuda = device.type == "cuda"
         self._memory = {
-            # Zeroed, because page faults would slow down the first iterations.
+            # Zeroed now, so that page faults do not slow down the first iterations.
             direction: torch.empty((num_iterations, len(order), *shape), dtype=dtype, pin_memory=is_cuda).zero_()
             for direction, order in self._sends.items()
         }

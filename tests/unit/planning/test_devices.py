@@ -69,7 +69,7 @@ def test_without_a_gpu_a_start_takes_the_cpu_or_is_refused() -> None:
         choose(NONE, CUDA_ONLY)
     with pytest.raises(
         ConfigError,
-        match=r"training\.device=auto: must be cpu, with limits\.gpu_memory_bytes=null, on a machine without a usable",
+        match=r"training\.device=auto: finds no GPU; for CPU, set training\.device=cpu and limits\.gpu_memory_by",
     ):
         choose(NONE, BOTH, memory=80_000_000_000)
 
