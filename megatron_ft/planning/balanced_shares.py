@@ -16,8 +16,8 @@ sum of the parts is a, and if ``a <= c``, no part is larger than its weight. The
       its holders has level k; a rank without a level gets level k + 1 if it has a share of an expert of level k. So at
       least k moves bring tokens from a rank of level k to a rank with room, and k moves are enough.
    b. If a rank above the limit has no level, the round ends with a new limit: the mean load of all ranks without a
-      level, rounded up. No distribution has a lower largest load, because no rank with a level holds experts of these
-      ranks.
+      level, rounded up. No distribution has a lower largest load, because only these ranks hold the experts of their
+      tokens.
    c. Otherwise, for k from the highest level down to 1, tokens of experts of level k - 1 move from ranks of level k
       above the limit (giving ranks) to ranks of level k - 1 (taking ranks):
 

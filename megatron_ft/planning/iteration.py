@@ -271,7 +271,7 @@ class History:
         Args:
             loads: tokens of [MoE layer][expert] of the iteration; None if they are not counted.
         """
-        # Losses of skipped iterations are left out, because several spikes would raise the median and then pass.
+        # Losses of skipped iterations are left out: spikes would raise the median, and later spikes would pass.
         if decision.action != "commit":
             return replace(self, num_consecutive_skips=self.num_consecutive_skips + 1)
         tokens = self.tokens

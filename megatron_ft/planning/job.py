@@ -268,8 +268,8 @@ class JobPlan:
             inputs: contents of the placement and routing files that the configuration names.
             device: ``cpu`` or ``cuda``, already resolved.
             with_losses: whether to compute the cost of losing each node, and warnings about it.
-            given: configuration before values were derived, to find keys that improve the recovery from losses; None
-                finds none.
+            given: configuration before values were derived, to find keys that improve the recovery from losses; with
+                None, ``gaps`` stays empty.
             choice: choice of ``device`` with its reason; None leaves the plan without a reason.
             refused: for each possible device, the reason why it cannot run the configuration; empty if it can.
             slots_reason: reason for ``placement.num_slots_per_rank``, from ``with_slots``.

@@ -36,7 +36,7 @@ def rank_environment(config: JobConfig, rank: int | None = None) -> dict[str, st
     parallel, training = config.parallel, config.training
     if training.device != "cuda":
         return {}
-    # A new membership has buffers of other sizes. In segments of fixed size, the old buffers would leave gaps.
+    # A new membership has buffers of other sizes. In segments of fixed size, old buffers would leave unusable gaps.
     variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     if parallel.tensor_model_parallel_size > 1 or parallel.context_parallel_size > 1:
         # Communication must be enqueued before the computation that it overlaps with.

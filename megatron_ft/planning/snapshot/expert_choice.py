@@ -1,4 +1,4 @@
-"""Chooses the experts that a window captures. Others have their state from an earlier window.
+"""Chooses the experts that a window captures. An earlier window provides the state of the others.
 
 All functions use only values that are equal on all ranks, so every rank chooses the same experts.
 """
@@ -81,7 +81,8 @@ def _per_layer(risk: Sequence[int], total: int, most: int) -> Counts:
     """Divide ``total`` experts over layers in proportion to ``risk``, at most ``most`` in each layer (MoEtion,
     algorithm 1, lines 4 and 5).
 
-    Layers with the largest remainders get the experts that rounding down leaves. Integers let all ranks agree.
+    After rounding down, the layers with the largest remainders get the remaining experts. The arithmetic uses integers,
+    so that the result is equal on all ranks.
     """
     assert 0 <= total <= most * len(risk), f"{total} experts do not fit {len(risk)} layers of {most}"
     shares = np.zeros(len(risk), dtype=np.int64)

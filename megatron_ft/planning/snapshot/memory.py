@@ -325,7 +325,7 @@ def host_bytes(
 
 
 def buffer_bytes(plan: WindowPlan, shards: Sequence[StateShard], *, plans_again: bool) -> int:
-    """Return the bytes of one buffer of the rank with ``shards``: a window, and a margin if later plans follow."""
+    """Return the bytes of one buffer of the rank with ``shards``: a window, plus a margin with ``plans_again``."""
     numerator, denominator = _MARGIN_FOR_OTHER_PLANS if plans_again else (1, 1)
     return _whole_pages(max(1, -(-window_bytes(plan, shards) * numerator // denominator)))
 

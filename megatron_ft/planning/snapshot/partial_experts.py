@@ -277,8 +277,8 @@ class SelectiveExperts:
         number = self.num_experts
         if number is None:
             budget = self._budget_bytes(context.budget_bytes, context.iteration_seconds)
-            # Bytes that are always captured come first; experts have their mean size. The smallest room of a rank
-            # decides.
+            # For each rank, bytes that are always captured are subtracted from the budget, and experts count at their
+            # mean size. The rank with room for the fewest experts decides.
             of_expert = state.left_out.sum(axis=(0, 1)) / max(1, state.num_experts)
             room = budget - state.always
             number = max(1, int(min((room[of_expert > 0] / of_expert[of_expert > 0]).tolist(), default=1)))

@@ -136,7 +136,7 @@ def _create(_: Any, rank: int, size: int, timeout: timedelta) -> Handle:
     if not _reused:
         return Handle(rank, size, timeout)
     handle = _reused.popleft()
-    assert handle.inner is None and handle.size() == size, f"handle has {handle.size()} ranks, group has {size}"
+    assert handle.inner is None and handle.size() == size, f"the handle has {handle.size()} ranks, the group {size}"
     handle._rank, handle.timeout = rank, timeout
     return handle
 
