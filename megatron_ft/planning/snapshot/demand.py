@@ -29,7 +29,7 @@ class UnitBytes:
         return UnitBytes(full=self.full[list(rows)], frozen=self.frozen[list(rows)])
 
     def distinct_ranks(self) -> "UnitBytes":
-        """Merge the columns of ranks that capture the same number of bytes of every unit into one column."""
+        """Keep only one column for all ranks that capture the same number of bytes of every unit."""
         # Data-parallel ranks often capture equal sizes, and every step of a packing costs time for each column.
         columns = np.concatenate([self.full, self.frozen]).T
         first = sorted({column.tobytes(): rank for rank, column in reversed(list(enumerate(columns)))}.values())
@@ -119,8 +119,8 @@ class _ShardTable:
     operators: Indices
     """Row of each shard's operator, ``[shards]``."""
     values: Matrix
-    """``[shards, 6]``: number of elements, rank, bytes per element and per shard of the full state, and bytes per
-    element and per shard of the compute weights."""
+    """``[shards, 6]``: number of elements; rank; bytes per element of the full state; its bytes per shard; bytes per
+    element of the compute weights; their bytes per shard."""
 
 
 def _shard_table(shards_by_rank: Sequence[Sequence[StateShard]], known: Sequence[OperatorId]) -> _ShardTable:

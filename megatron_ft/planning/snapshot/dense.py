@@ -1,4 +1,4 @@
-"""Dense snapshots, which capture the whole state in one slice at an interval; baselines for sparse windows."""
+"""Dense snapshots: every n iterations, one slice captures the whole state. They are baselines for sparse windows."""
 
 import math
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ class DenseInterval:
     interval_iterations: int
     """Iterations from one snapshot to the next."""
     replan_drift: float = 0.2
-    """Relative change of the bytes that an iteration can capture, or of the snapshot's bytes, above which a new plan is
-    made."""
+    """Relative change that causes a new plan. It is the change of the bytes that an iteration can capture, or of the
+    snapshot's bytes."""
     trigger: ClassVar[None] = None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
@@ -44,8 +44,8 @@ class OverheadBounded:
     max_overhead: float = 0.03
     """Largest share of training time that stalls may take."""
     replan_drift: float = 0.2
-    """Relative change of the bytes that an iteration can capture, or of the snapshot's bytes, above which a new plan is
-    made."""
+    """Relative change that causes a new plan. It is the change of the bytes that an iteration can capture, or of the
+    snapshot's bytes."""
     trigger: ClassVar[None] = None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
@@ -69,14 +69,14 @@ class GeminiStyle:
     MoEvement, section 2.4: ``ETTR = 1 / (1 + stall / (n * T)) * 1 / (1 + n * T / (2 * MTBF))`` for an interval of n
     iterations of T seconds; a failure costs half an interval on average. The product of the two denominators is convex
     in n with its minimum at ``n = sqrt(2 * stall * MTBF) / T``; the better of the two nearest integers is used. In
-    section 5.2 the paper gives Gemini the interval that is best in hindsight; this policy computes it in advance.
+    section 5.2 the paper gives Gemini the interval that is best in hindsight; this policy has to choose it in advance.
     """
 
     mtbf_seconds: float
     """Mean time between failures of the whole job."""
     replan_drift: float = 0.2
-    """Relative change of the bytes that an iteration can capture, or of the snapshot's bytes, above which a new plan is
-    made."""
+    """Relative change that causes a new plan. It is the change of the bytes that an iteration can capture, or of the
+    snapshot's bytes."""
     trigger: ClassVar[None] = None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:

@@ -23,7 +23,7 @@ class ExpertChoice(Protocol):
 
         Args:
             number: number of the window, counted from the start of the run.
-            num_experts: at most the number of experts of a layer.
+            num_experts: number of experts to choose in each layer on average; at most the number of experts of a layer.
             at_risk: tokens that each expert has processed since it was captured, ``[MoE layers, experts]``.
             num_groups: number of equal groups of consecutive experts; the experts of a group are on the same ranks.
         """
@@ -78,8 +78,8 @@ class TokenRisk:
 
 
 def _per_layer(risk: Sequence[int], total: int, most: int) -> Counts:
-    """Divide ``total`` experts over layers in proportion to ``risk``, at most ``most`` in each layer (MoEtion,
-    algorithm 1, lines 4 and 5).
+    """Divide ``total`` experts among layers in proportion to ``risk``, at most ``most`` for each layer (MoEtion,
+    algorithm 1, lines 4 and 5). Shares are rounded down, and layers with the largest remainders get one expert more.
 
     After rounding down, the layers with the largest remainders get the remaining experts. The arithmetic uses integers,
     so that the result is equal on all ranks.
@@ -98,7 +98,7 @@ def _per_layer(risk: Sequence[int], total: int, most: int) -> Counts:
             parts[open_layers.index(layer)] += 1
         for part, layer in zip(parts, open_layers, strict=True):
             shares[layer] += part
-        # What exceeds a full layer is divided among the others.
+        # Experts above ``most`` are divided among the layers that are not full.
         left = int(np.maximum(shares - most, 0).sum())
         shares = np.minimum(shares, most)
         open_layers = [layer for layer in open_layers if shares[layer] < most]

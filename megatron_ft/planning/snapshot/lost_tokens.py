@@ -1,7 +1,7 @@
-"""Counts the tokens whose updates of experts were lost, because a window left these experts out.
+"""Counts lost tokens: tokens that the router assigned to an expert and whose updates of this expert were lost.
 
-A recovery from such a window sets an expert back to an earlier iteration than the rest of the model. The updates that
-the expert had received since then are lost; they came from the tokens that the router had assigned to the expert.
+Updates are lost if a window leaves out an expert. A recovery from this window sets the expert back to an earlier
+iteration than the rest of the model, and the updates of the expert between the two iterations are lost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,11 +29,11 @@ class TokenLedger:
         return cls(processed=zeros, lost=zeros)
 
     def after(self, loads: Sequence[Sequence[int]]) -> "TokenLedger":
-        """Return the ledger after a committed iteration with ``loads``, the tokens of [MoE layer][expert]."""
+        """Return the ledger after a committed iteration; ``loads`` [MoE layer][expert] counts its tokens."""
         return TokenLedger(processed=_sum(self.processed, loads), lost=self.lost)
 
     def after_loss(self, lost: Sequence[Sequence[int]]) -> "TokenLedger":
-        """Return the ledger after a recovery that lost ``lost``, the tokens of [MoE layer][expert]."""
+        """Return the ledger after a recovery; ``lost`` [MoE layer][expert] counts the tokens that the recovery lost."""
         return TokenLedger(processed=self.processed, lost=_sum(self.lost, lost))
 
     def lost_share(self, planned_tokens: int) -> float:
@@ -48,9 +48,9 @@ class TokenLedger:
         return mean_share(self.lost, planned_tokens)
 
     def momentary(self, lost: Sequence[Sequence[int]]) -> float:
-        """Return the momentary lost tokens (MLT) of one recovery as MoEtion's equation 6 prints them: the *sum* over
-        layers of lost tokens per processed token, which can exceed 1. Bounds apply to a mean over layers, as in
-        ``lost_share``.
+        """Return the momentary lost tokens (MLT) of one recovery by equation 6 of MoEtion. Each layer's lost tokens are
+        divided by its processed tokens, and the quotients are *summed* over layers, so the result can exceed 1. A bound
+        such as ``max_lost_share`` applies to a mean over layers instead, as in ``lost_share``.
 
         Args:
             lost: tokens of [MoE layer][expert] whose updates the recovery lost.
@@ -65,7 +65,7 @@ class TokenLedger:
 
 
 def mean_share(tokens: Sequence[Sequence[int]], per_layer: int) -> float:
-    """Return the mean over MoE layers of the layer's ``tokens`` divided by ``per_layer``; 0 without MoE layers."""
+    """Divide the ``tokens`` of each MoE layer by ``per_layer``. Return the mean over layers; 0 without MoE layers."""
     if not tokens or per_layer <= 0:
         return 0.0
     return sum(sum(row) for row in tokens) / (len(tokens) * per_layer)

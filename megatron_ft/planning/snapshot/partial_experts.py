@@ -158,8 +158,8 @@ class PartialExperts:
     """Bound of the proportion of lost tokens (PLT) in the whole training. A window captures more experts, up to all, if
     the next failure could exceed this bound. null keeps the number."""
     replan_drift: float = 0.2
-    """Relative change of the bytes that an iteration can capture, or of the whole state's bytes, above which a new plan
-    is made."""
+    """Relative change that causes a new plan. It is the change of the bytes that an iteration can capture, or of the
+    whole state's bytes."""
     trigger: ClassVar[None] = None
     leaves_out_experts: ClassVar[bool] = True
 
@@ -260,8 +260,8 @@ class SelectiveExperts:
     leave_out: tuple[str, ...] = ("masters", "moments")
     """Parts of the state of an expert that a window leaves out: ``masters`` (master weights), ``moments``, or both."""
     replan_drift: float = 0.2
-    """Relative change of the bytes that an iteration can capture, or of the whole state's bytes, above which a new plan
-    is made."""
+    """Relative change that causes a new plan. It is the change of the bytes that an iteration can capture, or of the
+    whole state's bytes."""
     trigger: ClassVar[None] = None
     leaves_out_experts: ClassVar[bool] = True
 

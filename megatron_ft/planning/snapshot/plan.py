@@ -1,6 +1,6 @@
-"""``WindowPlan``: units of state that each iteration of a window captures in full, and their layout in bytes.
+"""``WindowPlan``: the units of state that each iteration of a window captures, and the byte layout of the slices.
 
-``WindowKey`` identifies a window. ``PlanBasis`` contains the activation counts of experts on which a plan is based.
+``WindowKey`` identifies a window. ``PlanBasis`` contains the measurements with which a plan was made.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,7 +51,7 @@ class Activations:
 
     @classmethod
     def of(cls, model: ModelConfig, loads: Iterable[Sequence[Sequence[int]]]) -> "Activations | None":
-        """Create activations from records of tokens [layer of the model][expert], oldest first; None for no record."""
+        """Create activations from ``loads``, records [layer of model][expert], oldest first; None if there are none."""
         layers = moe_layers(model)
         records = tuple(tuple(tuple(rows[layer - 1]) for layer in layers) for rows in loads)
         return cls(layers=layers, tokens=records) if records else None
@@ -104,8 +104,8 @@ class PlanBasis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialPlan:
-    """Number of experts that a window captures, and the state of the other experts that it leaves out. Each window
-    chooses its experts when it begins."""
+    """Number of experts that a window captures, and components of all other experts that the window leaves out. The
+    experts are chosen when the window begins."""
 
     num_experts: int
     """Number of experts of each MoE layer that a window captures, on average over layers."""
@@ -215,7 +215,7 @@ class Piece(NamedTuple):
     start: int
     stop: int
     """End of the elements [start, stop) of the flattened tensor part. A component that is not per element, such as
-    ``step``, has one value for all of them."""
+    ``step``, has one value for the whole range."""
     offset: int
     """Offset of the first byte from the start of the slice."""
     num_bytes: int
@@ -294,7 +294,7 @@ def align(num_bytes: int, alignment: int = SLICE_ALIGNMENT_BYTES) -> int:
 
 
 def window_bytes(plan: WindowPlan, shards: Sequence[StateShard]) -> int:
-    """Return the bytes of a window on the rank with ``shards``, which are the sum of ``slice_bytes`` of its slices."""
+    """Return the bytes of a window on the rank with ``shards``: the sum of ``slice_bytes`` over all slices."""
     by_operator: dict[OperatorId, list[StateShard]] = {}
     for shard in shards:
         by_operator.setdefault(shard.operator, []).append(shard)
@@ -317,14 +317,14 @@ def _aligned_bytes(unit: Unit, shard: StateShard, components: Sequence[Component
 class ReorderTrigger:
     """Decides when the popularity of experts has changed so much that operators are ordered again (MoEvement, 3.5).
 
-    The frequency of an expert is its share of its layer's tokens. It is compared with the frequency for which the
-    present order was made, not with the previous value: so slow drift triggers a new order, and oscillation does not.
+    The frequency of an expert is its share of its layer's tokens. The trigger compares it with the frequency when the
+    present order was made, not with the last value. So a slow drift triggers a new order, and oscillation does not.
     """
 
     min_change: float = 0.10
     """Relative change of an expert's frequency above which the expert counts as changed."""
     min_share: float = 0.25
-    """Share of all experts that must have changed; with a value above 1, the first order is kept."""
+    """Share of all experts that must have changed; a value above 1 keeps the first order for the whole run."""
 
     def fires(self, before: Activations | None, now: Activations | None) -> bool:
         """Return whether the order that was made from ``before`` is outdated for ``now``."""

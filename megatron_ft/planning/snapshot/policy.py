@@ -11,7 +11,7 @@ from megatron_ft.planning.snapshot.plan import Activations, PlanBasis, ReorderTr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotContext:
-    """Measurements of the job. They are reduced over all ranks first, because every rank must pass the same values."""
+    """Measurements of the job, reduced over all ranks, because every rank must plan with the same values."""
 
     bandwidth_bytes_per_second: float
     """Bytes that the slowest rank can capture per second."""

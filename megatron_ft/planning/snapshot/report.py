@@ -76,7 +76,7 @@ def _groups(
             spans = _spans_of_chunk(config, topology, operators, stage, chunk)
             dense = [span for span in spans if span[0].id.expert is None]
             experts = [span for span in spans if span[0].id.expert is not None]
-            # If experts and dense parameters share a buffer, buckets end at other places.
+            # Experts and dense parameters in one buffer also share buckets, so both must be divided together.
             if _in_one_buffer(config, topology):
                 dense, experts = spans, []
             size = topology.tensor_model_parallel_size
@@ -162,7 +162,7 @@ def _buckets(spans: Sequence[Span], bucket_size: int) -> Iterator[list[Span]]:
 
 def _cut_evenly(ranks: Sequence[int], bucket: Sequence[Span]) -> Iterator[tuple[int, Span]]:
     total = sum(stop - start for _, start, stop in bucket)
-    # As with the distributed optimizer, a bound may be inside an operator.
+    # The distributed optimizer cuts a bucket without regard to operators, so a bound may be inside an operator.
     bounds = [total * place // len(ranks) for place in range(len(ranks) + 1)]
     place = position = 0
     for operator, start, stop in bucket:
@@ -185,11 +185,11 @@ class SnapshotReport:
     measured; in this case ``window_bytes`` and ``nodes`` are those of a dense window."""
     interval_iterations: int | None
     window_bytes: int
-    """Largest number of bytes that a window has on any rank."""
+    """Bytes of a window on the rank where the window is largest."""
     dense_bytes: int
-    """Largest number of bytes that a dense snapshot has on any rank."""
+    """Bytes of a dense snapshot on the rank where the snapshot is largest."""
     restore_bytes: int
-    """Most device memory that a rank needs besides its state while it restores a window."""
+    """Largest device memory that a rank needs, in addition to its state, while it restores a window."""
     num_peer_copies: int
     peers: tuple[tuple[int, ...], ...]
     """Nodes that store copies of each node's windows."""
@@ -227,13 +227,14 @@ class SnapshotReport:
         """Estimate the snapshots of a job; return None if ``config`` has no snapshots.
 
         Raises:
-            ConfigError: the policy cannot be built, cannot plan with this configuration, or exceeds the memory limit.
+            ConfigError: the policy cannot be built or cannot plan with this configuration, or the windows exceed the
+                memory limit.
         """
         snapshot = config.snapshot
         if snapshot.policy is None:
             return None
         topology = Topology.of(config.parallel, config.world_size)
-        # Only the demand is an estimate, from parameter counts. The policy plans in the same way as on the ranks.
+        # The demand is estimated from parameter counts. The policy then plans with it in the same way as on the ranks.
         demand = estimate_demand(config, topology, tokenizer_vocab_size)
         policy: SnapshotPolicy = build_policy("snapshot.policy", snapshot.policy)
         dense = dense_plan(tuple(shard for shards in demand.shards_by_rank for shard in shards))

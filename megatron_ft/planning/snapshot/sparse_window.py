@@ -16,7 +16,7 @@ from megatron_ft.planning.snapshot.policy import SnapshotContext, make_plan
 Rows = npt.NDArray[np.intp]
 
 _BLOCK = 256
-"""Number of units that are tried together."""
+"""Number of units for which ``_fill`` first checks whether all of them fit into a slice."""
 _RESOLUTION = 1024
 """The search for the smallest budget stops at a relative error of ``1 / _RESOLUTION``."""
 
@@ -30,7 +30,7 @@ class _Packing:
 
     @classmethod
     def of(cls, table: UnitBytes, budget_bytes: int, max_slices: int) -> "_Packing | None":
-        """Pack the units of ``table`` in order; return None if ``max_slices`` do not suffice or a unit does not fit.
+        """Pack the units of ``table`` into at most ``max_slices`` slices; return None if this is not possible.
 
         Every slice contains the compute weights (frozen bytes) of all units of later slices. The remaining units are
         tried in order, and each one that fits the budget on all ranks is added. So a unit may be added after an earlier
@@ -55,11 +55,12 @@ class _Packing:
         """Find the packing into at most ``max_slices`` slices with the smallest budget above ``low_bytes``, by
         bisection.
 
-        ``high`` is a known packing. The search stops at a relative error of 1 / 1024. A larger budget can give a worse
-        packing, so the result may not be the optimum, but it is never worse than ``high``.
+        ``high`` is a packing that is already known. The search stops at a relative error of 1 / 1024. Packing can fail
+        with a larger budget and succeed with a smaller one, so the search may miss the optimum. The result is never
+        worse than ``high``.
         """
         low = low_bytes
-        # Finer steps have no use, because bandwidth and iteration time are measured less exactly.
+        # Bandwidth and iteration time are measured less exactly than this relative error, so finer steps are useless.
         while high.budget_bytes - low > max(1, high.budget_bytes // _RESOLUTION):
             middle = (low + high.budget_bytes) // 2
             found = _Packing.of(table, middle, max_slices)
@@ -98,8 +99,8 @@ def _fill_singly(extra: Matrix, block: Rows, room: Matrix) -> Rows:
 
 
 def _least_peak_bytes(table: UnitBytes, num_slices: int) -> int:
-    """Return a lower bound for the largest of ``num_slices`` slices: the frozen bytes of all units, or an equal share
-    of the full bytes of all units, if that is more."""
+    """Return a lower bound for the bytes of the largest of ``num_slices`` slices: the compute weights of all units, or
+    the full state of all units divided by ``num_slices``, whichever is larger."""
     even = -(-table.full.sum(axis=0) // num_slices)
     return int(max(table.frozen.sum(axis=0).max(), even.max()))
 
@@ -123,10 +124,10 @@ def _num_parts(table: UnitBytes, rounding_bytes: Matrix, budget_bytes: int, max_
 class SparseWindow:
     """Consecutive windows, each of which captures every operator once (MoEvement, sections 3.2 and 3.5).
 
-    Algorithm 1 of the paper assumes operators of equal size on one rank. This policy packs slices by their bytes on all
-    ranks together, so that all ranks have the same number of slices. Operators that do not fit into a slice are split
-    into equal parts. If an iteration is too short to capture the compute weights, training stalls. The plan then makes
-    the largest slice as small as possible, and its ``reason`` states the stall.
+    Algorithm 1 of the paper assumes operators of equal size on one rank. This policy adds a unit to a slice only if the
+    slice then fits the budget on every rank, so all ranks have the same slices. Operators that do not fit into a slice
+    are split into equal parts. If an iteration is too short to capture the compute weights, training stalls. The plan
+    then makes the largest slice as small as possible, and its ``reason`` states the stall.
     """
 
     order: OperatorOrder = field(default_factory=HardCount)
@@ -134,14 +135,14 @@ class SparseWindow:
     balance: bool = True
     """Whether all slices get about the same size; otherwise early slices are filled up to the budget."""
     min_window_iterations: int = 1
-    """Smallest number of slices, unless there are fewer units."""
+    """Smallest number of slices. A window has fewer slices only if it has fewer operators or parts of operators."""
     max_window_iterations: int = 32
     """Largest number of slices. If the budget requires more, slices exceed the budget and training stalls."""
     max_parts: int = 64
     """Largest number of parts into which one operator is split."""
     replan_drift: float = 0.2
-    """Relative change of the bytes that an iteration can capture, or of the largest slice, above which a new plan is
-    made."""
+    """Relative change that causes a new plan. It is the change of the bytes that an iteration can capture, or of the
+    largest slice."""
     reorder: ReorderTrigger = field(default_factory=ReorderTrigger)
     """Change of expert activations that requires a new plan."""
 
@@ -158,7 +159,7 @@ class SparseWindow:
         """
         self._check()
         context.validate()
-        # Measurements are already reduced over the job: with local values, every rank would make a different plan.
+        # Measurements are already reduced over the job: with values of its own, each rank would make another plan.
         budget = context.budget_bytes
         ordered = self.order.order(demand.operators, context.activations)
         units = _cut(demand, ordered, budget, self.max_parts)
