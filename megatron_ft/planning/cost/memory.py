@@ -84,8 +84,8 @@ PROCESS_BYTES = 450_000_000
 class RankMemory:
     """Bytes on one rank's device.
 
-    Weights, gradients, master weights and moments are exact except for the padding of Megatron's flat buffers. Copies
-    are counted as if every rank had the same number of them. Activations are an estimate of the peak.
+    Weights, gradients, master weights and moments are exact except for the padding of Megatron's flat buffers. State
+    copies are counted as if they were divided evenly among ranks. Activations are an estimate of the peak.
     """
 
     weights_bytes: int
@@ -188,7 +188,7 @@ def _activation_bytes(config: JobConfig, topology: Topology, pipeline_stage: int
 
 
 def _microbatches_in_flight(topology: Topology, pipeline_stage: int) -> int:
-    """Return how many forward passes a stage runs ahead of its backward passes (Megatron's 1F1B), plus the current one.
+    """Return the largest number of microbatches between forward and backward pass on a stage (Megatron's 1F1B).
 
     An interleaved schedule runs (PP - stage - 1) * 2 + (VPP - 1) * PP passes of single chunks ahead. With the current
     pass, this number is rounded up to whole passes of all chunks.
@@ -200,9 +200,9 @@ def _microbatches_in_flight(topology: Topology, pipeline_stage: int) -> int:
 
 
 def saving_bytes(config: JobConfig, parameters: RankParameters, topology: Topology) -> int:
-    """Return the size of the copy of the state that each rank of a stage writes in a save of a dense checkpoint. The
-    copy is in host memory until it is written. Data-parallel ranks divide all state among themselves, but one of them
-    writes all weights with ``checkpoint.fully_parallel=false``."""
+    """Return the bytes of state that a rank of a stage copies to host memory and then writes when it saves a dense
+    checkpoint. Data-parallel ranks divide the state among themselves. With ``checkpoint.fully_parallel=false``, one of
+    them writes all weights, and the result is that of this rank."""
     value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
     dense = topology.data_parallel_size * topology.context_parallel_size
     expert = topology.expert_data_parallel_size

@@ -1,8 +1,8 @@
-"""Simulates the time of an iteration of a pipeline with one device per stage.
+"""Computes the time of an iteration of a pipeline by simulation; each stage has one device.
 
 A stage runs its passes in the order of ``planning.pipeline.order``. A pass starts as soon as the stage is free and the
-input has arrived. If only some stages replay, tensors of other stages come from logs, so that no stage waits for them.
-If all stages replay, the pipeline fills and drains as in training (MoEvement, section 3.4, figure 9).
+input has arrived. If only some stages replay, they get the tensors of all other stages from logs, without a wait for
+their computation. If all stages replay, the pipeline fills and drains as in training (MoEvement, 3.4, figure 9).
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -70,8 +70,8 @@ class IterationSeconds:
 
         Args:
             stages: times of every stage of the pipeline.
-            replayed: stages that run. They send tensors to each other; tensors of other stages come from logs, one
-                after another from the start of the iteration.
+            replayed: stages that run. They send tensors to each other. Tensors of other stages come from logs; the
+                tensors of a log arrive one after another, beginning at the start of the iteration.
             send_seconds: time from the end of a pass until its tensor arrives, and time between two tensors of a log.
         """
         own = sorted(range(shape.num_stages) if replayed is None else set(replayed))
@@ -79,11 +79,11 @@ class IterationSeconds:
             f"replayed={own}: must be from 0 to {shape.num_stages - 1}"
         )
         assert len(stages) == shape.num_stages, (
-            f"{len(stages)} stages have times, but the pipeline has {shape.num_stages}"
+            f"{len(stages)} stages have times, but the pipeline has {shape.num_stages} stages"
         )
         for seconds in stages:
             assert len(seconds.chunks) == shape.num_chunks, (
-                f"{len(seconds.chunks)} chunks have times, but a stage has {shape.num_chunks}"
+                f"{len(seconds.chunks)} chunks have times, but a stage has {shape.num_chunks} chunks"
             )
         run = _Run(shape, stages, frozenset(own), send_seconds)
         ends = run.to_the_end()

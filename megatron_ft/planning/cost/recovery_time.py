@@ -22,13 +22,13 @@ class RecoveryWork:
     replaces_nodes: bool
     """Whether other nodes take the places of lost ones while the remaining ranks wait."""
     sent_bytes: int | None
-    """Most bytes that one rank sends or receives; None if they are not planned."""
+    """Largest number of bytes that one rank sends or receives; None if the transfers are not planned."""
     again_iterations: int | None
     """Number of iterations that run again; None if it is not known."""
     again_unknown: tuple[str, ...] = ()
     """Missing inputs because of which ``again_iterations`` is not known."""
     is_localized: bool = False
-    """Whether only pipeline stages that lost a rank run these iterations."""
+    """Whether only the pipeline stages that lost a rank run iterations again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class RecoveryTimes:
     # (0.33 s) and the forming of the membership.
     detection_seconds: float = 0.14
     """Seconds from the end of a process until the remaining ranks report their positions."""
-    # kill-to-commit_cpu_2026-11-23: median of ``reforming_seconds``, 3 of 4 ranks remain.
+    # kill-to-commit_cpu_2026-11-23: median of ``reforming_seconds`` if 3 of 4 ranks remain.
     forming_seconds: float = 0.29
     """Seconds to form process groups of a few ranks and to build a small model."""
     # control-plane-scale_cpu_2026-11-22: 0.87 s until the last of 1,024 ranks has its order.

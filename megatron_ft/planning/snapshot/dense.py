@@ -17,7 +17,7 @@ class DenseInterval:
     interval_iterations: int
     """Iterations from one snapshot to the next."""
     replan_drift: float = 0.2
-    """Relative change that causes a new plan. It is the change of the bytes that an iteration can capture, or of the
+    """Relative change above which a new plan is made: the change of the bytes that an iteration can capture, or of the
     snapshot's bytes."""
     trigger: ClassVar[None] = None
 
@@ -44,7 +44,7 @@ class OverheadBounded:
     max_overhead: float = 0.03
     """Largest share of training time that stalls may take."""
     replan_drift: float = 0.2
-    """Relative change that causes a new plan. It is the change of the bytes that an iteration can capture, or of the
+    """Relative change above which a new plan is made: the change of the bytes that an iteration can capture, or of the
     snapshot's bytes."""
     trigger: ClassVar[None] = None
 
@@ -75,7 +75,7 @@ class GeminiStyle:
     mtbf_seconds: float
     """Mean time between failures of the whole job."""
     replan_drift: float = 0.2
-    """Relative change that causes a new plan. It is the change of the bytes that an iteration can capture, or of the
+    """Relative change above which a new plan is made: the change of the bytes that an iteration can capture, or of the
     snapshot's bytes."""
     trigger: ClassVar[None] = None
 

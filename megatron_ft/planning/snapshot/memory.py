@@ -22,7 +22,7 @@ class PeerAssignment:
     num_copies: int
     """Number of other failure domains that must contain the windows of a node."""
     already_held: tuple[tuple[int, ...], ...] = ()
-    """Other nodes that capture the same bytes as each node and thus replace copies; empty without such nodes."""
+    """For each node, the other nodes that capture the same bytes and so make copies needless; empty without any."""
 
     def sources_of(self, node: int) -> tuple[int, ...]:
         """Return the nodes of which ``node`` stores copies."""
@@ -60,10 +60,10 @@ class PeerAssignment:
         """Assign peers to every node.
 
         Nodes form a ring on which failure domains alternate, and the copies of a node go to the next nodes in other
-        domains. If all domains have the same size, every node stores ``num_copies`` copies. Otherwise chains of moves
-        bring copies from nodes with many copies to nodes with fewer, until the sum of the squared numbers of copies is
-        minimal. Uneven domains can leave uneven numbers: with domains of 3, 1 and 1 nodes and two copies, the two
-        single nodes store four copies each.
+        domains. If all domains have the same size, every node stores ``num_copies`` copies. Otherwise copies move from
+        nodes with many copies to nodes with fewer, until the sum over nodes of the squared number of copies is minimal.
+        The numbers can still be uneven: with domains of 3, 1 and 1 nodes and two copies, the two single nodes store
+        four copies each.
 
         Args:
             failure_domains: failure domain of each node of the job.
@@ -171,7 +171,7 @@ class _Ring:
 
 
 def _alternating(domains: Sequence[str]) -> list[int]:
-    # Orders nodes so that the nodes of each domain are evenly spaced.
+    # Returns all nodes in an order in which the nodes of each domain are evenly spaced.
     members: dict[str, list[int]] = {}
     for node, domain in enumerate(domains):
         members.setdefault(domain, []).append(node)
@@ -211,9 +211,9 @@ class WindowBuffers:
     """Start iteration of the newest committed window; -1 before the first."""
 
     def report(self, states: BufferStates) -> WindowReport:
-        """Return the report about this rank's windows for the vote, whose result is the input of ``after_vote``."""
+        """Return this rank's report for the vote. The vote combines the reports of all ranks for ``after_vote``."""
         held = sorted(self.held.items())
-        # If all buffers are in use, the next window gets the buffer of the oldest window after the next commit.
+        # If all buffers are in use, the next commit frees the buffer of the oldest window for the next window.
         spare = self._unheld() or {held[0][1]}
         return WindowReport(
             replicated_windows=_bits(states.replicated.get(buffer) == start for start, buffer in held),
@@ -227,8 +227,8 @@ class WindowBuffers:
         The newest window that every rank has replicated is committed, and older windows are released. A newer window
         that any rank has given up can never be committed and is released as well.
         """
-        # Each bit of the vote stands for a held window. Only votes and iterations change the held windows, so every
-        # rank has the same ones; their buffers may differ between ranks.
+        # Bit i of the vote stands for the i-th oldest window. Every rank has the same windows, because only votes and
+        # iterations change them; the buffer of a window may differ between ranks.
         starts = sorted(self.held)
         replicated = [start for index, start in enumerate(starts) if vote.replicated_windows >> index & 1]
         after = self.after_commit(max(replicated, default=-1))
@@ -240,7 +240,7 @@ class WindowBuffers:
 
     def after_commit(self, committed: int) -> "WindowBuffers":
         """Return the windows after the commit of the window that starts at ``committed``, without older windows."""
-        # The committed window is still held, and every later vote reports it again.
+        # The committed window stays in its buffer, so every later vote reports it again.
         if committed <= self.committed:
             return self
         held = {start: buffer for start, buffer in self.held.items() if start >= committed}
@@ -281,7 +281,7 @@ STATUS_BYTES = 4096
 _PAGE_BYTES = 4096
 # A buffer that is too small for the next plan is replaced, and the windows in it are lost.
 _MARGIN_FOR_OTHER_PLANS = (5, 4)
-"""Ratio of the size of a buffer to the size of a window, if later plans may order operators differently."""
+"""Size of a buffer divided by the size of a window, as (numerator, denominator), if later plans may differ in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

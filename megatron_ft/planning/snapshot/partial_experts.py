@@ -78,8 +78,8 @@ class ExpertBytes:
 
     @cached_property
     def num_groups(self) -> int:
-        """Number of equal groups of consecutive experts whose experts are on the same ranks; 1 if there are no such
-        groups."""
+        """Number of groups into which consecutive experts are divided, if all groups have the same size and the experts
+        of each group are on the same ranks; otherwise 1."""
         places = [tuple(np.flatnonzero(of_expert.any(axis=0)).tolist()) for of_expert in self.left_out.swapaxes(0, 1)]
         number = len(set(places))
         size = self.num_experts // max(1, number)
@@ -122,8 +122,8 @@ class ChoiceBasis:
 
 @runtime_checkable
 class ExpertPolicy(SnapshotPolicy, Protocol):
-    """Protocol of a snapshot policy whose windows leave out experts. Its plans have ``partial``, unless the model has
-    no experts."""
+    """Protocol of a snapshot policy whose windows leave out experts. The field ``partial`` of its plans is not None,
+    except for models without experts."""
 
     leaves_out_experts: ClassVar[bool]
     """Always true. Checks of a configuration read this value before they use anything else of the policy."""
@@ -158,7 +158,7 @@ class PartialExperts:
     """Bound of the proportion of lost tokens (PLT) in the whole training. A window captures more experts, up to all, if
     the next failure could exceed this bound. null keeps the number."""
     replan_drift: float = 0.2
-    """Relative change that causes a new plan. It is the change of the bytes that an iteration can capture, or of the
+    """Relative change above which a new plan is made: the change of the bytes that an iteration can capture, or of the
     whole state's bytes."""
     trigger: ClassVar[None] = None
     leaves_out_experts: ClassVar[bool] = True
@@ -260,7 +260,7 @@ class SelectiveExperts:
     leave_out: tuple[str, ...] = ("masters", "moments")
     """Parts of the state of an expert that a window leaves out: ``masters`` (master weights), ``moments``, or both."""
     replan_drift: float = 0.2
-    """Relative change that causes a new plan. It is the change of the bytes that an iteration can capture, or of the
+    """Relative change above which a new plan is made: the change of the bytes that an iteration can capture, or of the
     whole state's bytes."""
     trigger: ClassVar[None] = None
     leaves_out_experts: ClassVar[bool] = True
@@ -344,9 +344,9 @@ class PartialWindows:
         self._captured_at: dict[int, Counts] = {}
         """Iteration from which each window has each expert, ``[MoE layers, experts]``, by the window's start."""
         self._processed: dict[int, Counts] = {}
-        """Tokens that experts had processed after each iteration in ``_captured_at``."""
+        """For each iteration in ``_captured_at``, the tokens that each expert had processed after that iteration."""
         self._places: tuple[Sequence[Piece], Counts] | None = None
-        """Pieces, and the expert of each piece."""
+        """Pieces of the last call of ``captured_at``, and the result of ``_places_of`` for them."""
 
     def begin(self, start: int, held: Collection[int], ledger: TokenLedger, loads: Sequence[Rows]) -> None:
         """Choose the experts of a window. If no window in ``held`` has the state of the other experts, choose all.
@@ -384,7 +384,7 @@ class PartialWindows:
         self.begin(start, (), ledger, ())
 
     def captured_at(self, start: int, pieces: Sequence[Piece], num_layers: int) -> tuple[int, ...] | None:
-        """Return the iteration from which window ``start`` has each piece; None if all are from its own iteration."""
+        """Return the iteration of each piece in the window that starts at ``start``; None if all are of ``start``."""
         captured_at = self._captured_at[start]
         if (captured_at == start).all():
             return None
@@ -414,8 +414,8 @@ class PartialWindows:
         return tuple(tuple(row) for row in lost.tolist())
 
     def shares(self, start: int, ledger: TokenLedger) -> tuple[float, float]:
-        """Return the shares of the planned tokens that a recovery from window ``start`` would lose, and that were lost
-        in earlier recoveries."""
+        """Return two shares of the planned tokens: those that a recovery from window ``start`` would lose, and those
+        that earlier recoveries have lost."""
         return (
             mean_share(self.at_risk(start) or (), self._planned_tokens),
             ledger.lost_share(self._planned_tokens),

@@ -227,8 +227,7 @@ class SnapshotReport:
         """Estimate the snapshots of a job; return None if ``config`` has no snapshots.
 
         Raises:
-            ConfigError: the policy cannot be built or cannot plan with this configuration, or the windows exceed the
-                memory limit.
+            ConfigError: the policy cannot be built or cannot plan this job, or its windows exceed the memory limit.
         """
         snapshot = config.snapshot
         if snapshot.policy is None:

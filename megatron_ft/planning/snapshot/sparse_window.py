@@ -55,9 +55,8 @@ class _Packing:
         """Find the packing into at most ``max_slices`` slices with the smallest budget above ``low_bytes``, by
         bisection.
 
-        ``high`` is a packing that is already known. The search stops at a relative error of 1 / 1024. Packing can fail
-        with a larger budget and succeed with a smaller one, so the search may miss the optimum. The result is never
-        worse than ``high``.
+        ``high`` is a known packing, and the result is never worse. The search stops at a relative error of 1 / 1024. It
+        may miss the optimum, because a larger budget can give a worse packing.
         """
         low = low_bytes
         # Bandwidth and iteration time are measured less exactly than this relative error, so finer steps are useless.
@@ -124,10 +123,10 @@ def _num_parts(table: UnitBytes, rounding_bytes: Matrix, budget_bytes: int, max_
 class SparseWindow:
     """Consecutive windows, each of which captures every operator once (MoEvement, sections 3.2 and 3.5).
 
-    Algorithm 1 of the paper assumes operators of equal size on one rank. This policy adds a unit to a slice only if the
-    slice then fits the budget on every rank, so all ranks have the same slices. Operators that do not fit into a slice
-    are split into equal parts. If an iteration is too short to capture the compute weights, training stalls. The plan
-    then makes the largest slice as small as possible, and its ``reason`` states the stall.
+    Algorithm 1 of the paper assumes operators of equal size on one rank. This policy fills slices by the bytes on all
+    ranks, so all ranks have the same slices. Operators that do not fit into a slice are split into equal parts. If an
+    iteration is too short to capture the compute weights, training stalls. The plan then makes the largest slice as
+    small as possible, and its ``reason`` states the stall.
     """
 
     order: OperatorOrder = field(default_factory=HardCount)
@@ -141,7 +140,7 @@ class SparseWindow:
     max_parts: int = 64
     """Largest number of parts into which one operator is split."""
     replan_drift: float = 0.2
-    """Relative change that causes a new plan. It is the change of the bytes that an iteration can capture, or of the
+    """Relative change above which a new plan is made: the change of the bytes that an iteration can capture, or of the
     largest slice."""
     reorder: ReorderTrigger = field(default_factory=ReorderTrigger)
     """Change of expert activations that requires a new plan."""
