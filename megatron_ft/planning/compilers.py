@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from itertools import takewhile
 
 Which = Callable[[str], str | None]
-"""Function that returns the path of a command, or None, as ``shutil.which``."""
+"""Function that returns the path of a command, or None if it is not installed, like ``shutil.which``."""
 _FIXES = {"cpp": "install a C++17 compiler or name it in CXX", "cuda": "install CUDA or name it in CUDA_HOME"}
 
 

@@ -48,8 +48,8 @@ class DeviceChoice:
     device: str
     """``cpu`` or ``cuda``."""
     is_certain: bool
-    """Whether ranks will use this device. False with ``training.device=auto`` in a plan for an unknown
-    machine."""
+    """Whether ranks are certain to use this device. False if ``training.device=auto`` and the devices of the machines
+    on which ranks will run are not known."""
     reason: str
 
     @classmethod

@@ -14,14 +14,14 @@ in four steps:
    additional tokens of the previous experts. ``overlap(a, b, c, d) = max(0, min(b, d) - max(a, c))`` is the length that
    the ranges [a, b) and [c, d) have in common. Rank j gets
    ``Q[e, j] = q * R[e, j] + overlap(A, B, o, o + m[e]) + overlap(A, B, o - r, o - r + m[e])`` tokens. The second
-   overlap counts the replicas whose number has passed r - 1 and has begun at 0 again.
+   overlap counts the replicas after the change of ``(o + x) % r`` from r - 1 to 0.
 2. Local tokens. ``L[e, i] = min(T[e, i], Q[e, i])`` tokens stay on rank i.
-3. Sent tokens. Ranks must send ``U = T - L`` tokens and have space for ``V = Q - L`` tokens; for each expert, both have
-   the same sum. Both are laid end to end in rank order, and each token goes to the space at its position. With
-   ``SU[e, i] = sum_{k < i} U[e, k]`` and ``SV[e, j] = sum_{k < j} V[e, k]``,
+3. Sent tokens. Rank i has ``U = T - L`` tokens to send, and rank j has space for ``V = Q - L`` more; for each expert, U
+   and V have the same sum. Tokens and spaces are numbered in rank order, and token number n goes to space number n.
+   With ``SU[e, i] = sum_{k < i} U[e, k]`` and ``SV[e, j] = sum_{k < j} V[e, k]``,
    ``D[e, i, j] = overlap(SU[e, i], SU[e, i] + U[e, i], SV[e, j], SV[e, j] + V[e, j]) + (L[e, i] if i == j else 0)``.
-4. Order of tokens. Of the tokens of expert e on rank i, in their order, the first ``D[e, i, i]`` stay on rank i. The
-   next ones go to the other ranks, in ascending order of ranks.
+4. Order of tokens. The first ``D[e, i, i]`` tokens of expert e on rank i stay on rank i. The next ones go to the other
+   ranks, in ascending order of ranks.
 
 Hence ``sum_j D[e, i, j] = T[e, i]`` and ``sum_i D[e, i, j] = Q[e, j]``. A rank sends tokens of e to other ranks only if
 its own share is full.

@@ -222,7 +222,7 @@ def clip_coefficient(clip_grad: float, grad_norm: float) -> float:
     """Return the factor by which gradients are multiplied: 1 if clipping is off or not needed (Megatron's formula)."""
     if clip_grad <= 0.0:
         return 1.0
-    # Any other small constant would give other bits than Megatron's.
+    # This is Megatron's constant; with another one, the results would differ from Megatron's in some bits.
     return min(1.0, clip_grad / (grad_norm + 1.0e-6))
 
 
@@ -300,7 +300,7 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitPolicy:
-    """Rules by which each rank decides from a vote what happens to its iteration. Fields are keys of ``training``."""
+    """Rules by which each rank makes its ``Decision`` from the vote of an iteration. Fields are keys of ``training``."""
 
     non_finite_policy: str
     max_consecutive_skips: int

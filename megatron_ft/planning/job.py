@@ -57,7 +57,7 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _JobMemory:
-    """Memory of a job on its device and in its hosts, with the plans from which it follows."""
+    """Memory that a job needs on devices and hosts, with the plans from which it is computed."""
 
     stages: tuple[StagePlan, ...]
     snapshot: SnapshotReport | None
@@ -97,8 +97,8 @@ class _JobMemory:
 
 
 def with_slots(config: JobConfig, device: str, data: Callable[[], DataSummary]) -> tuple[JobConfig, str]:
-    """Return ``config`` with its number of replica slots per rank and the other derived values of the placement, and
-    the reason for this number.
+    """Return ``config`` with all derived values of the placement, and the reason for the number of replica slots per
+    rank.
 
     If ``placement.num_slots_per_rank`` is null, the number is the smallest that ``placement.min_replicas`` allows. If
     the configuration also states the memory of the device, the number is the largest that fits, up to ``SLOTS_RATIO``
@@ -131,8 +131,8 @@ def with_slots(config: JobConfig, device: str, data: Callable[[], DataSummary]) 
 
 
 def with_prebuilt_parts(config: JobConfig, device: str, data: Callable[[], DataSummary]) -> tuple[JobConfig, str]:
-    """Return ``config`` with its number of parts that spares build in advance, and the reason for this number. The
-    arguments are those of ``with_slots``."""
+    """Return ``config`` with the number of model parts that a spare builds in advance, and the reason for this number.
+    The arguments are those of ``with_slots``."""
     nodes, limit = config.nodes, config.limits.host_memory_bytes
     if nodes.num_prebuilt_parts is not None:
         return config, "nodes.num_prebuilt_parts"
@@ -186,7 +186,7 @@ class JobPlan:
     num_slots_per_rank: int | None = None
     """Number of replica slots of a rank in each layer; None without replica slots."""
     slots_reason: str = ""
-    """Reason for this number; empty without replica slots."""
+    """Reason for ``num_slots_per_rank``; empty without replica slots."""
     snapshot: SnapshotReport | None = None
     """Estimated size and memory of the snapshot windows; None without snapshots."""
     upstream_log: UpstreamLogReport | None = None
@@ -194,7 +194,7 @@ class JobPlan:
     prebuilt: PrebuildReport | None = None
     """Parts of the model that spares build in advance; None if they build nothing."""
     num_prebuilt_parts: int | None = None
-    """``nodes.num_prebuilt_parts``, derived if it was null."""
+    """Value of ``nodes.num_prebuilt_parts``; derived if the key is null."""
     routing: str | None = None
     """Description of the recorded loads that determine routing; None if routing is learned."""
     losses: tuple[Cost, ...] = ()
@@ -206,7 +206,7 @@ class JobPlan:
     device_reason: str = ""
     """Reason for the choice of ``device``."""
     other_device: str = ""
-    """Whether the job could run on the device that was not chosen, as text; empty if the choice is certain."""
+    """Text that states whether the job could run on the other device; empty if the choice of ``device`` is certain."""
     is_refused_there: bool = False
     """Whether the job would be refused on the device that was not chosen."""
     why_no_replicas: str = ""

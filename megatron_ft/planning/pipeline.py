@@ -44,8 +44,8 @@ class PipelineShape:
     num_chunks: int = 1
     """Number of chunks per stage (VPP); the schedule is interleaved if there are several."""
     microbatch_group_size: int | None = None
-    """Number of microbatches that a stage runs through one chunk before the next chunk, with interleaving (Megatron's
-    ``microbatch_group_size_per_vp_stage``); None for Megatron's default, the number of stages."""
+    """With interleaving, number of microbatches that a stage runs through a chunk before it uses the next chunk
+    (``microbatch_group_size_per_vp_stage`` in Megatron); None for Megatron's default, the number of stages."""
 
     @property
     def group_size(self) -> int:
@@ -79,8 +79,8 @@ class PipelineShape:
             raise ConfigError.of(
                 _MICROBATCHES,
                 self.num_microbatches,
-                f"is divided into groups of {self.group_size}; the last group may be smaller, but must have at least "
-                f"{self.num_stages} microbatches (the number of stages)",
+                f"must be divisible into groups of {self.group_size}; only the last group may be smaller, and it needs "
+                f"at least {self.num_stages} microbatches (the number of stages)",
             )
 
     def origin(self, stage: int, chunk: int, direction: Direction) -> tuple[int, int] | None:

@@ -20,7 +20,7 @@ _ABORTS_ITSELF = {
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_CUMEM_ENABLE": "1",
 }
-# By default NCCL chooses algorithm and protocol by message size and topology, and each choice adds in another order.
+# By default NCCL chooses algorithm and protocol by message size and topology; each choice has its own order of sums.
 _FIXED_ORDER_OF_SUMS = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
 # NCCL treats ranks with different host ids as separate machines, which share neither GPU nor host memory.
 _SOCKETS_ONLY = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
@@ -64,5 +64,5 @@ def _of_nccl(config: JobConfig, rank: int | None) -> dict[str, str]:
 
 
 def set_otherwise(table: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the entries of ``variables`` whose names are in ``table`` with a different value."""
+    """Return the entries of ``variables`` to which ``table`` assigns a different value."""
     return {name: variables[name] for name, value in table.items() if variables.get(name, value) != value}

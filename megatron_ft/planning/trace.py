@@ -92,7 +92,7 @@ class RoutingTrace:
         return int(self.tokens.shape[0])
 
     def record_of(self, iteration: int) -> int:
-        """Return the number of the record that an iteration (from 1) uses; evaluation (0) uses that of iteration 1."""
+        """Return the number of the record for an iteration (from 1). Evaluation (0) uses the record of iteration 1."""
         return (self.start + max(iteration, 1) - 1) % self.num_records
 
     def loads(self, iteration: int, layer_number: int) -> list[float]:
@@ -140,8 +140,8 @@ def expert_token_counts(loads: Sequence[float], num_tokens: int, topk: int) -> l
     """Return the number of tokens of each expert, ``[E]``: T * K tokens are distributed in proportion to ``loads``, by
     the method of largest remainders.
 
-    A token has K different experts, so no expert gets more than T tokens. The excess of an expert goes to the other
-    experts in proportion to their loads or, if all of these are full, evenly to experts without load.
+    A token has K different experts, so no expert gets more than T tokens. Tokens above T are divided among the other
+    experts in proportion to their loads. If all experts with load have T tokens, experts without load get equal shares.
     """
     assert 1 <= topk <= len(loads), f"a token cannot have {topk} of {len(loads)} experts"
     weights, counts = integer_loads(loads), [0] * len(loads)

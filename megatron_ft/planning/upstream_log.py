@@ -32,7 +32,7 @@ class UpstreamLogReport:
     rank_bytes: tuple[int, ...] | None
     """Largest size of the log of one rank, for each stage."""
     node_bytes: tuple[int, ...] | None
-    """Largest size of the logs of all ranks together, for each node."""
+    """Largest size of the logs of all ranks of a node together, for each node."""
     memory_limit_bytes: int | None
 
     @property
@@ -104,7 +104,7 @@ def iterations_kept(window_iterations: int, commit_lag_iterations: int, interval
     """
     interval = window_iterations if interval_iterations is None else interval_iterations
     assert window_iterations >= 1, f"window_iterations={window_iterations} must be at least 1"
-    assert interval >= window_iterations, f"windows of {window_iterations} iterations overlap every {interval}"
+    assert interval >= window_iterations, f"{window_iterations} iterations of a window exceed the interval {interval}"
     assert commit_lag_iterations >= 0, f"commit_lag_iterations={commit_lag_iterations} must be at least 0"
     return interval + window_iterations + 2 * commit_lag_iterations
 
@@ -136,7 +136,7 @@ def _tensor_bytes(config: JobConfig) -> int:
 
 
 def num_entries(config: JobConfig, stage: int) -> int:
-    """Return the number of tensors, including padding, that a rank of ``stage`` sends and logs in one iteration."""
+    """Return the number of tensors, also of padding microbatches, that a rank of ``stage`` logs in one iteration."""
     shape = pipeline_shape(config)
     return len(sends(shape, stage, "forward")) + len(sends(shape, stage, "backward"))
 
