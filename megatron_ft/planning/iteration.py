@@ -300,7 +300,7 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitPolicy:
-    """Rules by which each rank makes its ``Decision`` from the vote of an iteration. Fields are keys of ``training``."""
+    """Rules by which each rank makes its ``Decision`` from an iteration's vote. Fields are keys of ``training``."""
 
     non_finite_policy: str
     max_consecutive_skips: int

@@ -44,7 +44,7 @@ class PipelineShape:
     num_chunks: int = 1
     """Number of chunks per stage (VPP); the schedule is interleaved if there are several."""
     microbatch_group_size: int | None = None
-    """With interleaving, number of microbatches that a stage runs through a chunk before it uses the next chunk
+    """Number of microbatches that a stage runs through a chunk before the next chunk, if the schedule is interleaved
     (``microbatch_group_size_per_vp_stage`` in Megatron); None for Megatron's default, the number of stages."""
 
     @property

@@ -22,7 +22,7 @@ class PeerAssignment:
     num_copies: int
     """Number of other failure domains that must contain the windows of a node."""
     already_held: tuple[tuple[int, ...], ...] = ()
-    """For each node, the other nodes that capture the same bytes and so make copies needless; empty without any."""
+    """Other nodes that capture the same bytes as each node, so that it needs fewer copies; empty if there are none."""
 
     def sources_of(self, node: int) -> tuple[int, ...]:
         """Return the nodes of which ``node`` stores copies."""

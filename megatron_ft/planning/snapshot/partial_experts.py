@@ -344,7 +344,7 @@ class PartialWindows:
         self._captured_at: dict[int, Counts] = {}
         """Iteration from which each window has each expert, ``[MoE layers, experts]``, by the window's start."""
         self._processed: dict[int, Counts] = {}
-        """For each iteration in ``_captured_at``, the tokens that each expert had processed after that iteration."""
+        """Tokens that each expert had processed after an iteration, for each iteration in ``_captured_at``."""
         self._places: tuple[Sequence[Piece], Counts] | None = None
         """Pieces of the last call of ``captured_at``, and the result of ``_places_of`` for them."""
 
