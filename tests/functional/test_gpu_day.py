@@ -75,7 +75,7 @@ def test_every_stage_passes_on_the_cpu(ran: Ran) -> None:
 def test_figures_are_those_of_real_work(ran: Ran) -> None:
     first, nccl = ran.stages("first"), ran.stages("nccl")
     assert first["recovery"]["figures"]["kills"] == 2
-    assert first["recovery"]["figures"]["digests_compared"] > 12
+    assert first["recovery"]["figures"]["digests_compared"] > 8
     assert first["dispatch"]["figures"]["counts"]["passed"] > 0
     assert nccl["abort"]["figures"]["stopped"]["survivors"] == 2
     assert nccl["abort"]["figures"]["killed"]["abort_and_form_seconds"] > 0.0

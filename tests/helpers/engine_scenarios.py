@@ -229,7 +229,7 @@ def stop_after_resuming(*, rank: int, world_size: int, store: dist.Store) -> dic
         def begin(generation: int) -> tuple[Any, Snapshotter]:
             client = served.client(rank, generation=generation, **about)
             assignment = PeerAssignment.of(["node0"], 0)
-            header = {"client": client, "assignment": assignment, "node": rank, "header": lambda index: {}}
+            header = {"client": client, "assignment": assignment, "node": rank, "header": lambda index: dict}
             return client, Snapshotter(config, engine, report=output.append, **header)
 
         def train(client: Any, snapshots: Snapshotter) -> None:

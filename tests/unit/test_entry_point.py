@@ -434,7 +434,10 @@ def test_the_checkpoint_to_load_is_checked_before_ranks_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bare").mkdir()
-    for name, reason in (("missing", "must be an existing directory"), ("bare", "set checkpoint.trust=true only if")):
+    for name, reason in (
+        ("missing", "must be an existing directory"),
+        ("bare", "If you trust their origin, set checkpoint.trust=true"),
+    ):
         given = ["dry_run=true", f"checkpoint.load={tmp_path / name}"]
         assert pretrain_moe.main(given) == CheckpointError.exit_code
         assert reason in capsys.readouterr().err

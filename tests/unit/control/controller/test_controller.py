@@ -427,7 +427,7 @@ def test_an_item_of_the_wrong_shape_is_refused_and_the_controller_goes_on(job: R
 
 def test_items_from_the_future_are_refused_for_those_between_would_be_lost(job: Running) -> None:
     job.start()
-    with pytest.raises(RpcError, match="report 0 is next"):
+    with pytest.raises(RpcError, match="instead of report 0: reports are missing"):
         job.deliver(0, 10**9, record(0, 1))
     assert job.deliver(0, 0, record(0, 0)) == 1
 

@@ -59,7 +59,7 @@ def test_every_job_has_a_port_that_the_documentation_names() -> None:
         for step in (0, 1, 15)
     }
     assert found <= set(PORTS) and len(found) > len(PORTS) // 10
-    about = f"uses a free port between {PORTS[0]} and {PORTS[-1]} unless `launch.master_port` names one"
+    about = f"uses a free port between {PORTS[0]} and {PORTS[-1]} unless `launch.master_port` names another one"
     assert about in " ".join((ROOT / "SECURITY.md").read_text(encoding="utf-8").split())
 
 

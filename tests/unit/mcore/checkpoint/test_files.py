@@ -150,7 +150,7 @@ def test_what_a_load_on_purpose_differs_in_is_reported(tmp_path: Path) -> None:
     manifest = found.check(written, trust=False)
     assert manifest is not None
     assert found.differences(written, manifest) == (
-        f"{written}: contains iteration 20, not 30 as its name says: the directory was "
+        f"{written}: contains iteration 20, not 30 as in its name: the directory was "
         "renamed, or its files were replaced",
         "optimizer.lr: was 0.5, now 0.001",
     )

@@ -57,9 +57,21 @@ def test_copies_are_saved_as_replicas_of_one_tensor(parts: tuple[Any, Any, Any],
         assert tensor.replica_id[2] == (rank if ".1." in key else 0)
 
 
-def test_refuses_to_save_experts_in_one_tensor(parts: tuple[Any, Any, Any]) -> None:
-    with pytest.raises(AssertionError, match="singleton_local_shards"):
-        of_rank(parts, 0).sharded_state_dict("mlp.experts.", (), {})
+def test_experts_can_be_parts_of_one_tensor_as_in_checkpoints_of_megatron(parts: tuple[Any, Any, Any]) -> None:
+    config, submodules, pg_collection = parts
+    metadata = {**METADATA, "singleton_local_shards": False, "dp_cp_group": pg_collection.dp_cp}
+    megatron = SequentialMLP(4, config, submodules, pg_collection=pg_collection)
+    expected = megatron.sharded_state_dict("mlp.experts.", (), metadata)
+    found = of_rank(parts, 0).sharded_state_dict("mlp.experts.", (), metadata)
+
+    def places(state: Any) -> set[tuple[Any, ...]]:
+        return {(part.key, part.global_shape, part.global_offset) for each in state.values() for part in _built(each)}
+
+    assert places(found) < places(expected) and len(places(found)) == 10, "two of four experts"
+
+
+def _built(shard: Any) -> list[Any]:
+    return list(shard.build()) if hasattr(shard, "build") else [shard]
 
 
 def test_an_expert_without_rows_gets_a_zero_gradient(parts: tuple[Any, Any, Any]) -> None:
