@@ -280,7 +280,7 @@ class ModelState:
     def holdings(
         self, layout: ParallelLayout, sharding: "Sharding", *, iteration: int, domain_of: Mapping[int, str]
     ) -> Holdings:
-        """For each rank of ``layout``, including lost ranks, list the elements that it has after ``iteration``."""
+        """List the elements that each rank of ``layout``, including lost ranks, has after ``iteration``."""
         rows = _Rows(self, iteration)
         rows.add_layout(layout, sharding, domain_of)
         live = Holdings.of_needs(Needs.concatenate(self.index, rows.live), domain_of)
