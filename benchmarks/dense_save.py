@@ -171,10 +171,13 @@ class _Bench:
 
     def _blocked(self, save: Callable[[], None], poll: Callable[[], None], drain: Callable[[], None]) -> list[float]:
         """Return the seconds for which each call blocks training: first the one that begins a save, then those between
-        iterations. The rest of the save is not counted."""
+        iterations. The rest of the save is not counted. All ranks begin each call together, so that no rank counts the
+        time for which it waits for the iteration of another rank."""
+        self._barrier()
         blocked = [_seconds(save)]
         for _ in range(ITERATIONS_AFTER):
             self.iterate()
+            self._barrier()
             blocked.append(_seconds(poll))
         drain()
         return blocked

@@ -12,7 +12,7 @@ import xxhash
 from megatron_ft.errors import CheckpointError
 from megatron_ft.planning.snapshot.plan import Piece, WindowKey, align
 from megatron_ft.snapshot.storage import checkpoints
-from megatron_ft.snapshot.storage.files import fsync_directory, write_file
+from megatron_ft.snapshot.storage.files import write_file
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 from megatron_ft.snapshot.storage.window_file import MAGIC, rank_name, window_name, write_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
@@ -167,7 +167,7 @@ def sample_checkpoint(iteration: int) -> dict[str, bytes]:
 def _save_dense(folder: Path, iteration: int) -> None:
     directory = checkpoints.start_directory(folder, iteration)
     files = tuple(write_file(directory, name, content) for name, content in sample_checkpoint(iteration).items())
-    fsync_directory(directory)
+    checkpoints.sync_directory(directory)
     manifest = Manifest(
         run_id="run-1",
         run_name="first",

@@ -7,12 +7,14 @@ copies the tensors when the save begins, and a thread of the rank writes the cop
 
 import io
 import json
+import os
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,8 +33,8 @@ from megatron_ft.config.identity import Difference, JobIdentity
 from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.groups import Collectives
 from megatron_ft.snapshot.storage import checkpoints
-from megatron_ft.snapshot.storage.files import FileEntry, HashedFile, fsync_directory, write_file
-from megatron_ft.snapshot.storage.manifest import Manifest
+from megatron_ft.snapshot.storage.files import FileEntry, HashedFile, write_file, write_temporary
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 from megatron_ft.snapshot.storage.run_settings import other_checkpoint
 
 
@@ -307,64 +309,91 @@ def _without_manager_process() -> Iterator[None]:
         module._results_queue = before
 
 
-class _GivenUp(Exception):
+class _Abandoned(Exception):
     """The save was cancelled while its files were written."""
 
 
-class Waitable(Protocol):
-    """Work in a thread."""
+class Job:
+    """Work in the thread that writes the checkpoints of this process. It runs jobs in the order in which they were
+    created. ``error`` is final if ``done`` is true."""
+
+    _queue: ClassVar["queue.SimpleQueue[Job]"]
+    _thread: ClassVar[threading.Thread | None] = None
+    _abandoned: ClassVar[list["Job"]] = []
+    """Jobs of abandoned saves of this process that may still write, even in a later membership."""
+
+    def __init__(self, errors: type[BaseException] = BaseException) -> None:
+        """Queue the job. Exceptions of the type ``errors`` become ``error``."""
+        self.error: str | None = None
+        self._errors = errors
+        self._ended = threading.Event()
+        # A new thread would begin to run before its ``start`` returns, and would delay training.
+        if Job._thread is None or not Job._thread.is_alive():
+            Job._queue = queue.SimpleQueue()
+            # A daemon thread, so that a process that ends with an error does not wait for storage.
+            Job._thread = threading.Thread(
+                target=self._run_all, args=(Job._queue,), name="checkpoint-writer", daemon=True
+            )
+            Job._thread.start()
+        Job._queue.put(self)
+
+    @property
+    def done(self) -> bool:
+        """Whether the job has ended, successfully or not."""
+        return self._ended.is_set()
 
     def wait(self) -> None:
-        """Wait until the work has ended."""
+        """Wait until ``done`` is true."""
+        self._ended.wait()
+
+    def abandon(self) -> None:
+        """Let ``await_abandoned`` wait for this job."""
+        self._abandoned.append(self)
+
+    @classmethod
+    def await_abandoned(cls) -> None:
+        """Wait until the jobs of all abandoned saves of this process have ended."""
+        while cls._abandoned:
+            cls._abandoned.pop().wait()
+
+    @staticmethod
+    def _run_all(jobs: "queue.SimpleQueue[Job]") -> None:
+        while True:
+            jobs.get()._run_one()
+
+    def _run_one(self) -> None:
+        try:
+            self._run()
+        except self._errors as error:
+            self.error = f"{type(error).__name__}: {error}"
+        finally:
+            self._ended.set()
+
+    def _run(self) -> None:
+        raise NotImplementedError
 
 
-class WriteJob:
-    """Writes a :class:`PlannedWrite` in a thread. ``error``, ``entries`` and ``results`` are final if ``done`` is true.
-    ``whole_files`` maps the names of additional files to their contents."""
-
-    _given_up: ClassVar[list["Waitable"]] = []
-    """Work of abandoned saves of this process that may still write, even in a later membership."""
+class WriteJob(Job):
+    """Writes a :class:`PlannedWrite`. ``entries`` and ``results`` are final if ``done`` is true. ``whole_files`` maps
+    the names of additional files to their contents."""
 
     def __init__(self, planned: PlannedWrite, directory: Path, whole_files: dict[str, bytes]) -> None:
         self.planned = planned
         self.entries: list[FileEntry] = []
         self.results: list[list[Any]] = []
-        self.error: str | None = None
         self._directory = directory
         self._whole_files = whole_files
         self._cancelled = threading.Event()
-        # A daemon thread, so that a process that ends with an error does not wait for storage.
-        self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
-        self._thread.start()
+        super().__init__()
 
-    @property
-    def done(self) -> bool:
-        """Whether the thread has ended, successfully or not."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Wait until ``done`` is true."""
-        self._thread.join()
-
-    def give_up(self) -> None:
-        """Cancel the save without waiting. The thread ends after the current item."""
+    def abandon(self) -> None:
+        """Cancel the save without waiting. The job ends after the current item."""
         self._cancelled.set()
-        self.await_later(self)
-
-    @classmethod
-    def await_later(cls, work: "Waitable") -> None:
-        """Let ``await_given_up`` also wait for other work of an abandoned save."""
-        cls._given_up.append(work)
-
-    @classmethod
-    def await_given_up(cls) -> None:
-        """Wait until the threads of all cancelled saves of this process have ended."""
-        while cls._given_up:
-            cls._given_up.pop().wait()
+        super().abandon()
 
     def _check_wanted(self) -> None:
         if self._cancelled.is_set():
-            raise _GivenUp(f"the save to {self._directory} was cancelled while its files were written")
+            raise _Abandoned(f"the save to {self._directory} was cancelled while its files were written")
 
     def _run(self) -> None:
         try:
@@ -374,8 +403,6 @@ class WriteJob:
             for name, items in self.planned.files:
                 self._check_wanted()
                 self._write(name, items)
-        except BaseException as error:  # noqa: BLE001 - the manager reports every error
-            self.error = f"{type(error).__name__}: {error}"
         finally:
             # The copies are freed now, without waiting for other ranks.
             self.planned.files = []
@@ -398,58 +425,53 @@ class WriteJob:
         return _write_item(transforms, file, data, item, name, serialization_format=SerializationFormat.TORCH_SAVE)
 
 
-class MetadataJob:
-    """Writes Megatron's metadata in a thread of rank 0. ``error`` and ``entries`` are final if ``done`` is true.
-    ``written`` contains ``WriteJob.results`` and ``WriteJob.entries`` of every rank, in rank order."""
+class MetadataJob(Job):
+    """Writes Megatron's metadata and the manifest on rank 0. The manifest has a temporary name until ``commit``.
 
-    def __init__(self, directory: Path, planned: PlannedWrite, written: list[dict[str, Any]]) -> None:
-        self.entries = [FileEntry(**entry) for of_rank in written for entry in of_rank["entries"]]
-        self.error: str | None = None
-        self._directory, self._planned, self._written = directory, planned, written
-        self._thread = threading.Thread(target=self._run, name="checkpoint-metadata", daemon=True)
-        self._thread.start()
+    Args:
+        directory: of the checkpoint.
+        planned: plan of rank 0.
+        written: ``WriteJob.results`` and ``WriteJob.entries`` of every rank, in rank order.
+        manifest_of: makes the manifest from the entries of all files.
+    """
 
-    @property
-    def done(self) -> bool:
-        """Whether the thread has ended, successfully or not."""
-        return not self._thread.is_alive()
+    def __init__(
+        self,
+        directory: Path,
+        planned: PlannedWrite,
+        written: list[dict[str, Any]],
+        manifest_of: Callable[[tuple[FileEntry, ...]], Manifest],
+    ) -> None:
+        self.num_bytes = 0
+        """Bytes of all files."""
+        self._manifest = Path()
+        self._directory, self._planned, self._written, self._manifest_of = directory, planned, written, manifest_of
+        super().__init__()
 
-    def wait(self) -> None:
-        """Wait until ``done`` is true."""
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            content = self._planned.metadata_bytes([of_rank["results"] for of_rank in self._written])
-            self.entries.append(write_file(self._directory, _METADATA_NAME, content))
-            form = json.dumps(asdict(CheckpointingConfig(BACKEND, BACKEND_VERSION))).encode()
-            self.entries.append(write_file(self._directory, _FORMAT_NAME, form))
-            # All files must be durable before the manifest is written, because the manifest makes the directory a
-            # checkpoint.
-            fsync_directory(self._directory)
-        except BaseException as error:  # noqa: BLE001 - the manager reports every error
-            self.error = f"{type(error).__name__}: {error}"
-
-
-class CleaningJob:
-    """Deletes old checkpoints in a thread. A deletion that fails only costs space, so ``error`` is reported and not
-    raised."""
-
-    def __init__(self, delete: Callable[[], None]) -> None:
-        self.error: str | None = None
-        self._delete = delete
-        self._thread = threading.Thread(target=self._run, name="checkpoint-cleaning", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Wait until the thread has ended."""
-        self._thread.join()
+    def commit(self) -> None:
+        """Complete the checkpoint: give the manifest its name. Raises OSError if the file system fails."""
+        os.rename(self._manifest, self._directory / MANIFEST_NAME)
 
     def _run(self) -> None:
-        try:
-            self._delete()
-        except OSError as failure:
-            self.error = str(failure)
+        entries = [FileEntry(**entry) for of_rank in self._written for entry in of_rank["entries"]]
+        content = self._planned.metadata_bytes([of_rank["results"] for of_rank in self._written])
+        entries.append(write_file(self._directory, _METADATA_NAME, content))
+        form = json.dumps(asdict(CheckpointingConfig(BACKEND, BACKEND_VERSION))).encode()
+        entries.append(write_file(self._directory, _FORMAT_NAME, form))
+        self.num_bytes = sum(entry.num_bytes for entry in entries)
+        manifest = self._manifest_of(tuple(sorted(entries, key=lambda entry: entry.name)))
+        manifest.validate()
+        self._manifest, _ = write_temporary(self._directory, MANIFEST_NAME, manifest.to_bytes())
+        # All files must be durable before the manifest has its name, which makes the directory a checkpoint.
+        checkpoints.sync_directory(self._directory)
+
+
+class FileSystemJob(Job):
+    """Calls ``change``, which changes files. An OSError becomes ``error``."""
+
+    def __init__(self, change: Callable[[], None]) -> None:
+        self._run = change  # type: ignore[method-assign]
+        super().__init__(OSError)
 
 
 class _Capture(FileSystem):

@@ -1,5 +1,6 @@
 """Saves and loads the dense checkpoints of a job."""
 
+import functools
 import importlib.metadata
 import io
 import pickle
@@ -31,7 +32,8 @@ from megatron_ft.events import CheckpointFailed, CheckpointLoaded, CheckpointSav
 from megatron_ft.mcore.checkpoint.files import (
     RANK_STATE_KEY,
     CheckpointFinder,
-    CleaningJob,
+    FileSystemJob,
+    Job,
     MetadataJob,
     Planner,
     WriteJob,
@@ -43,7 +45,7 @@ from megatron_ft.mcore.optimizer import adamw
 from megatron_ft.mcore.optimizer.adamw import SHARDING_METADATA, split_shards
 from megatron_ft.planning.retention import RetentionPolicy
 from megatron_ft.snapshot.storage import checkpoints
-from megatron_ft.snapshot.storage.files import FileEntry
+from megatron_ft.snapshot.storage.files import FileEntry, fsync_directory
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 
 _RANK_STATE_PREFIX = "rank_state"
@@ -138,6 +140,7 @@ def _torch_bytes(content: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
+@functools.cache
 def _software() -> dict[str, str]:
     """Return the versions of Python and of the packages that write the checkpoint."""
     packages = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "numpy")}
@@ -169,7 +172,16 @@ class _Pending:
     is_written: bool = False
     """Whether all ranks have written their files, and know it."""
     metadata: MetadataJob | None = None
-    """The job that then writes the metadata; None on all ranks except rank 0."""
+    """The job of rank 0 that then writes the metadata and the manifest."""
+    num_bytes: int | None = None
+    """Bytes of the whole checkpoint; None while it has no manifest."""
+    publication: FileSystemJob | None = None
+    """The job of rank 0 that then makes the manifest durable, and ``latest`` point to the checkpoint."""
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Jobs of this rank so far, in their order."""
+        return [job for job in (self.job, self.metadata, self.publication) if job is not None]
 
 
 class CheckpointManager:
@@ -209,7 +221,7 @@ class CheckpointManager:
         self._common: dict[str, Any] = {}
         """State that is written only once, of the newest save."""
         self._pending: _Pending | None = None
-        self._cleaning: CleaningJob | None = None
+        self._cleaning: FileSystemJob | None = None
         self._resumed_from: str | None = None
         self._finder = CheckpointFinder(
             self._collectives, identity, self._say_failed, allow_other_data=config.allow_other_data
@@ -232,7 +244,7 @@ class CheckpointManager:
         )
         self.finish()
         started = time.monotonic()
-        self._await_given_up()
+        self._await_abandoned()
         directory = self._open_directory(iteration)
         if directory is None:
             return
@@ -250,29 +262,27 @@ class CheckpointManager:
 
     def poll(self) -> None:
         """Continue with the save in progress, or complete it, as far as this needs no waiting for storage."""
-        # All ranks have the same save in progress in the same step, so all call these collectives, and commit after the
-        # same iteration.
+        # All ranks have the same save in progress in the same step, so all call the same collectives.
         pending = self._pending
         if pending is None:
             return
+        began = time.monotonic()
         if not pending.is_written:
             if self._collectives.all(pending.job.done):
                 self._collect(pending)
-        elif self._collectives.from_first(pending.metadata is not None and pending.metadata.done):
-            self._complete(pending)
+        elif pending.num_bytes is None:
+            self._commit(pending)
+        else:
+            self._complete(pending, began)
+        pending.blocked_seconds += time.monotonic() - began
 
     def finish(self) -> None:
         """Wait for the save in progress, if there is one, and complete it. Wait until old checkpoints are deleted."""
-        if self._pending is not None:
+        while self._pending is not None:
             began = time.monotonic()
-            self._pending.job.wait()
+            self._pending.jobs[-1].wait()
             self._pending.blocked_seconds += time.monotonic() - began
-            if not self._pending.is_written:
-                self._collect(self._pending)
-        if self._pending is not None:
-            if self._pending.metadata is not None:
-                self._pending.metadata.wait()
-            self._complete(self._pending)
+            self.poll()
         self._end_cleaning()
 
     def abandon(self) -> Path | None:
@@ -286,18 +296,14 @@ class CheckpointManager:
         """
         pending, self._pending = self._pending, None
         cleaning, self._cleaning = self._cleaning, None
-        if cleaning is not None:
-            WriteJob.await_later(cleaning)
-        if pending is None:
-            return None
-        pending.job.give_up()
-        if pending.metadata is not None:
-            WriteJob.await_later(pending.metadata)
-        return pending.directory
+        jobs = [] if pending is None else pending.jobs
+        for job in [*jobs, *([] if cleaning is None else [cleaning])]:
+            job.abandon()
+        return None if pending is None else pending.directory
 
-    def _await_given_up(self) -> None:
+    def _await_abandoned(self) -> None:
         # Waits until no rank writes for an abandoned save, whose folder may be the one that is about to be created.
-        WriteJob.await_given_up()
+        Job.await_abandoned()
         # A barrier: after it, no thread of any rank writes for the abandoned save.
         self._collectives.all(True)
 
@@ -353,10 +359,8 @@ class CheckpointManager:
 
     def _collect(self, pending: _Pending) -> None:
         """Collect the results of all ranks, which have written their files, and begin to write the metadata."""
-        began = time.monotonic()
         error = self._collectives.errors(pending.job.error)
         if error is not None:
-            self._pending = None
             self._discard(pending, error)
             return
         written = self._collectives.gather(
@@ -364,46 +368,61 @@ class CheckpointManager:
         )
         pending.is_written = True
         if self._collectives.rank == 0:
-            pending.metadata = MetadataJob(pending.directory, pending.job.planned, written)
-        pending.blocked_seconds += time.monotonic() - began
+            manifest_of = partial(self._manifest, pending.iteration, pending.consumed_samples)
+            pending.metadata = MetadataJob(pending.directory, pending.job.planned, written, manifest_of)
 
-    def _complete(self, pending: _Pending) -> None:
-        began = time.monotonic()
-        error, num_bytes = self._commit(pending)
+    def _commit(self, pending: _Pending) -> None:
+        """Complete the checkpoint if rank 0 has written everything, and begin to publish it."""
+        outcome: list[Any] | None = None
+        if pending.metadata is not None and pending.metadata.done:
+            error = pending.metadata.error
+            try:
+                if error is None:
+                    pending.metadata.commit()
+            except OSError as failure:
+                error = f"{type(failure).__name__}: {failure}"
+            outcome = [error, pending.metadata.num_bytes]
+        outcome = self._collectives.from_first(outcome)
+        if outcome is None:
+            return
+        error, num_bytes = outcome
+        if error is not None:
+            self._discard(pending, f"rank 0: {error}")
+            return
+        pending.num_bytes = num_bytes
+        if self._collectives.rank == 0:
+            pending.publication = FileSystemJob(partial(self._publish, pending.directory, pending.iteration))
+
+    def _publish(self, directory: Path, iteration: int) -> None:
+        # Runs in a thread of rank 0.
+        fsync_directory(directory)
+        checkpoints.move_latest(self.folder, directory, iteration)
+
+    def _complete(self, pending: _Pending, began: float) -> None:
+        """Report the checkpoint if it is published, and begin to delete older ones. ``began`` is the time of the
+        call."""
+        published = pending.publication is not None and pending.publication.done
+        outcome = self._collectives.from_first([pending.publication.error] if published else None)
+        if outcome is None:
+            return
+        if outcome[0] is not None:
+            self._discard(pending, f"rank 0: {outcome[0]}")
+            return
         # Reset only here. If ranks are lost in a collective above, the save stays pending and is reported as abandoned.
         self._pending = None
-        if error is not None:
-            self._discard(pending, error)
-            return
         self.last_saved_iteration = pending.iteration
         self._tell(
             CheckpointSaved(
                 iteration=pending.iteration,
                 path=str(pending.directory),
-                num_bytes=num_bytes,
+                num_bytes=pending.num_bytes or 0,
                 seconds=time.monotonic() - pending.started,
                 blocked_seconds=pending.blocked_seconds + time.monotonic() - began,
             ).to_record()
         )
         # Older checkpoints are deleted only after the commit, because before it no newer checkpoint is complete.
         if self._collectives.rank == 0:
-            self._cleaning = CleaningJob(partial(self._clean, pending.iteration))
-
-    def _commit(self, pending: _Pending) -> tuple[str | None, int]:
-        # Rank 0 writes the manifest. All ranks return the same error and the number of bytes of the whole checkpoint.
-        error, num_bytes = None, 0
-        if pending.metadata is not None:
-            entries, error = pending.metadata.entries, pending.metadata.error
-            num_bytes = sum(entry.num_bytes for entry in entries)
-            try:
-                if error is None:
-                    files = tuple(sorted(entries, key=lambda entry: entry.name))
-                    self._manifest(pending, files).write(pending.directory)
-                    checkpoints.move_latest(self.folder, pending.directory, pending.iteration)
-            except OSError as failure:
-                error = f"{type(failure).__name__}: {failure}"
-        error, num_bytes = self._collectives.from_first([None if error is None else f"rank 0: {error}", num_bytes])
-        return error, num_bytes
+            self._cleaning = FileSystemJob(partial(self._clean, pending.iteration))
 
     def _end_cleaning(self) -> None:
         """Wait until rank 0 has deleted old checkpoints, and report if it could not."""
@@ -419,20 +438,21 @@ class CheckpointManager:
                 f"the checkpoint is saved, but older checkpoints could not be removed: {cleaning.error}",
             )
 
-    def _manifest(self, pending: _Pending, files: tuple[FileEntry, ...]) -> Manifest:
+    def _manifest(self, iteration: int, consumed_samples: int, files: tuple[FileEntry, ...]) -> Manifest:
         return Manifest(
             run_id=self._identity.run_id,
             run_name=self._identity.run_name,
             generation=self._generation,
             topology=self._topology,
-            iteration=pending.iteration,
-            consumed_samples=pending.consumed_samples,
+            iteration=iteration,
+            consumed_samples=consumed_samples,
             settings=self._identity.settings,
             software=_software(),
             files=files,
         )
 
     def _discard(self, pending: _Pending, error: str) -> None:
+        self._pending = None
         # If the manifest exists, the checkpoint is complete and only ``latest`` was not moved. Then the files are kept.
         if self._collectives.rank == 0 and not (pending.directory / MANIFEST_NAME).exists():
             try:

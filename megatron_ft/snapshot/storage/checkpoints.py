@@ -122,7 +122,7 @@ def start_directory(folder: Path, iteration: int) -> Path:
     """Create the directory for a save of ``iteration`` and return it.
 
     Remains of an incomplete save of the same iteration are deleted. A complete checkpoint of the same iteration stays;
-    the new one gets the next attempt number.
+    the new one gets the next attempt number. ``sync_directory`` must follow before the checkpoint gets its manifest.
     """
     folder.mkdir(parents=True, exist_ok=True)
     same = [stored for stored in list_checkpoints(folder) if stored.iteration == iteration]
@@ -132,10 +132,14 @@ def start_directory(folder: Path, iteration: int) -> Path:
     taken = [stored.attempt for stored in same if stored.complete]
     path = folder / directory_name(iteration, max(taken) + 1 if taken else 0)
     path.mkdir()
-    # Sync the parents, because a power failure could otherwise remove the directory together with its synced manifest.
-    for parent in (folder.parent, folder):
-        fsync_directory(parent)
     return path
+
+
+def sync_directory(path: Path) -> None:
+    """Sync the directory of a checkpoint, whose files must be synced, and the two directories above it."""
+    # A power failure could otherwise remove the directory together with its synced manifest.
+    for directory in (path.parent.parent, path.parent, path):
+        fsync_directory(directory)
 
 
 def newest_valid(

@@ -112,6 +112,23 @@ def write_atomically(directory: Path, name: str, content: bytes | Iterable[bytes
 
     Raises OSError if the disk is full or fails, and errors of chunks. Then an existing file is unchanged.
     """
+    temporary, entry = write_temporary(directory, name, content)
+    try:
+        # Rename after the content is synced, so that a crash leaves the complete new file or the former state.
+        os.rename(temporary, directory / name)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_directory(directory)
+    return entry
+
+
+def write_temporary(
+    directory: Path, name: str, content: bytes | Iterable[bytes | memoryview]
+) -> tuple[Path, FileEntry]:
+    """Write and sync ``content``, bytes or chunks, to a file that can be renamed to ``name``. Return its path, and the
+    manifest entry that it has after the renaming. Raises OSError if the disk is full or fails, and errors of chunks.
+    Then there is no such file."""
     temporary = f".{name}.{os.getpid()}.tmp"
     (directory / temporary).unlink(missing_ok=True)
     try:
@@ -119,13 +136,10 @@ def write_atomically(directory: Path, name: str, content: bytes | Iterable[bytes
             for chunk in (content,) if isinstance(content, bytes) else content:
                 file.write(chunk)
             entry = file.commit()
-        # Rename after the content is synced, so that a crash leaves the complete new file or the former state.
-        os.rename(directory / temporary, directory / name)
     except BaseException:
         (directory / temporary).unlink(missing_ok=True)
         raise
-    fsync_directory(directory)
-    return replace(entry, name=name)
+    return directory / temporary, replace(entry, name=name)
 
 
 def write_file(directory: Path, name: str, content: bytes) -> FileEntry:
