@@ -2,9 +2,9 @@
 
 Two data-parallel ranks with the distributed optimizer save their state. Every round measures, in turn, saves of
 Megatron-Core's own asynchronous writer in both of its formats, a warm copy of the bytes that the rank writes, and a
-save of this project, with iterations between them. Training is blocked by the call that begins a save, and by the calls
-between iterations that complete it. Each round counts for its slowest rank. Figures are medians over all rounds except
-the first.
+save of this project, with iterations between them. Training is blocked by the call that begins a save, by the wait for
+the copies before an update, and by the calls between iterations that complete the save. Each round counts for its
+slowest rank. Figures are medians over all rounds except the first.
 """
 
 import shutil
@@ -25,7 +25,7 @@ from megatron_ft.testing.ranks import Rank, compose, resident_growth, run_ranks
 ID = "dense-save"
 WORLD_SIZE = 2
 ROUNDS, QUICK_ROUNDS = 9, 3
-ITERATIONS_AFTER = 2
+ITERATIONS_AFTER = 3
 JOB_SECONDS, QUICK_JOB_SECONDS = 1500.0, 500.0
 MAX_MEMCPY, QUICK_MAX_MEMCPY = 1.2, 4.0
 MAX_MEMORY = 1.1
@@ -170,17 +170,30 @@ class _Bench:
         }
 
     def _blocked(self, save: Callable[[], None], poll: Callable[[], None], drain: Callable[[], None]) -> list[float]:
-        """Return the seconds for which each call blocks training: first the one that begins a save, then those between
-        iterations. The rest of the save is not counted. All ranks begin each call together, so that no rank counts the
-        time for which it waits for the iteration of another rank."""
+        """Return the seconds for which each call blocks training: first the one that begins a save, then those before
+        updates and between iterations. The rest of the save is not counted. All ranks begin each call together, so that
+        no rank counts the time for which it waits for the iteration of another rank."""
         self._barrier()
         blocked = [_seconds(save)]
         for _ in range(ITERATIONS_AFTER):
-            self.iterate()
+            blocked.append(self._waited())
             self._barrier()
             blocked.append(_seconds(poll))
         drain()
         return blocked
+
+    def _waited(self) -> float:
+        """Run one iteration. Return the seconds for which its update waits until the state is copied."""
+        waits, times = self.trainer.engine.before_update, []
+
+        def note() -> None:
+            times.append(time.perf_counter())
+
+        waits.insert(0, note)
+        waits.append(note)
+        self.iterate()
+        waits[:] = [wait for wait in waits if wait is not note]
+        return times[-1] - times[0]
 
     def _save_ours(self, *, waits: bool = False) -> None:
         engine = self.trainer.engine

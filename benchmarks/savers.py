@@ -71,7 +71,7 @@ class Windows:
             header=partial(self._header, json.dumps(settings)),
             report=self._take,
         )
-        trainer.engine.before_update = lambda: None
+        trainer.engine.before_update.clear()
         self._newest = -1
 
     @property

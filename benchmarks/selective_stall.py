@@ -195,7 +195,7 @@ class _Bench:
                 settle()
             waited[0] += time.perf_counter() - began
 
-        self.engine.before_update = before_update
+        self.engine.before_update = [before_update]
         began = time.perf_counter()
         self.result = self.engine.run_iteration(self.engine.iteration + 1)
         took = time.perf_counter() - began - waited[0]

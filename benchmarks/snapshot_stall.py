@@ -210,7 +210,7 @@ class _Bench:
             calls.append(_timed(settle))
             self.settled = (sum(c[0] for c in calls), sum(c[1] for c in calls), sum(c[2] for c in calls))
 
-        self.engine.before_update = before_update
+        self.engine.before_update = [before_update]
         began = time.perf_counter()
         self.result = self.engine.run_iteration(self.engine.iteration + 1)
         return time.perf_counter() - began - self.settled[0]

@@ -91,6 +91,7 @@ def test_resume_at_the_same_layout_is_bitwise(outcomes: dict[str, Any], layout: 
 def test_a_plan_is_used_again_with_the_newest_state(outcomes: dict[str, Any], layout: str) -> None:
     for rank in ranks_of(outcomes, f"again:{layout}"):
         assert rank["is_same_plan"] and rank["consumed"] and len(rank["loaded"]) > 20
+        assert rank["num_copied"] > 10_000 and rank["num_waits"] == [1, 0]
         assert rank["differences"] == []
 
 
@@ -303,21 +304,41 @@ def rng_words() -> str:
 
 
 def scenario_again(layout: str, directory: Path) -> dict[str, Any]:
-    """Save three times with the same plan, and the last state also with a new one."""
+    """Save three times with the same plan, and the last state also with a new one. The state of the last save is copied
+    only when the next update is due."""
+    import threading
+
     import torch.distributed as dist
 
+    from megatron_ft.snapshot.capture.capture import _ThreadCopier
+
     rank = Rank(layout, directory)
+    waits, is_due, copy, num_copied = rank.engine.before_update, threading.Event(), _ThreadCopier._copy, 0
+
+    def copy_late(copier: Any) -> None:
+        nonlocal num_copied
+        assert is_due.wait(60)
+        num_copied = copier._batch.num_bytes
+        copy(copier)
+
     rank.train(1)
     rank.manager.save(rank.state(), 1)
     first = rank.manager._planner._planned
-    for iteration in (2, 3):
-        rank.train(iteration)
-        rank.manager.save(rank.state(), iteration)
-        # Training changes the state while it is written.
-        saved = rank.state()
+    rank.train(2)
+    rank.manager.save(rank.state(), 2)
+    rank.train(3)
+    _ThreadCopier._copy = copy_late
+    saved = rank.state()
+    saved.before_update = waits
+    rank.manager.save(saved, 3)
+    num_waits = len(waits)
+    waits.insert(0, is_due.set)
+    rank.train(4)  # changes the state while it is written
+    waits.remove(is_due.set)
+    _ThreadCopier._copy = copy
     scribble(rank)
     rank.manager.finish()
-    is_same_plan = first is not None and rank.manager._planner._planned is first
+    is_same_plan = first is not None and rank.manager._planner._planned.writer is first.writer
     rank.rebuild()
     state, _ = rank.load(directory / "checkpoints" / "iter_0000003")
     loaded = rank.digests()
@@ -326,6 +347,8 @@ def scenario_again(layout: str, directory: Path) -> dict[str, Any]:
     dist.barrier()
     return {
         "is_same_plan": is_same_plan,
+        "num_copied": num_copied,
+        "num_waits": [num_waits, len(waits)],
         "consumed": saved.consumed_samples == state.consumed_samples,
         "loaded": loaded,
         "differences": _differences(directory / "checkpoints") if dist.get_rank() == 0 else [],

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_ft.config.identity import Difference, JobIdentity
 from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.groups import Collectives
+from megatron_ft.snapshot.capture.capture import CopyBatch
 from megatron_ft.snapshot.storage import checkpoints
 from megatron_ft.snapshot.storage.files import FileEntry, HashedFile, write_file, write_temporary
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
@@ -241,7 +242,7 @@ _Sources = dict[tuple[str, tuple[int, ...]], torch.Tensor]
 class Planner:
     """Plans saves with Megatron. With ``fully_parallel``, the ranks of ``dp_cp_group`` divide the writing among
     themselves. A plan and its copies are used again while the saved tensors stay in the same memory: a save then copies
-    its bytes, and plans nothing."""
+    its bytes during the next iteration, and plans nothing."""
 
     def __init__(self, dp_cp_group: dist.ProcessGroup, *, fully_parallel: bool) -> None:
         self._base = _PlanningStrategy(BACKEND, BACKEND_VERSION, thread_count=1)
@@ -249,6 +250,8 @@ class Planner:
         if fully_parallel:
             self._strategy = FullyParallelSaveStrategyWrapper(self._base, dp_cp_group, do_cache_distribution=True)
         self._planned: PlannedWrite | None = None
+        self._batch: CopyBatch | None = None
+        """Tensors of the newest plan with their copies, except those that ``repeat`` copies itself."""
         self._sources: _Sources = {}
         self._addresses: Addresses = ()
 
@@ -275,18 +278,29 @@ class Planner:
         planned = self._base.planned
         del self._base.planned
         self._planned, self._addresses = (planned, addresses) if is_live and is_fixed else (None, ())
+        self._batch = None
         return replace(planned)
 
     @torch.no_grad()
-    def repeat(self, own: ShardedObject) -> PlannedWrite:
-        """Copy this rank's part again, as in the newest plan. ``own`` is the state that only this rank has."""
+    def repeat(self, own: ShardedObject, buffers: frozenset[int]) -> tuple[PlannedWrite, CopyBatch]:
+        """Return the newest plan again, with the copies of this rank's part that the caller must make before the state
+        changes and before it writes.
+
+        Args:
+            own: the state that only this rank has.
+            buffers: addresses of the memory that a forward pass may change. It is copied by this method.
+        """
         assert self._planned is not None, "there is no plan"
+        if self._batch is None:
+            self._planned, self._batch = self._with_targets(self._planned, buffers)
+        targets = {target.data_ptr() for target in self._batch.targets}
         files = []
         for name, items in self._planned.files:
             written: list[tuple[Any, Any]] = []
             for item, copy in items:
                 if isinstance(copy, torch.Tensor):
-                    copy.copy_(self._sources[item.index.fqn, tuple(item.index.offset)])
+                    if copy.data_ptr() not in targets:
+                        copy.copy_(self._source(item))
                     written.append((item, copy))
                 elif item.index.fqn.startswith(f"{RANK_STATE_KEY}/"):
                     content = io.BytesIO()
@@ -295,7 +309,30 @@ class Planner:
                 else:
                     written.append((item, copy))
             files.append((name, written))
-        return replace(self._planned, files=files)
+        return replace(self._planned, files=files), self._batch
+
+    def _source(self, item: Any) -> torch.Tensor:
+        return self._sources[item.index.fqn, tuple(item.index.offset)]
+
+    def _with_targets(self, planned: PlannedWrite, buffers: frozenset[int]) -> tuple[PlannedWrite, CopyBatch]:
+        """Return the plan with copies in pinned memory if the state is on a GPU, and the batch of all copies that can
+        be made while training runs."""
+        files, sources, targets = [], [], []
+        for name, items in planned.files:
+            kept: list[tuple[Any, Any]] = []
+            for item, copy in items:
+                source = self._source(item) if isinstance(copy, torch.Tensor) else None
+                if source is not None and source.is_cuda:
+                    # Copies of CUDA tensors to other memory would block training.
+                    copy = torch.empty_like(copy, pin_memory=True)
+                kept.append((item, copy))
+                if source is None or _storage(source) in buffers:
+                    continue
+                if source.is_contiguous() and source.dtype == copy.dtype and copy.numel() > 0:
+                    sources.append(source.detach())
+                    targets.append(copy.view(-1).view(torch.uint8))
+            files.append((name, kept))
+        return replace(planned, files=files), CopyBatch.of(sources, targets)
 
 
 @contextmanager
@@ -315,7 +352,7 @@ class _Abandoned(Exception):
 
 class Job:
     """Work in the thread that writes the checkpoints of this process. It runs jobs in the order in which they were
-    created. ``error`` is final if ``done`` is true."""
+    submitted. ``error`` is final if ``done`` is true."""
 
     _queue: ClassVar["queue.SimpleQueue[Job]"]
     _thread: ClassVar[threading.Thread | None] = None
@@ -323,10 +360,13 @@ class Job:
     """Jobs of abandoned saves of this process that may still write, even in a later membership."""
 
     def __init__(self, errors: type[BaseException] = BaseException) -> None:
-        """Queue the job. Exceptions of the type ``errors`` become ``error``."""
+        """Create the job. Exceptions of the type ``errors`` become ``error``."""
         self.error: str | None = None
         self._errors = errors
         self._ended = threading.Event()
+
+    def submit(self) -> None:
+        """Queue the job."""
         # A new thread would begin to run before its ``start`` returns, and would delay training.
         if Job._thread is None or not Job._thread.is_alive():
             Job._queue = queue.SimpleQueue()

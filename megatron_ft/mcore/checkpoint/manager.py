@@ -5,7 +5,6 @@ import importlib.metadata
 import io
 import pickle
 import platform
-import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,12 +17,9 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_ft.config.checkpoint import CheckpointConfig
 from megatron_ft.config.identity import JobIdentity
@@ -38,99 +34,22 @@ from megatron_ft.mcore.checkpoint.files import (
     Planner,
     WriteJob,
 )
-from megatron_ft.mcore.checkpoint.state import OURS_KEY, DenseState, install, rank_state
+from megatron_ft.mcore.checkpoint.state import OURS_KEY, DenseState, install, layout_of, load_shards, rank_state
 from megatron_ft.mcore.groups import Collectives
 from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.mcore.optimizer import adamw
-from megatron_ft.mcore.optimizer.adamw import SHARDING_METADATA, split_shards
+from megatron_ft.mcore.optimizer.adamw import SHARDING_METADATA
 from megatron_ft.planning.retention import RetentionPolicy
+from megatron_ft.snapshot.capture.capture import Copier, CopyBatch, open_copier
 from megatron_ft.snapshot.storage import checkpoints
 from megatron_ft.snapshot.storage.files import FileEntry, fsync_directory
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 
-_RANK_STATE_PREFIX = "rank_state"
 _WEIGHTS = ("embedding.", "decoder.", "output_layer.")
 _EXTRA_STATE = "._extra_state"
-_SHARDING_TYPE = "distrib_optim_sharding_type"
+COMMON_NAME = "common.pt"
 _NOT_USED = ("rng_state", "rerun_state_machine")
 """Objects in checkpoints of Megatron-LM that no load uses."""
-_OF_ONE_LAYER = re.compile(r"decoder\.layers\.\d+\.")
-_OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
-
-
-def _layout_of(directory: Path, *, weights_only: bool) -> dict[str, bool]:
-    """Return the metadata with which Megatron describes the tensors of a checkpoint of another project. In
-    Megatron-LM's checkpoints, one tensor contains a weight of all experts, or also of all layers.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read. Or, unless ``weights_only``: it has no optimizer state, or its
-            optimizer state has a format that depends on the layout of the ranks.
-    """
-    try:
-        common = dist_checkpointing.load_common_state_dict(str(directory))
-        names = FileSystemReader(directory).read_metadata().state_dict_metadata.keys()
-    except (CheckpointingException, pickle.UnpicklingError, OSError, EOFError, RuntimeError) as error:
-        raise CheckpointError(f"{directory}: cannot be read as a checkpoint in torch_dist: {error}") from error
-    kind = (common.get("content_metadata") or {}).get(_SHARDING_TYPE)
-    if not weights_only and "optimizer" not in common:
-        raise CheckpointError(f"{directory}: contains only weights; set checkpoint.load_weights instead")
-    if not weights_only and kind not in (None, SHARDING_METADATA[_SHARDING_TYPE]):
-        raise CheckpointError(
-            f"{directory}: its optimizer state has Megatron's format {kind}, which only the same parallel layout can "
-            "load. Save it with --dist-ckpt-optim-fully-reshardable, or load only the weights "
-            "(checkpoint.load_weights)"
-        )
-    return {
-        "singleton_local_shards": any(map(_OF_ONE_EXPERT.search, names)),
-        "non_homogeneous_layers": any(map(_OF_ONE_LAYER.match, names)),
-    }
-
-
-def _load_shards(
-    frame: dict[str, Any],
-    wanted: dict[str, Any],
-    directory: Path,
-    dp_cp_group: dist.ProcessGroup,
-    *,
-    fully_parallel: bool,
-    ignored: tuple[str, ...] = (),
-) -> dict[str, Any]:
-    """Load the tensors that ``frame`` describes, the objects in ``wanted``, and the state that is common to all ranks.
-
-    Args:
-        frame: result of ``state.build_shards``: Megatron's description of the model and the optimizer.
-        wanted: other sharded objects to load, by key.
-        ignored: beginnings of keys that the checkpoint may have and the model does not have.
-
-    Returns:
-        The loaded values by key; those of the optimizer are under ``optimizer_shards``.
-
-    Raises:
-        CheckpointError: the checkpoint lacks a tensor, or has a tensor that the model does not have.
-    """
-    request = {key: value for key, value in frame.items() if key != "optimizer"}
-    request |= {"optimizer_shards": split_shards(frame["optimizer"]), **wanted}
-    try:
-        strategy = get_default_load_sharded_strategy(str(directory))
-        if fully_parallel:
-            strategy = FullyParallelLoadStrategyWrapper(strategy, dp_cp_group)
-        # Megatron calls stored tensors that were not requested "missing", and requested ones not stored "unexpected".
-        loaded, unclaimed, absent = dist_checkpointing.load(
-            request, str(directory), sharded_strategy=strategy, strict=StrictHandling.RETURN_ALL
-        )
-    except (CheckpointingException, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{directory}: {error}") from error
-    # States of random number generators are requested only if the layout is that of the save.
-    unclaimed = sorted(key for key in unclaimed if not key.startswith((_RANK_STATE_PREFIX, *ignored)))
-    if absent or unclaimed:
-        raise CheckpointError(
-            f"{directory} does not match this model: the checkpoint lacks the tensors {sorted(absent)[:3]}, and the "
-            f"model lacks the tensors {unclaimed[:3]} (the first 3 of each are shown)"
-        )
-    return loaded
-
-
-COMMON_NAME = "common.pt"
 
 
 def _torch_bytes(content: dict[str, Any]) -> bytes:
@@ -168,7 +87,7 @@ class _Pending:
     directory: Path
     job: WriteJob
     started: float
-    blocked_seconds: float
+    blocked_seconds: float = 0.0
     is_written: bool = False
     """Whether all ranks have written their files, and know it."""
     metadata: MetadataJob | None = None
@@ -221,6 +140,9 @@ class CheckpointManager:
         self._common: dict[str, Any] = {}
         """State that is written only once, of the newest save."""
         self._pending: _Pending | None = None
+        self._copier: Copier | None = None
+        self._before_update: list[Callable[[], None]] = []
+        """List of functions to which the newest save has added ``settle``."""
         self._cleaning: FileSystemJob | None = None
         self._resumed_from: str | None = None
         self._finder = CheckpointFinder(
@@ -248,17 +170,39 @@ class CheckpointManager:
         directory = self._open_directory(iteration)
         if directory is None:
             return
-        job = self._start(state, directory)
+        job, batch = self._prepare(state, directory)
         self._pending = _Pending(
-            iteration=iteration,
-            consumed_samples=state.consumed_samples,
-            directory=directory,
-            job=job,
-            started=started,
-            blocked_seconds=time.monotonic() - started,
+            iteration=iteration, consumed_samples=state.consumed_samples, directory=directory, job=job, started=started
         )
+        self._copy(batch, state.before_update)
+        self._pending.blocked_seconds += time.monotonic() - started
         if not self._config.async_save:
             self.finish()
+
+    def _copy(self, batch: CopyBatch | None, before_update: list[Callable[[], None]] | None) -> None:
+        # Begins to copy ``batch``, and to write when it is copied.
+        assert self._pending is not None, "there is no save in progress"
+        if batch is None:
+            self._pending.job.submit()
+            return
+        if self._copier is None:
+            self._copier = open_copier(batch.sources[0].device)
+        self._copier.start(batch, after=self._pending.job.submit)
+        if before_update is None:
+            self.settle()
+        else:
+            before_update.append(self.settle)
+            self._before_update = before_update
+
+    def settle(self) -> None:
+        """Wait until the state is copied for the save in progress, if there is one. Then the state may change."""
+        began = time.monotonic()
+        if self._copier is not None:
+            self._copier.wait()
+        if self.settle in self._before_update:
+            self._before_update.remove(self.settle)
+        if self._pending is not None:
+            self._pending.blocked_seconds += time.monotonic() - began
 
     def poll(self) -> None:
         """Continue with the save in progress, or complete it, as far as this needs no waiting for storage."""
@@ -266,6 +210,7 @@ class CheckpointManager:
         pending = self._pending
         if pending is None:
             return
+        self.settle()
         began = time.monotonic()
         if not pending.is_written:
             if self._collectives.all(pending.job.done):
@@ -278,6 +223,7 @@ class CheckpointManager:
 
     def finish(self) -> None:
         """Wait for the save in progress, if there is one, and complete it. Wait until old checkpoints are deleted."""
+        self.settle()
         while self._pending is not None:
             began = time.monotonic()
             self._pending.jobs[-1].wait()
@@ -294,6 +240,9 @@ class CheckpointManager:
         Returns:
             Directory of the abandoned save. Its checkpoint is complete if rank 0 had already written the manifest.
         """
+        self.settle()
+        if self._copier is not None:
+            self._copier.close()
         pending, self._pending = self._pending, None
         cleaning, self._cleaning = self._cleaning, None
         jobs = [] if pending is None else pending.jobs
@@ -321,13 +270,14 @@ class CheckpointManager:
             return None
         return self.folder / name
 
-    def _start(self, state: DenseState, directory: Path) -> WriteJob:
+    def _prepare(self, state: DenseState, directory: Path) -> tuple[WriteJob, CopyBatch | None]:
+        """Return the job that writes this rank's files, and the copies that must be made before it is submitted."""
         addresses = state.addresses()
         # The engine's scheduler is at the beginning of the iteration, and Megatron expects the end in a checkpoint.
         adamw.set_position(state.scheduler, state.consumed_samples)
         # All ranks plan, or none: Megatron's planning is collective.
         if self._collectives.all(self._planner.can_repeat(addresses)):
-            planned = self._planner.repeat(rank_state(state.host))
+            planned, batch = self._planner.repeat(rank_state(state.host), state.buffers())
             adamw.refresh_groups(state.optimizer, self._common["optimizer"])
             self._common |= state.common_state()
         else:
@@ -342,11 +292,11 @@ class CheckpointManager:
             }
             # Without Megatron's check, which would gather the metadata of all tensors as pickled objects at every save.
             shards, self._common = save_preprocess(tree, validate_access_integrity=False)
-            planned = self._planner.plan(shards, directory, addresses)
+            planned, batch = self._planner.plan(shards, directory, addresses), None
         whole_files = {}
         if self._collectives.rank == 0:
             whole_files[COMMON_NAME] = _torch_bytes(self._common)
-        return WriteJob(planned, directory, whole_files)
+        return WriteJob(planned, directory, whole_files), batch
 
     def _metadata(self) -> dict[str, Any]:
         return {
@@ -370,6 +320,7 @@ class CheckpointManager:
         if self._collectives.rank == 0:
             manifest_of = partial(self._manifest, pending.iteration, pending.consumed_samples)
             pending.metadata = MetadataJob(pending.directory, pending.job.planned, written, manifest_of)
+            pending.metadata.submit()
 
     def _commit(self, pending: _Pending) -> None:
         """Complete the checkpoint if rank 0 has written everything, and begin to publish it."""
@@ -392,6 +343,7 @@ class CheckpointManager:
         pending.num_bytes = num_bytes
         if self._collectives.rank == 0:
             pending.publication = FileSystemJob(partial(self._publish, pending.directory, pending.iteration))
+            pending.publication.submit()
 
     def _publish(self, directory: Path, iteration: int) -> None:
         # Runs in a thread of rank 0.
@@ -423,6 +375,7 @@ class CheckpointManager:
         # Older checkpoints are deleted only after the commit, because before it no newer checkpoint is complete.
         if self._collectives.rank == 0:
             self._cleaning = FileSystemJob(partial(self._clean, pending.iteration))
+            self._cleaning.submit()
 
     def _end_cleaning(self) -> None:
         """Wait until rank 0 has deleted old checkpoints, and report if it could not."""
@@ -509,11 +462,11 @@ class CheckpointManager:
         # Verified first, because ``.metadata`` and ``common.pt`` are pickles, which can run code when they are opened.
         manifest = self._finder.check(directory, trust=self._config.trust)
         same_layout = manifest is not None and manifest.topology == self._topology
-        layout = {} if manifest is not None else _layout_of(directory, weights_only=False)
+        layout = {} if manifest is not None else layout_of(directory, weights_only=False)
         frame = state.build_shards(self._metadata() | layout, is_loading=True)
         # Random number generators belong to a rank in a layout. In another layout, no rank has the same place.
         wanted: dict[str, Any] = {RANK_STATE_KEY: rank_state()} if same_layout else {}
-        loaded = _load_shards(
+        loaded = load_shards(
             frame,
             wanted,
             directory,
@@ -552,7 +505,7 @@ class CheckpointManager:
                 its weights are not exactly those of the model.
         """
         manifest = self._finder.check(directory, trust=self._config.trust)
-        metadata = self._metadata() | ({} if manifest is not None else _layout_of(directory, weights_only=True))
+        metadata = self._metadata() | ({} if manifest is not None else layout_of(directory, weights_only=True))
         frames = [unwrap(chunk).sharded_state_dict(metadata=metadata) for chunk in model_chunks]
         # Megatron's layers have objects besides tensors, e.g. scales of FP8, which weights of other projects lack.
         wanted = {

@@ -1,18 +1,29 @@
-"""The complete training state of a run, and its representation in a checkpoint."""
+"""The complete training state of a run, its representation in a checkpoint, and how it is read from one."""
 
+import pickle
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.checkpoint.files import RANK_STATE_KEY, Addresses
 from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.mcore.optimizer import adamw
+from megatron_ft.mcore.optimizer.adamw import SHARDING_METADATA, split_shards
 from megatron_ft.mcore.state.train_state import TrainState, restore_rng
 from megatron_ft.planning.iteration import History
 
@@ -36,6 +47,9 @@ class DenseState:
     """Number of consumed samples."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Other state that is the same on all ranks: numbers, strings, lists, dicts and CPU tensors."""
+    before_update: list[Callable[[], None]] | None = None
+    """Functions that are called before parameters and optimizer state change. A save adds one, and copies the state
+    until it is called. With None, a save copies the state at once."""
 
     def build_shards(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
         """Build Megatron's sharded description of model and optimizer, with the keys ``model`` and ``optimizer``. With
@@ -60,6 +74,11 @@ class DenseState:
                 value for state in member.optimizer.state.values() for value in state.values() if torch.is_tensor(value)
             ]
         return tuple(tensor.untyped_storage().data_ptr() for tensor in tensors)
+
+    def buffers(self) -> frozenset[int]:
+        """Return the addresses of the memory of the buffers, which forward passes may change."""
+        tensors = [tensor for chunk in self.model_chunks for tensor in unwrap(chunk).buffers()]
+        return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
     def common_state(self) -> dict[str, Any]:
         """Return the state that is the same on all ranks and is written only once."""
@@ -109,6 +128,84 @@ def install(state: DenseState, frame: dict[str, Any], loaded: dict[str, Any]) ->
     history = History.from_json({name: state.extra.pop(name, default) for name, default in known.items()})
     state.host = TrainState.capture(state.model_chunks, state.optimizer, iteration=loaded["iteration"], history=history)
     state.consumed_samples = ours["consumed_samples"]
+
+
+_RANK_STATE_PREFIX = "rank_state"
+_SHARDING_TYPE = "distrib_optim_sharding_type"
+_OF_ONE_LAYER = re.compile(r"decoder\.layers\.\d+\.")
+_OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def layout_of(directory: Path, *, weights_only: bool) -> dict[str, bool]:
+    """Return the metadata with which Megatron describes the tensors of a checkpoint of another project. In
+    Megatron-LM's checkpoints, one tensor contains a weight of all experts, or also of all layers.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read. Or, unless ``weights_only``: it has no optimizer state, or its
+            optimizer state has a format that depends on the layout of the ranks.
+    """
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(directory))
+        names = FileSystemReader(directory).read_metadata().state_dict_metadata.keys()
+    except (CheckpointingException, pickle.UnpicklingError, OSError, EOFError, RuntimeError) as error:
+        raise CheckpointError(f"{directory}: cannot be read as a checkpoint in torch_dist: {error}") from error
+    kind = (common.get("content_metadata") or {}).get(_SHARDING_TYPE)
+    if not weights_only and "optimizer" not in common:
+        raise CheckpointError(f"{directory}: contains only weights; set checkpoint.load_weights instead")
+    if not weights_only and kind not in (None, SHARDING_METADATA[_SHARDING_TYPE]):
+        raise CheckpointError(
+            f"{directory}: its optimizer state has Megatron's format {kind}, which only the same parallel layout can "
+            "load. Save it with --dist-ckpt-optim-fully-reshardable, or load only the weights "
+            "(checkpoint.load_weights)"
+        )
+    return {
+        "singleton_local_shards": any(map(_OF_ONE_EXPERT.search, names)),
+        "non_homogeneous_layers": any(map(_OF_ONE_LAYER.match, names)),
+    }
+
+
+def load_shards(
+    frame: dict[str, Any],
+    wanted: dict[str, Any],
+    directory: Path,
+    dp_cp_group: dist.ProcessGroup,
+    *,
+    fully_parallel: bool,
+    ignored: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """Load the tensors that ``frame`` describes, the objects in ``wanted``, and the state that is common to all ranks.
+
+    Args:
+        frame: result of ``DenseState.build_shards``: Megatron's description of the model and the optimizer.
+        wanted: other sharded objects to load, by key.
+        ignored: beginnings of keys that the checkpoint may have and the model does not have.
+
+    Returns:
+        The loaded values by key; those of the optimizer are under ``optimizer_shards``.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a tensor, or has a tensor that the model does not have.
+    """
+    request = {key: value for key, value in frame.items() if key != "optimizer"}
+    request |= {"optimizer_shards": split_shards(frame["optimizer"]), **wanted}
+    try:
+        strategy = get_default_load_sharded_strategy(str(directory))
+        if fully_parallel:
+            strategy = FullyParallelLoadStrategyWrapper(strategy, dp_cp_group)
+        # Megatron calls stored tensors that were not requested "missing", and requested ones not stored "unexpected".
+        loaded, unclaimed, absent = dist_checkpointing.load(
+            request, str(directory), sharded_strategy=strategy, strict=StrictHandling.RETURN_ALL
+        )
+    except (CheckpointingException, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+    # States of random number generators are requested only if the layout is that of the save.
+    unclaimed = sorted(key for key in unclaimed if not key.startswith((_RANK_STATE_PREFIX, *ignored)))
+    if absent or unclaimed:
+        raise CheckpointError(
+            f"{directory} does not match this model: the checkpoint lacks the tensors {sorted(absent)[:3]}, and the "
+            f"model lacks the tensors {unclaimed[:3]} (the first 3 of each are shown)"
+        )
+    return loaded
 
 
 def _foreign(loaded: dict[str, Any]) -> dict[str, Any]:

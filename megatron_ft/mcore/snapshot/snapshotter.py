@@ -177,7 +177,7 @@ class Snapshotter:
         self._plan: WindowPlan | None = None
         self._memory: WindowMemory | None = None
         self._opened: _Opened | None = None
-        engine.before_update = self.settle
+        engine.before_update.append(self.settle)
         engine.window_report = self._window_report
 
     @property
@@ -337,7 +337,9 @@ class Snapshotter:
         windows."""
         self.settle()
         self._copier.close()
-        self._engine.before_update, self._engine.window_report = None, WindowReport
+        if self.settle in self._engine.before_update:
+            self._engine.before_update.remove(self.settle)
+        self._engine.window_report = WindowReport
         self._opened = None
         self._release_memory()
         self._client.close()

@@ -119,8 +119,8 @@ class TrainingEngine:
         self.in_progress: IterationState | None = None
         """The iteration that has begun and is not finished, or the iteration that stopped the run."""
         self.wants_load = wants_load
-        self.before_update: Callable[[], None] | None = None
-        """Function that is called before master weights, moments and compute weights change."""
+        self.before_update: list[Callable[[], None]] = []
+        """Functions that are called before master weights, moments and compute weights change."""
         self.window_report: Callable[[], WindowReport] = WindowReport
         """Returns the state of this rank's windows for its ballot."""
         self.boundaries = Boundaries()
@@ -490,9 +490,9 @@ class TrainingEngine:
         """Update master weights, moments and compute weights of this rank, and its copies of optimizer state, with the
         gradient norm of ``vote``."""
         failpoints.hit("update", vote.iteration)
-        # A snapshot slice in progress may still copy the tensors that are about to change.
-        if self.before_update is not None:
-            self.before_update()
+        # A snapshot or a save in progress may still copy the tensors that are about to change.
+        for wait in tuple(self.before_update):
+            wait()
         # ``in_progress`` is None in a replay. A replay that fails starts again from its window, so no record is needed.
         with nullcontext() if self.in_progress is None else self.in_progress.updating():
             adamw.update(self.optimizer, self.config.optimizer.clip_grad, vote.grad_norm)

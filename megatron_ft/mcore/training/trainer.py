@@ -222,17 +222,17 @@ class Trainer:
     def teardown(self, *, keeps_engine: bool = False) -> None:
         """Release all objects that use the process groups, except the engine if ``keeps_engine``. Works even if other
         ranks are lost."""
-        # Closed first, because a slice in progress still reads tensors that the engine is about to free.
+        # Snapshots and saves end first, because their copies still read tensors that the engine is about to free.
         if self.snapshots is not None:
             self.snapshots.close()
             self.snapshots = None
+        checkpoints: CheckpointManager | None = self.__dict__.pop("checkpoints", None)
+        abandoned = None if checkpoints is None else checkpoints.abandon()
         if keeps_engine:
             failpoints.hit("teardown", self.engine.iteration)
         else:
             self.engine.teardown()
         failpoints.watch(None)
-        checkpoints: CheckpointManager | None = self.__dict__.pop("checkpoints", None)
-        abandoned = None if checkpoints is None else checkpoints.abandon()
         if abandoned is not None:
             self.abandoned_saves.append(abandoned)
             self.is_save_due = True
@@ -327,6 +327,7 @@ class Trainer:
         # The plan of a window names the experts of each rank, and ``move`` changes them.
         if self.snapshots is not None:
             self.snapshots.pause()
+        self.checkpoints.settle()
         self.move(change, iteration)
         # Adopted only after ``move``, which records the old plans: ranks return to them if the migration fails.
         self.placement.adopt(change)
@@ -434,6 +435,7 @@ class Trainer:
             host=engine.train_state(),
             consumed_samples=engine.iteration * self.config.training.global_batch_size,
             extra=extra,
+            before_update=engine.before_update,
         )
 
     def open_checkpoints(self, groups: Groups) -> CheckpointManager:
