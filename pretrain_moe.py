@@ -157,11 +157,10 @@ def _run(arguments: list[str]) -> int:
 
 
 def _refuse_flags(arguments: list[str]) -> None:
-    from megatron_ft.config.overrides import flag_error
+    if any(argument.startswith("-") for argument in arguments):
+        from megatron_ft.config.megatron_lm import check_flags
 
-    for argument in arguments:
-        if argument.startswith("-"):
-            raise flag_error(argument)
+        check_flags(arguments)
 
 
 def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:

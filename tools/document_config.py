@@ -1,5 +1,6 @@
 """Writes docs/configuration.md from the docstrings of the configuration's dataclasses: every key with its type, default
-and meaning. Also writes the table of docs/recovery.md from the requirements of the recovery strategies."""
+and meaning. Also writes the table of docs/recovery.md from the requirements of the recovery strategies, and that of
+docs/from-megatron-lm.md from the answers to Megatron-LM's flags."""
 
 import argparse
 import sys
@@ -8,13 +9,14 @@ from itertools import groupby
 from pathlib import Path
 
 from megatron_ft.config.docs import KeyDoc, group_docs, key_docs
+from megatron_ft.config.megatron_lm import Flag, flags
 from megatron_ft.config.overrides import group_options
 from megatron_ft.config.requirements import REQUIREMENTS, Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 RECOVERY_PAGE = ROOT / "docs" / "recovery.md"
-_BEGIN, _END = "<!-- requirements:begin -->", "<!-- requirements:end -->"
+MEGATRON_PAGE = ROOT / "docs" / "from-megatron-lm.md"
 _REQUIRED_BEFORE = {
     "living_state": {
         "launch.mode": "must be local",
@@ -72,15 +74,54 @@ def _row(doc: KeyDoc) -> str:
 
 def recovery_page() -> str:
     """Return the text of docs/recovery.md with the present requirements of the recovery strategies."""
-    head, begin, rest = RECOVERY_PAGE.read_text(encoding="utf-8").partition(_BEGIN)
-    _, end, tail = rest.partition(_END)
-    assert begin and end, f"{RECOVERY_PAGE.name} must contain {_BEGIN} and {_END}"
     rows = ["| strategy | key | before | now | what is missing otherwise |", "|---|---|---|---|---|"]
     for name, requirements in REQUIREMENTS.items():
         now = {requirement.key: requirement for requirement in requirements}
         before = _REQUIRED_BEFORE.get(name, {})
         rows += [_requirement_row(name, key, before.get(key), now.get(key)) for key in dict.fromkeys([*now, *before])]
+    return _with_rows(RECOVERY_PAGE, "requirements", rows)
+
+
+def _with_rows(path: Path, name: str, rows: Sequence[str]) -> str:
+    """Return the text of a page in which ``rows`` stand between the two markers of this name."""
+    first, last = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    head, begin, rest = path.read_text(encoding="utf-8").partition(first)
+    _, end, tail = rest.partition(last)
+    assert begin and end, f"{path.name} must contain {first} and {last}"
     return "\n".join([head + begin, *rows, end + tail])
+
+
+def megatron_page() -> str:
+    """Return the text of docs/from-megatron-lm.md with the present answers to Megatron-LM's flags."""
+    rows: list[str] = []
+    for section, of_section in groupby(flags().values(), key=lambda flag: flag.section):
+        rows += ["", f"### {section}", "", "| Megatron-LM | here |", "|---|---|"]
+        # A key with its own flag has a row. Flags with one reason share a row.
+        for shared, alike in groupby(of_section, key=_shared):
+            group = list(alike)
+            rows += [_flag_row(group)] if shared else [_flag_row([flag]) for flag in group]
+    return _with_rows(MEGATRON_PAGE, "flags", [*rows, ""])
+
+
+def _shared(flag: Flag) -> str:
+    return f"{flag.answer} {flag.note}" if flag.answer.split()[0] in ("none", "always") else ""
+
+
+def _flag_row(alike: Sequence[Flag]) -> str:
+    flag, names = alike[0], ", ".join(f"`--{flag.name}`" for flag in alike)
+    head, _, accepted = flag.answer.partition(" ")
+    if head == "none":
+        answer = f"none: {flag.note}"
+    elif head == "always":
+        answer = f"always {f'`{accepted}`' if accepted else 'so'}: {flag.note}"
+    elif head == "special":
+        answer = flag.note
+    elif accepted.startswith("in "):
+        answer = f"`{head}` ({', '.join(f'`{value}`' for value in accepted.split()[1:])}); {flag.note}"
+    else:
+        answer = " ".join(f"`{key.removesuffix('=*')}`" for key in flag.answer.split())
+        answer += f"; {flag.note}" if flag.note else ""
+    return f"| {names} | {answer} |"
 
 
 def _requirement_row(strategy: str, key: str, before: str | None, now: Requirement | None) -> str:
@@ -92,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the pages. With ``--check``, only compare them with the files. Return the exit code."""
     parser = argparse.ArgumentParser(prog="document_config", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with code 1 if a page is out of date")
-    pages = {PAGE: page(), RECOVERY_PAGE: recovery_page()}
+    pages = {PAGE: page(), RECOVERY_PAGE: recovery_page(), MEGATRON_PAGE: megatron_page()}
     if parser.parse_args(arguments).check:
         stale = [path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
         for path in stale:

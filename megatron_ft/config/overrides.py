@@ -99,11 +99,11 @@ def override_words(default: Mapping[str, Any], wanted: Mapping[str, Any], *, alw
     words = []
     for group, values in wanted.items():
         if not isinstance(values, Mapping):
-            words += [f"{group}={_word(values)}"] if values != default.get(group) else []
+            words += [f"{group}={grammar_value(values)}"] if values != default.get(group) else []
             continue
         for name, value in values.items():
             if value != default.get(group, {}).get(name) or f"{group}.{name}" in always:
-                words.append(f"{group}.{name}={_word(value)}")
+                words.append(f"{group}.{name}={grammar_value(value)}")
     return words
 
 
@@ -111,14 +111,14 @@ _PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.:-]*")
 _OTHER_THAN_TEXT = ("null", "true", "false", "nan", "inf")
 
 
-def _word(value: Any) -> str:
+def grammar_value(value: Any) -> str:
     """Write a value in Hydra's grammar."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_word(each)}" for key, each in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{grammar_value(each)}" for key, each in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ",".join(map(_word, value)) + "]"
+        return "[" + ",".join(map(grammar_value, value)) + "]"
     if isinstance(value, (int, float)) or (_PLAIN.fullmatch(value) and value.lower() not in _OTHER_THAN_TEXT):
         return str(value)
     # A quotation mark, and backslashes before one, are escaped; other backslashes stand for themselves.

@@ -1,0 +1,548 @@
+"""Translates a command line of Megatron-LM to overrides of this project. ``megatron_flags.txt`` has an answer for every
+flag; the tool, the entry point's error messages and a page of the documentation are made from it."""
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+
+from megatron_ft.config.overrides import flag_error, grammar_value
+from megatron_ft.config.serialize import close_matches
+from megatron_ft.errors import ConfigError
+
+TABLE = Path(__file__).with_name("megatron_flags.txt")
+VERSION = "core_v0.16.1"
+"""Release of Megatron-LM whose flags the table contains. It is the release of the Megatron-Core that is used here."""
+_NUMBER = re.compile(r"-?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+Given = Mapping[str, Sequence[str]]
+"""Values of each flag of a command line, by the flag's name without dashes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """One flag of Megatron-LM and its answer in the table."""
+
+    name: str
+    """Name without dashes."""
+    takes: str
+    """``nothing``, ``one`` or ``several`` values."""
+    section: str
+    answer: str
+    """Second column of the table, with the flag's name in place of ``*``."""
+    note: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Answer to one flag of a command line."""
+
+    given: str
+    """The flag with its values, as given."""
+    kind: str
+    """``key``: overrides replace the flag. ``always``: the project behaves so without an override. ``none``: there is
+    no counterpart. ``refused``: this is not a correct flag of Megatron-LM."""
+    overrides: tuple[str, ...] = ()
+    note: str = ""
+
+    def sentence(self) -> str:
+        """Return the answer as one line, for error messages."""
+        if self.kind == "key":
+            note = f"; {self.note}" if self.note else ""
+            return f"{self.given}: must be written as {' '.join(self.overrides)}{note} (docs/from-megatron-lm.md)"
+        if self.kind == "always":
+            return f"{self.given}: must be left out, because it is always so: {self.note or 'there is no key'}"
+        if self.kind == "none":
+            return f"{self.given}: has no counterpart: {self.note}; leave it out"
+        return f"{self.given}: {self.note}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translation:
+    """A translated command line."""
+
+    answers: tuple[Answer, ...]
+    """One answer for each flag, in the order of the command line."""
+    defaults: tuple[Answer, ...] = ()
+    """Overrides for flags that are not given and whose default in Megatron-LM differs from the key's default."""
+    launcher: tuple[str, ...] = ()
+    """Words of the command line before the Python file, e.g. ``torchrun --nnodes 8``."""
+
+    @property
+    def overrides(self) -> list[str]:
+        """Return all overrides, groups first. If a key is overridden twice, only the later override is returned."""
+        words = [word for each in (*self.defaults, *self.answers) for word in each.overrides]
+        last = {word.partition("=")[0]: word for word in words}
+        return sorted(last.values(), key=lambda word: "." in word.partition("=")[0])
+
+    def with_kind(self, kind: str) -> list[Answer]:
+        """Return the answers of one kind."""
+        return [each for each in self.answers if each.kind == kind]
+
+
+@functools.cache
+def flags() -> dict[str, Flag]:
+    """Read the table. Return the flags by name."""
+    found: dict[str, Flag] = {}
+    section = ""
+    _, _, table = TABLE.read_text(encoding="utf-8").partition("\n\n")
+    for line in table.splitlines():
+        if line.startswith("# "):
+            section = line[2:]
+            continue
+        names, _, rest = line.partition(" | ")
+        answer, _, note = rest.partition(" | ")
+        for word in names.split():
+            name, equals, dots = word.partition("=")
+            own = answer.replace(".*", "." + name.replace("-", "_"))
+            takes = "several" if dots else "one" if equals else "nothing"
+            assert name not in found, f"{TABLE.name} contains --{name} twice"
+            found[name] = Flag(name=name, takes=takes, section=section, answer=own, note=note)
+    return found
+
+
+def translate(words: Sequence[str]) -> Translation:
+    """Translate a command line of Megatron-LM, with or without its launcher and its Python file."""
+    start = next((at + 1 for at, word in enumerate(words) if word.endswith(".py")), 0)
+    launcher = tuple(words[: max(start - 1, 0)])
+    given, refused = _parse(words[start:])
+    answers = []
+    for name, values in given.items():
+        answers.append(_answer(name, values, given) if name in flags() else refused[name])
+    defaults = _defaults(given) if "num-layers" in given else ()
+    return Translation(answers=(*_launched(launcher), *answers), defaults=tuple(defaults), launcher=launcher)
+
+
+def _parse(words: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, Answer]]:
+    """Return the values of each flag, and the answers to words that are not correct flags, by the same names."""
+    given: dict[str, list[str]] = {}
+    refused: dict[str, Answer] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            given.pop(name, None)  # the last one counts, as in argparse
+            given[name] = [value] if equals else []
+            if name not in flags():
+                note = f"is not a flag of Megatron-LM {VERSION}{close_matches(name, flags())}"
+                refused[name] = Answer(given=word, kind="refused", note=note)
+        else:
+            given.setdefault(name, []).append(word)
+    if stray := given.get(""):
+        note = f"must follow a flag: a command line of Megatron-LM {VERSION} has only flags"
+        refused[""] = Answer(given=" ".join(stray), kind="refused", note=note)
+    return given, refused
+
+
+def _answer(name: str, values: Sequence[str], given: Given) -> Answer:
+    flag = flags()[name]
+    text = " ".join([f"--{name}", *values]) if len(values) != 1 else f"--{name}={values[0]}"
+    if flag.takes == "nothing" and values:
+        return Answer(given=text, kind="refused", note="must be given without a value; remove the value")
+    if flag.takes != "nothing" and not values:
+        return Answer(given=text, kind="refused", note=f"must be followed by a value; write it as {_shape(flag)}")
+    if flag.takes == "one" and len(values) > 1:
+        return Answer(given=text, kind="refused", note="must be followed by one value; remove the others")
+    if flag.answer == "none":
+        return Answer(given=text, kind="none", note=flag.note)
+    head, _, accepted = flag.answer.partition(" ")
+    if head == "always":
+        is_so = not accepted or list(values) == accepted.split()
+        return Answer(given=text, kind="always" if is_so else "none", note=flag.note)
+    if head == "special":
+        try:
+            kind, overrides, note = _SPECIAL[name](values, given)
+        except (ValueError, ZeroDivisionError):
+            return Answer(given=text, kind="refused", note="must have a number as its value, above 0 if it divides")
+        return Answer(given=text, kind=kind, overrides=tuple(overrides), note=note)
+    if accepted.startswith("in "):
+        if values[0] not in accepted.split()[1:]:
+            return Answer(given=text, kind="none", note=flag.note)
+        return Answer(given=text, kind="key", overrides=(f"{head}={values[0]}",))
+    value = _value(values) if flag.takes != "nothing" else ""
+    words = [key.removesuffix("=*") for key in flag.answer.split()]
+    overrides = tuple(key if "=" in key else f"{key}={value}" for key in words)
+    return Answer(given=text, kind="key", overrides=overrides, note=flag.note)
+
+
+def _shape(flag: Flag) -> str:
+    """Return the flag with its keys and a placeholder for its value."""
+    keys = [key.removesuffix("=*") for key in flag.answer.split(" in ")[0].split() if "." in key]
+    return " ".join(f"{key}=<value>" for key in keys) or f"--{flag.name}=<value>"
+
+
+def _value(values: Sequence[str]) -> str:
+    """Write the value of a flag in Hydra's grammar."""
+    written = [value if _NUMBER.fullmatch(value) else grammar_value(value) for value in values]
+    return written[0] if len(written) == 1 else f"[{','.join(written)}]"
+
+
+def _launched(launcher: Sequence[str]) -> list[Answer]:
+    """Return the answers to the numbers of nodes and ranks that the launcher's words contain."""
+    options: dict[str, str] = {}
+    words = list(launcher)
+    for at, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        options[name.replace("_", "-")] = value if equals else "".join(words[at + 1 : at + 2])
+    answers = []
+    for name, key in (("--nnodes", "launch.num_nodes"), ("--nproc-per-node", "launch.ranks_per_node")):
+        if (count := options.get(name, "")).isdigit():
+            answers.append(Answer(given=f"{name}={count}", kind="key", overrides=(f"{key}={count}",)))
+    if options.get("--nnodes", "1") not in ("", "1"):
+        note = "torchrun starts pretrain_moe.py on every node, as before"
+        answers.insert(0, Answer(given=launcher[0], kind="key", overrides=("launch=torchrun",), note=note))
+    return answers
+
+
+# Computed answers. Each function gets the values of its flag and all flags, and returns kind, overrides and a note.
+
+Computed = tuple[str, Sequence[str], str]
+
+
+def _number(given: Given, name: str) -> int | None:
+    """Return the value of a flag if it is given and a whole number."""
+    values = given.get(name, ())
+    return int(values[0]) if len(values) == 1 and values[0].isdigit() else None
+
+
+def _rope_type(values: Sequence[str], given: Given) -> Computed:
+    if values[0] == "yarn" and "multi-latent-attention" in given:
+        return "key", ["model.rope_type=yarn"], ""
+    if values[0] == "rope":
+        return "always", (), "rotary positions are not extended unless model.rope_type=yarn"
+    return "none", (), "only latent attention has an extension of rotary positions (model.rope_type=yarn)"
+
+
+def _rotary_scaling(values: Sequence[str], given: Given) -> Computed:
+    if float(values[0]) <= 1:
+        return "always", (), "rotary positions are not extended by default"
+    if "multi-latent-attention" not in given or given.get("rope-type") == ["rope"]:
+        return "none", (), "only yarn with latent attention extends rotary positions (model.rope_type=yarn)"
+    return "key", ["model.rope_type=yarn", f"model.rotary_scaling_factor={values[0]}"], ""
+
+
+_LIST = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d+))?")
+
+
+def moe_pattern(text: str, num_layers: int) -> list[int] | None:
+    """Return one number per layer, 1 for an MoE layer, from the value of ``--moe-layer-freq``: a distance, or a sum of
+    lists such as ``([0]*3+[1]*58)``. Return None if the text is neither, or has another number of layers."""
+    if text.isdigit() and int(text) > 0:
+        return [int(layer % int(text) == 0) for layer in range(num_layers)]
+    pattern: list[int] = []
+    for part in text.replace(" ", "").strip("()").split("+"):
+        match = _LIST.fullmatch(part.strip("()"))
+        if match is None:
+            return None
+        pattern += [int(each) for each in match[1].split(",")] * int(match[2] or 1)
+    return pattern if len(pattern) == num_layers else None
+
+
+def _moe_layer_freq(values: Sequence[str], given: Given) -> Computed:
+    num_layers = _number(given, "num-layers")
+    if values == ["1"]:
+        return "key", ["model.moe_layer_freq=1"], ""
+    if num_layers is None:
+        return "none", (), "the layers can only be translated together with --num-layers"
+    pattern = moe_pattern(values[0], num_layers)
+    if pattern is None:
+        return "refused", (), f"must be a distance or a list with one number for each of the {num_layers} layers"
+    for first in range(num_layers):
+        for distance in range(1, num_layers + 1):
+            if pattern == [int(layer > first and layer % distance == 0) for layer in range(1, num_layers + 1)]:
+                return "key", [f"model.moe_layer_freq={distance}", f"model.moe_first_dense_layers={first}"], ""
+    note = (
+        "MoE layers are layers n, 2n, ... counted from 1 (model.moe_layer_freq), except the first "
+        "model.moe_first_dense_layers; there is no key for another pattern"
+    )
+    return "none", (), note
+
+
+def _aux_loss(values: Sequence[str], given: Given) -> Computed:
+    if len(values) > 1:
+        return "none", (), "the router has one auxiliary loss with one weight (model.moe_aux_loss_coeff)"
+    return "key", [f"model.moe_aux_loss_coeff={values[0]}"], ""
+
+
+def _balancing(values: Sequence[str], given: Given) -> Computed:
+    if len(values) > 1:
+        return "none", (), "the router has one method of load balancing (model.moe_router_load_balancing_type)"
+    return "key", [f"model.moe_router_load_balancing_type={values[0]}"], ""
+
+
+_UNEVEN = (
+    *("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "pipeline-model-parallel-layout"),
+    *("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"),
+)
+
+
+def _pipeline(values: Sequence[str], given: Given) -> Computed:
+    num_layers, stages = _number(given, "num-layers"), int(values[0])
+    if num_layers is not None and num_layers % stages:
+        divisors = [n for n in range(2, num_layers) if num_layers % n == 0]
+        possible = f"possible sizes: 1, {', '.join(map(str, [*divisors, num_layers]))}"
+        return (
+            "none",
+            (),
+            f"every stage holds the same number of layers, and {stages} does not divide {num_layers}; {possible}",
+        )
+    note = "the split is even here" if any(name in given for name in _UNEVEN) else ""
+    return "key", [f"parallel.pipeline_model_parallel_size={stages}"], note
+
+
+def _virtual_stages(values: Sequence[str], given: Given) -> Computed:
+    num_layers, stages = _number(given, "num-layers"), _number(given, "pipeline-model-parallel-size") or 1
+    if stages == 1 or values[0] == "1":
+        return "always", (), "a pipeline stage holds one chunk of the model by default"
+    if num_layers is not None and num_layers % (stages * int(values[0])):
+        return "none", (), f"every chunk holds the same number of layers, and PP * VPP does not divide {num_layers}"
+    return "key", [f"parallel.virtual_pipeline_model_parallel_size={values[0]}"], ""
+
+
+def _layers_per_virtual_stage(values: Sequence[str], given: Given) -> Computed:
+    num_layers, stages = _number(given, "num-layers"), _number(given, "pipeline-model-parallel-size")
+    if num_layers is None or stages is None:
+        return "none", (), "can only be translated together with --num-layers and --pipeline-model-parallel-size"
+    if num_layers % (stages * int(values[0])):
+        return "none", (), f"every chunk holds the same number of layers, and PP * L does not divide {num_layers}"
+    return _virtual_stages([str(num_layers // (stages * int(values[0])))], given)
+
+
+def _in_batches(key: str) -> Callable[[Sequence[str], Given], Computed]:
+    """Return a function that converts a number of samples to iterations."""
+
+    def convert(values: Sequence[str], given: Given) -> Computed:
+        batch = _number(given, "global-batch-size")
+        if batch is None:
+            return "none", (), f"{key} counts iterations; samples can only be translated with --global-batch-size"
+        return "key", [f"{key}={int(values[0]) // batch}"], f"{values[0]} samples / {batch} samples per iteration"
+
+    return convert
+
+
+def _warmup_fraction(values: Sequence[str], given: Given) -> Computed:
+    batch, samples = _number(given, "global-batch-size"), _number(given, "lr-decay-samples")
+    decay = _number(given, "lr-decay-iters") or (samples // batch if samples and batch else None)
+    decay = decay or _number(given, "train-iters")
+    if decay is None:
+        return "none", (), "can only be translated together with --lr-decay-iters or --train-iters"
+    return "key", [f"optimizer.lr_warmup_iterations={int(float(values[0]) * decay)}"], f"{values[0]} * {decay}"
+
+
+def _timeout(values: Sequence[str], given: Given) -> Computed:
+    return "key", [f"training.distributed_timeout_seconds={60 * float(values[0])}"], ""
+
+
+def _exit_interval(values: Sequence[str], given: Given) -> Computed:
+    return "key", [f"training.exit_at_iteration={values[0]}"], "the job stops once, not at every multiple"
+
+
+def _sources(split: str) -> Callable[[Sequence[str], Given], Computed]:
+    """Return a function that converts paths with or without weights to the keys of a split."""
+
+    def convert(values: Sequence[str], given: Given) -> Computed:
+        is_weighted = len(values) > 1 and len(values) % 2 == 0 and all(map(_NUMBER.fullmatch, values[::2]))
+        paths, weights = (values[1::2], values[::2]) if is_weighted else (values, [])
+        words = [f"data.{split}=[{','.join(map(grammar_value, paths))}]"]
+        if len(paths) > 1:
+            # Megatron-LM weights sources without given weights by their size; null does the same here.
+            words += [f"data.{split}_weights=[{','.join(weights)}]"] if weights else []
+        return "key", words, ""
+
+    return convert
+
+
+def _split(values: Sequence[str], given: Given) -> Computed:
+    shares = [float(share) for share in values[0].replace("/", ",").split(",")]
+    shares += [0.0] * (3 - len(shares))
+    note = (
+        f"{shares[2] / sum(shares):.2g} of the data were for a test split; they are used for training"
+        if shares[2]
+        else ""
+    )
+    return "key", [f"data.valid_fraction={shares[1] / sum(shares):.6g}"], note
+
+
+def _tokenizer_type(values: Sequence[str], given: Given) -> Computed:
+    if values[0] == "GPT2BPETokenizer":
+        return "key", ["data=gpt2"], ""
+    if values[0] == "HuggingFaceTokenizer":
+        return "key", ["data=huggingface"], ""
+    if values[0] == "Llama2Tokenizer":
+        return "key", ["data=huggingface"], "the model's folder has the same tokenizer as tokenizer.json"
+    note = (
+        "tokenizers are bytes, GPT-2 and JSON files of the tokenizers library; SentencePiece, tiktoken and WordPiece "
+        "files must be converted to such a JSON file (data=huggingface data.tokenizer_file=FILE)"
+    )
+    return "none", (), note
+
+
+def _tokenizer_model(values: Sequence[str], given: Given) -> Computed:
+    kind, path = given.get("tokenizer-type", [""])[0], PurePath(values[0])
+    if kind not in ("HuggingFaceTokenizer", "Llama2Tokenizer", ""):
+        return "none", (), "the file cannot be read: data.tokenizer_file names a JSON file of the tokenizers library"
+    if path.suffix == ".json":
+        return "key", [f"data.tokenizer_file={grammar_value(str(path))}"], ""
+    beside = path.parent if path.suffix == ".model" else path
+    note = "the JSON file of the same tokenizer, from the model's folder"
+    return "key", [f"data.tokenizer_file={grammar_value(str(beside / 'tokenizer.json'))}"], note
+
+
+def _run_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", text)[:128]
+
+
+def _save(values: Sequence[str], given: Given) -> Computed:
+    path = PurePath(values[0])
+    words = [f"run.dir={grammar_value(str(path.parent))}", f"run.name={_run_name(path.name)}"]
+    return "key", words, "checkpoints go to the folder checkpoints in the run's folder"
+
+
+def _load(values: Sequence[str], given: Given) -> Computed:
+    if list(given.get("save", ())) == list(values) and "finetune" not in given:
+        return "key", ["run.resume=auto"], "the folder of --save: the run continues if it has saved state"
+    key = "load_weights" if {"finetune", "no-load-optim"} & given.keys() else "load"
+    note = "a folder of Megatron-LM is opened only with checkpoint.trust=true, because its metadata is pickle"
+    return "key", [f"checkpoint.{key}={grammar_value(values[0])}"], note
+
+
+def _finetune(values: Sequence[str], given: Given) -> Computed:
+    if "load" in given:
+        return "key", _load(given["load"], given)[1], "iteration and optimizer state start from the beginning"
+    return "none", (), "needs --load, which becomes checkpoint.load_weights"
+
+
+def _experiment_name(values: Sequence[str], given: Given) -> Computed:
+    if "save" in given:
+        return "none", (), "wandb shows the name of the run (run.name), which --save gives"
+    return "key", [f"run.name={_run_name(values[0])}"], ""
+
+
+_SPECIAL: dict[str, Callable[[Sequence[str], Given], Computed]] = {
+    "rope-type": _rope_type,
+    "rotary-scaling-factor": _rotary_scaling,
+    "moe-layer-freq": _moe_layer_freq,
+    "moe-aux-loss-coeff": _aux_loss,
+    "moe-router-load-balancing-type": _balancing,
+    "pipeline-model-parallel-size": _pipeline,
+    "num-virtual-stages-per-pipeline-rank": _virtual_stages,
+    "num-layers-per-virtual-pipeline-stage": _layers_per_virtual_stage,
+    "distributed-timeout-minutes": _timeout,
+    "train-samples": _in_batches("training.train_iterations"),
+    "lr-warmup-samples": _in_batches("optimizer.lr_warmup_iterations"),
+    "lr-decay-samples": _in_batches("optimizer.lr_decay_iterations"),
+    "lr-wsd-decay-samples": _in_batches("optimizer.lr_wsd_decay_iterations"),
+    "lr-warmup-fraction": _warmup_fraction,
+    "exit-interval": _exit_interval,
+    "data-path": _sources("train"),
+    "train-data-path": _sources("train"),
+    "valid-data-path": _sources("valid"),
+    "split": _split,
+    "tokenizer-type": _tokenizer_type,
+    "tokenizer-model": _tokenizer_model,
+    "save": _save,
+    "load": _load,
+    "finetune": _finetune,
+    "wandb-exp-name": _experiment_name,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Default:
+    """Default of Megatron-LM that differs from the default here."""
+
+    flags: tuple[str, ...]
+    """Flags that replace the default."""
+    overrides: tuple[str, ...]
+    applies: Callable[[Given], bool] = field(default=lambda given: True)
+
+
+def _has_experts(given: Given) -> bool:
+    return "num-experts" in given
+
+
+def _is_fp16(given: Given) -> bool:
+    return "fp16" in given
+
+
+_POSITIONS = ("position-embedding-type", "use-rotary-position-embeddings")
+_DEFAULTS = (
+    _Default(flags=("wandb-exp-name",), overrides=("model.name=from_megatron",)),
+    _Default(flags=_POSITIONS, overrides=("model.position_embedding_type=learned_absolute",)),
+    _Default(flags=("normalization",), overrides=("model.normalization=LayerNorm",)),
+    _Default(flags=("swiglu",), overrides=("model.gated_linear_unit=false", "model.activation=gelu")),
+    _Default(flags=("disable-bias-linear",), overrides=("model.add_bias_linear=true",)),
+    _Default(
+        flags=("untie-embeddings-and-output-weights",),
+        overrides=("model.untie_embeddings_and_output_weights=false",),
+    ),
+    _Default(flags=("hidden-dropout",), overrides=("model.hidden_dropout=0.1",)),
+    _Default(flags=("attention-dropout",), overrides=("model.attention_dropout=0.1",)),
+    _Default(flags=("num-experts",), overrides=("model.num_moe_experts=null", "model.moe_ffn_hidden_size=null")),
+    _Default(flags=("moe-ffn-hidden-size",), overrides=("model.moe_ffn_hidden_size=null",), applies=_has_experts),
+    _Default(flags=("moe-aux-loss-coeff",), overrides=("model.moe_aux_loss_coeff=0.0",), applies=_has_experts),
+    _Default(flags=("moe-z-loss-coeff",), overrides=("model.moe_z_loss_coeff=null",)),
+    _Default(
+        flags=("kv-lora-rank",),
+        overrides=("model.kv_lora_rank=32",),
+        applies=lambda given: "multi-latent-attention" in given,
+    ),
+    _Default(flags=("use-distributed-optimizer",), overrides=("parallel.use_distributed_optimizer=false",)),
+    _Default(flags=("min-lr",), overrides=("optimizer.min_lr=0.0",)),
+    _Default(flags=("lr-decay-style",), overrides=("optimizer.lr_decay_style=linear",)),
+    _Default(
+        flags=("lr-warmup-iters", "lr-warmup-samples", "lr-warmup-fraction"),
+        overrides=("optimizer.lr_warmup_iterations=0",),
+    ),
+    _Default(flags=("weight-decay",), overrides=("optimizer.weight_decay=0.01",)),
+    _Default(flags=("adam-beta2",), overrides=("optimizer.adam_beta2=0.999",)),
+    _Default(
+        flags=("accumulate-allreduce-grads-in-fp32",),
+        overrides=("precision.grad_reduce_in_fp32=false",),
+        applies=_is_fp16,
+    ),
+    _Default(flags=("initial-loss-scale",), overrides=("precision.initial_loss_scale=4294967296.0",), applies=_is_fp16),
+    _Default(flags=("eval-interval",), overrides=("training.eval_interval_iterations=0",)),
+    _Default(flags=("eval-iters",), overrides=("training.eval_iterations=100",)),
+    _Default(flags=("split",), overrides=("data.valid_fraction=0.03",), applies=lambda given: "data-path" in given),
+)
+
+
+def _defaults(given: Given) -> list[Answer]:
+    """Return Megatron-LM's defaults of flags that are not given, where the defaults here differ."""
+    found = [
+        Answer(given=f"--{each.flags[0]} is not given", kind="key", overrides=each.overrides)
+        for each in _DEFAULTS
+        if not set(each.flags) & given.keys() and each.applies(given)
+    ]
+    hidden = _number(given, "hidden-size")
+    if "ffn-hidden-size" not in given and hidden is not None:
+        width = 4 * hidden * 2 // 3 // 64 * 64 if "swiglu" in given else 4 * hidden
+        words = (f"model.ffn_hidden_size={width}",)
+        found.append(Answer(given="--ffn-hidden-size is not given", kind="key", overrides=words))
+    ranks = _number(given, "tensor-model-parallel-size") or 1
+    if ranks > 1 and _has_experts(given) and "expert-tensor-parallel-size" not in given:
+        words = (f"parallel.expert_tensor_parallel_size={ranks}",)
+        found.append(Answer(given="--expert-tensor-parallel-size is not given", kind="key", overrides=words))
+    return found
+
+
+def check_flags(words: Sequence[str]) -> None:
+    """Refuse flags on the command line of this project. The message translates each of them.
+
+    Raises:
+        ConfigError: ``words`` contains a flag.
+    """
+    given, _ = _parse([word for word in words if word.startswith("--") or "=" not in word])
+    lines = [
+        _answer(name, values, given).sentence()
+        if name in flags()
+        else str(flag_error(f"--{'='.join([name, *values])}"))
+        for name, values in given.items()
+        if name
+    ]
+    if lines:
+        raise ConfigError("\n".join(lines))
+    for word in words:
+        if word.startswith("-"):
+            raise flag_error(word)
