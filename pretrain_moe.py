@@ -71,76 +71,9 @@ def compose(overrides: list[str]) -> tuple[JobConfig, str]:
         ConfigError: a key, group or option is unknown, a value has the wrong type, or an override violates Hydra's
             grammar.
     """
-    from megatron_ft.config.overrides import check_moved, check_override, explain, open_key
+    from hydra_entry import Options, compose
 
-    values = {}
-    parsed = _parse(overrides)
-    pairs = list(zip(overrides, parsed, strict=True))
-    check_moved((override.key_or_group, text) for text, override in pairs if not override.is_delete())
-    for override in parsed:
-        value = override.get_value_string() if override.is_sweep_override() else override.value()
-        check_override(
-            override.key_or_group,
-            value,
-            CONF,
-            deletes=override.is_delete(),
-            sweeps=override.is_sweep_override(),
-        )
-        values[override.key_or_group] = value
-    fields = {key: value for key, value in values.items() if open_key(key)}
-    known = [text for text, override in pairs if override.key_or_group not in fields]
-    try:
-        return _compose(known, fields)
-    except _composition_errors() as error:
-        raise explain(error, values) from error
-
-
-def _compose(overrides: list[str], fields: dict[str, Any]) -> tuple[JobConfig, str]:
-    """Compose the configuration from ``overrides``, then set ``fields``. ``fields`` are entries of mappings that accept
-    any key. Hydra's overrides cannot add keys to such mappings."""
-    import hydra
-    from hydra.core.config_store import ConfigStore
-    from omegaconf import OmegaConf
-
-    from megatron_ft.config.overrides import open_key
-
-    ConfigStore.instance().store(name="job_schema", node=JobConfig)
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        tree = hydra.compose("config", overrides=overrides)
-    OmegaConf.set_struct(tree, False)
-    for key, value in fields.items():
-        mapping = open_key(key)
-        if OmegaConf.select(tree, mapping) is None and (key != mapping or isinstance(value, dict)):
-            OmegaConf.update(tree, mapping, {}, merge=False)
-        OmegaConf.update(tree, key, value, merge=True, force_add=True)
-    config = OmegaConf.to_object(tree)
-    assert isinstance(config, JobConfig), f"conf/ composed a {type(config).__name__}"
-    return config, OmegaConf.to_yaml(tree, resolve=True)
-
-
-def _parse(overrides: list[str]) -> list[Any]:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import OverrideParseException
-
-    parser = OverridesParser.create()
-    parsed = []
-    for text in overrides:
-        try:
-            parsed.extend(parser.parse_overrides([text]))
-        except OverrideParseException as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(
-                f"{text}: must be key=value in Hydra's grammar ({reason}); quote special characters: 'key=\"a b\"'"
-            ) from None
-    return parsed
-
-
-def _composition_errors() -> tuple[type[Exception], ...]:
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    return HydraException, OmegaConfBaseException, YAMLError
+    return compose(Options(conf=CONF, overrides=tuple(overrides)))
 
 
 def _run(arguments: list[str]) -> int:
@@ -152,15 +85,17 @@ def _run(arguments: list[str]) -> int:
     if "--version" in arguments:
         print(f"megatron-ft {__version__}")
         return EXIT_OK
-    _refuse_flags(arguments)
-    return _start(*compose(arguments), arguments)
+    import hydra_entry
 
+    options = hydra_entry.Options.parse(arguments, CONF)
+    if hydra_entry.answer(options):
+        return EXIT_OK
+    if hydra_entry.is_sweep(options):
+        from megatron_ft.control.launchers.torchrun import detect
 
-def _refuse_flags(arguments: list[str]) -> None:
-    if any(argument.startswith("-") for argument in arguments):
-        from megatron_ft.config.megatron_lm import check_flags
-
-        check_flags(arguments)
+        hydra_entry.check_not_a_rank(detect(os.environ))
+        return hydra_entry.run_sweep(options, Path(__file__))
+    return _start(*hydra_entry.compose(options), list(options.overrides))
 
 
 def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:

@@ -23,9 +23,13 @@ examples:
                                                                    resume that run, same overrides
   python pretrain_moe.py experiment=fault_campaign \\
       'testing.failpoints=["kill(rank=1,at_iteration=7,phase=\\"backward\\")"]'
+  python pretrain_moe.py --multirun optimizer.lr=1e-3,3e-4         two runs, one table at the end
   torchrun --nproc-per-node 2 pretrain_moe.py parallel=ep2         two ranks that torchrun starts
 
-options: --help, --version. Overrides follow Hydra's grammar: quote lists and special characters."""
+options: --help, --version, and Hydra's own: --cfg job|hydra|all [--resolve] [--package KEY], --info [defaults|...],
+  --multirun (one run for each value of key=a,b), --config-dir DIR, --config-name FILE, --config-path DIR,
+  --shell-completion install=bash|zsh|fish; --hydra-help describes them.
+Overrides follow Hydra's grammar: quote lists and special characters."""
 
 
 def help_text(conf: Path) -> str:

@@ -13,10 +13,14 @@ from megatron_ft.config.serialize import close_matches
 from megatron_ft.errors import ConfigError
 
 
-def group_options(conf: Path) -> dict[str, list[str]]:
-    """Return the options of each group: the names of the YAML files in the group's folder below ``conf``."""
-    folders = sorted(path for path in conf.iterdir() if path.is_dir())
-    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+def group_options(*confs: Path) -> dict[str, list[str]]:
+    """Return the options of each group: the names of the YAML files in the group's folders below ``confs``."""
+    folders = [path for conf in confs for path in sorted(conf.iterdir()) if path.is_dir()]
+    options: dict[str, list[str]] = {}
+    for folder in folders:
+        found = {*options.get(folder.name, ()), *(path.stem for path in folder.glob("*.yaml"))}
+        options[folder.name] = sorted(found)
+    return options
 
 
 def check_moved(overrides: Iterable[tuple[str, str]]) -> None:
@@ -37,16 +41,16 @@ def check_moved(overrides: Iterable[tuple[str, str]]) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def check_override(key: str, value: Any, conf: Path, *, deletes: bool, sweeps: bool) -> None:
+def check_override(key: str, value: Any, *confs: Path, deletes: bool, sweeps: bool) -> None:
     """Check that one override names an existing key, group or option, and is neither a sweep nor a deletion.
 
     Raises:
         ConfigError: the key, group or option is unknown, or the override is a sweep or deletes a key.
     """
     if sweeps:
-        constraint = "must be a single value: sweeps are not supported; run the command once for each value"
+        constraint = "must be a single value; add --multirun to run one job for each value"
         raise ConfigError.of(key, value, constraint)
-    groups = group_options(conf)
+    groups = group_options(*confs)
     if deletes:
         raise ConfigError(f"~{key}: must not be deleted, because every key needs a value; set another value or null")
     if key in groups:

@@ -34,7 +34,7 @@ def test_known_keys_and_options_pass() -> None:
 
 
 def test_sweeps_and_deletions_are_refused() -> None:
-    with pytest.raises(ConfigError, match="sweeps are not supported"):
+    with pytest.raises(ConfigError, match="add --multirun"):
         check_override("model.num_layers", "1,2", CONF, deletes=False, sweeps=True)
     with pytest.raises(ConfigError, match="must not be deleted"):
         check_override("model.num_layers", None, CONF, deletes=True, sweeps=False)
