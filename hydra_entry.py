@@ -193,6 +193,20 @@ def compose(options: Options) -> tuple[JobConfig, str]:
         return config, OmegaConf.to_yaml(tree, resolve=True)
 
 
+def to_yaml(config: JobConfig) -> str:
+    """Return a configuration as YAML text."""
+    from omegaconf import OmegaConf
+
+    from megatron_ft.config.serialize import to_dict
+
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+
+
+def named_keys(options: Options) -> list[str]:
+    """Return the keys and groups that the overrides name."""
+    return [each.key_or_group for each in _parse(options.overrides) if not _is_hydras(each)]
+
+
 def _composed(options: Options) -> tuple[Any, Any]:
     """Return the composed configuration and Hydra's own configuration."""
     from omegaconf import OmegaConf, open_dict

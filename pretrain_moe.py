@@ -19,6 +19,7 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, CheckpointError, ConfigError, MegatronFtError
 
 if TYPE_CHECKING:
+    import hydra_entry
     from megatron_ft.control.launchers.torchrun import RankEnvironment
     from megatron_ft.planning.devices import DeviceFacts
     from megatron_ft.planning.job import JobPlan
@@ -95,7 +96,69 @@ def _run(arguments: list[str]) -> int:
 
         hydra_entry.check_not_a_rank(detect(os.environ))
         return hydra_entry.run_sweep(options, Path(__file__))
-    return _start(*hydra_entry.compose(options), list(options.overrides))
+    config, config_yaml = hydra_entry.compose(options)
+    if _known_run(config) is not None:
+        config, config_yaml = _continue_run(config, config_yaml, options)
+    return _start(config, config_yaml, list(options.overrides))
+
+
+def _continue_run(config: JobConfig, config_yaml: str, options: "hydra_entry.Options") -> tuple[JobConfig, str]:
+    """Return the configuration with which the known run goes on, as ``JobConfig`` and as YAML text: that of its newest
+    job, with the overrides of the command line on top. Print which keys differ from the newest job.
+
+    Raises:
+        ConfigError: an override would make the rest of the run another training, and ``run.allow_change`` does not list
+            its key.
+        DataError: the configuration of the newest job cannot be read.
+    """
+    import hydra_entry
+    from megatron_ft.config.remembered import changes, check_allowed, check_names, continued
+    from megatron_ft.control.launchers.torchrun import detect
+    from megatron_ft.control.rundir import CONFIG_NAME, read_run_config
+
+    run_dir = _known_run(config)
+    assert run_dir is not None, "the caller has checked this"
+    if not (run_dir / CONFIG_NAME).exists():
+        _note(f"{run_dir} has no {CONFIG_NAME}, so only the keys that are given on the command line are set")
+        return config, config_yaml
+    recorded = read_run_config(run_dir, as_given=True)
+    defaults, _ = hydra_entry.compose(dataclasses.replace(options, overrides=()))
+    now = continued(recorded, config, defaults, hydra_entry.named_keys(options))
+    if now.launch.mode in ("torchrun", "srun") and "launch.mode" not in _keys(list(options.overrides)):
+        # The launcher of the newest job need not be the launcher of this one.
+        now = dataclasses.replace(now, launch=dataclasses.replace(now.launch, mode=detect(os.environ)))
+    found = changes(recorded, now)
+    check_names(config.run.allow_change, now)
+    allowed = check_allowed(found, config.run.allow_change)
+    # The newest checkpoint may still have the settings of a time before an earlier permission.
+    allowed = list(dict.fromkeys([*recorded.run.allow_change, *allowed]))
+    now = dataclasses.replace(now, run=dataclasses.replace(now.run, allow_change=allowed))
+    text = "; ".join(map(str, found))
+    _note(f"{run_dir.name} goes on with its configuration ({CONFIG_NAME}){f'; changed: {text}' if found else ''}")
+    return now, hydra_entry.to_yaml(now)
+
+
+def _note(text: str) -> None:
+    """Print a note, unless another rank of this node prints it."""
+    if not _another_rank_reports():
+        print(f"note: {text}", file=sys.stderr)
+
+
+def _reached_end(config: JobConfig) -> str | None:
+    """Return a sentence if the known run has nothing left to do, otherwise None. Only complete checkpoints count."""
+    from megatron_ft.snapshot.storage.checkpoints import list_checkpoints
+
+    run_dir = _known_run(config)
+    if run_dir is None or config.training.evaluate_only:
+        return None
+    iterations = [stored.iteration for stored in list_checkpoints(run_dir / "checkpoints") if stored.complete]
+    last = config.training.train_iterations
+    if not iterations or max(iterations) < last:
+        return None
+    return (
+        f"nothing to do: {run_dir.name} has trained {max(iterations)} of {last} iterations "
+        f"(training.train_iterations={last}). To train it further, set a larger number"
+    )
 
 
 def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
@@ -103,12 +166,15 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     if environment is not None:
         config = _adopt(config, environment, overrides)
         environment.check_restarts(config.run)
+    given = config
     config, config_yaml = read_failure_domains(config, config_yaml)
     config, config_yaml = _choose_checkpoint(config, config_yaml)
     if config.dry_run:
         plan = resolve_plan(config)
         _check_resume(config, plan.data.vocab_size)
         _show(_with_compiler_note(plan, config), config)
+        if (end := _reached_end(config)) is not None:
+            _note(end)
         return EXIT_OK
     facts = observe_here(asks_memory=not _another_rank_reports())
     from megatron_ft.config.validate import validate
@@ -126,13 +192,18 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
 
     config = derive_placement(config)
     _check_resume(config, plan.data.vocab_size)
+    if (end := _reached_end(config)) is not None:
+        _note(end)
+        return EXIT_OK
     if environment is not None:
         from megatron_ft.mcore import standalone
 
         return standalone.main(config, environment)
+    from megatron_ft.config.remembered import with_given_values
     from megatron_ft.control.launcher import launch
     from megatron_ft.telemetry import open_sinks
 
+    config_yaml = with_given_values(config_yaml, given, config)
     sidecars = {} if config.snapshot.policy is None else {"keeper": "megatron_ft.snapshot.server"}
     return launch(config, config_yaml, open_sinks=open_sinks, sidecars=sidecars)
 
@@ -216,6 +287,7 @@ def _check_resume(config: JobConfig, vocab_size: int) -> None:
         run_id=known.run_id,
         run_name=run_dir.name,
         settings=settings_of(config, data_fingerprint=data or "", vocab_size=vocab_size),
+        allow_change=tuple(config.run.allow_change),
         takes_format_1=known.is_older,
     )
     # Windows in an object store are not compared here. The ranks open the store later, and compare them then.

@@ -53,17 +53,19 @@ names. Unknown keys, values of another type and combinations that cannot run are
 
 Hydra's options work as in every Hydra program, in about a second and without torch:
 
-* `--cfg job`, `--cfg hydra` and `--cfg all` print the composed configuration; `--resolve` replaces interpolations, `--package`
-  selects a part. `--info defaults`, `--info searchpath` and others show how it was composed. `--hydra-help` lists all options.
+* `--cfg job`, `--cfg hydra` and `--cfg all` print the composed configuration; `--resolve` replaces interpolations,
+  `--package` selects a part. `--info defaults`, `--info searchpath` and others show how it was composed.
+  `--hydra-help` lists all options.
 * `--config-dir DIR` adds a folder with groups, so that your own experiments and models need not be in the clone:
-  `DIR/experiment/mine.yaml` is `experiment=mine`. `--config-name FILE` chooses another primary file; its defaults begin with
-  `- config`. `--config-path` replaces `conf/`.
-* `--multirun` (`-m`) runs one job for each combination of values: `optimizer.lr=1e-3,1e-4`, `range(1,4)`, `glob(*)`, or
-  `hydra.sweeper.params` in a file. The jobs run one after the other, each is a run of its own (`run.name-0`, `run.name-1`, ...),
-  and one table is printed at the end. All configurations are checked before the first job starts.
-* `eval "$(python pretrain_moe.py --shell-completion install=bash)"` completes groups, options and keys (also zsh and fish).
-* `hydra.*` keys are Hydra's own. Those that would have no effect are refused, for example `hydra.run.dir`: a run's folder is
-  `run.dir` and `run.name`.
+  `DIR/experiment/mine.yaml` is `experiment=mine`. `--config-name FILE` chooses another primary file; its defaults
+  begin with `- config`. `--config-path` replaces `conf/`.
+* `--multirun` (`-m`) runs one job for each combination of values: `optimizer.lr=1e-3,1e-4`, `range(1,4)`, `glob(*)`,
+  or `hydra.sweeper.params` in a file. The jobs run one after the other, each is a run of its own (`run.name-0`,
+  `run.name-1`, ...), and one table is printed at the end. All configurations are checked before the first job starts.
+* `eval "$(python pretrain_moe.py --shell-completion install=bash)"` completes groups, options and keys (also zsh and
+  fish).
+* `hydra.*` keys are Hydra's own. Those that would have no effect are refused, for example `hydra.run.dir`: a run's
+  folder is `run.dir` and `run.name`.
 
 ```sh
 python pretrain_moe.py --cfg job --package optimizer optimizer.lr=3e-4

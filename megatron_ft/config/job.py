@@ -466,7 +466,11 @@ class RunConfig:
     """Name of the run and of its folder in ``run.dir``. null: the model's name and a number (``moe_tiny-001``)."""
     resume: str = "never"
     """``never``: the run must not exist yet. ``must``: the run must exist and have saved state, from which it
-    continues. ``auto``: it continues from its newest usable state, or starts at iteration 0 if it has saved none."""
+    continues. Keys that are not given have the values of its newest job (``config.yaml``). ``auto``: it continues from
+    its newest usable state, or starts at iteration 0 if it has saved none."""
+    allow_change: list[str] = field(default_factory=list)
+    """Keys of data, model, optimizer or schedule that a resumed run may change, e.g. ``[optimizer.lr]``. A resumed run
+    goes on with the configuration of its newest job; other keys may be changed without being listed here."""
     start_over: bool = False
     """Allow ``run.resume=auto`` to start at iteration 0 although the run has saved state, if none of this state is
     usable. If false, the job is refused with a list of all saved states and why they are not usable."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatron_ft.config.job import JobConfig, RunConfig
 from megatron_ft.config.moved import with_present_keys
+from megatron_ft.config.remembered import given_values, with_values
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.errors import ConfigError, DataError
@@ -27,8 +28,11 @@ CONFIG_NAME = "config.yaml"
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
-def read_run_config(run_dir: Path) -> JobConfig:
+def read_run_config(run_dir: Path, *, as_given: bool = False) -> JobConfig:
     """Read the configuration of the run in ``run_dir`` as its newest job was started.
+
+    Args:
+        as_given: whether keys whose values the job derived have the values that were given.
 
     Raises:
         DataError: the file is missing, or contains no configuration.
@@ -37,7 +41,9 @@ def read_run_config(run_dir: Path) -> JobConfig:
 
     path = run_dir / CONFIG_NAME
     try:
-        return from_dict(with_present_keys(yaml.safe_load(path.read_text(encoding="utf-8"))))
+        text = path.read_text(encoding="utf-8")
+        config = from_dict(with_present_keys(yaml.safe_load(text)))
+        return with_values(config, given_values(text)) if as_given else config
     except (OSError, ValueError, AttributeError, yaml.YAMLError, ConfigError) as error:
         raise DataError(f"{path}: must contain the configuration of a run: {error}") from None
 
@@ -298,5 +304,6 @@ def _write_config(path: Path, config_yaml: str) -> None:
         number = 1
         while (kept := path / f"config-{number:03d}.yaml").exists():
             number += 1
-        os.replace(target, kept)
+        # A link instead of a rename: other ranks may read the file now, so it must not be missing for a moment.
+        os.link(target, kept)
     replace_file(target, config_yaml.encode())

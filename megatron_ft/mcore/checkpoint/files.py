@@ -87,8 +87,9 @@ class CheckpointFinder:
                 self._set_aside(path, str(error), "damaged")
                 continue
             # Only rank 0 compares. If ranks came to different results, they would wait for each other forever.
-            settings, ignores_data = self._identity.settings, self._allow_other_data
-            other = other_checkpoint(path, manifest, settings, ignores_data=ignores_data)
+            own, ignores_data = self._identity, self._allow_other_data
+            allowed = own.allow_change
+            other = other_checkpoint(path, manifest, own.settings, ignores_data=ignores_data, allowed=allowed)
             reason, error = self._collectives.from_first([self._not_own(path, manifest), other])
             if reason is not None:
                 self.foreign[path] = reason

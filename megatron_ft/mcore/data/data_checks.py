@@ -116,6 +116,7 @@ def job_identity(config: JobConfig, run_dir: Path, samples: Samples) -> JobIdent
         run_id=known.run_id,
         run_name=run_dir.name,
         settings=settings_of(config, data_fingerprint=samples.fingerprint(), vocab_size=vocab_size),
+        allow_change=tuple(config.run.allow_change),
         takes_format_1=known.is_older,
     )
 

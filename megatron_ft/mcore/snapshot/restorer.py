@@ -285,7 +285,8 @@ class SnapshotRestorer:
                 with self._folder.open(stored, self._rank) as opened:  # type: ignore[union-attr]
                     window = opened.window
                 other = self._other_run(window)
-                settings = other_window(window, opened.path, self._identity.settings)
+                own = self._identity
+                settings = other_window(window, opened.path, own.settings, allowed=own.allow_change)
             except CheckpointError as error:
                 self._report_problem("load persisted", str(error))
                 if not isinstance(error.__cause__, FileNotFoundError):  # this file may never have been written

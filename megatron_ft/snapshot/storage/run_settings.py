@@ -1,6 +1,6 @@
 """Compares the settings of a job with the settings in the manifests of its run's checkpoints and windows."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,15 @@ def check_same_settings(
     checkpoint = _newest_checkpoint(run_dir / "checkpoints", identity)
     if checkpoint is not None:
         ignores_data = allow_other_data or not compares_data
-        error = other_checkpoint(*checkpoint, identity.settings, ignores_data=ignores_data)
+        allowed = identity.allow_change
+        error = other_checkpoint(*checkpoint, identity.settings, ignores_data=ignores_data, allowed=allowed)
         if error is not None:
             raise CheckpointError(error)
     window = None if windows is None else _newest_window(windows, identity)
     # The ranks do not use a window that is older than the checkpoint, so its settings do not matter.
     if window is not None and (checkpoint is None or window[0].last_iteration > checkpoint[1].iteration):
-        error = other_window(*window, identity.settings, ignores_data=not compares_data)
+        allowed = identity.allow_change
+        error = other_window(*window, identity.settings, ignores_data=not compares_data, allowed=allowed)
         if error is not None:
             raise CheckpointError(error)
 
@@ -120,11 +122,17 @@ def _normal(key: str, values: Mapping[str, Any]) -> Any:
     return value
 
 
-def other_checkpoint(path: Path, manifest: Manifest, settings: Settings, *, ignores_data: bool) -> str | None:
-    """Describe the settings in which a checkpoint differs from the job. Return None if there is no difference."""
+def other_checkpoint(
+    path: Path, manifest: Manifest, settings: Settings, *, ignores_data: bool, allowed: Collection[str] = ()
+) -> str | None:
+    """Describe the settings in which a checkpoint differs from the job. Return None if there is no difference.
+
+    Args:
+        allowed: keys that may differ (``run.allow_change``).
+    """
     if manifest.format_version == 1:  # it has no settings
         return None
-    found = _differences(manifest.settings, settings, ignores_data=ignores_data)
+    found = _differences(manifest.settings, settings, ignores_data=ignores_data, allowed=allowed)
     if not found:
         return None
     return (
@@ -133,8 +141,13 @@ def other_checkpoint(path: Path, manifest: Manifest, settings: Settings, *, igno
     )
 
 
-def other_window(window: Window, where: str, settings: Settings, *, ignores_data: bool = False) -> str | None:
+def other_window(
+    window: Window, where: str, settings: Settings, *, ignores_data: bool = False, allowed: Collection[str] = ()
+) -> str | None:
     """Describe the settings in which a window differs from the job. Return None if there is no difference.
+
+    Args:
+        allowed: keys that may differ (``run.allow_change``).
 
     Raises:
         CheckpointError: the window has no readable settings.
@@ -142,7 +155,8 @@ def other_window(window: Window, where: str, settings: Settings, *, ignores_data
     if window.format_version == 1:  # it has no settings
         return None
     try:
-        found = _differences(parse_json(window.slices[0].header[SETTINGS]), settings, ignores_data=ignores_data)
+        stored = parse_json(window.slices[0].header[SETTINGS])
+        found = _differences(stored, settings, ignores_data=ignores_data, allowed=allowed)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{where}: must contain readable settings of the job: {error!r}") from None
     if not found:
@@ -153,8 +167,11 @@ def other_window(window: Window, where: str, settings: Settings, *, ignores_data
     )
 
 
-def _differences(stored: Settings, present: Settings, *, ignores_data: bool) -> list[Difference]:
-    return [found for found in Difference.between(stored, present) if not (ignores_data and found.concern == "data")]
+def _differences(
+    stored: Settings, present: Settings, *, ignores_data: bool, allowed: Collection[str]
+) -> list[Difference]:
+    found = Difference.between(stored, present)
+    return [each for each in found if each.key not in allowed and not (ignores_data and each.concern == "data")]
 
 
 def _newest_checkpoint(folder: Path, identity: JobIdentity) -> tuple[Path, Manifest] | None:

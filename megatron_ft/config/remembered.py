@@ -1,0 +1,222 @@
+"""The configuration with which a run goes on: that of its newest job, with the overrides of the command line on top."""
+
+import copy
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ft.config.identity import FINGERPRINT, settings_of
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.serialize import close_matches, from_dict, to_dict
+from megatron_ft.errors import ConfigError
+
+_OF_ONE_JOB = (
+    *("run.dir", "run.name", "run.resume", "run.start_over", "dry_run", "dry_run_format"),
+    *("training.exit_at_iteration", "training.evaluate_only", "launch.forkserver_socket", "launch.master_port"),
+    *("testing.failpoints", "testing.membership_schedule", "checkpoint.allow_other_data"),
+)
+"""Keys that concern one job, and that a later job of the run does not take over."""
+_FREE_MODEL_KEYS = (
+    *("training.seed", "model.hidden_dropout", "model.attention_dropout", "model.init_method_std"),
+    *("model.moe_aux_loss_coeff", "model.moe_z_loss_coeff", "model.moe_router_load_balancing_type"),
+    *("model.moe_router_bias_update_rate", "model.moe_expert_capacity_factor", "model.moe_token_drop_policy"),
+    *("model.moe_pad_expert_input_to_capacity", "model.seq_length"),
+)
+"""Keys of the model that do not determine which weights there are."""
+_SCHEDULE_KEYS = (
+    *("optimizer.min_lr", "optimizer.lr_decay_iterations", "optimizer.lr_wsd_decay_iterations"),
+    "optimizer.lr_wsd_decay_style",
+)
+"""Keys that have an effect only with some values of ``optimizer.lr_decay_style``."""
+_FORMAT_KEYS = ("parallel.use_distributed_optimizer", "precision.params_dtype")
+"""Keys that determine which state of the optimizer there is."""
+_DERIVED = "# Derived; as given: "
+"""Begin of the line in ``config.yaml`` with the given values of keys whose values were derived at the start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A key whose value differs from the one of the run's newest job."""
+
+    key: str
+    before: Any
+    now: Any
+    concern: str | None
+    """``data``, ``model``, ``optimizer`` or ``schedule`` if the key determines the result of training, otherwise
+    None."""
+    follows: bool = False
+    """Whether the key only begins or ceases to have an effect, because another key changes."""
+
+    @property
+    def can_be_allowed(self) -> bool:
+        """Return whether the saved state can be used with the new value."""
+        is_shape = self.concern == "model" and self.key not in _FREE_MODEL_KEYS
+        return not is_shape and self.key not in _FORMAT_KEYS
+
+    def __str__(self) -> str:
+        """Return the key with both values."""
+        return f"{self.key}: {_shown(self.before)} -> {_shown(self.now)}"
+
+
+def check_names(allowed: Iterable[str], config: JobConfig) -> None:
+    """Check that ``run.allow_change`` contains only keys that determine the result of training.
+
+    Raises:
+        ConfigError: it contains another word.
+    """
+    known = {*_flat_settings(config), *_SCHEDULE_KEYS}
+    for key in allowed:
+        if key not in known:
+            constraint = "must contain only keys of data, model, optimizer and schedule; other keys need no permission"
+            raise ConfigError.of("run.allow_change", key, constraint + close_matches(key, known))
+
+
+def continued(recorded: JobConfig, given: JobConfig, defaults: JobConfig, named: Iterable[str]) -> JobConfig:
+    """Return the configuration with which a run goes on.
+
+    Args:
+        recorded: configuration of the run's newest job.
+        given: configuration that the command line alone would have.
+        defaults: configuration without any override.
+        named: keys and groups that the command line names, e.g. ``optimizer.lr`` or ``model``.
+    """
+    keys = [key for key in named if "." in key]
+    groups = {key for key in named if "." not in key}
+    values, own, plain = (_flat(to_dict(config)) for config in (recorded, given, defaults))
+    two_levels = {key for key in keys if key.count(".") == 1}
+    inside = {key: ".".join(key.split(".")[:2]) for key in keys if key.count(".") > 1}
+    for key in own:
+        is_named = key in two_levels or key.partition(".")[0] in groups or key in _OF_ONE_JOB
+        # An experiment names no key; it shows in the values that are no defaults.
+        if is_named or (own[key] != plain[key] and key not in inside.values()):
+            values[key] = own[key]
+    for key, mapping in inside.items():
+        values[mapping] = _with_entry(values[mapping], own[mapping], key.split(".")[2:])
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        group, _, name = key.rpartition(".")
+        (tree.setdefault(group, {}) if group else tree)[name] = value
+    return from_dict(tree)
+
+
+def _with_entry(present: Any, given: Any, path: Sequence[str]) -> Any:
+    """Return the mapping ``present`` with the entry at ``path`` of ``given``."""
+    merged = copy.deepcopy(present) if isinstance(present, dict) else {}
+    target = merged
+    for name in path[:-1]:
+        given = given[name]
+        target = target.setdefault(name, {})
+    target[path[-1]] = given[path[-1]]
+    return merged
+
+
+def changes(recorded: JobConfig, now: JobConfig) -> list[Change]:
+    """List the keys in which a job differs from the run's newest job, in the order of the keys.
+
+    Keys that concern one job are left out. Derived values of the schedule are listed if they differ, e.g.
+    ``optimizer.lr_decay_iterations`` after a change of ``training.train_iterations``.
+    """
+    before, after = (_flat(to_dict(config)) for config in (recorded, now))
+    settings = [_flat_settings(config) for config in (recorded, now)]
+    found = []
+    for key in dict.fromkeys([*after, *settings[0], *settings[1]]):
+        concern = next((each[key][0] for each in settings if key in each), None)
+        values = [each[key][1] if key in each else None for each in settings]
+        if concern is None or values[0] == values[1]:
+            concern, values = None, [before.get(key), after.get(key)]
+        if values[0] != values[1] and key not in (*_OF_ONE_JOB, "run.allow_change"):
+            follows = concern is not None and not all(key in each for each in settings)
+            found.append(Change(key=key, before=values[0], now=values[1], concern=concern, follows=follows))
+    return found
+
+
+def _flat_settings(config: JobConfig) -> dict[str, tuple[str, Any]]:
+    """Return concern and value of each key that determines the result of training."""
+    settings = settings_of(config, data_fingerprint="", vocab_size=config.model.vocab_size or 0)
+    return {
+        key: (name, value) for name, values in settings.items() for key, value in values.items() if key != FINGERPRINT
+    }
+
+
+def check_allowed(found: Sequence[Change], allowed: Collection[str]) -> list[str]:
+    """Refuse changes that would make the rest of the run another training, unless the user allows them.
+
+    Args:
+        allowed: ``run.allow_change`` of the command line.
+
+    Returns:
+        ``allowed``, and the keys that have another meaning only because of an allowed change.
+
+    Raises:
+        ConfigError: a change is not allowed, or the saved state cannot be used with it.
+    """
+    meaning = [change for change in found if change.concern is not None and not change.follows]
+    follows = [change.key for change in found if change.follows]
+    impossible = [str(change) for change in meaning if not change.can_be_allowed]
+    if impossible:
+        raise ConfigError(
+            f"{'; '.join(impossible)}: the run's saved state has the earlier value and cannot be used with another. "
+            "Leave the key out, or begin another run"
+        )
+    refused = [change for change in meaning if change.key not in allowed]
+    if refused:
+        listed = ",".join([*allowed, *(change.key for change in refused)])
+        concerns = " and ".join(dict.fromkeys(f"{change.concern}" for change in refused))
+        kept = " ".join(f"{change.key}={_shown(change.before)}" for change in refused)
+        raise ConfigError(
+            f"{'; '.join(map(str, refused))}: would change {concerns} of the run. Keep the earlier value ({kept}), "
+            f"or allow the change with 'run.allow_change=[{listed}]'"
+        )
+    return [*allowed, *follows]
+
+
+def with_given_values(config_yaml: str, given: JobConfig, used: JobConfig) -> str:
+    """Return the text of ``config.yaml`` with a comment that contains the given values of derived keys.
+
+    A later job derives them again, because it may have other nodes and devices.
+    """
+    before, after = _flat(to_dict(given)), _flat(to_dict(used))
+    derived = {key: value for key, value in before.items() if value != after[key] and key not in _OF_ONE_JOB}
+    return f"{_DERIVED}{json.dumps(derived)}\n{config_yaml}" if derived else config_yaml
+
+
+def given_values(config_yaml: str) -> Mapping[str, Any]:
+    """Return the given values of derived keys, from the text of ``config.yaml``.
+
+    Raises:
+        ValueError: the comment is damaged.
+    """
+    line = config_yaml.partition("\n")[0]
+    found = json.loads(line.removeprefix(_DERIVED)) if line.startswith(_DERIVED) else {}
+    if not isinstance(found, dict):
+        raise ValueError(f"the comment must contain a mapping, not {found!r}")
+    return found
+
+
+def with_values(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
+    """Return the configuration with other values of keys.
+
+    Raises:
+        ConfigError: a key is unknown, or a value has the wrong type.
+    """
+    tree = to_dict(config)
+    for key, value in values.items():
+        group, _, name = key.rpartition(".")
+        (tree[group] if group else tree)[name] = value
+    return from_dict(tree)
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration by dotted key. Mappings that are values of keys stay whole."""
+    flat: dict[str, Any] = {}
+    for group, values in tree.items():
+        if isinstance(values, Mapping):
+            flat |= {f"{group}.{name}": value for name, value in values.items()}
+        else:
+            flat[group] = values
+    return flat
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)[:200]
