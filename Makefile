@@ -47,6 +47,7 @@ $(VENV)/installed-train: requirements/train.lock requirements/torch.lock $(VENV)
 	@echo "installing requirements/train.lock"
 	@$(LOCKED) -r requirements/torch.lock
 	@$(LOCKED) -r requirements/train.lock
+	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/installed-dev: requirements/dev.lock requirements/docs.lock $(VENV)/installed-train

@@ -25,6 +25,20 @@ if TYPE_CHECKING:
     from megatron_ft.planning.job import JobPlan
 
 CONF = Path(__file__).resolve().parent / "conf"
+_REQUIRED = (
+    "hydra",
+    "omegaconf",
+    "yaml",
+    "numpy",
+    "scipy",
+    "psutil",
+    "grpc",
+    "rich",
+    "tokenizers",
+    "torch",
+    "megatron",
+)
+"""Packages without which no job can start."""
 _REFUSAL_SECONDS = 30.0
 """Longest time that a rank waits for the launcher to end it. After this time, it reports the error itself."""
 
@@ -33,8 +47,23 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command line. Write an error to stderr as one message. Return the exit code; ``--help`` lists the
     codes."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if not CONF.is_dir():
+        print(
+            f"error: {CONF}: must be the folder of the configuration groups; install the clone with pip install -e .",
+            file=sys.stderr,
+        )
+        return ConfigError.exit_code
     try:
         return _run(arguments)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _REQUIRED:
+            raise
+        print(
+            f"error: {error.name}: is not installed for {sys.executable}; activate the project's environment (source "
+            f"{CONF.parent / '.venv' / 'bin' / 'activate'}), or create it with make install",
+            file=sys.stderr,
+        )
+        return ConfigError.exit_code
     except MegatronFtError as error:
         if isinstance(error, (ConfigError, CheckpointError)) and _another_rank_reports():
             _wait_for_termination()
@@ -103,7 +132,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _continue_run(config: JobConfig, config_yaml: str, options: "hydra_entry.Options") -> tuple[JobConfig, str]:
-    """Return the configuration with which the known run goes on, as ``JobConfig`` and as YAML text: that of its newest
+    """Return the configuration with which the known run continues, as ``JobConfig`` and as YAML text: that of its newest
     job, with the overrides of the command line on top. Print which keys differ from the newest job.
 
     Raises:
@@ -134,7 +163,7 @@ def _continue_run(config: JobConfig, config_yaml: str, options: "hydra_entry.Opt
     allowed = list(dict.fromkeys([*recorded.run.allow_change, *allowed]))
     now = dataclasses.replace(now, run=dataclasses.replace(now.run, allow_change=allowed))
     text = "; ".join(map(str, found))
-    _note(f"{run_dir.name} goes on with its configuration ({CONFIG_NAME}){f'; changed: {text}' if found else ''}")
+    _note(f"{run_dir.name} continues with its configuration ({CONFIG_NAME}){f'; changed: {text}' if found else ''}")
     return now, hydra_entry.to_yaml(now)
 
 

@@ -1,4 +1,4 @@
-"""Claim ``resume-remembers``: a run goes on with its own configuration if only its name is given.
+"""Claim ``resume-remembers``: a run continues with its own configuration if only its name is given.
 
 One run trains without a stop, with a dozen overrides. Another run with the same overrides stops half way and is
 resumed with nothing but its name. What both report for each iteration is compared with ``atol=0``. Then overrides are
@@ -44,7 +44,7 @@ GIVEN = (
 REFUSED = (
     "data.seed=9",
     "data.valid_fraction=0.1",
-    "model.num_layers=4",
+    "model.num_layers=8",
     "model.hidden_dropout=0.0",
     "model.moe_router_topk=1",
     "model=moe_tiny",
@@ -68,7 +68,7 @@ ACCEPTED = (
     "training.train_iterations=12",
     "training.eval_interval_iterations=3",
     "checkpoint.save_interval_iterations=2",
-    "snapshot=sparse_window",
+    "snapshot=sparse_window snapshot.num_peer_copies=0",
     "telemetry.log_interval_iterations=2",
     "optimizer.lr=1e-3 run.allow_change=[optimizer.lr]",
     "data.seed=9 run.allow_change=[data.seed]",

@@ -3,8 +3,8 @@
 The script checks the configuration as ``dry_run=true`` does, with the number of nodes that the job will have. A job
 that fails the check is not submitted. The submitted script is a copy of ``pretrain.sbatch`` (with ``--shape array``, of
 ``pretrain_array.sbatch``) that contains the options and overrides. The run's folder contains this copy as
-``slurm/JOBID.sbatch``. With ``--check``, the script submits and writes nothing; it prints the dry run and the command
-of sbatch.
+``slurm/JOBID.sbatch``. With ``--dry-run`` (or ``--check``), the script submits and writes nothing; it prints the dry
+run and the command of sbatch.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def refuse(chosen: argparse.Namespace, num_spares: int) -> None:
         raise Refused(f"--chain={chosen.chain}: must be at least 1")
     if not chosen.check and shutil.which("sbatch") is None:
         raise Refused(
-            "sbatch: must be installed; submit on a login node of the cluster, or use --check, which needs no Slurm"
+            "sbatch: must be installed; submit on a login node of the cluster, or use --dry-run, which needs no Slurm"
         )
 
 
@@ -168,7 +168,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--chain", type=int, default=1, help="number of jobs to submit; each continues the run of the previous job"
     )
-    parser.add_argument("--check", action="store_true", help="only check the job and print the command of sbatch")
+    parser.add_argument(
+        "--check",
+        "--dry-run",
+        dest="check",
+        action="store_true",
+        help="only check the job and print the command of sbatch; needs no Slurm",
+    )
     parser.add_argument("--site", type=Path, default=default_site, help="file with the values of the site (MFT_SITE)")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides, e.g. experiment=mixtral_slurm")
     chosen = parser.parse_args(arguments)

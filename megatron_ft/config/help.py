@@ -19,8 +19,7 @@ examples:
   python pretrain_moe.py dry_run=true model=mixtral_8x7b           print the plan, start nothing
   python pretrain_moe.py launch.ranks_per_node=2 parallel=ep2      two ranks, experts split over both
   python pretrain_moe.py training.train_iterations=200 run.name=a  a longer run with a name
-  python pretrain_moe.py training.train_iterations=200 run.name=a run.resume=must
-                                                                   resume that run, same overrides
+  python pretrain_moe.py run.name=a run.resume=must                resume that run with its configuration
   python pretrain_moe.py experiment=fault_campaign \\
       'testing.failpoints=["kill(rank=1,at_iteration=7,phase=\\"backward\\")"]'
   python pretrain_moe.py --multirun optimizer.lr=1e-3,3e-4         two runs, one table at the end

@@ -470,7 +470,7 @@ class RunConfig:
     its newest usable state, or starts at iteration 0 if it has saved none."""
     allow_change: list[str] = field(default_factory=list)
     """Keys of data, model, optimizer or schedule that a resumed run may change, e.g. ``[optimizer.lr]``. A resumed run
-    goes on with the configuration of its newest job; other keys may be changed without being listed here."""
+    continues with the configuration of its newest job; other keys may be changed without being listed here."""
     start_over: bool = False
     """Allow ``run.resume=auto`` to start at iteration 0 although the run has saved state, if none of this state is
     usable. If false, the job is refused with a list of all saved states and why they are not usable."""

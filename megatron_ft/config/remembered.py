@@ -1,4 +1,4 @@
-"""The configuration with which a run goes on: that of its newest job, with the overrides of the command line on top."""
+"""The configuration with which a run continues: that of its newest job, with the overrides of the command line on top."""
 
 import copy
 import json
@@ -73,7 +73,7 @@ def check_names(allowed: Iterable[str], config: JobConfig) -> None:
 
 
 def continued(recorded: JobConfig, given: JobConfig, defaults: JobConfig, named: Iterable[str]) -> JobConfig:
-    """Return the configuration with which a run goes on.
+    """Return the configuration with which a run continues.
 
     Args:
         recorded: configuration of the run's newest job.

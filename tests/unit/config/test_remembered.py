@@ -1,4 +1,4 @@
-"""Tests the configuration with which a run goes on."""
+"""Tests the configuration with which a run continues."""
 
 import dataclasses
 from pathlib import Path
@@ -142,7 +142,7 @@ def test_a_name_is_enough_to_resume(stopped: list[str], capsys: pytest.CaptureFi
     assert (config.optimizer.lr, config.model.name, config.launch.ranks_per_node) == (0.5, "moe_micro", 2)
     assert yaml.safe_load(text) == to_dict(config)
     assert (
-        "goes on with its configuration (config.yaml); changed: launch.ranks_per_node: 1 -> 2"
+        "continues with its configuration (config.yaml); changed: launch.ranks_per_node: 1 -> 2"
         in capsys.readouterr().err
     )
     assert read_run_config(tmp_path / "a").training.device == "cpu"
