@@ -132,8 +132,8 @@ def _run(arguments: list[str]) -> int:
 
 
 def _continue_run(config: JobConfig, config_yaml: str, options: "hydra_entry.Options") -> tuple[JobConfig, str]:
-    """Return the configuration with which the known run continues, as ``JobConfig`` and as YAML text: that of its newest
-    job, with the overrides of the command line on top. Print which keys differ from the newest job.
+    """Return the configuration with which the known run continues, as ``JobConfig`` and as YAML text: that of its
+    newest job, with the overrides of the command line on top. Print which keys differ from the newest job.
 
     Raises:
         ConfigError: an override would make the rest of the run another training, and ``run.allow_change`` does not list

@@ -1,4 +1,4 @@
-"""The configuration with which a run continues: that of its newest job, with the overrides of the command line on top."""
+"""Configuration with which a run continues: that of its newest job, with the overrides of the command line on top."""
 
 import copy
 import json
