@@ -12,6 +12,7 @@ from megatron_ft.testing.jobs import REPOSITORY as ROOT
 from tools.code_size import CodeSize, measure
 
 PACKAGE = ROOT / "megatron_ft"
+EXTENSION = ROOT / "transformer_engine_ext"
 MAX_LINES = 600
 ENTRY = ("pretrain_moe.py", "hydra_entry.py")
 NO_TORCH = ("errors.py", "topology.py", "operators.py", "events.py", "failpoints.py", "corpus", "config", "planning")
@@ -61,7 +62,7 @@ def importers(parts: tuple[str, ...], forbidden: set[str]) -> list[str]:
 
 
 def test_no_file_is_too_long() -> None:
-    files = python_files("megatron_ft", "tools", "benchmarks", *ENTRY)
+    files = python_files("megatron_ft", "transformer_engine_ext", "tools", "benchmarks", *ENTRY)
     lines = {name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     assert {path: count for path, count in lines.items() if count > MAX_LINES} == {}
 
@@ -79,7 +80,7 @@ def test_the_package_does_not_grow(code_size: CodeSize) -> None:
 
 
 def test_every_folder_maps_its_files() -> None:
-    folders = sorted({path.parent for path in python_files("megatron_ft")})
+    folders = sorted({path.parent for path in python_files("megatron_ft", "transformer_engine_ext")})
     problems = []
     for folder in folders:
         readme = folder / "README.md"
@@ -140,6 +141,12 @@ def test_only_mcore_imports_megatron() -> None:
     assert outside == []
 
 
+def test_only_mcore_imports_the_extension() -> None:
+    found = importers(("megatron_ft", "tools", "pretrain_moe.py"), {EXTENSION.name})
+    assert [line for line in found if not line.startswith("megatron_ft/mcore/")] == []
+    assert importers((EXTENSION.name,), {"megatron_ft", "megatron", "hydra", "omegaconf"}) == []
+
+
 def test_only_tests_benchmarks_and_tools_use_testing() -> None:
     """The launcher names the entry of ranks that follow a schedule, but imports nothing of ``testing``."""
     files = [path for path in python_files("megatron_ft", "pretrain_moe.py") if PACKAGE / "testing" not in path.parents]
@@ -189,7 +196,7 @@ def test_no_function_takes_the_whole_trainer() -> None:
 
 
 def test_no_machine_paths() -> None:
-    files = python_files("megatron_ft", "tools", "benchmarks", "tests", *ENTRY)
+    files = python_files("megatron_ft", "transformer_engine_ext", "tools", "benchmarks", "tests", *ENTRY)
     files += [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "conf").rglob("*.yaml")]
     files += [*(ROOT / "benchmarks" / "results").glob("*.json")]
     found = [
@@ -213,7 +220,7 @@ def test_tests_are_named_after_what_they_test() -> None:
         name(path)
         for path in (ROOT / "tests" / "unit").iterdir()
         # A folder that has moved leaves its compiled files behind.
-        if any(path.rglob("*.py")) and path.name != "tools" and not (PACKAGE / path.name).exists()
+        if any(path.rglob("*.py")) and path.name not in ("tools", EXTENSION.name) and not (PACKAGE / path.name).exists()
     ]
     assert stray == []
 

@@ -1,0 +1,161 @@
+"""AdamW on quantized masters and moments: the reference in plain torch.
+
+An update decodes a range of the state to FP32, computes AdamW, and encodes the result. It only uses sums, products,
+quotients and square roots of FP32 numbers, each of which IEEE 754 rounds to one result, and scales of fixed blocks. So
+the bits do not depend on the device, on the number of threads, or on how a parameter is cut into shards, and nothing is
+communicated. ``torch.optim.AdamW`` uses fused operations whose last bit depends on the length of a tensor.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from transformer_engine_ext.codec import from_parts, parts_of
+from transformer_engine_ext.formats import E4M3, Draws, cast
+from transformer_engine_ext.quantized import BLOCK_ELEMENTS, QuantizedTensor, quantize_blocks
+from transformer_engine_ext.regimes import Regime
+
+_LARGEST_GRADIENT = 2.0**63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hyperparameters:
+    """Values of one update."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScaledState:
+    """Master weights and moments of the elements [start, start + elements) of one flattened parameter."""
+
+    regime: Regime
+    name: str
+    """Global name of the parameter, for stochastic rounding."""
+    start: int
+    """Number of the first element; a multiple of the block size."""
+    master: QuantizedTensor
+    exp_avg: QuantizedTensor
+    exp_avg_sq: QuantizedTensor
+
+    @classmethod
+    def of(cls, regime: Regime, values: torch.Tensor, *, name: str, start: int = 0) -> "ScaledState":
+        """Make the state of an untrained range from FP32 ``values [elements]``. Masters are rounded to nearest."""
+        return cls(
+            regime=regime,
+            name=name,
+            start=start,
+            master=quantize_blocks(values, regime.master, start=start),
+            exp_avg=quantize_blocks(torch.zeros_like(values), regime.exp_avg, start=start),
+            exp_avg_sq=quantize_blocks(torch.zeros_like(values), regime.exp_avg_sq, start=start),
+        )
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of the range."""
+        return self.master.codes.numel()
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Return codes and scales of all components by name, as views, for the codec and for windows."""
+        return {
+            **parts_of("master", self.master),
+            **parts_of("exp_avg", self.exp_avg),
+            **parts_of("exp_avg_sq", self.exp_avg_sq),
+        }
+
+    @classmethod
+    def from_parts(cls, regime: Regime, parts: Mapping[str, torch.Tensor], *, name: str, start: int) -> "ScaledState":
+        """Make the state from the tensors of :meth:`parts`, without a copy.
+
+        Raises:
+            CodecError: the number of scales does not fit the codes.
+        """
+        found = {kind: from_parts(kind, parts, BLOCK_ELEMENTS) for kind in ("master", "exp_avg", "exp_avg_sq")}
+        return cls(regime=regime, name=name, start=start, **found)
+
+    def cut(self, first: int, last: int) -> "ScaledState":
+        """Return the elements [first, last) of the parameter as views. ``first`` and ``last`` must be multiples of the
+        block size, or ``last`` the end of the range."""
+        begin, end = first - self.start, last - self.start
+        is_end = end == self.num_elements
+        assert begin % BLOCK_ELEMENTS == 0 and (is_end or end % BLOCK_ELEMENTS == 0), f"[{first}, {last}) cuts a block"
+        blocks = slice(begin // BLOCK_ELEMENTS, -(-end // BLOCK_ELEMENTS))
+        found = {
+            kind: QuantizedTensor(
+                codes=tensor.codes[begin:end],
+                scales=tensor.scales[blocks] if tensor.format.is_scaled else tensor.scales,
+                block_elements=BLOCK_ELEMENTS,
+            )
+            for kind, tensor in (
+                ("master", self.master),
+                ("exp_avg", self.exp_avg),
+                ("exp_avg_sq", self.exp_avg_sq),
+            )
+        }
+        return ScaledState(regime=self.regime, name=self.name, start=first, **found)
+
+    def compute_weights(self) -> QuantizedTensor:
+        """Return the compute weights that follow from the stored masters. With FP8 masters they are the masters."""
+        return compute_weights(self.regime, self.master, self.start)
+
+
+def compute_weights(regime: Regime, master: QuantizedTensor, start: int = 0) -> QuantizedTensor:
+    """Return the compute weights of ``master``, a range of a parameter that begins at element ``start``: FP8 codes with
+    scales of the same blocks, or FP16 values without scales."""
+    if regime.compute is regime.master is E4M3:
+        return master
+    values = master.decode()
+    if regime.is_compute_scaled:
+        return quantize_blocks(values, regime.compute, start=start)
+    none = torch.empty(0, dtype=torch.uint8, device=values.device)
+    return QuantizedTensor(codes=cast(values, regime.compute), scales=none, block_elements=BLOCK_ELEMENTS)
+
+
+@torch.no_grad()
+def update(
+    state: ScaledState,
+    gradient: torch.Tensor,
+    values: Hyperparameters,
+    *,
+    step: int,
+    seed: int | None = None,
+    iteration: int | None = None,
+) -> None:
+    """Update ``state`` in place.
+
+    Gradients are clamped to 2**63, whose square FP32 can hold. Second moments above zero do not underflow to zero.
+
+    Args:
+        gradient: finite gradient of the range, ``[elements]``, unscaled and clipped.
+        step: number of this update, from 1, for the correction of the bias.
+        seed: seed of stochastic rounding of masters; None rounds to nearest. FP32 masters are not rounded.
+        iteration: iteration that keys stochastic rounding; ``step`` if None.
+
+    Raises:
+        ValueError: a gradient is infinite or NaN. Nothing has been changed. The commit vote skips such updates.
+    """
+    assert gradient.shape == state.master.codes.shape, f"{tuple(gradient.shape)} gradients for {state.num_elements}"
+    assert step >= 1, f"step={step}: updates are counted from 1"
+    gradient = gradient.to(torch.float32)
+    if not bool(gradient.isfinite().all()):
+        raise ValueError(f"{state.name}: a gradient is infinite or NaN; skip the update")
+    # Clamp the gradient, not its square: with a clamped second moment alone, the update would be far too large.
+    gradient = gradient.clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
+    exp_avg = state.exp_avg.decode() * values.beta1 + gradient * (1.0 - values.beta1)
+    exp_avg_sq = state.exp_avg_sq.decode() * values.beta2 + (gradient * gradient) * (1.0 - values.beta2)
+    # Products, because CUDA replaces a quotient with a number by a product with its reciprocal, and a CPU does not.
+    denominator = exp_avg_sq.sqrt() * (1.0 / math.sqrt(1.0 - values.beta2**step)) + values.eps
+    move = (exp_avg / denominator) * (values.lr / (1.0 - values.beta1**step))
+    master = state.master.decode() * (1.0 - values.lr * values.weight_decay) - move
+    draws = None
+    if seed is not None and state.regime.master.is_scaled:
+        draws = Draws(seed=seed, name=state.name, iteration=step if iteration is None else iteration)
+    state.master.copy_(quantize_blocks(master, state.regime.master, draws=draws, start=state.start))
+    state.exp_avg.copy_(quantize_blocks(exp_avg, state.regime.exp_avg, start=state.start))
+    state.exp_avg_sq.copy_(quantize_blocks(exp_avg_sq, state.regime.exp_avg_sq, start=state.start, keeps_nonzero=True))

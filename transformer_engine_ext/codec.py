@@ -1,0 +1,136 @@
+"""Packs tensors of any format into one buffer of bytes, with a header of names, dtype tags and shapes, and unpacks it.
+
+Codes, scales and histories are copied as the bytes that they are. Nothing is decoded, so a frozen operator comes back
+with the bits that it had. (Decoding to BF16 and quantizing again can choose other scales and so other codes.)
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from transformer_engine_ext.quantized import QuantizedTensor, byte_view
+
+ALIGNMENT_BYTES = 64
+"""Tensors start at multiples of this number of bytes, so that a view of the buffer has a valid address."""
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.int64,
+        torch.uint8,
+    )
+}
+
+
+class CodecError(ValueError):
+    """Bytes or a header from which no tensors can be made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One packed tensor."""
+
+    name: str
+    dtype: str
+    """Dtype tag: the name in torch."""
+    shape: tuple[int, ...]
+    offset: int
+    """Offset of the first byte in the buffer."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+
+    def to_json(self) -> list[Any]:
+        """Return the entry as a JSON value."""
+        return [self.name, self.dtype, list(self.shape), self.offset]
+
+    @classmethod
+    def from_json(cls, content: Any) -> "Entry":
+        """Read an entry from outside.
+
+        Raises:
+            CodecError: a value has another type or is out of range.
+        """
+        if not isinstance(content, list) or len(content) != 4:
+            raise CodecError(f"entry {content!r:.80}: must be a list of name, dtype, shape and offset")
+        name, dtype, shape, offset = content
+        if not isinstance(name, str) or not isinstance(dtype, str) or dtype not in _DTYPES:
+            raise CodecError(f"entry {name!r:.80}: dtype {dtype!r:.80} must be one of {', '.join(_DTYPES)}")
+        numbers = [*shape, offset] if isinstance(shape, list) else [None]
+        if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
+            raise CodecError(f"entry {name:.80}: shape and offset must be integers of at least 0")
+        return cls(name=name, dtype=dtype, shape=tuple(shape), offset=offset)
+
+
+def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Entry], int]:
+    """Return the entries of ``tensors`` in their order, and the bytes of a buffer that holds them."""
+    entries, offset = [], 0
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        assert dtype in _DTYPES, f"{name}: {dtype} has no dtype tag"
+        entries.append(Entry(name=name, dtype=dtype, shape=tuple(tensor.shape), offset=offset))
+        offset += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return entries, offset
+
+
+def pack(tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor | None = None) -> tuple[list[Entry], torch.Tensor]:
+    """Copy contiguous ``tensors`` to a uint8 buffer. Each byte is copied once.
+
+    Args:
+        buffer: where to copy to, uint8 ``[bytes]`` with at least the bytes of ``layout``; None allocates memory.
+    """
+    entries, num_bytes = layout(tensors)
+    if buffer is None:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+    assert buffer.dtype is torch.uint8 and buffer.numel() >= num_bytes, f"the buffer must have {num_bytes} bytes"
+    for entry in entries:
+        source = byte_view(tensors[entry.name])
+        buffer[entry.offset : entry.offset + source.numel()].copy_(source)
+    return entries, buffer
+
+
+def unpack(entries: Sequence[Entry], buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors in ``buffer`` as views of it, by name.
+
+    Raises:
+        CodecError: an entry is outside of the buffer, not aligned, overlaps the previous one, or repeats a name.
+    """
+    found: dict[str, torch.Tensor] = {}
+    end = 0
+    for entry in entries:
+        if entry.name in found:
+            raise CodecError(f"{entry.name:.80}: occurs twice")
+        if entry.offset % ALIGNMENT_BYTES or entry.offset < end:
+            raise CodecError(f"{entry.name:.80}: offset {entry.offset} is not aligned, or inside the previous tensor")
+        end = entry.offset + entry.num_bytes
+        if end > buffer.numel():
+            raise CodecError(f"{entry.name:.80}: ends at byte {end} of a buffer of {buffer.numel()} bytes")
+        found[entry.name] = buffer[entry.offset : end].view(_DTYPES[entry.dtype]).view(entry.shape)
+    return found
+
+
+def parts_of(name: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
+    """Return codes and scales as the components ``<name>`` and ``<name>_scales``, as views."""
+    return {name: tensor.codes, f"{name}_scales": tensor.scales}
+
+
+def from_parts(name: str, parts: Mapping[str, torch.Tensor], block_elements: int | None) -> QuantizedTensor:
+    """Make a quantized tensor from the components of :func:`parts_of`, without a copy.
+
+    Raises:
+        CodecError: the number of scales does not fit the codes.
+    """
+    found = QuantizedTensor(codes=parts[name], scales=parts[f"{name}_scales"], block_elements=block_elements)
+    wanted = 1 if block_elements is None else -(-found.codes.numel() // block_elements)
+    if found.scales.dtype is not torch.uint8 or found.scales.numel() != (wanted if found.format.is_scaled else 0):
+        raise CodecError(f"{name:.80}: {found.scales.numel()} scales do not fit {found.codes.numel()} codes")
+    return found

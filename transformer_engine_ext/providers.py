@@ -1,0 +1,140 @@
+"""Providers of FP8 products behind one protocol: ``torch`` (CPU and CUDA) and ``transformer_engine``.
+
+A provider states which recipes it cannot do on a device, and why. Nothing falls back to another provider or to a
+product without FP8.
+"""
+
+import contextlib
+import importlib
+import importlib.metadata
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from transformer_engine_ext.quantized import QuantizedTensor
+from transformer_engine_ext.recipes import Recipe
+
+_TE_DISTRIBUTIONS = ("transformer_engine", "transformer_engine_torch")
+_TE_FROM, _TE_BELOW = (2, 9), (2, 12)
+
+
+class ProviderError(RuntimeError):
+    """A provider that cannot be used, or a recipe that it cannot do."""
+
+
+class Provider(Protocol):
+    """Computes products of quantized matrices."""
+
+    @property
+    def name(self) -> str:
+        """Name of the provider, as in the configuration."""
+
+    def refusal(self, recipe: Recipe, device: torch.device) -> str | None:
+        """Return why the provider cannot do ``recipe`` on ``device``, or None if it can."""
+
+    def product(self, left: QuantizedTensor, right: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``left @ right.T`` in ``dtype``, accumulated in FP32.
+
+        Args:
+            left: ``[m, k]``.
+            right: ``[n, k]``.
+
+        Returns:
+            ``[m, n]``.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchProvider:
+    """Products with ``torch._scaled_mm`` for one scale per tensor, and with decoded operands for blockwise scales."""
+
+    name: str = "torch"
+
+    def refusal(self, recipe: Recipe, device: torch.device) -> str | None:
+        """Return why ``recipe`` is impossible; see :class:`Provider`."""
+        if recipe.scaling not in ("tensorwise", "blockwise", "delayed"):
+            return f"the provider torch has no {recipe.scaling} scaling; use tensorwise, blockwise or delayed"
+        if device.type not in ("cpu", "cuda"):
+            return f"the provider torch computes on cpu and cuda, not on {device.type}"
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            return "FP8 products need a GPU with compute capability 8.9 or later"
+        return None
+
+    def product(self, left: QuantizedTensor, right: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+        """Compute ``left @ right.T``; see :class:`Provider`."""
+        assert left.codes.dim() == right.codes.dim() == 2, "operands must be matrices"
+        if left.block_elements is not None or right.block_elements is not None:
+            # Codes of FP8 times a power of two are exact in BF16, so the products are those of FP8 operands.
+            exact = torch.float32 if left.codes.device.type == "cpu" else torch.bfloat16
+            return (left.decode(exact) @ right.decode(exact).t()).to(dtype)
+        rows, columns = left.codes, right.codes
+        size = (rows.shape[0], columns.shape[0])
+        if 0 in (*size, rows.shape[1]):  # e.g. an expert without tokens
+            return torch.zeros(size, dtype=dtype, device=rows.device)
+        if rows.device.type == "cuda":
+            # cuBLAS needs multiples of 16. Zeros add nothing to a sum.
+            rows, columns = _padded(rows), _padded(columns)
+        found: torch.Tensor = torch._scaled_mm(
+            rows,
+            columns.t(),
+            scale_a=left.factors.reshape(()),
+            scale_b=right.factors.reshape(()),
+            out_dtype=dtype,
+        )
+        return found[: size[0], : size[1]]
+
+
+def _padded(codes: torch.Tensor) -> torch.Tensor:
+    missing = [-length % 16 for length in codes.shape]
+    if not any(missing):
+        return codes.contiguous()
+    found = codes.new_zeros([length + more for length, more in zip(codes.shape, missing, strict=True)])
+    found[: codes.shape[0], : codes.shape[1]] = codes
+    return found
+
+
+def transformer_engine_problem() -> str | None:
+    """Return why the installed Transformer Engine cannot be a provider, or None if it is complete.
+
+    An incomplete installation raises errors of many types at import, and Megatron would fail with them later.
+    """
+    versions: dict[str, str] = {}
+    for name in _TE_DISTRIBUTIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    missing = [name for name in _TE_DISTRIBUTIONS if name not in versions]
+    if len(missing) == len(_TE_DISTRIBUTIONS):
+        return "transformer_engine is not installed"
+    if missing:
+        return f"transformer_engine is incomplete: {missing[0]} is not installed; install it, or remove the rest"
+    try:
+        number = tuple(int(part) for part in versions["transformer_engine"].split(".")[:2])
+    except ValueError:
+        number = ()
+    if not _TE_FROM <= number < _TE_BELOW:
+        return f"transformer_engine {versions['transformer_engine']} is not supported; install >=2.9,<2.12"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # noqa: BLE001 - RuntimeError, FileNotFoundError, OSError and others have been seen
+        return f"transformer_engine cannot be imported ({type(error).__name__}: {error}); reinstall or remove it"
+    return None
+
+
+def provider_for(name: str, recipe: Recipe, device: torch.device) -> Provider:
+    """Return the provider ``name``, which can do ``recipe`` on ``device``.
+
+    Raises:
+        ProviderError: there is no such provider, it is not usable here, or it cannot do the recipe.
+    """
+    if name == "transformer_engine":
+        # Its layers exist, but their state has not been captured and restored on a GPU yet.
+        problem = transformer_engine_problem() or "its layers are not captured and restored byte for byte yet"
+        raise ProviderError(f"provider={name}: {problem}; use provider=torch")
+    if name != "torch":
+        raise ProviderError(f"provider={name}: must be torch or transformer_engine")
+    provider = TorchProvider()
+    refusal = provider.refusal(recipe, device)
+    if refusal is not None:
+        raise ProviderError(f"recipe={recipe.scaling}: {refusal}")
+    return provider

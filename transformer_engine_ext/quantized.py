@@ -1,0 +1,179 @@
+"""``QuantizedTensor``: codes of a number format, power-of-two scales, and the dtype tag of the codes.
+
+Scales are powers of two and are stored as one byte each: the biased exponent (E8M0). Products with them are exact, so
+that decoded FP8 values have at most four significant bits, which BF16 holds too.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from transformer_engine_ext.formats import FORMATS, Draws, Format, cast, cast_stochastically, power_of_two
+
+BLOCK_ELEMENTS = 64
+"""Number of consecutive elements of a flattened tensor that share a scale in blockwise scaling.
+
+Megatron starts each parameter at a multiple of 64 elements of its buffer. If shards also start at multiples of 64, no
+shard cuts a block, and scales do not depend on the number of shards."""
+
+_BIAS = 127
+_LEAST, _MOST = 1, 254
+_LARGEST_VALUE = 2.0**127
+# Exponents outside are clamped: both 2**e and 2**-e must be normal FP32 numbers.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class QuantizedTensor:
+    """A tensor as codes and scales. The codes are never changed by a copy, a view or a round trip through bytes."""
+
+    codes: torch.Tensor
+    """Stored values in the dtype of ``format`` and the shape of the tensor."""
+    scales: torch.Tensor
+    """Biased exponents, uint8: one for the whole tensor, or one for each block of the flattened tensor. Empty if the
+    values have no scales."""
+    block_elements: int | None
+    """Number of elements that share a scale; None if there is one scale for the whole tensor."""
+
+    @property
+    def format(self) -> Format:
+        """Number format of the codes."""
+        return FORMATS[str(self.codes.dtype).removeprefix("torch.")]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the tensor."""
+        return self.codes.shape
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    @property
+    def factors(self) -> torch.Tensor:
+        """FP32 factors of the codes, in the shape of ``scales``."""
+        return factors_of(self.scales)
+
+    def decode(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return the values in ``dtype``. FP32 holds all values exactly; BF16 does so for FP8 codes."""
+        values = self.codes.to(torch.float32)
+        if self.scales.numel() == 0:
+            return values.to(dtype)
+        if self.block_elements is None:
+            return (values * self.factors).to(dtype)
+        rows = to_blocks(values.reshape(-1), self.block_elements)
+        return (rows * self.factors[:, None]).reshape(-1)[: values.numel()].reshape(values.shape).to(dtype)
+
+    def copy_(self, other: "QuantizedTensor") -> None:
+        """Replace codes and scales in place, so that views of them stay valid."""
+        assert (self.format, self.shape, self.scales.shape) == (other.format, other.shape, other.scales.shape), (
+            f"{other.format.name} {tuple(other.shape)} does not fit {self.format.name} {tuple(self.shape)}"
+        )
+        self.codes.copy_(other.codes)
+        self.scales.copy_(other.scales)
+
+    def equal(self, other: "QuantizedTensor") -> bool:
+        """Return whether both have the same format, shape, and bits of codes and scales."""
+        return (
+            (self.format, self.shape, self.block_elements) == (other.format, other.shape, other.block_elements)
+            # ``torch.equal`` does not accept float8, and it would call a NaN different from itself.
+            and torch.equal(byte_view(self.codes), byte_view(other.codes))
+            and torch.equal(self.scales, other.scales)
+        )
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous ``tensor`` as a flat uint8 view of its memory."""
+    assert tensor.is_contiguous(), "only a contiguous tensor has a flat view"
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def to_blocks(flat: torch.Tensor, block_elements: int = BLOCK_ELEMENTS) -> torch.Tensor:
+    """Return ``flat [elements]`` as ``[blocks, block_elements]``. Zeros fill the last block if it is not full."""
+    missing = -flat.numel() % block_elements
+    if missing:
+        flat = torch.cat([flat, flat.new_zeros(missing)])
+    return flat.view(-1, block_elements)
+
+
+def num_blocks(num_elements: int, block_elements: int = BLOCK_ELEMENTS) -> int:
+    """Return the number of blocks, and so of scales, of ``num_elements`` elements."""
+    return -(-num_elements // block_elements)
+
+
+def largest_finite(values: torch.Tensor) -> torch.Tensor:
+    """Return the largest finite magnitude (amax) of each row of ``values [rows, elements]``, FP32 ``[rows]``; zero if a
+    row has none. A NaN or an infinity must not become a scale, because it would destroy all values of its block."""
+    if values.shape[1] == 0:
+        return values.new_zeros(values.shape[0])
+    return torch.where(values.isfinite(), values.abs(), 0.0).amax(dim=1)
+
+
+def scales_for(amax: torch.Tensor, target: Format) -> torch.Tensor:
+    """Return the smallest scales with which magnitudes up to ``amax`` (FP32, finite) do not exceed ``target.largest``:
+    biased exponents, uint8, in the shape of ``amax``. The scale of zero is 1."""
+    _, exponent = torch.frexp(amax)
+    # Both numbers are m * 2**e with m in [0.5, 1), so the quotient of the powers is at most one step too small.
+    biased = (exponent - math.frexp(target.largest)[1] + _BIAS).clamp(_LEAST, _MOST - 1)
+    is_too_small = amax * inverse_factors_of(biased) > target.largest
+    return torch.where(amax == 0.0, _BIAS, biased + is_too_small).to(torch.uint8)
+
+
+def factors_of(scales: torch.Tensor) -> torch.Tensor:
+    """Return 2**exponent as FP32 for biased exponents."""
+    return power_of_two(scales.to(torch.int32) - _BIAS)
+
+
+def inverse_factors_of(scales: torch.Tensor) -> torch.Tensor:
+    """Return 2**-exponent as FP32 for biased exponents."""
+    return power_of_two(_BIAS - scales.to(torch.int32))
+
+
+def _limited(values: torch.Tensor) -> torch.Tensor:
+    # The largest FP32 numbers would be rounded up to 2**128, which is no FP32 number. The cast clamps infinities.
+    wide = values.to(torch.float32)
+    return torch.where(wide.isfinite(), wide.clamp(-_LARGEST_VALUE, _LARGEST_VALUE), wide)
+
+
+def quantize_tensor(values: torch.Tensor, target: Format, scale: torch.Tensor) -> QuantizedTensor:
+    """Quantize FP32 ``values`` with one given ``scale`` (uint8 ``[1]``). Larger values are clamped."""
+    codes = cast(_limited(values) * inverse_factors_of(scale), target)
+    return QuantizedTensor(codes=codes, scales=scale, block_elements=None)
+
+
+def quantize_blocks(
+    values: torch.Tensor,
+    target: Format,
+    *,
+    block_elements: int = BLOCK_ELEMENTS,
+    draws: Draws | None = None,
+    start: int = 0,
+    keeps_nonzero: bool = False,
+) -> QuantizedTensor:
+    """Quantize FP32 ``values`` of any shape with one scale for each block of the flattened tensor.
+
+    Args:
+        draws: random numbers for stochastic rounding; None rounds to nearest.
+        start: number of the first element in the flattened parameter, of which ``values`` is a range.
+        keeps_nonzero: whether values above zero become at least the smallest value of the format. A second moment
+            that underflows to zero would divide the first moment by epsilon alone.
+    """
+    assert start % block_elements == 0, f"element {start} is inside a block of {block_elements} elements"
+    if not target.is_scaled:
+        return QuantizedTensor(
+            codes=values.to(target.dtype, copy=True),
+            scales=torch.empty(0, dtype=torch.uint8, device=values.device),
+            block_elements=block_elements,
+        )
+    flat = _limited(values).reshape(-1)
+    rows = to_blocks(flat, block_elements)
+    scales = scales_for(largest_finite(rows), target)
+    scaled = (rows * inverse_factors_of(scales)[:, None]).reshape(-1)[: flat.numel()]
+    if keeps_nonzero:
+        scaled = torch.where((flat > 0.0) & (scaled < target.smallest), target.smallest, scaled)
+    if draws is None:
+        codes = cast(scaled, target)
+    else:
+        codes = cast_stochastically(scaled, target, draws.bits(start, flat.numel(), flat.device))
+    return QuantizedTensor(codes=codes.view(values.shape), scales=scales, block_elements=block_elements)
