@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from megatron_ft.operators import OperatorId
 
 _LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)\.")
+SCALE_BLOCK_ELEMENTS = 64
+"""Number of consecutive elements of a flattened parameter that share a scale, if a component has scales. A captured
+range of such a parameter begins at a multiple of this number, so that no range divides a block."""
+
 _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 
 
@@ -27,6 +31,15 @@ class Component:
     per_element: bool = True
     """Whether the component has one value per element. Otherwise it has one value for the whole shard, which is
     repeated in every captured part of the shard."""
+    per_block: bool = False
+    """Whether the component has one value for each block of ``SCALE_BLOCK_ELEMENTS`` elements: the scales of quantized
+    state. The last block may have fewer elements. The name of such a component ends with ``_scales``."""
+
+    def num_values(self, num_elements: int) -> int:
+        """Return the number of values for a range of ``num_elements`` elements that begins with a block."""
+        if not self.per_element:
+            return int(num_elements > 0)
+        return -(-num_elements // SCALE_BLOCK_ELEMENTS) if self.per_block else num_elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +64,16 @@ class StateShard:
     def num_elements(self) -> int:
         """Number of captured elements."""
         return self.stop - self.start
+
+    @property
+    def block_elements(self) -> int:
+        """Number of elements that a cut of the shard must not divide."""
+        return block_elements((*self.full, *self.frozen))
+
+
+def block_elements(components: Iterable[Component]) -> int:
+    """Return the number of elements that a cut must not divide if a parameter has these ``components``."""
+    return SCALE_BLOCK_ELEMENTS if any(component.per_block for component in components) else 1
 
 
 def operator_of(parameter: str, num_layers: int) -> OperatorId:
@@ -82,6 +105,9 @@ def check_shards(shards_by_rank: Sequence[Iterable[StateShard]], sizes: Mapping[
     ranges: dict[tuple[str, int], list[tuple[int, int]]] = {key: [] for key in sizes}
     for shards in shards_by_rank:
         for shard in shards:
+            assert shard.start % shard.block_elements == 0, (
+                f"{shard.parameter}: element {shard.start} is inside a block"
+            )
             ranges[shard.parameter, shard.tensor_part].append((shard.start, shard.stop))
     for key, found in ranges.items():
         position = 0

@@ -74,8 +74,11 @@ def _piece_problem(piece: Piece) -> str | None:
     if piece.stop < piece.start:
         return f"stop={piece.stop}: must be at least start={piece.start}"
     # Some components, such as Adam's step count, have one value for the whole range of elements.
-    if piece.num_bytes not in (item, (piece.stop - piece.start) * item):
+    num_values = -(-(piece.stop - piece.start) // piece.elements_per_value)
+    if piece.num_bytes not in (item, num_values * item):
         elements = f"elements, which are {piece.start} to {piece.stop}"
+        if piece.elements_per_value > 1:
+            elements = f"blocks of {piece.elements_per_value} {elements}"
         return f"num_bytes={piece.num_bytes}: must be {item} or {item} times the number of {elements}"
     return None
 

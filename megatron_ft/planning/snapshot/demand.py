@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ft.operator_state import Component, StateShard
+from megatron_ft.operator_state import SCALE_BLOCK_ELEMENTS, Component, StateShard
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 
@@ -68,7 +68,9 @@ class Demand:
         Ranges are rounded to whole elements, and components that are not per element are captured with every part.
         """
         values, found = self._table.values, np.zeros((len(self.operators), self.num_ranks), dtype=np.int64)
-        np.add.at(found, (self._table.operators, values[:, 1]), values[:, 2] + values[:, 3])
+        # A range of quantized state is rounded to whole blocks.
+        rounding = (values[:, 2] * values[:, 6]) + values[:, 3] + values[:, 7]
+        np.add.at(found, (self._table.operators, values[:, 1]), rounding)
         return found
 
     def bytes_of(self, units: Sequence[Unit]) -> UnitBytes:
@@ -78,12 +80,18 @@ class Demand:
         rows, shards = self._pairs(units)
         table = self._table.values[shards]
         sizes, ranks = table[:, 0], table[:, 1]
-        num_elements = sizes * (part[rows] + 1) // num_parts[rows] - sizes * part[rows] // num_parts[rows]
+        # The ranges of ``Unit.range_of``, relative to the shard.
+        block = table[:, 6]
+        num_blocks = -(-sizes // block)
+        ends = np.minimum(num_blocks * (part[rows] + 1) // num_parts[rows] * block, sizes)
+        num_elements = ends - np.minimum(num_blocks * part[rows] // num_parts[rows] * block, sizes)
+        num_blocks = -(-num_elements // block)
         shape = (len(units), self.num_ranks)
         full, frozen = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         # A rank may have several shards of an operator: ``+=`` with repeated indices would count only one of them.
-        np.add.at(full, (rows, ranks), num_elements * table[:, 2] + (num_elements > 0) * table[:, 3])
-        np.add.at(frozen, (rows, ranks), num_elements * table[:, 4] + (num_elements > 0) * table[:, 5])
+        is_any = num_elements > 0
+        np.add.at(full, (rows, ranks), num_elements * table[:, 2] + is_any * table[:, 3] + num_blocks * table[:, 7])
+        np.add.at(frozen, (rows, ranks), num_elements * table[:, 4] + is_any * table[:, 5] + num_blocks * table[:, 8])
         return UnitBytes(full=full, frozen=frozen)
 
     def _pairs(self, units: Sequence[Unit]) -> tuple[Indices, Indices]:
@@ -119,14 +127,15 @@ class _ShardTable:
     operators: Indices
     """Row of each shard's operator, ``[shards]``."""
     values: Matrix
-    """``[shards, 6]``: number of elements; rank; bytes per element of the full state; its bytes per shard; bytes per
-    element of the compute weights; their bytes per shard."""
+    """``[shards, 9]``: number of elements; rank; bytes per element of the full state; its bytes per shard; bytes per
+    element of the compute weights; their bytes per shard; elements per block, which is 1 without scales; bytes per
+    block of the full state; bytes per block of the compute weights."""
 
 
 def _shard_table(shards_by_rank: Sequence[Sequence[StateShard]], known: Sequence[OperatorId]) -> _ShardTable:
-    sizes: dict[int, tuple[int, int]] = {}
+    sizes: dict[int, tuple[int, int, int]] = {}
 
-    def bytes_of(components: tuple[Component, ...]) -> tuple[int, int]:
+    def bytes_of(components: tuple[Component, ...]) -> tuple[int, int, int]:
         # A million shards share a few tuples. The key is the id of the tuple, because hashing a tuple would be slow.
         if id(components) not in sizes:
             sizes[id(components)] = _component_bytes(components)
@@ -137,13 +146,16 @@ def _shard_table(shards_by_rank: Sequence[Sequence[StateShard]], known: Sequence
     for rank, shards in enumerate(shards_by_rank):
         for shard in shards:
             operators.append(row_of[shard.operator])
-            values.append((shard.stop - shard.start, rank, *bytes_of(shard.full), *bytes_of(shard.frozen)))
+            full, frozen = bytes_of(shard.full), bytes_of(shard.frozen)
+            block = SCALE_BLOCK_ELEMENTS if full[2] or frozen[2] else 1
+            values.append((shard.stop - shard.start, rank, *full[:2], *frozen[:2], block, full[2], frozen[2]))
     return _ShardTable(
-        operators=np.array(operators, dtype=np.intp), values=np.array(values, dtype=np.int64).reshape(-1, 6)
+        operators=np.array(operators, dtype=np.intp), values=np.array(values, dtype=np.int64).reshape(-1, 9)
     )
 
 
-def _component_bytes(components: Sequence[Component]) -> tuple[int, int]:
-    """Return the bytes per element and the bytes per shard of ``components``."""
-    per_element = sum(component.item_bytes for component in components if component.per_element)
-    return per_element, sum(component.item_bytes for component in components if not component.per_element)
+def _component_bytes(components: Sequence[Component]) -> tuple[int, int, int]:
+    """Return the bytes per element, per shard and per block of ``components``."""
+    per_block = sum(component.item_bytes for component in components if component.per_block)
+    per_element = sum(component.item_bytes for component in components if component.per_element) - per_block
+    return per_element, sum(component.item_bytes for component in components if not component.per_element), per_block

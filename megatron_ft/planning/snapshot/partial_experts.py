@@ -99,7 +99,7 @@ class ExpertBytes:
 
 
 def _bytes(component: Component, num_elements: int) -> int:
-    return component.item_bytes * (num_elements if component.per_element else int(num_elements > 0))
+    return component.item_bytes * component.num_values(num_elements)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.formatting import counted, every
-from megatron_ft.operator_state import Component, StateShard
+from megatron_ft.operator_state import SCALE_BLOCK_ELEMENTS, Component, StateShard
 from megatron_ft.operators import OperatorId, moe_layers
 
 # A restore uses each piece in place as a tensor of its dtype, so the address of the piece must be aligned.
@@ -30,10 +30,13 @@ class Unit:
 
     def range_of(self, shard: StateShard) -> tuple[int, int]:
         """Return the elements (start, stop) of ``shard`` that belong to this unit."""
+        # Whole blocks are divided, and only the last block of a shard may be short.
+        block = shard.block_elements
+        num_blocks = -(-shard.num_elements // block)
         return (
             # The end of one part is computed as the start of the next: no gap and no overlap, whatever the rounding.
-            shard.start + shard.num_elements * self.part // self.num_parts,
-            shard.start + shard.num_elements * (self.part + 1) // self.num_parts,
+            min(shard.start + num_blocks * self.part // self.num_parts * block, shard.stop),
+            min(shard.start + num_blocks * (self.part + 1) // self.num_parts * block, shard.stop),
         )
 
     def __str__(self) -> str:
@@ -225,15 +228,22 @@ class Piece(NamedTuple):
         """Offset of the byte after the piece, from the start of the slice."""
         return self.offset + self.num_bytes
 
+    @property
+    def elements_per_value(self) -> int:
+        """Number of elements that share a value: more than one for the scales of quantized state."""
+        return SCALE_BLOCK_ELEMENTS if self.component.endswith("_scales") else 1
+
     def in_batches(self, at_a_time: int) -> "Iterator[tuple[int, Piece]]":
         """Cut the piece at multiples of ``at_a_time`` bytes from the start of the slice. Yield each part with the
         number of its batch. ``at_a_time`` must be a multiple of the alignment of pieces."""
         # Pieces begin at aligned offsets, so no cut divides an element or a piece that has a single value.
-        item_bytes = max(1, self.num_bytes // (self.stop - self.start))
+        num_values = -(-(self.stop - self.start) // self.elements_per_value)
+        item_bytes = max(1, self.num_bytes // num_values)
         for batch in range(self.offset // at_a_time, -(-self.end // at_a_time)):
             offset, end = max(self.offset, batch * at_a_time), min(self.end, (batch + 1) * at_a_time)
-            start = self.start + (offset - self.offset) // item_bytes
-            stop = self.stop if end == self.end else self.start + (end - self.offset) // item_bytes
+            start = self.start + (offset - self.offset) // item_bytes * self.elements_per_value
+            stop = self.start + (end - self.offset) // item_bytes * self.elements_per_value
+            stop = self.stop if end == self.end else stop
             yield batch, self._replace(start=start, stop=stop, offset=offset, num_bytes=end - offset)
 
     @classmethod
@@ -272,7 +282,7 @@ def batch_bytes(largest_slice_bytes: int) -> int:
 def _pieces_of(unit: Unit, shard: StateShard, components: Sequence[Component], offset: int) -> Iterator[Piece]:
     start, stop = unit.range_of(shard)
     for component in components:
-        num_items = stop - start if component.per_element else int(stop > start)
+        num_items = component.num_values(stop - start)
         if num_items == 0:
             continue
         yield Piece(
