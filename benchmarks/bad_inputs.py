@@ -148,7 +148,7 @@ VALUES = [
     bad("optimizer.lr=0", says=["optimizer.lr=0", "must be greater than 0"]),
     bad("optimizer.adam_beta2=1.0", says=["optimizer.adam_beta2=1.0", "[0, 1)"]),
     bad("optimizer.lr_warmup_iterations=60", says=["optimizer.lr_warmup_iterations=60", "must be less than", "=60"]),
-    bad("precision.fp8=hybrid", says=["precision.fp8=hybrid", "must be null"]),
+    bad("precision.fp8=e5m2", says=["precision.fp8=e5m2", "must be one of e4m3, hybrid"]),
     bad("checkpoint.keep_last=-1", says=["checkpoint.keep_last=-1", "at least 0"]),
     bad("run.name=../up", says=["run.name=../up", "must be"]),
     bad("run.resume=must", says=["run.name=null", "must be given"]),

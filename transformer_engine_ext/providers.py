@@ -33,12 +33,20 @@ class Provider(Protocol):
     def refusal(self, recipe: Recipe, device: torch.device) -> str | None:
         """Return why the provider cannot do ``recipe`` on ``device``, or None if it can."""
 
-    def product(self, left: QuantizedTensor, right: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    def product(
+        self,
+        left: QuantizedTensor,
+        right: QuantizedTensor,
+        dtype: torch.dtype,
+        *,
+        is_left_transposed: bool = False,
+        is_right_transposed: bool = False,
+    ) -> torch.Tensor:
         """Return ``left @ right.T`` in ``dtype``, accumulated in FP32.
 
         Args:
-            left: ``[m, k]``.
-            right: ``[n, k]``.
+            left: ``[m, k]``, or ``[k, m]`` if ``is_left_transposed``.
+            right: ``[n, k]``, or ``[k, n]`` if ``is_right_transposed``.
 
         Returns:
             ``[m, n]``.
@@ -61,14 +69,26 @@ class TorchProvider:
             return "FP8 products need a GPU with compute capability 8.9 or later"
         return None
 
-    def product(self, left: QuantizedTensor, right: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    def product(
+        self,
+        left: QuantizedTensor,
+        right: QuantizedTensor,
+        dtype: torch.dtype,
+        *,
+        is_left_transposed: bool = False,
+        is_right_transposed: bool = False,
+    ) -> torch.Tensor:
         """Compute ``left @ right.T``; see :class:`Provider`."""
         assert left.codes.dim() == right.codes.dim() == 2, "operands must be matrices"
         if left.block_elements is not None or right.block_elements is not None:
             # Codes of FP8 times a power of two are exact in BF16, so the products are those of FP8 operands.
             exact = torch.float32 if left.codes.device.type == "cpu" else torch.bfloat16
-            return (left.decode(exact) @ right.decode(exact).t()).to(dtype)
-        rows, columns = left.codes, right.codes
+            rows, columns = left.decode(exact), right.decode(exact)
+            rows = rows.t() if is_left_transposed else rows
+            return (rows @ (columns if is_right_transposed else columns.t())).to(dtype)
+        # One scale for the tensor is also the scale of the transposed tensor.
+        rows = left.codes.t().contiguous() if is_left_transposed else left.codes
+        columns = right.codes.t().contiguous() if is_right_transposed else right.codes
         size = (rows.shape[0], columns.shape[0])
         if 0 in (*size, rows.shape[1]):  # e.g. an expert without tokens
             return torch.zeros(size, dtype=dtype, device=rows.device)

@@ -34,7 +34,7 @@ class TensorwiseScaler:
 
     def quantize(self, values: torch.Tensor) -> QuantizedTensor:
         """Quantize ``values``; no finite value is clamped."""
-        amax = largest_finite(values.to(torch.float32).reshape(1, -1))
+        amax = largest_finite(values.to(torch.float32).reshape(1, values.numel()))
         return quantize_tensor(values, self.target, scales_for(amax, self.target))
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -78,7 +78,7 @@ class DelayedScaler:
         """Quantize ``values`` with the scale of the history, and add their largest magnitude to the history. Before the
         first tensor the scale is 1, as in Transformer Engine."""
         found = quantize_tensor(values, self.target, scales_for(self.history.amax(dim=0, keepdim=True), self.target))
-        newest = largest_finite(values.to(torch.float32).reshape(1, -1))
+        newest = largest_finite(values.to(torch.float32).reshape(1, values.numel()))
         self.history.copy_(torch.cat([newest, self.history[:-1]]))
         return found
 

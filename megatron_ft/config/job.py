@@ -131,9 +131,12 @@ class PrecisionConfig:
     grad_reduce_in_fp32: bool = True
     """Accumulate and reduce gradients in FP32 instead of ``params_dtype``."""
     fp8: str | None = None
-    """FP8 format, ``e4m3`` or ``hybrid``. Must be null, because this version cannot train with FP8."""
+    """Format of the operands of linear layers: ``hybrid`` (E4M3, and E5M2 for output gradients), ``e4m3``, or null for
+    ``params_dtype``. Weights stay in ``params_dtype`` and are quantized for each product. Needs TP=1 and the local
+    layers."""
     fp8_recipe: str = "tensorwise"
-    """Scaling recipe of FP8: ``tensorwise``, ``blockwise``, ``delayed`` or ``mxfp8``."""
+    """Elements that share a scale in FP8: the tensor (``tensorwise``) or 64 consecutive elements (``blockwise``).
+    ``delayed`` and ``mxfp8`` are refused with ``fp8``."""
     loss_scale: float | None = None
     """Constant loss scale for ``fp16``; null uses dynamic loss scaling."""
     initial_loss_scale: float = 65536.0

@@ -25,6 +25,9 @@ FP16 = {
     "precision.hysteresis": 1,
 }
 FP32 = {"precision.params_dtype": "fp32"}
+FP8 = {**BF16, "precision.fp8": "hybrid"}
+TENSORWISE = {**FP8, "precision.fp8_recipe": "tensorwise"}
+BLOCKWISE = {**FP8, "precision.fp8_recipe": "blockwise"}
 PLAIN = {"parallel.use_distributed_optimizer": False}
 TP2 = {"parallel.tensor_model_parallel_size": 2}
 PP2 = {"parallel.pipeline_model_parallel_size": 2}
@@ -81,6 +84,10 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "shared_experts": (1, {"overrides": {**BF16, **SHARED}}),
     "recompute": (2, {"overrides": {**BF16, **RECOMPUTE, **TP2, **EP2, **DROPOUT}}),
     "recompute_pp2": (2, {"overrides": {**BF16, **RECOMPUTE, **PP2}}),
+    "fp8_tensorwise": (1, {"overrides": TENSORWISE}),
+    "fp8_tensorwise_ep2_pp2": (4, {"overrides": {**TENSORWISE, **EP2, **PP2, **DROPOUT}, "num_slices": 4}),
+    "fp8_blockwise_replicas": (3, {"overrides": {**BLOCKWISE, **BIASED, **SEARCH}, "replicas": True}),
+    "fp8_blockwise_recompute": (1, {"overrides": {**BLOCKWISE, **SHARED, **RECOMPUTE}}),
     "computed": (1, {"overrides": BF16, "skip_frozen": False}),
 }
 EXTENDED = ("dp2", "vpp2", "ep2", "ep2_pp2", "fp32", "tied", "tied_tp2", "parts_plain", "dense", "recompute_pp2")

@@ -14,6 +14,7 @@ def check(config: JobConfig) -> None:
     _check_evaluate_only(config)
     _check_frozen(config)
     _check_precision(config.precision)
+    _check_fp8(config)
     _check_optimizer(config.optimizer, config.training.train_iterations)
     _check_checkpoint(config)
 
@@ -138,16 +139,10 @@ def _check_schedule(optimizer: OptimizerConfig, train_iterations: int) -> None:
 
 
 def _check_precision(precision: PrecisionConfig) -> None:
-    """Check number formats and loss scaling. FP8 is refused, because this version cannot train with it."""
+    """Check number formats and loss scaling."""
     one_of(("fp32", "bf16", "fp16"), "precision.params_dtype", precision.params_dtype)
     one_of(("e4m3", "hybrid"), "precision.fp8", precision.fp8)
     one_of(FP8_RECIPES, "precision.fp8_recipe", precision.fp8_recipe)
-    require(
-        precision.fp8 is None,
-        "precision.fp8",
-        precision.fp8,
-        "must be null: this version cannot train with FP8; use precision=bf16",
-    )
     for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
         above(0, f"precision.{name}", getattr(precision, name))
     at_least(1, "precision.loss_scale_window", precision.loss_scale_window)
@@ -163,6 +158,46 @@ def _check_precision(precision: PrecisionConfig) -> None:
         "precision.min_loss_scale",
         precision.min_loss_scale,
         f"must not exceed precision.initial_loss_scale={precision.initial_loss_scale}",
+    )
+
+
+def _check_fp8(config: JobConfig) -> None:
+    """Check a job whose linear layers have FP8 operands."""
+    precision, parallel = config.precision, config.parallel
+    if precision.fp8 is None:
+        return
+    named = f"precision.fp8={precision.fp8}"
+    require(
+        precision.fp8_recipe in ("tensorwise", "blockwise"),
+        "precision.fp8_recipe",
+        precision.fp8_recipe,
+        f"must be tensorwise or blockwise with {named}: "
+        + (
+            "windows and checkpoints do not contain the amax history of delayed scaling"
+            if precision.fp8_recipe == "delayed"
+            else "PyTorch has no product with this recipe"
+        ),
+    )
+    require(
+        precision.params_dtype in ("bf16", "fp32"),
+        "precision.params_dtype",
+        precision.params_dtype,
+        f"must be bf16 or fp32 with {named}",
+    )
+    for name in ("tensor_model_parallel_size", "expert_tensor_parallel_size"):
+        value = getattr(parallel, name)
+        require(value == 1, f"parallel.{name}", value, f"must be 1 with {named}: FP8 layers cannot be split yet")
+    require(
+        not config.model.multi_latent_attention,
+        "model.multi_latent_attention",
+        config.model.multi_latent_attention,
+        f"must be false with {named}: latent attention has no FP8 layers yet",
+    )
+    require(
+        config.training.transformer_impl != "transformer_engine",
+        "training.transformer_impl",
+        config.training.transformer_impl,
+        f"must be local with {named}: the FP8 state of Transformer Engine's layers is not captured",
     )
 
 

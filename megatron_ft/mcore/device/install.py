@@ -99,14 +99,16 @@ def _choose_transformer_impl(requested: str, device: str, software: _Software) -
 
 
 def _check_provider(fp8: str | None, context_parallel_size: int, transformer_impl: str) -> None:
-    """Raise ConfigError for features that need Transformer Engine, unless ``transformer_impl`` selects it. Megatron
-    itself would accept ``fp8`` and train without quantization, without a warning."""
+    """Raise ConfigError for features that the chosen ``transformer_impl`` does not have."""
     if transformer_impl == "transformer_engine":
+        if fp8 is not None:
+            raise ConfigError.of(
+                "precision.fp8",
+                fp8,
+                "is not possible with Transformer Engine's layers, whose FP8 state is not captured; set "
+                "training.transformer_impl=local",
+            )
         return
-    if fp8 is not None:
-        raise ConfigError.of(
-            "precision.fp8", fp8, "needs Transformer Engine, but this job does not use it; set precision.fp8=null"
-        )
     if context_parallel_size > 1:
         raise ConfigError.of(
             "parallel.context_parallel_size",

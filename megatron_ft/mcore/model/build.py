@@ -19,7 +19,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_ft.config.job import JobConfig
+from megatron_ft.config.job import JobConfig, PrecisionConfig
+from megatron_ft.mcore.model.fp8_layers import use_fp8
 from megatron_ft.mcore.model.latent_attention import use_latent_attention
 from megatron_ft.mcore.model.parameters import initialize_weights
 from megatron_ft.mcore.moe.replica_layer import MixtureLayer, ReplicaMixtureLayer, Replicas
@@ -101,6 +102,8 @@ def _build_block_spec(
     pg_collection: ProcessGroupCollection,
     replicas: Replicas | None,
     router: RouterBuilder,
+    precision: PrecisionConfig,
+    device: torch.device,
 ) -> TransformerBlockSubmodules:
     """Return the layer specs of one model chunk of this rank. ``vp_stage`` is its virtual pipeline stage, or None. If
     ``replicas`` is None, Megatron assigns experts to ranks. ``router`` creates the routers."""
@@ -118,6 +121,8 @@ def _build_block_spec(
     for layer_number, layer in enumerate(block.layer_specs, offset + 1):
         if local:
             _use_own_norms(layer.submodules)
+            if precision.fp8 is not None:
+                use_fp8(layer.submodules, precision, device)
             if isinstance(config, MLATransformerConfig):
                 use_latent_attention(layer.submodules)
         if isinstance(layer.submodules.mlp.submodules, MoESubmodules):
@@ -174,7 +179,7 @@ def build_model(
     vp_size = config.parallel.virtual_pipeline_model_parallel_size
     stages = [None] if vp_size is None else list(range(vp_size))
     chunks = [
-        _build_chunk(config, transformer_config, vocab_size, stage, pg_collection, replicas, router).to(device)
+        _build_chunk(config, transformer_config, vocab_size, stage, pg_collection, replicas, router, device)
         for stage in stages
     ]
     ddp_config = DistributedDataParallelConfig(
@@ -202,7 +207,7 @@ def build_bare_model(
 ) -> torch.nn.Module:
     """Build the whole model of a job of one rank, without gradient buffers."""
     vocab, groups = vocab_size, pg_collection
-    return _build_chunk(config, transformer_config, vocab, None, groups, None, PaddingAwareRouter).to(device)
+    return _build_chunk(config, transformer_config, vocab, None, groups, None, PaddingAwareRouter, device)
 
 
 def _build_chunk(
@@ -213,6 +218,7 @@ def _build_chunk(
     pg_collection: ProcessGroupCollection,
     replicas: Replicas | None,
     router: RouterBuilder,
+    device: torch.device,
 ) -> torch.nn.Module:
     model, pp_rank, pp_size = config.model, pg_collection.pp.rank(), pg_collection.pp.size()
     vp_size = config.parallel.virtual_pipeline_model_parallel_size
@@ -225,6 +231,8 @@ def _build_chunk(
             pg_collection=pg_collection,
             replicas=replicas,
             router=router,
+            precision=config.precision,
+            device=device,
         ),
         vocab_size=vocab_size,
         max_sequence_length=model.max_position_embeddings or model.seq_length,
@@ -246,8 +254,8 @@ def _build_chunk(
     _reduce_experts_over_their_holders(chunk, pg_collection)
     _mark_frozen(chunk, config.training.frozen)
     if transformer_config.bf16 or transformer_config.fp16:
-        return Float16Module(transformer_config, chunk)
-    return chunk
+        return Float16Module(transformer_config, chunk).to(device)
+    return chunk.to(device)
 
 
 def _mark_frozen(chunk: torch.nn.Module, frozen: str | None) -> None:

@@ -42,8 +42,8 @@ def build_transformer_config(config: JobConfig, transformer_impl: str) -> Transf
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "fp16": dtype is torch.float16,
-        "fp8": config.precision.fp8,
-        "fp8_recipe": config.precision.fp8_recipe,
+        # Megatron's own FP8 needs Transformer Engine. FP8 layers of the local spec are in fp8_layers.py.
+        "fp8": None,
         "transformer_impl": transformer_impl,
         # Gradients are divided by the number of tokens of the iteration, so padding microbatches have no effect.
         "calculate_per_token_loss": True,

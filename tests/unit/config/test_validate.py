@@ -134,7 +134,22 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"optimizer.adam_beta1": 1.0}, "optimizer.adam_beta1"),
     ({"optimizer.lr_warmup_iterations": 60}, "optimizer.lr_warmup_iterations"),
     ({"optimizer.lr_decay_style": "WSD"}, "optimizer.lr_wsd_decay_iterations"),
-    ({"precision.fp8": "e4m3"}, "precision.fp8"),
+    ({"precision.fp8": "e5m2"}, "precision.fp8"),
+    ({"precision.fp8": "hybrid", "precision.fp8_recipe": "delayed"}, "precision.fp8_recipe"),
+    ({"precision.fp8": "hybrid", "precision.fp8_recipe": "mxfp8"}, "precision.fp8_recipe"),
+    ({"precision.fp8": "e4m3", "precision.params_dtype": "fp16"}, "precision.params_dtype"),
+    (
+        {**ranks(2), "precision.fp8": "e4m3", "parallel.tensor_model_parallel_size": 2},
+        "parallel.tensor_model_parallel_size",
+    ),
+    (
+        {**ranks(2), "precision.fp8": "e4m3", "parallel.expert_tensor_parallel_size": 2},
+        "parallel.expert_tensor_parallel_size",
+    ),
+    (
+        {"precision.fp8": "e4m3", "training.device": "cuda", "training.transformer_impl": "transformer_engine"},
+        "training.transformer_impl",
+    ),
     ({"precision.params_dtype": "int8"}, "precision.params_dtype"),
     ({"precision.loss_scale": 2.0}, "precision.loss_scale"),
     ({"launch.num_nodes": 0}, "launch.num_nodes"),

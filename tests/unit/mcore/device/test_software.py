@@ -75,9 +75,10 @@ def test_half_installed_software_is_reported_before_megatron(output: dict[str, l
 
 def test_what_only_transformer_engine_does_is_refused_without_it() -> None:
     _check_provider(None, 1, "local")
-    _check_provider("hybrid", 2, "transformer_engine")
-    with pytest.raises(ConfigError, match=r"precision\.fp8=hybrid: needs Transformer Engine"):
-        _check_provider("hybrid", 1, "local")
+    _check_provider(None, 2, "transformer_engine")
+    _check_provider("hybrid", 1, "local")
+    with pytest.raises(ConfigError, match=r"precision\.fp8=hybrid: is not possible with Transformer Engine's layers"):
+        _check_provider("hybrid", 1, "transformer_engine")
     with pytest.raises(ConfigError, match=r"parallel\.context_parallel_size=2: must be 1 without Transformer Engine"):
         _check_provider(None, 2, "local")
 

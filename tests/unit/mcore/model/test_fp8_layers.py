@@ -1,0 +1,73 @@
+"""Tests which layers have FP8 operands, and that an FP8 job trains and reports the products that it cannot do."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ft.config.job import PrecisionConfig
+from megatron_ft.errors import ConfigError
+from megatron_ft.mcore.model.fp8_layers import _Fp8Product, use_fp8
+from megatron_ft.mcore.model.parameters import unwrap
+from megatron_ft.testing import engines
+from transformer_engine_ext.formats import E4M3, E5M2
+from transformer_engine_ext.providers import TorchProvider
+
+SHARED: dict[str, Any] = {"model.moe_shared_expert_intermediate_size": 64, "model.moe_first_dense_layers": 1}
+
+
+def fp8(recipe: str, **more: Any) -> dict[str, Any]:
+    return {"precision.params_dtype": "bf16", "precision.fp8": "hybrid", "precision.fp8_recipe": recipe, **more}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_attention_mlp_and_experts_compute_with_fp8(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    formats: Counter[tuple[str, str]] = Counter()
+    product = TorchProvider.product
+
+    def watched(self: Any, left: Any, right: Any, *others: Any, **more: Any) -> torch.Tensor:
+        formats[left.format.name, right.format.name] += 1
+        return product(self, left, right, *others, **more)
+
+    monkeypatch.setattr(TorchProvider, "product", watched)
+    with engines.engine_of(engines.micro_config({**fp8(recipe), **SHARED})) as engine:
+        model = unwrap(engine.model_chunks[0])
+        names = {name.split("layers.")[1] for name, found in model.named_modules() if isinstance(found, _Fp8Product)}
+        vote = engine.run_iteration(1).vote
+    attention = {f"{layer}.self_attention.linear_{name}" for layer in (0, 1) for name in ("qkv", "proj")}
+    experts = {f"experts.local_experts.{number}" for number in range(4)} | {"shared_experts"}
+    mlps = {"0.mlp", *(f"1.mlp.{name}" for name in experts)}
+    assert names == attention | {f"{name}.linear_fc{number}" for name in mlps for number in (1, 2)}
+    assert vote.grad_norm > 0
+    # A layer has one product with E4M3 inputs, and two with gradients in E5M2. Inputs of experts without tokens are
+    # zeros of Megatron, which need no gradient.
+    num_microbatches = 4
+    assert formats.keys() == {(E4M3.name, E4M3.name), (E5M2.name, E4M3.name)}
+    num_forward, num_backward = formats[E4M3.name, E4M3.name], formats[E5M2.name, E4M3.name]
+    assert num_forward == num_microbatches * len(names)
+    assert num_forward * 1.8 < num_backward <= num_forward * 2
+
+
+def test_results_are_near_bf16_but_are_not_those_of_bf16() -> None:
+    losses = {}
+    for name, overrides in {
+        "bf16": {"precision.params_dtype": "bf16"},
+        "tensorwise": fp8("tensorwise"),
+        "blockwise": fp8("blockwise"),
+        "e4m3": {**fp8("blockwise"), "precision.fp8": "e4m3"},
+    }.items():
+        with engines.engine_of(engines.micro_config(overrides)) as engine:
+            votes = [engine.run_iteration(number).vote for number in (1, 2, 3)]
+        losses[name] = [value for vote in votes for value in (vote.loss, vote.grad_norm)]
+    # Scales are powers of two, so both recipes give the same codes if no value underflows, as in this small model.
+    assert losses["tensorwise"] == losses["blockwise"]
+    assert len({tuple(found) for found in losses.values()}) == 3
+    for found in losses.values():
+        assert found == pytest.approx(losses["bf16"], rel=0.05)
+
+
+def test_a_product_that_torch_lacks_is_refused_by_key() -> None:
+    precision = PrecisionConfig(fp8="hybrid", fp8_recipe="mxfp8")
+    with pytest.raises(ConfigError, match=r"^precision\.fp8_recipe=mxfp8: is not possible here: recipe=mxfp8"):
+        use_fp8(None, precision, torch.device("cpu"))

@@ -1,0 +1,102 @@
+"""Linear layers whose products have FP8 operands, with input and weight gradients."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from transformer_engine_ext.providers import Provider
+from transformer_engine_ext.quantized import QuantizedTensor
+from transformer_engine_ext.recipes import Recipe, Scaler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScalers:
+    """Provider and scalers of one linear layer. Only delayed scaling has state."""
+
+    provider: Provider
+    weight: Scaler
+    input: Scaler
+    output_gradient: Scaler
+
+    @classmethod
+    def of(cls, provider: Provider, recipe: Recipe, device: torch.device | str = "cpu") -> "LinearScalers":
+        """Make the scalers of a layer with ``recipe``."""
+        roles = {role: recipe.scaler(role, device) for role in ("weight", "input", "output_gradient")}
+        return cls(provider=provider, **roles)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the state of all scalers by ``<role>.<name>``, as views."""
+        roles: dict[str, Scaler] = {
+            "weight": self.weight,
+            "input": self.input,
+            "output_gradient": self.output_gradient,
+        }
+        return {f"{role}.{name}": part for role, scaler in roles.items() for name, part in scaler.state().items()}
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, codes: Any, scalers: LinearScalers) -> torch.Tensor:
+        quantized_weight = scalers.weight.quantize(weight) if codes is None else codes
+        quantized_rows = scalers.input.quantize(rows)
+        ctx.scalers, ctx.blocks, ctx.dtypes = scalers, [], (rows.dtype, weight.dtype)
+        # A frozen operator needs no weight gradient, so its inputs are not kept.
+        kept = [quantized_weight, *([quantized_rows] if ctx.needs_input_grad[1] else [])]
+        ctx.blocks = [found.block_elements for found in kept]
+        # Tensors must be saved with this method: then autograd frees them, and recomputation can replace them.
+        ctx.save_for_backward(*(part for found in kept for part in (found.codes, found.scales)))
+        return scalers.provider.product(quantized_rows, quantized_weight, rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        weight, *rows = [
+            QuantizedTensor(codes=saved[2 * place], scales=saved[2 * place + 1], block_elements=block)
+            for place, block in enumerate(ctx.blocks)
+        ]
+        product = ctx.scalers.provider.product
+        gradient = ctx.scalers.output_gradient.quantize(gradients[0])
+        of_input = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_input = product(gradient, weight, ctx.dtypes[0], is_right_transposed=True)
+        if ctx.needs_input_grad[1]:
+            of_weight = product(gradient, rows[0], ctx.dtypes[1], is_left_transposed=True, is_right_transposed=True)
+        return of_input, of_weight, None, None
+
+
+def linear(
+    inputs: torch.Tensor, weight: torch.Tensor, scalers: LinearScalers, codes: QuantizedTensor | None = None
+) -> torch.Tensor:
+    """Return ``inputs @ weight.T`` with FP8 operands. Gradients of the output are quantized, too.
+
+    If ``weight`` does not require a gradient, only the gradient of ``inputs`` is computed.
+
+    Args:
+        inputs: ``[..., k]``; zero rows are allowed.
+        weight: ``[n, k]``.
+        codes: the quantized weight if it exists (primary FP8 weights); None quantizes ``weight``.
+
+    Returns:
+        ``[..., n]`` in the dtype of ``inputs``.
+    """
+    rows = inputs.reshape(-1, inputs.shape[-1]) if inputs.numel() else inputs.new_empty(0, inputs.shape[-1])
+    found: torch.Tensor = _Linear.apply(rows, weight, codes, scalers)  # type: ignore[no-untyped-call]
+    return found.view(*inputs.shape[:-1], weight.shape[0])
+
+
+def grouped_linear(
+    rows: torch.Tensor,
+    rows_per_expert: Sequence[int],
+    weights: Sequence[torch.Tensor],
+    scalers: Sequence[LinearScalers],
+) -> torch.Tensor:
+    """Apply one linear layer per expert to ``rows [m, k]``, which are sorted by expert; return ``[m, n]``.
+
+    Every expert scales its own rows, so that the result is that of separate calls of :func:`linear`. Experts without
+    rows get weight gradients of zero.
+    """
+    assert sum(rows_per_expert) == len(rows), f"{rows_per_expert} rows per expert of {len(rows)} rows"
+    parts = torch.split(rows, list(rows_per_expert))
+    return torch.cat([linear(*given) for given in zip(parts, weights, scalers, strict=True)])
