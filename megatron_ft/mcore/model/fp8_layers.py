@@ -1,7 +1,7 @@
 """Linear layers of Megatron's local spec with FP8 operands (``precision.fp8``).
 
 Weights stay parameters in ``precision.params_dtype`` with FP32 masters. Each product quantizes its operands, with
-scales that follow from the operands alone. So windows, checkpoints and replays need no state besides that of other jobs.
+scales that follow from the operands alone. So windows, checkpoints and replays need no other state than without FP8.
 Embedding, router, norms and output layer are not quantized.
 """
 

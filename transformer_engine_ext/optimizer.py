@@ -1,0 +1,97 @@
+"""``ScaledAdamW``: AdamW on quantized masters and moments as a ``torch.optim.Optimizer``."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from transformer_engine_ext.adamw import Hyperparameters, ScaledState, update
+from transformer_engine_ext.regimes import Regime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterRange:
+    """The place of a tensor of the optimizer in its parameter."""
+
+    name: str
+    """Global name of the parameter, which keys stochastic rounding."""
+    start: int = 0
+    """Number of the tensor's first element in the flattened parameter; a multiple of the block size."""
+
+
+class ScaledAdamW(torch.optim.Optimizer):
+    """AdamW whose state contains codes and scales of masters and moments, and an update count for each parameter.
+
+    The parameters are FP32 tensors. After each update they contain the decoded masters, from which layers and compute
+    weights are computed. The masters are the state: what is written to a parameter between updates is lost.
+
+    Args:
+        groups: parameter groups with ``params``, and optionally ``lr``, ``betas``, ``eps`` and ``weight_decay``.
+        ranges: the range of each parameter, by the parameter's ``id``.
+        seed: seed of stochastic rounding of masters; None rounds to nearest.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        regime: Regime,
+        ranges: Mapping[int, ParameterRange],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.regime, self.seed = regime, seed
+        self._ranges = {
+            parameter: ranges[id(parameter)] for group in self.param_groups for parameter in group["params"]
+        }
+        names = [(found.name, found.start) for found in self._ranges.values()]
+        # Equal names would round equal elements with the same random numbers.
+        assert len(set(names)) == len(names), "two tensors have the same name and start"
+        for parameter in self._ranges:
+            assert parameter.dtype is torch.float32, f"{self._ranges[parameter].name}: parameters must be FP32"
+
+    def scaled_state(self, parameter: torch.Tensor) -> ScaledState:
+        """Return the state of ``parameter`` as views of the tensors in ``state``. Make it from the values of the
+        parameter if there is none, and round the parameter to its masters."""
+        place, state = self._ranges[parameter], self.state[parameter]
+        if "master" not in state:
+            values = parameter.detach().reshape(-1)
+            found = ScaledState.of(self.regime, values, name=place.name, start=place.start)
+            state |= {"step": torch.tensor(0.0), **found.parts()}
+            parameter.detach().copy_(found.master.decode().view_as(parameter))
+        return ScaledState.from_parts(self.regime, state, name=place.name, start=place.start)
+
+    def decode_masters(self) -> None:
+        """Set every parameter to its decoded masters, after codes and scales in ``state`` were replaced."""
+        for parameter in self._ranges:
+            parameter.detach().copy_(self.scaled_state(parameter).master.decode().view_as(parameter))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient.
+
+        Raises:
+            ValueError: a gradient is infinite or NaN. No parameter has been changed.
+        """
+        loss = None if closure is None else closure()
+        due = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for _, parameter in due:
+            # Check all gradients first: otherwise parameters before the bad one would already be updated.
+            if not bool(parameter.grad.isfinite().all()):
+                raise ValueError(f"{self._ranges[parameter].name}: a gradient is infinite or NaN; skip the update")
+        for group, parameter in due:
+            found = self.scaled_state(parameter)
+            count = self.state[parameter]["step"]
+            count += 1
+            beta1, beta2 = group["betas"]
+            values = Hyperparameters(
+                lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"]
+            )
+            update(found, parameter.grad.reshape(-1), values, step=int(count), seed=self.seed)
+            parameter.copy_(found.master.decode().view_as(parameter))
+        return loss
