@@ -18,9 +18,8 @@ Megatron starts each parameter at a multiple of 64 elements of its buffer. If sh
 shard cuts a block, and scales do not depend on the number of shards."""
 
 _BIAS = 127
-_LEAST, _MOST = 1, 254
-_LARGEST_VALUE = 2.0**127
-# Exponents outside are clamped: both 2**e and 2**-e must be normal FP32 numbers.
+_LEAST = 1
+# A smaller exponent is clamped: both 2**e and 2**-e must be normal FP32 numbers.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -107,17 +106,22 @@ def largest_finite(values: torch.Tensor) -> torch.Tensor:
     row has none. A NaN or an infinity must not become a scale, because it would destroy all values of its block."""
     if values.shape[1] == 0:
         return values.new_zeros(values.shape[0])
-    return torch.where(values.isfinite(), values.abs(), 0.0).amax(dim=1)
+    return values.abs().nan_to_num(nan=0.0, posinf=0.0).amax(dim=1)
 
 
 def scales_for(amax: torch.Tensor, target: Format) -> torch.Tensor:
     """Return the smallest scales with which magnitudes up to ``amax`` (FP32, finite) do not exceed ``target.largest``:
-    biased exponents, uint8, in the shape of ``amax``. The scale of zero is 1."""
+    biased exponents, uint8, in the shape of ``amax``. The scale of zero is 1.
+
+    Scales are limited so that FP32 can hold every decoded value. Magnitudes near the largest FP32 number are clamped.
+    """
     _, exponent = torch.frexp(amax)
+    of_largest = math.frexp(target.largest)[1]
     # Both numbers are m * 2**e with m in [0.5, 1), so the quotient of the powers is at most one step too small.
-    biased = (exponent - math.frexp(target.largest)[1] + _BIAS).clamp(_LEAST, _MOST - 1)
+    biased = (exponent - of_largest + _BIAS).clamp(min=_LEAST)
     is_too_small = amax * inverse_factors_of(biased) > target.largest
-    return torch.where(amax == 0.0, _BIAS, biased + is_too_small).to(torch.uint8)
+    most = 2 * _BIAS + 1 - of_largest  # 2**128, which FP32 cannot hold, is twice as large as the largest decoded value
+    return torch.where(amax == 0.0, _BIAS, (biased + is_too_small).clamp(max=most)).to(torch.uint8)
 
 
 def factors_of(scales: torch.Tensor) -> torch.Tensor:
@@ -130,15 +134,9 @@ def inverse_factors_of(scales: torch.Tensor) -> torch.Tensor:
     return power_of_two(_BIAS - scales.to(torch.int32))
 
 
-def _limited(values: torch.Tensor) -> torch.Tensor:
-    # The largest FP32 numbers would be rounded up to 2**128, which is no FP32 number. The cast clamps infinities.
-    wide = values.to(torch.float32)
-    return torch.where(wide.isfinite(), wide.clamp(-_LARGEST_VALUE, _LARGEST_VALUE), wide)
-
-
 def quantize_tensor(values: torch.Tensor, target: Format, scale: torch.Tensor) -> QuantizedTensor:
     """Quantize FP32 ``values`` with one given ``scale`` (uint8 ``[1]``). Larger values are clamped."""
-    codes = cast(_limited(values) * inverse_factors_of(scale), target)
+    codes = cast(values.to(torch.float32) * inverse_factors_of(scale), target)
     return QuantizedTensor(codes=codes, scales=scale, block_elements=None)
 
 
@@ -166,7 +164,7 @@ def quantize_blocks(
             scales=torch.empty(0, dtype=torch.uint8, device=values.device),
             block_elements=block_elements,
         )
-    flat = _limited(values).reshape(-1)
+    flat = values.to(torch.float32).reshape(-1)
     rows = to_blocks(flat, block_elements)
     scales = scales_for(largest_finite(rows), target)
     scaled = (rows * inverse_factors_of(scales)[:, None]).reshape(-1)[: flat.numel()]
