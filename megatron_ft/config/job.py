@@ -181,7 +181,7 @@ class TrainingConfig:
     on a machine without a GPU checks both devices."""
     transformer_impl: str = "auto"
     """Implementation of transformer layers: ``local``, ``transformer_engine`` or ``auto`` (Transformer Engine on CUDA
-    if it is fully installed, otherwise ``local``)."""
+    if it is fully installed and ``precision.fp8`` is null, otherwise ``local``)."""
     non_finite_policy: str = "stop"
     """Action if a loss or gradient norm is NaN or infinite: ``stop`` the run, or ``skip`` the update. With ``fp16`` an
     overflow always skips the update and lowers the loss scale."""

@@ -164,7 +164,7 @@ def _check_transformer_engine(facts: SoftwareFacts, *, wanted: bool) -> list[Fin
         if parts:
             what = f"{', '.join(parts)} without {name}: Megatron-Core cannot be imported"
             return [Finding.error("versions", what, remove)]
-        what = f"{name} is not installed, and this job needs it (training.transformer_impl, fp8, context parallelism)"
+        what = f"{name} is not installed, and this job needs it (training.transformer_impl, context parallelism)"
         return [Finding.error("versions", what, TRANSFORMER_ENGINE.install)] if wanted else []
     if not facts.has_transformer_engine_libraries:
         what = f"{name} {versions[name]}: libtransformer_engine*.so or transformer_engine_torch*.so is missing"

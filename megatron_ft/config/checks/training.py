@@ -1,5 +1,6 @@
 """Checks of length, batch size, policies, the optimizer and number formats."""
 
+from megatron_ft.config.checks.parallel import needs_transformer_engine
 from megatron_ft.config.checks.primitives import above, at_least, divides, one_of, require, share
 from megatron_ft.config.job import JobConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 
@@ -193,6 +194,8 @@ def _check_fp8(config: JobConfig) -> None:
         config.model.multi_latent_attention,
         f"must be false with {named}: latent attention has no FP8 layers yet",
     )
+    for key, value, constraint in needs_transformer_engine(config):
+        require(False, key, value, f"{constraint} with {named}: only Transformer Engine can train this value")
     require(
         config.training.transformer_impl != "transformer_engine",
         "training.transformer_impl",

@@ -78,16 +78,18 @@ def _apex() -> bool:
     return True
 
 
-def _choose_transformer_impl(requested: str, device: str, software: _Software) -> str:
+def _choose_transformer_impl(requested: str, device: str, software: _Software, *, has_fp8: bool = False) -> str:
     """Return ``local`` or ``transformer_engine`` for ``requested``, a value of ``training.transformer_impl``.
 
-    ``auto`` chooses Transformer Engine if it is installed and the device is ``cuda``.
+    ``auto`` chooses Transformer Engine if it is installed and the device is ``cuda``. With ``has_fp8``, it chooses
+    ``local``, because only the local layers have FP8 operands.
 
     Raises:
         ConfigError: Transformer Engine was requested, but is not installed or cannot run on the device.
     """
     if requested == "auto":
-        return "transformer_engine" if device == "cuda" and software.transformer_engine else "local"
+        has_engine = device == "cuda" and software.transformer_engine and not has_fp8
+        return "transformer_engine" if has_engine else "local"
     if requested == "transformer_engine":
         if device != "cuda":
             raise ConfigError.of("training.transformer_impl", requested, "needs training.device=cuda")
@@ -98,16 +100,9 @@ def _choose_transformer_impl(requested: str, device: str, software: _Software) -
     return requested
 
 
-def _check_provider(fp8: str | None, context_parallel_size: int, transformer_impl: str) -> None:
+def _check_provider(context_parallel_size: int, transformer_impl: str) -> None:
     """Raise ConfigError for features that the chosen ``transformer_impl`` does not have."""
     if transformer_impl == "transformer_engine":
-        if fp8 is not None:
-            raise ConfigError.of(
-                "precision.fp8",
-                fp8,
-                "is not possible with Transformer Engine's layers, whose FP8 state is not captured; set "
-                "training.transformer_impl=local",
-            )
         return
     if context_parallel_size > 1:
         raise ConfigError.of(
@@ -175,8 +170,9 @@ def install(config: JobConfig) -> tuple[str, str]:
     """
     software = _Software.inspect()
     device = resolve_device(config.training.device)
-    transformer_impl = _choose_transformer_impl(config.training.transformer_impl, device, software)
-    _check_provider(config.precision.fp8, config.parallel.context_parallel_size, transformer_impl)
+    requested, has_fp8 = config.training.transformer_impl, config.precision.fp8 is not None
+    transformer_impl = _choose_transformer_impl(requested, device, software, has_fp8=has_fp8)
+    _check_provider(config.parallel.context_parallel_size, transformer_impl)
     with warnings.catch_warnings():
         # Megatron warns at import about each missing optional package. They have been checked above.
         warnings.simplefilter("ignore")

@@ -147,6 +147,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "parallel.expert_tensor_parallel_size",
     ),
     (
+        {**ranks(2), "precision.fp8": "e4m3", "parallel.context_parallel_size": 2, "training.device": "cuda"},
+        "parallel.context_parallel_size",
+    ),
+    (
         {"precision.fp8": "e4m3", "training.device": "cuda", "training.transformer_impl": "transformer_engine"},
         "training.transformer_impl",
     ),

@@ -74,13 +74,10 @@ def test_half_installed_software_is_reported_before_megatron(output: dict[str, l
 
 
 def test_what_only_transformer_engine_does_is_refused_without_it() -> None:
-    _check_provider(None, 1, "local")
-    _check_provider(None, 2, "transformer_engine")
-    _check_provider("hybrid", 1, "local")
-    with pytest.raises(ConfigError, match=r"precision\.fp8=hybrid: is not possible with Transformer Engine's layers"):
-        _check_provider("hybrid", 1, "transformer_engine")
+    _check_provider(1, "local")
+    _check_provider(2, "transformer_engine")
     with pytest.raises(ConfigError, match=r"parallel\.context_parallel_size=2: must be 1 without Transformer Engine"):
-        _check_provider(None, 2, "local")
+        _check_provider(2, "local")
 
 
 @pytest.mark.parametrize(
@@ -101,6 +98,8 @@ def test_layers_are_chosen_by_what_is_complete(
     there = _Software(transformer_engine=version, apex=False)
     if chosen is not None:
         assert _choose_transformer_impl(requested, device, there) == chosen
+        wanted = "local" if requested == "auto" else chosen
+        assert _choose_transformer_impl(requested, device, there, has_fp8=True) == wanted
         return
     with pytest.raises(ConfigError, match=r"training\.transformer_impl=transformer_engine: needs"):
         _choose_transformer_impl(requested, device, there)
