@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "deepseek_without_counterpart": len(deepseek.with_kind("none")),
             "problems": len(problems),
         },
-        details={"problems": problems},
+        details={"problems": problems, "table": "megatron_ft/config/megatron_flags.txt"},
     )
 
 

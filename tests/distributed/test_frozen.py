@@ -42,8 +42,8 @@ def test_frozen_experts_keep_their_bits_over_losses_and_in_another_layout(tmp_pa
     assert digests(died) == digests(calm) and losses(died) == losses(calm)
 
     longer = ("training.train_iterations=16", "optimizer.lr_decay_iterations=14", "run.resume=must", *SAVING)
-    refused = train(tmp_path / "calm", warm_forkserver, *LAYOUT, *longer)
-    assert refused.exit_code == 5 and "training.frozen: was experts, now null" in refused.output
-    resumed = train(tmp_path / "calm", warm_forkserver, *LAYOUT, *longer, EXPERTS)
+    refused = train(tmp_path / "calm", warm_forkserver, *LAYOUT, *longer, "training.frozen=null")
+    assert refused.exit_code == 2 and "training.frozen: experts -> null" in refused.output
+    resumed = train(tmp_path / "calm", warm_forkserver, *LAYOUT, *longer)
     assert resumed.exit_code == 0, resumed.output
     assert unchanged(calm.run_dir, 7, 16)[0] == same
