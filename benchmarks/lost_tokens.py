@@ -16,7 +16,8 @@ from megatron_ft.operators import OperatorId
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.expert_choice import Counts, LoadAware, RoundRobin, Sequential, TokenRisk
 from megatron_ft.planning.snapshot.lost_tokens import Rows, TokenLedger
-from megatron_ft.planning.snapshot.partial_experts import ExpertPolicy, PartialExperts, PartialWindows, SelectiveExperts
+from megatron_ft.planning.snapshot.partial_experts import ExpertPolicy, PartialExperts, SelectiveExperts
+from megatron_ft.planning.snapshot.partial_windows import PartialWindows
 from megatron_ft.planning.snapshot.policy import SnapshotContext
 from megatron_ft.serde import parse_json
 

@@ -63,6 +63,10 @@ class WindowCommitted(Record):
     lost_share: float | None = None
     """Share of the whole training's tokens whose updates recoveries have lost (PLT); None as for ``at_risk_share``."""
 
+    stored_at_risk_share: float | None = None
+    """Share of the whole training's tokens whose updates of experts a recovery from the newest file would lose. None
+    unless ``snapshot.policy.num_persisted_experts`` is set and a file was written or is being written."""
+
     def describe(self) -> None:
         return None
 

@@ -105,6 +105,9 @@ class WindowReport:
     """Windows that at least one peer will never receive; in a vote, windows that any rank reports."""
     has_free_buffer: int = 1
     """1 if a buffer for the next window is free now or after the next commit; in a vote, 1 if all ranks report 1."""
+    unwritten_start: int = -1
+    """Start iteration of the newest window whose file could not be written; -1 if every file was written. In a vote,
+    the largest value of all ranks."""
 
 
 WINDOW_FIELDS = tuple(field.name for field in fields(WindowReport))
@@ -215,6 +218,7 @@ class Vote(WindowReport):
             replicated_windows=reduce(operator.and_, [ballot.replicated_windows for ballot in ballots]),
             given_up_windows=reduce(operator.or_, [ballot.given_up_windows for ballot in ballots]),
             has_free_buffer=min(ballot.has_free_buffer for ballot in ballots),
+            unwritten_start=max(ballot.unwritten_start for ballot in ballots),
         )
 
 

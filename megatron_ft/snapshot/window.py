@@ -121,9 +121,13 @@ class Slice:
         if self.num_bytes > position:
             yield position, self.num_bytes, None
 
+    def iteration_of(self, index: int) -> int:
+        """Return the iteration of the state from which piece ``index`` was captured."""
+        return self.iteration if self.captured_at is None else self.captured_at[index]
+
     def is_captured(self, index: int) -> bool:
         """Return whether a piece was captured with this slice, and not copied from an earlier window."""
-        return self.captured_at is None or self.captured_at[index] == self.iteration
+        return self.iteration_of(index) == self.iteration
 
     @property
     def captured_bytes(self) -> int:
@@ -141,8 +145,7 @@ class Slice:
         offset."""
         if index >= len(other.pieces) or other.pieces[index] != self.pieces[index]:
             return False
-        iterations = [part.iteration if part.captured_at is None else part.captured_at[index] for part in (self, other)]
-        return iterations[0] == iterations[1]
+        return self.iteration_of(index) == other.iteration_of(index)
 
     def hash_piece(self, index: int, payload: memoryview) -> str:
         """Compute the hash of piece ``index``. ``payload`` contains the bytes of the slice."""
@@ -232,6 +235,32 @@ class Slice:
         found = cls(**values, pieces=pieces, hashes=tuple(row[-1] for row in rows) if hashed else None)
         found.validate()
         return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredLevel:
+    """Content of the file of a window with one slice, if the file has an earlier state of some experts than the window
+    in memory (MoC-System, section 5.1)."""
+
+    captured_at: tuple[int, ...]
+    """Iteration of the state of each piece in the file; at most that of the piece in memory."""
+    header: Mapping[str, str]
+    """Entries of the slice's header that are other in the file than in memory: JSON texts by name."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to JSON values."""
+        return {"captured_at": list(self.captured_at), "header": dict(self.header)}
+
+    @classmethod
+    def from_json(cls, content: object) -> "StoredLevel":
+        """Read the result of ``to_json``. Raises CheckpointError for anything else."""
+        values = _check_object("stored", content, {"captured_at": list, "header": dict})
+        for iteration in values["captured_at"]:
+            _check_integer("stored.captured_at", iteration)
+        for name, text in values["header"].items():
+            if type(text) is not str:
+                raise CheckpointError(f"stored.header: {name}={text!r:.80}: must be a JSON text")
+        return cls(captured_at=tuple(values["captured_at"]), header=values["header"])
 
 
 @dataclass(kw_only=True)

@@ -29,6 +29,8 @@ POLICIES: dict[str, SnapshotPolicy] = {
     "gemini": GeminiStyle(mtbf_seconds=600.0),
     "partial_experts": PartialExperts(),
     "selective_experts": SelectiveExperts(),
+    "partial_experts_two_levels": PartialExperts(num_persisted_experts=1),
+    "selective_experts_two_levels": SelectiveExperts(num_experts=2, num_persisted_experts=1),
 }
 DEMANDS: dict[str, Demand] = {
     "uneven_ranks": uneven(),

@@ -281,6 +281,14 @@ def _check_partial(config: JobConfig, policy: Mapping[str, Any]) -> None:
     if not getattr(build_policy("snapshot.policy", policy), "leaves_out_experts", False):
         return
     target = policy["_target_"]
+    stored, every = policy.get("num_persisted_experts"), config.snapshot.persist_interval_windows
+    require(
+        stored is None or every > 0,
+        "snapshot.policy.num_persisted_experts",
+        stored,
+        "must be null with snapshot.persist_interval_windows=0: windows are then written to storage only before a "
+        "stop, with everything that they have in memory",
+    )
     require(
         config.model.num_moe_experts is not None,
         "snapshot.policy",

@@ -29,7 +29,8 @@ from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.lost_tokens import TokenLedger
 from megatron_ft.planning.snapshot.memory import PeerAssignment, WindowBuffers, buffer_bytes, host_bytes
-from megatron_ft.planning.snapshot.partial_experts import PartialWindows, expert_policy, planned_tokens
+from megatron_ft.planning.snapshot.partial_experts import expert_policy, planned_tokens, stores_fewer_experts
+from megatron_ft.planning.snapshot.partial_windows import PartialWindows
 from megatron_ft.planning.snapshot.plan import Activations, WindowKey, WindowPlan, window_bytes
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy, replan, why_outdated
 from megatron_ft.planning.snapshot.report import check_limit, whole_plan
@@ -49,6 +50,7 @@ from megatron_ft.snapshot.server.client import (
     Arena,
     KeeperClient,
 )
+from megatron_ft.snapshot.window import StoredLevel
 
 _NAMES = ("stalled_seconds", "captured_bytes", "replicated_bytes", "persisted_bytes")
 
@@ -161,13 +163,14 @@ class Snapshotter:
         self._report = report
         self._policy: SnapshotPolicy = build_policy("snapshot.policy", config.snapshot.policy)
         self._expert_policy = expert_policy(config)
+        self._stores_fewer = stores_fewer_experts(config)
         self._copier = open_copier(engine.device)
         self._buffers = WindowBuffers()
         self._start: int | None = None
         self._last_start: int | None = None
         self._lengths: dict[int, int] = {}
         self._kept_generation = -1
-        self._num_windows = 0
+        self._num_windows = self._num_commits = 0
         self._stats = _SnapshotStats()
         self._num_problems = 0
         self._is_delayed = False
@@ -355,7 +358,7 @@ class Snapshotter:
         before, self._buffers = self._buffers, self._buffers.after_vote(vote)
         if self._buffers.committed > before.committed:
             failpoints.hit("replicate", iteration)
-            self._client.committed(self._buffers.committed)
+            self._commit(self._buffers.committed, vote)
             self._kept_generation = self._client.generation
             self._report_committed(iteration)
         # If one rank has abandoned a window, all ranks must drop it at the same vote, because bit i of a later ballot
@@ -365,6 +368,22 @@ class Snapshotter:
                 self._client.abandon(start)
                 self._start = None if start == self._start else self._start
         self._report_problems(iteration)
+
+    def _commit(self, start: int, vote: Vote) -> None:
+        # If files have fewer new experts than windows, all ranks choose the experts together, so ranks and not servers
+        # decide which windows are written. Otherwise the server counts the commits.
+        self._num_commits += 1
+        every = self._config.snapshot.persist_interval_windows
+        if not self._stores_fewer or not every or self._num_commits % every:
+            return self._client.committed(start)
+        opened, level = self._opened, None
+        # After the state was moved, the next file has everything, as after a restart.
+        partial = None if opened is None else opened.partial
+        if opened is not None and partial and partial.store(start, self._tokens(), vote.unwritten_start):
+            pieces, num_layers = opened.capture.pieces[0], self._config.model.num_layers
+            captured_at, at_risk = partial.stored(start, pieces, num_layers)
+            level = StoredLevel(captured_at=captured_at, header={AT_RISK: json.dumps(at_risk)})
+        return self._client.committed(start, is_written=True, level=level)
 
     @property
     def _can_plan(self) -> bool:
@@ -516,7 +535,8 @@ class Snapshotter:
         partial = None if self._opened is None else self._opened.partial
         if partial is not None:
             at_risk, lost = partial.shares(start, self._tokens())
-            record = replace(record, at_risk_share=at_risk, lost_share=lost)
+            stored = partial.stored_share
+            record = replace(record, at_risk_share=at_risk, lost_share=lost, stored_at_risk_share=stored)
         self._report(record)
 
     def _report_delayed(self, iteration: int) -> None:

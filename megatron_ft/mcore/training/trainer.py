@@ -49,6 +49,7 @@ from megatron_ft.planning.iteration import BatchPlan
 from megatron_ft.planning.placement.report import plan_shard_copies
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.memory import PeerAssignment
+from megatron_ft.planning.snapshot.partial_experts import stores_fewer_experts
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.snapshot.capture.capture import Header
 from megatron_ft.snapshot.server.client import KeeperClient
@@ -498,7 +499,7 @@ class Trainer:
             "topology": self.topology_record,
             "peers": service["addresses"],
             "peer_nodes": [present[peer] for peer in peers],
-            "persist_every": config.snapshot.persist_interval_windows,
+            "persist_every": 0 if stores_fewer_experts(config) else config.snapshot.persist_interval_windows,
             "persist_url": persist_url(config, context.run_dir),
             "num_persisted": config.snapshot.keep_persisted,
         }

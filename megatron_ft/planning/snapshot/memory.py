@@ -199,6 +199,8 @@ class BufferStates:
     """Numbers of the buffers that are being written to storage and must not be changed or reused."""
     knows_commits: bool = True
     """Whether the server has processed every commit; a commit that is not processed yet may still pin a buffer."""
+    failed_start: int = -1
+    """Start iteration of the newest window whose write to storage has failed; -1 if none has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +221,7 @@ class WindowBuffers:
             replicated_windows=_bits(states.replicated.get(buffer) == start for start, buffer in held),
             given_up_windows=_bits(states.given_up.get(buffer) == start for start, buffer in held),
             has_free_buffer=int(states.knows_commits and not spare <= states.pinned),
+            unwritten_start=states.failed_start,
         )
 
     def after_vote(self, vote: WindowReport) -> "WindowBuffers":

@@ -4,7 +4,7 @@ So captures and transfers are smaller, but a recovery from such a window loses t
 A window has one slice and contains the whole state. The copies come from an earlier window in host memory.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Protocol, runtime_checkable
@@ -15,7 +15,7 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import build_policy
 from megatron_ft.errors import ConfigError
 from megatron_ft.formatting import counted
-from megatron_ft.operator_state import Component, operator_of
+from megatron_ft.operator_state import Component
 from megatron_ft.operators import moe_layers
 from megatron_ft.planning.snapshot.demand import Demand, Matrix
 from megatron_ft.planning.snapshot.expert_choice import (
@@ -27,14 +27,14 @@ from megatron_ft.planning.snapshot.expert_choice import (
     Sequential,
     worst_next_loss,
 )
-from megatron_ft.planning.snapshot.lost_tokens import Rows, TokenLedger, mean_share
-from megatron_ft.planning.snapshot.plan import PartialPlan, Piece, Unit, WindowPlan
+from megatron_ft.planning.snapshot.plan import PartialPlan, Unit, WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy, make_plan
 
 _COMPONENTS = {"masters": ("master",), "moments": ("exp_avg", "exp_avg_sq")}
 """Components of each part of the state that a policy can leave out. Compute weights are not among them: a window
 contains master weights and no compute weights, which follow from them. Step counts are always captured, because they
 must be equal for all parameters."""
+_STORED = "snapshot.policy.num_persisted_experts"
 _NO_BOUND = (
     "each expert loses the updates since it was last captured; no key limits their number, and "
     "telemetry.alert_lost_token_share only warns"
@@ -120,6 +120,55 @@ class ChoiceBasis:
     """Bytes that a rank can capture within one iteration."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageBasis:
+    """Inputs of the choice of experts for the file of one window, equal on all ranks. Arrays are
+    ``[MoE layers, experts]``."""
+
+    captured_at: Counts
+    """Iteration from which the window has each expert."""
+    stored_at: Counts
+    """Iteration from which the newest file has each expert."""
+    since: int
+    """Start of the window of the newest file."""
+    at_risk: Counts
+    """Tokens of each expert that a recovery from the window in memory would lose."""
+    stored_at_risk: Counts
+    """Tokens of each expert that a recovery from the file would lose, if the file had the expert as the newest one."""
+    lost_share: float
+    """Share of the planned tokens that have been lost so far (PLT)."""
+    planned_tokens: int
+    """Tokens that the router assigns in one layer in the whole training."""
+
+    def choose(self, num_experts: int, *, oldest_first: bool, max_lost_share: float | None) -> Mask:
+        """Choose ``num_experts`` experts of each layer that are newer in the window than on storage (MoC-System,
+        section 5.1). Choose twice, four times, ... as many if a recovery could otherwise exceed ``max_lost_share``.
+
+        Experts that were captured since the newest file come first: they are as new as possible.
+
+        Args:
+            oldest_first: whether experts that were stored longest ago come first; otherwise those come first for which
+                the file saves most tokens.
+        """
+        is_newer = self.captured_at > self.stored_at
+        urgency = self.stored_at if oldest_first else self.at_risk - self.stored_at_risk
+        keys = (urgency, self.captured_at <= self.since, ~is_newer)
+        # The last key counts first. The sort is stable, so the number of the expert decides ties on all ranks alike.
+        order = np.lexsort(keys, axis=1)
+        number = num_experts
+        while True:
+            chosen = np.zeros_like(is_newer)
+            np.put_along_axis(chosen, order[:, :number], True, axis=1)
+            chosen &= is_newer
+            if number >= is_newer.shape[1] or max_lost_share is None:
+                return chosen
+            # A file with all experts loses what the window in memory loses, which is within the bound already.
+            lost = float(np.where(chosen, self.at_risk, self.stored_at_risk).sum())
+            if self.lost_share + lost / (len(chosen) * max(1, self.planned_tokens)) <= max_lost_share:
+                return chosen
+            number *= 2
+
+
 @runtime_checkable
 class ExpertPolicy(SnapshotPolicy, Protocol):
     """Protocol of a snapshot policy whose windows leave out experts. The field ``partial`` of its plans is not None,
@@ -136,9 +185,21 @@ class ExpertPolicy(SnapshotPolicy, Protocol):
         """Choose the experts of the next window, in the same way on every rank."""
         ...
 
-    def update_loss(self, num_experts: int) -> str:
-        """State how much a recovery from a window can lose, in words. ``num_experts`` is the number of experts of a
-        layer."""
+    @property
+    def num_persisted_experts(self) -> int | None:
+        """Experts of each layer of which a file has a newer state than earlier files; None for those of the window."""
+
+    def choose_stored(self, basis: StorageBasis) -> Mask:
+        """Choose the experts of the next file, if ``num_persisted_experts`` is set; alike on every rank."""
+        ...
+
+    def update_loss(self, num_experts: int, windows_per_file: int = 1) -> str:
+        """State how much a recovery from a window can lose, in words.
+
+        Args:
+            num_experts: number of experts of a layer.
+            windows_per_file: every window with this number is written to storage.
+        """
         ...
 
 
@@ -150,6 +211,9 @@ class PartialExperts:
     """Experts of each layer that a window captures (K). null takes the largest number that does not stall training."""
     interval_iterations: int = 1
     """Iterations from one window to the next."""
+    num_persisted_experts: int | None = None
+    """Experts of each layer whose state is written to storage with a window (K_persist); at most ``num_experts``. null
+    writes all that the window has."""
     choice: ExpertChoice = field(default_factory=Sequential)
     """Choice of the experts."""
     leave_out: tuple[str, ...] = ("masters", "moments")
@@ -189,7 +253,7 @@ class PartialExperts:
         self._check()
         return _plan_unmeasured(demand, self.interval_iterations, self.num_experts, self.leave_out, self._peak_bytes)
 
-    def update_loss(self, num_experts: int) -> str:
+    def update_loss(self, num_experts: int, windows_per_file: int = 1) -> str:
         """State how much a recovery from a window can lose, in words."""
         if self.max_lost_share is not None:
             return (
@@ -200,11 +264,16 @@ class PartialExperts:
         if not isinstance(self.choice, Sequential | RoundRobin):
             return _NO_BOUND
         # An expert's turn comes again after this number of windows. At least one expert is captured in each.
-        windows = -(-num_experts // min(self.num_experts or 1, num_experts))
+        captured = min(self.num_experts or 1, num_experts)
+        windows = -(-num_experts // captured)
         skipped = counted((windows - 1) * self.interval_iterations, "iteration")
+        in_files = ""
+        if self.num_persisted_experts is not None:
+            stored = _most_windows(num_experts, captured, self.num_persisted_experts, windows_per_file)
+            in_files = f" ({counted((stored - 1) * self.interval_iterations, 'iteration')} if it is read from storage)"
         return (
-            f"each expert loses updates of at most {skipped} before the window, because experts are captured in turn; "
-            "more if a window was delayed (event window_delayed)"
+            f"each expert loses updates of at most {skipped} before the window{in_files}, because experts are captured "
+            "in turn; more if a window was delayed (event window_delayed)"
         )
 
     def choose(self, plan: WindowPlan, basis: ChoiceBasis, state: ExpertBytes) -> Mask:
@@ -224,8 +293,17 @@ class PartialExperts:
                 return chosen
             number = min(2 * number, state.num_experts)
 
+    def choose_stored(self, basis: StorageBasis) -> Mask:
+        """Choose K_persist experts of each layer: in turn as ``choice`` does, or those whose file saves most tokens."""
+        assert self.num_persisted_experts is not None, "files have what windows have"
+        return basis.choose(
+            self.num_persisted_experts,
+            oldest_first=isinstance(self.choice, Sequential | RoundRobin),
+            max_lost_share=self.max_lost_share,
+        )
+
     def _check(self) -> None:
-        _check(self.interval_iterations, self.leave_out, self.num_experts, self.replan_drift)
+        _check(self)
         bound = self.max_lost_share
         if bound is not None and not 0 < bound < 1:
             raise ConfigError.of("snapshot.policy.max_lost_share", bound, "must be null or between 0 and 1")
@@ -255,6 +333,9 @@ class SelectiveExperts:
     """Bytes that a rank can send to peers per second. null limits windows only by the bandwidth of captures."""
     interval_iterations: int = 1
     """Iterations from one window to the next."""
+    num_persisted_experts: int | None = None
+    """Experts of each layer whose state is written to storage with a window; at most ``num_experts``. null writes all
+    that the window has."""
     choice: ExpertChoice = field(default_factory=LoadAware)
     """Choice of the experts."""
     leave_out: tuple[str, ...] = ("masters", "moments")
@@ -296,7 +377,7 @@ class SelectiveExperts:
         most = ExpertBytes.most_captured
         return _plan_unmeasured(demand, self.interval_iterations, self.num_experts, self.leave_out, most)
 
-    def update_loss(self, num_experts: int) -> str:
+    def update_loss(self, num_experts: int, windows_per_file: int = 1) -> str:
         """State that a recovery from a window can lose any number of updates, in words."""
         return _NO_BOUND
 
@@ -308,8 +389,13 @@ class SelectiveExperts:
             return wanted
         return _within(state, wanted, basis.at_risk, basis.budget_bytes)
 
+    def choose_stored(self, basis: StorageBasis) -> Mask:
+        """Choose ``num_persisted_experts`` experts of each layer for which the file saves most tokens."""
+        assert self.num_persisted_experts is not None, "files have what windows have"
+        return basis.choose(self.num_persisted_experts, oldest_first=False, max_lost_share=None)
+
     def _check(self) -> None:
-        _check(self.interval_iterations, self.leave_out, self.num_experts, self.replan_drift)
+        _check(self)
         remote = self.remote_bandwidth_bytes_per_second
         if remote is not None and not 0 < remote < float("inf"):
             key = "snapshot.policy.remote_bandwidth_bytes_per_second"
@@ -321,114 +407,6 @@ class SelectiveExperts:
             return local_bytes
         # A transfer may take until the next window, a capture only until the next update.
         return min(local_bytes, int(remote * iteration_seconds * self.interval_iterations))
-
-
-class PartialWindows:
-    """Chooses the experts of each window. Records, by window and expert, the iteration of the expert's state.
-
-    All ranks make the same calls with the same values, so they have the same records.
-
-    Args:
-        planned_tokens: tokens that the router assigns in one layer in the whole training.
-    """
-
-    def __init__(self, policy: ExpertPolicy, plan: WindowPlan, demand: Demand, planned_tokens: int) -> None:
-        assert plan.partial is not None and plan.basis is not None, "the plan captures all experts"
-        self._policy = policy
-        self._plan = plan
-        self._components = frozenset(plan.partial.components)
-        self._budget_bytes = plan.basis.budget_bytes
-        self._state = ExpertBytes.of(demand, plan.partial.components)
-        self._row_of = {layer: row for row, layer in enumerate(self._state.layers)}
-        self._planned_tokens = planned_tokens
-        self._captured_at: dict[int, Counts] = {}
-        """Iteration from which each window has each expert, ``[MoE layers, experts]``, by the window's start."""
-        self._processed: dict[int, Counts] = {}
-        """Tokens that each expert had processed after an iteration, for each iteration in ``_captured_at``."""
-        self._places: tuple[Sequence[Piece], Counts] | None = None
-        """Pieces of the last call of ``captured_at``, and the result of ``_places_of`` for them."""
-
-    def begin(self, start: int, held: Collection[int], ledger: TokenLedger, loads: Sequence[Rows]) -> None:
-        """Choose the experts of a window. If no window in ``held`` has the state of the other experts, choose all.
-
-        Args:
-            held: start iterations of the windows in memory.
-            loads: tokens of [layer of the model][expert] of recent iterations.
-        """
-        earlier = max((iteration for iteration in self._captured_at if iteration in held), default=None)
-        now = np.array(ledger.processed, dtype=np.int64)
-        if earlier is None:
-            captured_at = np.full(now.shape, start, dtype=np.int64)
-        else:
-            before = self._captured_at[earlier]
-            basis = ChoiceBasis(
-                number=start // self._plan.interval_iterations,
-                at_risk=now - self._processed_at(before),
-                iteration_loads=np.mean([self._of_layers(rows) for rows in loads] or [now * 0], axis=0),
-                lost_share=ledger.lost_share(self._planned_tokens),
-                planned_tokens=self._planned_tokens,
-                budget_bytes=self._budget_bytes,
-            )
-            captured_at = np.where(self._policy.choose(self._plan, basis, self._state), start, before)
-        known = {**self._captured_at, start: captured_at}
-        self._captured_at = {
-            iteration: at for iteration, at in known.items() if iteration in held or iteration == start
-        }
-        self._processed[start] = now
-        needed = {iteration for at in self._captured_at.values() for iteration in np.unique(at).tolist()}
-        self._processed = {iteration: rows for iteration, rows in self._processed.items() if iteration in needed}
-
-    def begin_whole(self, start: int, ledger: TokenLedger) -> None:
-        """Record a window that captures all experts."""
-        self._captured_at = {}
-        self.begin(start, (), ledger, ())
-
-    def captured_at(self, start: int, pieces: Sequence[Piece], num_layers: int) -> tuple[int, ...] | None:
-        """Return the iteration of each piece in the window that starts at ``start``; None if all are of ``start``."""
-        captured_at = self._captured_at[start]
-        if (captured_at == start).all():
-            return None
-        # Computed only once for each layout of pieces, because this call delays training.
-        if self._places is None or self._places[0] is not pieces:
-            self._places = pieces, self._places_of(pieces, num_layers)
-        places = self._places[1]
-        return tuple(np.where(places < 0, start, captured_at.reshape(-1)[places]).tolist())
-
-    def _places_of(self, pieces: Sequence[Piece], num_layers: int) -> Counts:
-        """Return for each piece the index of its expert in ``[MoE layers, experts]``; -1 if it is always captured."""
-        found = []
-        for piece in pieces:
-            operator = operator_of(piece.parameter, num_layers)
-            is_partial = operator.expert is not None and piece.component in self._components
-            row = self._row_of[operator.layer] * self._state.num_experts if is_partial else -1
-            found.append(row + (operator.expert or 0) if is_partial else -1)
-        return np.array(found, dtype=np.int64)
-
-    def at_risk(self, start: int) -> Rows | None:
-        """Return the tokens that a recovery from window ``start`` would lose, as [MoE layer][expert]. Return None for a
-        window that is not known."""
-        if start not in self._captured_at:
-            return None
-        captured_at = self._captured_at[start]
-        lost = self._processed_at(np.full_like(captured_at, start)) - self._processed_at(captured_at)
-        return tuple(tuple(row) for row in lost.tolist())
-
-    def shares(self, start: int, ledger: TokenLedger) -> tuple[float, float]:
-        """Return two shares of the planned tokens: those that a recovery from window ``start`` would lose, and those
-        that earlier recoveries have lost."""
-        return (
-            mean_share(self.at_risk(start) or (), self._planned_tokens),
-            ledger.lost_share(self._planned_tokens),
-        )
-
-    def _of_layers(self, rows: Rows) -> Counts:
-        return np.array([rows[layer - 1] for layer in self._state.layers], dtype=np.int64)
-
-    def _processed_at(self, captured_at: Counts) -> Counts:
-        found = np.zeros_like(captured_at)
-        for iteration in np.unique(captured_at).tolist():
-            found = np.where(captured_at == iteration, self._processed[iteration], found)
-        return found
 
 
 def expert_policy(config: JobConfig) -> ExpertPolicy | None:
@@ -443,6 +421,12 @@ def expert_policy(config: JobConfig) -> ExpertPolicy | None:
     return policy if isinstance(policy, ExpertPolicy) else None
 
 
+def stores_fewer_experts(config: JobConfig) -> bool:
+    """Return whether a file has an earlier state of some experts than the window in memory from which it is written."""
+    policy = expert_policy(config)
+    return policy is not None and policy.num_persisted_experts is not None
+
+
 def counted_layers(config: JobConfig) -> tuple[int, ...]:
     """Return the layers whose tokens a job counts: all MoE layers if windows leave out experts, otherwise none."""
     return () if expert_policy(config) is None else moe_layers(config.model)
@@ -453,6 +437,21 @@ def planned_tokens(config: JobConfig) -> int:
     experts."""
     training, model = config.training, config.model
     return training.train_iterations * training.global_batch_size * model.seq_length * model.moe_router_topk
+
+
+def _most_windows(num_experts: int, captured: int, stored: int, windows_per_file: int) -> int:
+    """Return the most windows after which a file has a newer state of an expert, if experts take turns.
+
+    Args:
+        captured: experts of a layer that each window captures.
+        stored: experts of a layer of which each file has a newer state.
+    """
+    # Experts captured since the last file compete for the next one, and those stored longest ago come first. If the
+    # same experts compete each time, each of them is in one of ``rivals / stored`` files; otherwise every other expert
+    # can come first once.
+    rivals = min(num_experts, captured * windows_per_file)
+    files = -(-(rivals if num_experts % rivals == 0 else num_experts) // stored)
+    return files * max(-(-num_experts // captured), windows_per_file)
 
 
 def _within(state: ExpertBytes, wanted: Mask, at_risk: Counts, budget_bytes: int) -> Mask:
@@ -528,13 +527,19 @@ def _components(leave_out: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for part in leave_out for name in _COMPONENTS[part])
 
 
-def _check(interval: int, leave_out: Sequence[str], num_experts: int | None, drift: float) -> None:
-    if interval < 1:
-        raise ConfigError.of("snapshot.policy.interval_iterations", interval, "must be at least 1")
+def _check(policy: "PartialExperts | SelectiveExperts") -> None:
+    leave_out, num_experts, stored = policy.leave_out, policy.num_experts, policy.num_persisted_experts
+    if policy.interval_iterations < 1:
+        raise ConfigError.of("snapshot.policy.interval_iterations", policy.interval_iterations, "must be at least 1")
     if num_experts is not None and num_experts < 1:
         raise ConfigError.of("snapshot.policy.num_experts", num_experts, "must be null or at least 1")
+    if stored is not None and not 1 <= stored <= (stored if num_experts is None else num_experts):
+        bound = "" if num_experts is None else f" and at most snapshot.policy.num_experts={num_experts}"
+        raise ConfigError.of(
+            _STORED, stored, f"must be null or at least 1{bound}: a file has no newer state than memory"
+        )
     if not leave_out or len(set(leave_out)) != len(leave_out) or not set(leave_out) <= set(_COMPONENTS):
         constraint = f"must name each once, and at least one, of {', '.join(_COMPONENTS)}"
         raise ConfigError.of("snapshot.policy.leave_out", list(leave_out), constraint)
-    if drift < 0:
-        raise ConfigError.of("snapshot.policy.replan_drift", drift, "must be at least 0")
+    if policy.replan_drift < 0:
+        raise ConfigError.of("snapshot.policy.replan_drift", policy.replan_drift, "must be at least 0")

@@ -248,7 +248,8 @@ class SnapshotReport:
             plan, is_known = policy.plan_unmeasured(demand), True
         update_loss = ""
         if isinstance(policy, ExpertPolicy):
-            update_loss = policy.update_loss(config.model.num_moe_experts or 0)
+            per_file = max(1, snapshot.persist_interval_windows)
+            update_loss = policy.update_loss(config.model.num_moe_experts or 0, per_file)
         assignment = PeerAssignment.of(config.member_domains, snapshot.num_peer_copies)
         plans_again = snapshot.replan_interval_windows > 0
         report = cls(

@@ -14,7 +14,7 @@ from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.memory import NUM_BUFFERS, BufferStates
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.server.wire import items, stored_window
-from megatron_ft.snapshot.window import Slice, Window
+from megatron_ft.snapshot.window import Slice, StoredLevel, Window
 
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 60.0
@@ -36,9 +36,10 @@ and server would wait for each other."""
     PINNED_BUFFERS,
     COMMITTED_START,
     PERSISTED_BYTES,
-) = range(9)
+    FAILED_START,
+) = range(10)
 """Indices of fields of the status page. The server writes ``COMMITTED_START`` after ``PINNED_BUFFERS``."""
-BUFFER_REPLICATED = 9
+BUFFER_REPLICATED = 10
 BUFFER_GIVEN_UP = BUFFER_REPLICATED + NUM_BUFFERS
 """Index of the first of ``NUM_BUFFERS`` fields, one per buffer: the start iteration of the buffer's window if some peer
 will never have this window, otherwise -1. From index ``BUFFER_REPLICATED`` on, as many fields contain the start
@@ -147,14 +148,23 @@ class KeeperClient:
         """Report that slice ``index`` of a buffer's window is complete and final. Does not wait for the answer."""
         self._request({"op": "captured", "buffer": buffer, "slice": index, "record": part.to_json()})
 
-    def committed(self, start_iteration: int, *, captured_in: int | None = None) -> None:
+    def committed(
+        self,
+        start_iteration: int,
+        *,
+        captured_in: int | None = None,
+        is_written: bool = False,
+        level: StoredLevel | None = None,
+    ) -> None:
         """Report that all ranks have replicated a window or have continued from it. Does not wait for the answer.
 
         The server refuses this if its copy of the window is incomplete. ``captured_in`` is the generation that captured
-        the window; None means the generation of this client.
+        the window; None means the generation of this client. If ``is_written``, the server writes the window to storage
+        now, whatever it counts; ``level`` is the content of the file, None for that of the window in memory.
         """
         captured = {} if captured_in is None else {"captured_in": captured_in}
-        self._request({"op": "committed", "start_iteration": start_iteration, **captured})
+        stored = {"stored": None if level is None else level.to_json()} if is_written else {}
+        self._request({"op": "committed", "start_iteration": start_iteration, **captured, **stored})
         # The server may handle this request later, and then pin a buffer to write it to storage. So buffers count as
         # unknown until the status page shows this commit.
         self._committed = start_iteration
@@ -178,6 +188,7 @@ class KeeperClient:
             given_up={buffer: arena.status(BUFFER_GIVEN_UP + buffer) for buffer in buffers},
             pinned=frozenset(buffer for buffer in buffers if pinned >> buffer & 1),
             knows_commits=knows_commits,
+            failed_start=arena.status(FAILED_START),
         )
 
     def persist(self, start_iteration: int) -> None:

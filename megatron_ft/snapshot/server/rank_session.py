@@ -27,7 +27,7 @@ from megatron_ft.snapshot.server.store import (
 from megatron_ft.snapshot.server.windows import HeldWindow, OwnWindows
 from megatron_ft.snapshot.server.wire import Refused, abort, connect, is_token
 from megatron_ft.snapshot.server.workers import Persister
-from megatron_ft.snapshot.window import Origin, Slice
+from megatron_ft.snapshot.window import Origin, Slice, StoredLevel
 
 _MAX_INQUIRIES = 16
 """Largest number of peers that are asked for their inventories at the same time."""
@@ -199,10 +199,16 @@ class RankSession(threading.Thread):
     def _committed(self, own: OwnRank, message: Message, _: list[int]) -> Message:
         generation, start = own.settings.origin.generation, fields.integer(message, "start_iteration")
         captured_in = fields.integer(message, "captured_in", most=generation) if "captured_in" in message else None
+        stored = message.get("stored")
+        level = None if stored is None else StoredLevel.from_json(stored)
         with self._changing(own) as windows:
-            window = windows.commit(start, generation, captured_in)
-            if own.settings.persist_url is not None and windows.is_persist_due(own.settings.persist_every):
-                self._persister.request(own, window)
+            window = windows.find(start, generation if captured_in is None else captured_in)
+            if level is not None and [len(part.pieces) for part in window.slices] != [len(level.captured_at)]:
+                raise ControlError(f"stored.captured_at: must have one entry for each piece of window {start}")
+            windows.commit(start, generation, captured_in)
+            is_due = "stored" in message or windows.is_persist_due(own.settings.persist_every)
+            if own.settings.persist_url is not None and is_due:
+                self._persister.request(own, window, level)
             # Free older windows only after a commit, because until then a restart may need them.
             self._store.free_older(window.generation)
         return _OK

@@ -200,6 +200,8 @@ class OwnRank:
     hashed_bytes: int = 0
     persisted_start: int = -1
     persisted_bytes: int = 0
+    failed_start: int = -1
+    """Start iteration of the newest window whose write to storage has failed in this generation; -1 without any."""
     on_storage: OnStorage | None = None
     """Files that contain the pieces of the newest persisted window."""
     allocating: threading.Lock = field(default_factory=threading.Lock)
@@ -251,6 +253,7 @@ class OwnRank:
             sum(1 << buffer for buffer in windows.pinned),
             -1 if windows.confirmed is None else windows.confirmed.start_iteration,
             self.persisted_bytes,
+            self.failed_start,
             *(replicated.get(buffer, -1) for buffer in range(NUM_BUFFERS)),
             *(given_up.get(buffer, -1) for buffer in range(NUM_BUFFERS)),
         )
@@ -360,6 +363,7 @@ class Store:
         # A new process of the same generation continues the count of commits.
         if own.windows is not None and origin.generation > own.settings.origin.generation:
             own.windows.new_generation()
+            own.failed_start = -1
         own.settings, own.abort = settings, abort
         # Leave out ranks of earlier generations: their peers may have left, and senders to these would report failures.
         current = [other.settings for other in self.ranks.values() if self.is_current(other)]

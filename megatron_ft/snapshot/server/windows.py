@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_ft.errors import ControlError
+from megatron_ft.errors import CheckpointError, ControlError
 from megatron_ft.planning.recovery.sources import StoredWindow, Where
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.server.wire import MAX_RANK, integer, items, stored_window
-from megatron_ft.snapshot.window import Slice, Window
+from megatron_ft.snapshot.window import Slice, StoredLevel, Window
 
 NUM_COPY_BUFFERS = 2
 
@@ -129,6 +129,42 @@ class OnStorage:
         found = tuple(place or window.key for place in places) or (window.key,) * len(window.slices[0].pieces)
         is_partial = former is not None and any(place is not None for place in places)
         return cls(window, found, former.num_partial + 1 if former is not None and is_partial else 0)
+
+
+def file_of(
+    former: OnStorage | None, window: HeldWindow, level: StoredLevel | None
+) -> tuple[HeldWindow, list[WindowKey | None]]:
+    """Return the description of the next file of a rank, and for each piece the earlier window whose file contains it,
+    or None if the piece is written from memory; an empty list if all pieces are written from memory.
+
+    Args:
+        former: the newest file of the rank; None if there is none.
+        level: content of the file; None if it is that of ``window``.
+
+    Raises:
+        CheckpointError: neither memory nor an earlier file has the state of a piece.
+    """
+    if level is None:
+        return window, [] if former is None else former.places_of(window)
+    (part,) = window.slices
+    before = former if former is not None and former.window.generation == window.generation else None
+    stored = replace(part, captured_at=level.captured_at, header={**part.header, **level.header})
+    places: list[WindowKey | None] = []
+    hashes: list[str] = []
+    for index, piece in enumerate(part.pieces):
+        # A file of several slices has no record, so ``before`` has one slice.
+        source = part
+        if before is not None and stored.has_same(index, before.window.slices[0]):
+            source = before.window.slices[0]
+        elif not stored.has_same(index, part):
+            raise CheckpointError(
+                f"{piece.component!r} of {piece.parameter!r}: its state of iteration {level.captured_at[index]} is "
+                "neither in memory nor in an earlier file; a later window is written with everything"
+            )
+        assert source.hashes is not None, "a committed window has hashes"
+        places.append(None if source is part or before is None else before.places[index])
+        hashes.append(source.hashes[index])
+    return replace(window, slices=[replace(stored, hashes=tuple(hashes))], before=None), places
 
 
 class _Fillings:

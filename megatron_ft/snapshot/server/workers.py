@@ -17,11 +17,12 @@ from megatron_ft.snapshot.server.windows import (
     PeerBuffers,
     SendCommit,
     SendSlice,
+    file_of,
 )
 from megatron_ft.snapshot.server.wire import Refused, Wire, connect
 from megatron_ft.snapshot.storage.window_file import write_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
-from megatron_ft.snapshot.window import Slice
+from megatron_ft.snapshot.window import Slice, StoredLevel
 
 # Slices are sent in order, without waiting for the previous acknowledgement. Answers are read as they arrive.
 
@@ -362,6 +363,8 @@ class _Write:
     window: HeldWindow
     payload: list[memoryview]
     url: str
+    level: StoredLevel | None
+    """Content of the file, if it is not that of the window."""
 
 
 class Persister(threading.Thread):
@@ -376,18 +379,25 @@ class Persister(threading.Thread):
         self._store = store
         self._due: deque[_Write] = deque()
 
-    def request(self, own: OwnRank, window: HeldWindow) -> None:
-        """Request that a window is written, unless this was already requested. The store's lock must be held."""
+    def request(self, own: OwnRank, window: HeldWindow, level: StoredLevel | None = None) -> None:
+        """Request that a window is written, unless this was already requested. The store's lock must be held.
+
+        Args:
+            level: content of the file; None if the file must contain the state that the window contains in memory.
+        """
         assert own.windows is not None and own.settings.persist_url is not None, (
             "the rank must have memory for windows, and persist_url must be set"
         )
         if any(due.window is window for due in self._due):
             return
+        # A file is never replaced: the files of the other ranks would still have the other level.
+        if own.on_storage is not None and own.on_storage.window.key == window.key:
+            return
         # The views keep the memory alive. The pin keeps its content, because no window may begin in a pinned buffer.
         payload = [own.view(window, part) for part in window.slices]
         own.windows.pinned.add(window.buffer)
         url = own.settings.persist_url
-        self._due.append(_Write(own=own, windows=own.windows, window=window, payload=payload, url=url))
+        self._due.append(_Write(own=own, windows=own.windows, window=window, payload=payload, url=url, level=level))
         own.publish()
 
     def is_due(self, own: OwnRank) -> bool:
@@ -416,6 +426,7 @@ class Persister(threading.Thread):
                 due.own.persisted_bytes += num_bytes
             else:
                 due.own.note_problem("persist", error, due.window.start_iteration)
+                due.own.failed_start = due.window.start_iteration
             due.own.publish()
             self._store.changed()
         # Older windows are deleted only after this one is durable.
@@ -425,8 +436,8 @@ class Persister(threading.Thread):
     def _write(self, due: _Write) -> tuple[int, Exception | None]:
         # Pieces that are in the file of an earlier window are not written again.
         own, window = due.own, due.window
-        places = [] if own.on_storage is None else own.on_storage.places_of(window)
         try:
+            window, places = file_of(own.on_storage, window, due.level)
             write_window(due.url, window, due.payload, places=places)
         except (CheckpointError, OSError) as error:
             self._store.report(f"cannot write window {window.start_iteration} of rank {window.rank}: {error}")

@@ -17,9 +17,9 @@ from megatron_ft.planning.snapshot.partial_experts import (
     ExpertBytes,
     ExpertPolicy,
     PartialExperts,
-    PartialWindows,
     SelectiveExperts,
 )
+from megatron_ft.planning.snapshot.partial_windows import PartialWindows
 from megatron_ft.planning.snapshot.plan import Piece, WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext
 from megatron_ft.testing.demands import equal_experts, expert, rest, shard

@@ -1,18 +1,29 @@
 """Tests windows that leave out pieces: the snapshot server and its peers copy these pieces from an earlier window."""
 
+import json
 import socket
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
 from megatron_ft.errors import ControlError
 from megatron_ft.planning.recovery.sources import StoredWindow
-from megatron_ft.snapshot.server.client import HASHED_BYTES, REPLICATED_BYTES, Arena, KeeperClient
+from megatron_ft.planning.snapshot.plan import WindowKey
+from megatron_ft.snapshot.server.client import (
+    COMMITTED_START,
+    FAILED_START,
+    HASHED_BYTES,
+    REPLICATED_BYTES,
+    Arena,
+    KeeperClient,
+)
 from megatron_ft.snapshot.server.peer_session import PeerSessions, announce
 from megatron_ft.snapshot.server.store import Memory, Store
 from megatron_ft.snapshot.server.windows import HeldWindow, OwnWindows
 from megatron_ft.snapshot.server.wire import Refused
-from megatron_ft.snapshot.window import Slice
+from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.snapshot.window import Slice, StoredLevel
 from megatron_ft.testing.snapshot_servers import (
     PAGE,
     TOKEN,
@@ -202,3 +213,91 @@ def test_a_slice_without_its_earlier_window_is_refused_with_a_kind_of_its_own() 
             wire.answer()
         assert refused.value.kind == "carry" and isinstance(refused.value, ControlError)
         wire.close()
+
+
+def stored(client: KeeperClient, arena: Arena, iteration: int, captured_at: tuple[int, int] | None) -> None:
+    """Commit a window, and let its file have the pieces of iterations ``captured_at``; None for those in memory."""
+    wait_replicated(arena, iteration)
+    level = None
+    if captured_at is not None:
+        level = StoredLevel(captured_at=captured_at, header={"tokens_at_risk": json.dumps([list(captured_at)])})
+    client.committed(iteration, is_written=True, level=level)
+
+
+def test_a_file_has_earlier_pieces_than_memory(tmp_path: Path) -> None:
+    with cluster(1) as nodes:
+        client = nodes.client(0, node=0, peer_nodes=[], persist_url=str(tmp_path), num_persisted=0)
+        arena = client.allocate(PAGE)
+        history = [  # iteration, memory, file
+            (10, None, None),
+            (11, (10, 11), (10, 10)),
+            (12, (12, 11), (12, 10)),
+            (13, (12, 13), (12, 13)),
+            (14, (14, 13), (12, 13)),
+        ]
+        for number, (iteration, memory, file) in enumerate(history):
+            partial(client, arena, number % 3, iteration, memory)
+            stored(client, arena, iteration, file)
+            assert client.flush()
+            assert fetch(client, 0, iteration, node=0) == expected(*(memory or (iteration, iteration)))
+            with WindowFolder(tmp_path).open(WindowKey(start_iteration=iteration, generation=1), 0) as opened:
+                assert [bytes(opened.read_slice(0))] == expected(*(file or (iteration, iteration)))
+                (part,) = opened.verify().slices
+                assert part.captured_at == file
+                assert file is None or json.loads(part.header["tokens_at_risk"]) == [list(file)]
+        assert client.problems() == []
+        # Window 14 is on storage already, and its file is not replaced by another one.
+        client.persist(14)
+        assert client.flush() and client.problems() == []
+        with WindowFolder(tmp_path).open(WindowKey(start_iteration=14, generation=1), 0) as opened:
+            assert [bytes(opened.read_slice(0))] == expected(12, 13)
+
+
+def test_a_file_whose_earlier_pieces_could_not_be_written_is_refused_until_one_has_everything(tmp_path: Path) -> None:
+    with cluster(1) as nodes:
+        client = nodes.client(0, node=0, peer_nodes=[], persist_url=str(tmp_path), num_persisted=0)
+        arena = client.allocate(PAGE)
+        partial(client, arena, 0, 10, None)
+        stored(client, arena, 10, None)
+        (tmp_path / "window_0000011.1").write_text("a file in the place of the folder")
+        partial(client, arena, 1, 11, (10, 11))
+        stored(client, arena, 11, (10, 11))
+        assert client.flush() and arena.status(FAILED_START) == 11
+        partial(client, arena, 2, 12, (12, 11))
+        stored(client, arena, 12, (12, 11))  # memory still has the piece of iteration 11
+        partial(client, arena, 0, 13, (12, 13))
+        stored(client, arena, 13, (12, 11))
+        assert client.flush() and arena.status(FAILED_START) == 11, "window 12 has repaired it"
+        partial(client, arena, 1, 14, (14, 13))
+        stored(client, arena, 14, (9, 13))
+        assert client.flush() and arena.status(FAILED_START) == 14
+        assert client.buffer_states().failed_start == 14
+        problems = [problem["error"] for problem in client.problems()]
+        assert len(problems) == 2 and "its state of iteration 9 is neither in memory nor in an earlier" in problems[1]
+        partial(client, arena, 2, 15, (14, 15))
+        stored(client, arena, 15, None)
+        assert client.flush() and arena.status(FAILED_START) == 14
+        with WindowFolder(tmp_path).open(WindowKey(start_iteration=15, generation=1), 0) as opened:
+            assert [bytes(opened.read_slice(0))] == expected(14, 15)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"captured_at": [10], "header": {}},
+        {"captured_at": [10, -1], "header": {}},
+        {"captured_at": [10, 11], "header": {"x": 1}},
+        {"captured_at": "x", "header": {}},
+        7,
+    ],
+)
+def test_levels_that_no_rank_sends_are_refused(tmp_path: Path, content: object) -> None:
+    with cluster(1) as nodes:
+        client = nodes.client(0, node=0, peer_nodes=[], persist_url=str(tmp_path), num_persisted=0)
+        arena = client.allocate(PAGE)
+        partial(client, arena, 0, 10, None)
+        wait_replicated(arena, 10)
+        client._request({"op": "committed", "start_iteration": 10, "stored": content})
+        with pytest.raises(ControlError, match="stored"):
+            client.flush()
+        assert arena.status(COMMITTED_START) == -1 and not any(tmp_path.iterdir())

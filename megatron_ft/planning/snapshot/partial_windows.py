@@ -1,0 +1,171 @@
+"""``PartialWindows``: records, for windows that leave out experts, from which iteration memory and storage have each
+expert, and how many tokens a recovery from each level would lose."""
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from megatron_ft.operator_state import operator_of
+from megatron_ft.planning.snapshot.demand import Demand
+from megatron_ft.planning.snapshot.expert_choice import Counts
+from megatron_ft.planning.snapshot.lost_tokens import Rows, TokenLedger, mean_share
+from megatron_ft.planning.snapshot.partial_experts import ChoiceBasis, ExpertBytes, ExpertPolicy, StorageBasis
+from megatron_ft.planning.snapshot.plan import Piece, WindowPlan
+
+
+class PartialWindows:
+    """Chooses the experts of each window and of its file. Records, by window and expert, the iteration of the expert's
+    state.
+
+    All ranks make the same calls with the same values, so they have the same records.
+
+    Args:
+        planned_tokens: tokens that the router assigns in one layer in the whole training.
+    """
+
+    def __init__(self, policy: ExpertPolicy, plan: WindowPlan, demand: Demand, planned_tokens: int) -> None:
+        assert plan.partial is not None and plan.basis is not None, "the plan captures all experts"
+        self._policy = policy
+        self._plan = plan
+        self._components = frozenset(plan.partial.components)
+        self._budget_bytes = plan.basis.budget_bytes
+        self._state = ExpertBytes.of(demand, plan.partial.components)
+        self._row_of = {layer: row for row, layer in enumerate(self._state.layers)}
+        self._planned_tokens = planned_tokens
+        self._captured_at: dict[int, Counts] = {}
+        """Iteration from which each window has each expert, ``[MoE layers, experts]``, by the window's start."""
+        self._processed: dict[int, Counts] = {}
+        """Tokens that each expert had processed after an iteration, for each iteration in ``_captured_at``."""
+        self._stored_at: Counts | None = None
+        """Iteration from which the newest file has each expert, ``[MoE layers, experts]``; None before the first file.
+        A write that has not ended counts as a file."""
+        self._stored_start = self._whole_start = -1
+        """Start of the window of the newest file, and of the newest file with the same content as its window."""
+        self.stored_share: float | None = None
+        """Share of the planned tokens that a recovery from the newest file would lose; None if it is not known."""
+        self._places: tuple[Sequence[Piece], Counts] | None = None
+        """Pieces of the last call of ``captured_at``, and the result of ``_places_of`` for them."""
+
+    def begin(self, start: int, held: Collection[int], ledger: TokenLedger, loads: Sequence[Rows]) -> None:
+        """Choose the experts of a window. If no window in ``held`` has the state of the other experts, choose all.
+
+        Args:
+            held: start iterations of the windows in memory.
+            loads: tokens of [layer of the model][expert] of recent iterations.
+        """
+        earlier = max((iteration for iteration in self._captured_at if iteration in held), default=None)
+        now = np.array(ledger.processed, dtype=np.int64)
+        if earlier is None:
+            captured_at = np.full(now.shape, start, dtype=np.int64)
+        else:
+            before = self._captured_at[earlier]
+            basis = ChoiceBasis(
+                number=start // self._plan.interval_iterations,
+                at_risk=now - self._processed_at(before),
+                iteration_loads=np.mean([self._of_layers(rows) for rows in loads] or [now * 0], axis=0),
+                lost_share=ledger.lost_share(self._planned_tokens),
+                planned_tokens=self._planned_tokens,
+                budget_bytes=self._budget_bytes,
+            )
+            captured_at = np.where(self._policy.choose(self._plan, basis, self._state), start, before)
+        known = {**self._captured_at, start: captured_at}
+        self._captured_at = {
+            iteration: at for iteration, at in known.items() if iteration in held or iteration == start
+        }
+        self._processed[start] = now
+        kept = [*self._captured_at.values(), *([] if self._stored_at is None else [self._stored_at])]
+        needed = {iteration for at in kept for iteration in np.unique(at).tolist()}
+        self._processed = {iteration: rows for iteration, rows in self._processed.items() if iteration in needed}
+
+    def begin_whole(self, start: int, ledger: TokenLedger) -> None:
+        """Record a window that captures all experts."""
+        self._captured_at = {}
+        self.begin(start, (), ledger, ())
+
+    def store(self, start: int, ledger: TokenLedger, unwritten_start: int) -> bool:
+        """Choose the experts whose state in window ``start`` is written to storage now. The file of the window has the
+        state of all others from an earlier file. Return whether the file has another content than the window.
+
+        Args:
+            unwritten_start: start of the newest window whose file some rank could not write; -1 without any. Files
+                from this one on may need pieces that are on no storage, so the next file has everything.
+        """
+        before, captured_at = self._stored_at, self._captured_at.get(start)
+        since, self._stored_start, self._stored_at = self._stored_start, start, captured_at
+        if captured_at is None or before is None or unwritten_start >= self._whole_start:
+            self._whole_start = start
+            self.stored_share = None if captured_at is None else self._share(self._lost(start, captured_at))
+            return False
+        now = self._processed_at(np.full_like(captured_at, start))
+        basis = StorageBasis(
+            captured_at=captured_at,
+            stored_at=before,
+            since=since,
+            at_risk=now - self._processed_at(captured_at),
+            stored_at_risk=now - self._processed_at(before),
+            lost_share=ledger.lost_share(self._planned_tokens),
+            planned_tokens=self._planned_tokens,
+        )
+        self._stored_at = np.where(self._policy.choose_stored(basis), captured_at, before)
+        self.stored_share = self._share(self._lost(start, self._stored_at))
+        is_whole = bool((self._stored_at == captured_at).all())
+        self._whole_start = start if is_whole else self._whole_start
+        return not is_whole
+
+    def captured_at(self, start: int, pieces: Sequence[Piece], num_layers: int) -> tuple[int, ...] | None:
+        """Return the iteration of each piece in the window that starts at ``start``; None if all are of ``start``."""
+        captured_at = self._captured_at[start]
+        if (captured_at == start).all():
+            return None
+        return self._of_pieces(captured_at, start, pieces, num_layers)
+
+    def stored(self, start: int, pieces: Sequence[Piece], num_layers: int) -> tuple[tuple[int, ...], Rows]:
+        """Return the iteration of each piece in the file of window ``start``, for which ``store`` was just called, and
+        the tokens that a recovery from this file would lose, as [MoE layer][expert]."""
+        assert self._stored_at is not None and self._stored_start == start, f"window {start} is not stored"
+        return self._of_pieces(self._stored_at, start, pieces, num_layers), self._lost(start, self._stored_at)
+
+    def _of_pieces(self, captured_at: Counts, start: int, pieces: Sequence[Piece], num_layers: int) -> tuple[int, ...]:
+        # Computed only once for each layout of pieces, because this call delays training.
+        if self._places is None or self._places[0] is not pieces:
+            self._places = pieces, self._places_of(pieces, num_layers)
+        places = self._places[1]
+        return tuple(np.where(places < 0, start, captured_at.reshape(-1)[places]).tolist())
+
+    def _places_of(self, pieces: Sequence[Piece], num_layers: int) -> Counts:
+        """Return for each piece the index of its expert in ``[MoE layers, experts]``; -1 if it is always captured."""
+        found = []
+        for piece in pieces:
+            operator = operator_of(piece.parameter, num_layers)
+            is_partial = operator.expert is not None and piece.component in self._components
+            row = self._row_of[operator.layer] * self._state.num_experts if is_partial else -1
+            found.append(row + (operator.expert or 0) if is_partial else -1)
+        return np.array(found, dtype=np.int64)
+
+    def at_risk(self, start: int) -> Rows | None:
+        """Return the tokens that a recovery from window ``start`` would lose, as [MoE layer][expert]. Return None for a
+        window that is not known."""
+        if start not in self._captured_at:
+            return None
+        return self._lost(start, self._captured_at[start])
+
+    def _lost(self, start: int, captured_at: Counts) -> Rows:
+        lost = self._processed_at(np.full_like(captured_at, start)) - self._processed_at(captured_at)
+        return tuple(tuple(row) for row in lost.tolist())
+
+    def shares(self, start: int, ledger: TokenLedger) -> tuple[float, float]:
+        """Return two shares of the planned tokens: those that a recovery from window ``start`` would lose, and those
+        that earlier recoveries have lost."""
+        return self._share(self.at_risk(start) or ()), ledger.lost_share(self._planned_tokens)
+
+    def _share(self, tokens: Rows) -> float:
+        return mean_share(tokens, self._planned_tokens)
+
+    def _of_layers(self, rows: Rows) -> Counts:
+        return np.array([rows[layer - 1] for layer in self._state.layers], dtype=np.int64)
+
+    def _processed_at(self, captured_at: Counts) -> Counts:
+        found = np.zeros_like(captured_at)
+        for iteration in np.unique(captured_at).tolist():
+            found = np.where(captured_at == iteration, self._processed[iteration], found)
+        return found
