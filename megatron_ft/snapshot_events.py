@@ -147,6 +147,11 @@ class ExpertUpdatesLost(Record):
     """Number of experts, over all layers, that were set back to an earlier iteration."""
     num_tokens: int
     """Number of tokens, over all layers, whose updates of experts were lost in this recovery."""
+    num_stored_tokens: int = 0
+    """Number of these tokens that were lost by experts whose state was read from storage. The others were lost by
+    experts whose state was in memory."""
+    num_memory_experts: int = 0
+    """Number of experts, over all layers, whose state was in memory, although the window was read from storage."""
     lost_share: float
     """Share of the tokens of the whole training whose updates were lost so far, as a mean over MoE layers (PLT)."""
     momentary_lost_tokens: float

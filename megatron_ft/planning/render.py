@@ -110,6 +110,7 @@ def _snapshot(report: SnapshotReport, serve: str) -> str:
             ("window", window),
             ("used for", serve),
             *((("captured", _captured(report)),) if report.leaves_out_experts else ()),
+            *((("written to storage", _stored(report)),) if report.stored_bytes is not None else ()),
             ("bytes of a window", f"{_readable_bytes(report.window_bytes)} on the largest rank"),
             ("dense snapshot", f"{_readable_bytes(report.dense_bytes)} on the largest rank"),
             ("peer copies", f"{report.num_peer_copies} of each node: {peers}" if report.num_peer_copies else "none"),
@@ -131,6 +132,13 @@ def _captured(report: SnapshotReport) -> str:
     return (
         f"{_readable_bytes(report.captured_bytes)} of {whole} on the largest rank: everything outside experts, and "
         f"{counted(report.captured_experts or 0, 'expert')} of each layer; the first window captures everything"
+    )
+
+
+def _stored(report: SnapshotReport) -> str:
+    return (
+        f"at most {_readable_bytes(report.stored_bytes or 0)} of a window on a rank: everything outside experts, and "
+        f"{counted(report.stored_experts or 0, 'expert')} of each layer; the first file has everything"
     )
 
 

@@ -1,5 +1,7 @@
 """Tests jobs whose windows leave out experts: from which state they continue, and what they count as lost."""
 
+import itertools
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -145,7 +147,9 @@ def test_a_window_in_memory_and_the_same_window_on_storage_give_the_same_bits(
     chosen = of_kind(again, "recovery_started")[-1]
     assert (chosen["source"], chosen["iteration"]) == ("persisted", at), again.output
     first, second = of_kind(again, "expert_updates_lost")
-    assert {**first, "time_unix_seconds": 0} == {**second, "time_unix_seconds": 0}
+    assert (first["num_stored_tokens"], second["num_stored_tokens"]) == (0, first["num_tokens"])
+    same = {"time_unix_seconds": 0, "num_stored_tokens": 0}
+    assert {**first, **same} == {**second, **same}
     from_storage = states(again)
     for iteration in range(at + 1, NUM_ITERATIONS + 1):
         assert from_storage[iteration][-1] == from_memory[iteration][-1]
@@ -185,6 +189,11 @@ def test_a_lost_node_comes_back_from_the_copies_that_its_peer_put_together(
         ),
         (DENSE, "must capture everything with model.num_moe_experts=null"),
         (("snapshot.policy.leave_out=[weights]",), "must name each once, and at least one, of masters, moments"),
+        (("snapshot.policy.num_persisted_experts=1",), "must be null with snapshot.persist_interval_windows=0"),
+        (
+            ("snapshot.policy.num_persisted_experts=2", "snapshot.persist_interval_windows=1"),
+            "num_persisted_experts=2: must be null or at least 1 and at most snapshot.policy.num_experts=1",
+        ),
     ],
 )
 def test_what_cannot_be_carried_out_is_refused_before_anything_starts(
@@ -193,3 +202,106 @@ def test_what_cannot_be_carried_out_is_refused_before_anything_starts(
     job = train(tmp_path, warm_forkserver, *LAYOUTS["EP2"], *overrides)
     assert job.exit_code == 2 and message in job.output, job.output
     assert not (tmp_path / "job").exists()
+
+
+TWO_LEVELS = (
+    *PARTIAL,
+    "snapshot.policy.num_experts=2",
+    "snapshot.policy.num_persisted_experts=1",
+    "snapshot.persist_interval_windows=1",
+    "snapshot.keep_persisted=0",
+)
+
+
+def captured_at(job: JobResult, key: WindowKey, rank: int) -> dict[str, int]:
+    """Return the iteration of the state of every expert of a rank in a file, by layer and number."""
+    with WindowFolder(job.run_dir / "windows").open(key, rank) as opened:
+        (part,) = opened.verify().slices
+    return {
+        match[0]: part.iteration_of(index)
+        for index, piece in enumerate(part.pieces)
+        if (match := re.search(r"layers\.\d+\.mlp\.experts\.local_experts\.\d+", piece.parameter))
+        and piece.component == "exp_avg"
+    }
+
+
+def test_memory_serves_if_servers_survive_and_files_if_not(tmp_path: Path, warm_forkserver: str) -> None:
+    """All ranks are killed at the same iteration. The servers survive the first time and not the second time."""
+    fault = 'kill(at_iteration=12,phase="update",generation=0)'
+    job = train(tmp_path, warm_forkserver, *LAYOUTS["EP2"], faults=[fault], snapshots=TWO_LEVELS)
+    assert job.exit_code == 0, job.output
+    (started,), (lost,) = of_kind(job, "recovery_started"), of_kind(job, "expert_updates_lost")
+    assert started["source"] == "memory" and (lost["num_stored_tokens"], lost["num_memory_experts"]) == (0, 0)
+    at, first = started["iteration"], of_kind(job, "snapshot_planned")[0]["iteration"]
+    loads = {event["iteration"]: np.array(event["layers"]) for event in of_kind(job, "expert_load")}
+    in_memory = np.full(loads[at].shape, first)
+    for start in range(first + 1, at + 1):
+        in_memory = np.where(Sequential().choose(start, 2, loads[at] * 0, 2), start, in_memory)
+    assert lost["num_tokens"] == tokens_since(loads, in_memory, at)
+    # Now only files are left: those of the newest iteration at which every rank had written one.
+    folder = WindowFolder(job.run_dir / "windows")
+    stored = [window for window in folder.list_windows() if window.generation == 0 and window.start_iteration <= at][-1]
+    for window in folder.list_windows():
+        if window > stored:
+            name = f"window_{window.start_iteration:07d}" + (f".{window.generation}" if window.generation else "")
+            shutil.rmtree(job.run_dir / "windows" / name)
+    in_files = np.zeros_like(in_memory)
+    for rank in range(2):
+        for name, iteration in captured_at(job, stored, rank).items():
+            layer, number = map(int, re.findall(r"\d+", name))
+            in_files[layer, number] = iteration
+    assert (in_files > 0).all() and (in_files < in_memory).any()
+    shutil.rmtree(job.run_dir / "checkpoints")
+    again = train(tmp_path, warm_forkserver, *LAYOUTS["EP2"], "run.resume=auto", snapshots=TWO_LEVELS)
+    assert again.exit_code == 0, again.output
+    chosen = of_kind(again, "recovery_started")[-1]
+    assert (chosen["source"], chosen["iteration"]) == ("persisted", stored.start_iteration), again.output
+    _, second = of_kind(again, "expert_updates_lost")
+    assert second["num_tokens"] == second["num_stored_tokens"] == tokens_since(loads, in_files, stored.start_iteration)
+    assert second["num_tokens"] > lost["num_tokens"]
+
+
+def tokens_since(loads: dict[int, np.ndarray], captured: np.ndarray, at: int) -> int:
+    """Return the tokens that experts have processed since the iterations ``captured``, up to iteration ``at``."""
+    since = np.array([loads[iteration] for iteration in range(1, at + 1)])
+    return int((since * (np.arange(1, at + 1)[:, None, None] > captured)).sum())
+
+
+def test_experts_of_the_node_that_is_left_come_from_its_memory(tmp_path: Path, warm_forkserver: str) -> None:
+    """Windows have no copies on peers, so all ranks continue from files after the loss of a node."""
+    words = [
+        *JOB,
+        *TWO_LEVELS,
+        *LAYOUTS["EP2"],
+        "snapshot.num_peer_copies=0",
+        "snapshot.policy.interval_iterations=4",
+        "recovery.keep_layout=true",
+        "recovery.keep_processes=false",
+        "nodes.num_spare_nodes=1",
+        "testing.failpoints=['stop(rank=1,at_iteration=13,phase=\"backward\",generation=0)']",
+    ]
+    job = run_killing_nodes(words, forkserver=warm_forkserver, runs=tmp_path)
+    assert job.exit_code == 0, job.output
+    (started,), (lost,) = of_kind(job, "recovery_started"), of_kind(job, "expert_updates_lost")
+    assert started["source"] == "persisted", job.output
+    at, first = started["iteration"], of_kind(job, "snapshot_planned")[0]["iteration"]
+    loads = {event["iteration"]: np.array(event["layers"]) for event in of_kind(job, "expert_load")}
+    # Windows begin every fourth iteration. The newest one that was committed before the loss is in memory.
+    before = itertools.takewhile(lambda event: event["kind"] != "recovery_started", job.records())
+    committed = [event["start_iteration"] for event in before if event["kind"] == "window_committed"]
+    experts = np.full(loads[at].shape, first)
+    windows = {}
+    for start in range(first, committed[-1] + 1, 4):
+        if start > first:
+            experts = np.where(Sequential().choose(start // 4, 2, experts * 0, 2), start, experts)
+        windows[start] = experts
+    state = np.zeros_like(experts)
+    for rank in range(2):
+        for name, iteration in captured_at(job, WindowKey(start_iteration=at, generation=0), rank).items():
+            layer, number = map(int, re.findall(r"\d+", name))
+            state[layer, number] = iteration
+    in_memory = windows[committed[-1]]
+    is_taken = (in_memory > state) & (in_memory <= at) & (np.arange(state.shape[1]) < state.shape[1] // 2)
+    assert lost["num_memory_experts"] == is_taken.sum() > 0
+    assert lost["num_stored_tokens"] == tokens_since(loads, np.where(is_taken, at, state), at)
+    assert lost["num_tokens"] == tokens_since(loads, np.where(is_taken, in_memory, state), at)

@@ -1,7 +1,7 @@
 """Finds the newest window that all ranks can load, verifies it and replays it."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +10,7 @@ from megatron_ft.config.identity import JobIdentity
 from megatron_ft.errors import CheckpointError, ControlError, RecoveryError
 from megatron_ft.events import ExpertUpdatesLost, Record, RecoveryStarted, SnapshotProblem, WindowReplayed
 from megatron_ft.mcore.groups import Collectives
+from megatron_ft.mcore.snapshot.expert_levels import take_newer_experts
 from megatron_ft.mcore.snapshot.local_window import CONFIG, LocalWindow, Replayer, ReplayResult, carry_out
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow
@@ -69,6 +70,7 @@ class SnapshotRestorer:
         self._other_runs: list[WindowKey] = []
         self._other_settings: list[tuple[int, str]] = []
         self._damaged: list[str] = []
+        self._in_memory: list[StoredWindow] = []
         self._committed_buffer: int | None = None
         self._rejected: list[str] = []
         self._chosen_digest = ""
@@ -129,7 +131,7 @@ class SnapshotRestorer:
             rejection = rejected.get(self._chosen_digest)
             if rejection is None:
                 self._choose(source)
-                return window
+                return self._with_newer_experts(window)
             for windows, place in zip(by_rank, source.places, strict=True):
                 windows.remove(place)
             text = (
@@ -139,6 +141,31 @@ class SnapshotRestorer:
             if text not in self._rejected:  # copies of the same window give the same text
                 self._rejected.append(text)
                 reasons.append(text)
+
+    def _with_newer_experts(self, window: LocalWindow) -> LocalWindow:
+        # If memory of some ranks is lost, others may have newer states of their experts than the file has.
+        if self.chosen.kind != "persisted" or window.at_risk is None:
+            return window
+        key = window.window.key
+        found = [held for held in self._in_memory if held.complete and held.generation == key.generation]
+        in_memory = []
+        # A rank has at most three windows; the nearest place of each is used.
+        for start in sorted({held.start_iteration for held in found}):
+            place = min(
+                (held for held in found if held.start_iteration == start),
+                key=lambda held: (not self._is_in_arena(held), held.where, held.node),
+            )
+            try:
+                local = self._fetch(place)
+                if local.window.num_slices == 1:
+                    in_memory.append((local.window, local.slices[0]))
+            except (CheckpointError, ControlError, OSError) as error:
+                self._report_problem("load memory", str(error))
+        try:
+            return take_newer_experts(window, in_memory, self._collectives)
+        except RecoveryError as error:
+            self._report_problem("load memory", str(error))
+            return window
 
     def choose_nothing(self, reason: str) -> None:
         """Record that the job starts at iteration 0, and the ``reason`` why it does not use a saved state."""
@@ -186,16 +213,19 @@ class SnapshotRestorer:
             )
         )
         if window.at_risk is not None:
-            self._report_lost(engine, window.at_risk)
+            self._report_lost(engine, window.at_risk, window.from_memory)
 
-    def _report_lost(self, engine: TrainingEngine, lost: Rows) -> None:
+    def _report_lost(self, engine: TrainingEngine, lost: Rows, from_memory: Collection[tuple[int, int]]) -> None:
         tokens = engine.history.tokens
         assert tokens is not None, "the tokens of experts were not counted"
+        in_memory = sum(lost[row][number] for row, number in from_memory)
         self._report(
             ExpertUpdatesLost(
                 iteration=engine.iteration,
                 num_experts=sum(number > 0 for row in lost for number in row),
                 num_tokens=sum(map(sum, lost)),
+                num_stored_tokens=sum(map(sum, lost)) - in_memory if self.chosen.kind == "persisted" else 0,
+                num_memory_experts=len(from_memory),
                 lost_share=tokens.lost_share(planned_tokens(engine.config)),
                 momentary_lost_tokens=tokens.momentary(lost),
             )
@@ -271,6 +301,7 @@ class SnapshotRestorer:
         ]
         own = [window.buffer for window in found if window.committed and self._is_in_arena(window)]
         self._committed_buffer = own[0] if own else None
+        self._in_memory = found
         return [*found, *self._persisted_windows()]
 
     def _is_in_arena(self, window: StoredWindow) -> bool:

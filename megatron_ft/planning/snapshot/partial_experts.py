@@ -139,6 +139,8 @@ class StorageBasis:
     """Share of the planned tokens that have been lost so far (PLT)."""
     planned_tokens: int
     """Tokens that the router assigns in one layer in the whole training."""
+    num_groups: int = 1
+    """Number of equal groups of consecutive experts; the experts of a group are on the same ranks."""
 
     def choose(self, num_experts: int, *, oldest_first: bool, max_lost_share: float | None) -> Mask:
         """Choose ``num_experts`` experts of each layer that are newer in the window than on storage (MoC-System,
@@ -152,9 +154,12 @@ class StorageBasis:
         """
         is_newer = self.captured_at > self.stored_at
         urgency = self.stored_at if oldest_first else self.at_risk - self.stored_at_risk
-        keys = (urgency, self.captured_at <= self.since, ~is_newer)
+        num_layers, num_experts_of_layer = is_newer.shape
+        groups = np.arange(num_experts_of_layer) * self.num_groups // num_experts_of_layer
+        # Each layer begins with the experts of another group, so that all ranks write equally much.
+        turn = (groups[None, :] - np.arange(num_layers)[:, None]) % self.num_groups
         # The last key counts first. The sort is stable, so the number of the expert decides ties on all ranks alike.
-        order = np.lexsort(keys, axis=1)
+        order = np.lexsort((turn, urgency, self.captured_at <= self.since, ~is_newer), axis=1)
         number = num_experts
         while True:
             chosen = np.zeros_like(is_newer)

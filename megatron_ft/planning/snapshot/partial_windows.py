@@ -105,6 +105,7 @@ class PartialWindows:
             stored_at_risk=now - self._processed_at(before),
             lost_share=ledger.lost_share(self._planned_tokens),
             planned_tokens=self._planned_tokens,
+            num_groups=self._state.num_groups,
         )
         self._stored_at = np.where(self._policy.choose_stored(basis), captured_at, before)
         self.stored_share = self._share(self._lost(start, self._stored_at))

@@ -12,7 +12,7 @@ from megatron_ft.operators import Operator, operators_of
 from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.memory import NodeMemory, PeerAssignment, host_bytes
-from megatron_ft.planning.snapshot.partial_experts import ExpertPolicy
+from megatron_ft.planning.snapshot.partial_experts import ExpertBytes, ExpertPolicy
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan, batch_bytes, window_bytes
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy
 from megatron_ft.topology import Topology
@@ -203,6 +203,11 @@ class SnapshotReport:
     iteration time is not measured."""
     captured_bytes: int | None = None
     """Largest number of bytes that a window with ``captured_experts`` experts captures on any rank; None likewise."""
+    stored_experts: int | None = None
+    """Number of experts of each layer whose newer state is written to storage with a window; None for all that windows
+    have, or if no window is written during training."""
+    stored_bytes: int | None = None
+    """Largest number of bytes that are written with these experts on any rank; None likewise."""
     update_loss: str = ""
     """Bound of the updates that a recovery from a window loses, in words; empty if it loses none."""
 
@@ -250,6 +255,7 @@ class SnapshotReport:
         if isinstance(policy, ExpertPolicy):
             per_file = max(1, snapshot.persist_interval_windows)
             update_loss = policy.update_loss(config.model.num_moe_experts or 0, per_file)
+        stored, stored_bytes = _stored(policy, plan, demand)
         assignment = PeerAssignment.of(config.member_domains, snapshot.num_peer_copies)
         plans_again = snapshot.replan_interval_windows > 0
         report = cls(
@@ -266,11 +272,22 @@ class SnapshotReport:
             leaves_out_experts=bool(update_loss),
             captured_experts=None if plan.partial is None else plan.partial.num_experts,
             captured_bytes=None if plan.partial is None else plan.partial.captured_bytes,
+            stored_experts=stored,
+            stored_bytes=stored_bytes,
             update_loss=update_loss,
             reason=plan.reason if is_known else "unknown until bandwidth and iteration time are measured",
         )
         report.validate()
         return report
+
+
+def _stored(policy: SnapshotPolicy, plan: WindowPlan, demand: Demand) -> tuple[int | None, int | None]:
+    stored = policy.num_persisted_experts if isinstance(policy, ExpertPolicy) else None
+    if plan.partial is None or stored is None:
+        return None, None
+    state = ExpertBytes.of(demand, plan.partial.components)
+    stored = min(stored, state.num_experts)
+    return stored, state.most_captured(stored)
 
 
 def _restore_bytes(topology: Topology, dense: WindowPlan, shards_by_rank: Sequence[tuple[StateShard, ...]]) -> int:

@@ -182,6 +182,13 @@ def test_a_plan_states_how_much_of_the_state_a_window_captures_and_a_recovery_lo
     assert "window             1 iteration; a new window begins every iteration" in text
     assert "  loses expert updates: experts lose updates by at most 3.75 % of the whole training's tokens" in text
     assert "measured before the first window" in render(planned())
+    assert report.stored_bytes is None and "written to storage at" not in text.replace("  ", " ")
+    result = planned(num_experts=2, num_persisted_experts=1, max_lost_share=None)
+    both, text = result.snapshot, render(result)
+    assert both is not None and both.captured_bytes is not None
+    assert both.stored_bytes == report.captured_bytes < both.captured_bytes
+    assert f"written to storage at most {_readable_bytes(both.stored_bytes)} of a window" in " ".join(text.split())
+    assert "at most 1 iteration before the window (3 iterations if it is read from storage)" in text
 
 
 def test_a_refusal_on_the_other_device_is_printed_once() -> None:

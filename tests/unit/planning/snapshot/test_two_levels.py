@@ -55,7 +55,7 @@ class Job:
         self.saved["memory", now] = (self.ledger, self.windows.at_risk(now))
         self.held = [*self.held[-1:], now]
         self.num_commits += 1
-        if self.num_commits % self.per_file == 0:
+        if self.policy.num_persisted_experts is not None and self.num_commits % self.per_file == 0:
             is_other = self.windows.store(now, self.ledger, self.unwritten)
             found, at_risk = self.windows.stored(now, PIECES, MODEL_LAYERS)
             self.files[now] = self._experts(found, now)
@@ -173,6 +173,23 @@ def test_after_a_failed_write_the_next_file_has_everything() -> None:
     job.unwritten = 7
     job.step(tokens)
     assert (job.files[9] == job.memory[9]).all(), "the file that should repair it failed"
+
+
+def test_all_ranks_write_equally_much() -> None:
+    """Each of four groups of experts is on other ranks. A file has one new expert of each of eight layers."""
+    basis = StorageBasis(
+        captured_at=np.full((8, 8), 5),
+        stored_at=np.ones((8, 8), dtype=np.int64),
+        since=1,
+        at_risk=np.zeros((8, 8), dtype=np.int64),
+        stored_at_risk=np.ones((8, 8), dtype=np.int64),
+        lost_share=0.0,
+        planned_tokens=1000,
+        num_groups=4,
+    )
+    for number in (1, 2):
+        chosen = basis.choose(number, oldest_first=True, max_lost_share=None)
+        assert chosen.reshape(8, 4, 2).sum(axis=(0, 2)).tolist() == [2 * number] * 4
 
 
 def test_a_window_that_is_not_known_is_stored_whole() -> None:

@@ -1,0 +1,174 @@
+"""Recovery from two levels: takes experts from memory that are newer there than in a file.
+
+A job continues from a file if the memory of some ranks is lost. Other ranks may still have newer states of their
+experts in memory (MoC-System, section 5.1). An expert is taken from memory only if all ranks with parts of it have the
+same state, and only a state that is not newer than the file: otherwise its tokens would be trained twice.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_ft.errors import RecoveryError
+from megatron_ft.mcore.groups import Collectives
+from megatron_ft.mcore.snapshot.local_window import AT_RISK, EXTRAS, LocalWindow
+from megatron_ft.mcore.state.train_state import TrainState
+from megatron_ft.operator_state import operator_of
+from megatron_ft.planning.snapshot.lost_tokens import Rows
+from megatron_ft.snapshot.window import Slice, Window
+
+Expert = tuple[int, int]
+"""Row of an MoE layer and number of an expert, as in ``TokenLedger``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertState:
+    """State of an expert on one level of one rank."""
+
+    iteration: int
+    """Iteration from which the level has the expert."""
+    processed: int
+    """Tokens that the expert had processed after this iteration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLevels:
+    """Experts of which a rank has parts, and their states in its memory."""
+
+    stored: Mapping[Expert, int]
+    """Iteration from which the file has each expert of which the rank has a part."""
+    in_memory: Mapping[Expert, tuple[ExpertState, ...]]
+    """States of these experts in memory."""
+
+    def to_json(self) -> list[Any]:
+        """Convert to JSON values: a row for each expert."""
+        return [
+            [*expert, at, [[state.iteration, state.processed] for state in self.in_memory.get(expert, ())]]
+            for expert, at in sorted(self.stored.items())
+        ]
+
+    @classmethod
+    def from_json(cls, content: Sequence[Any]) -> "RankLevels":
+        """Read the result of ``to_json``."""
+        stored, in_memory = {}, {}
+        for row, number, at, states in content:
+            stored[row, number] = at
+            in_memory[row, number] = tuple(ExpertState(iteration=one, processed=tokens) for one, tokens in states)
+        return cls(stored=stored, in_memory=in_memory)
+
+
+def newest_states(by_rank: Sequence[RankLevels], start: int) -> dict[Expert, ExpertState]:
+    """Choose the experts that are taken from memory, and their states: the newest state after ``start`` or an earlier
+    iteration that all ranks with parts of the expert have, if it is newer than that of the file.
+
+    Args:
+        by_rank: levels of each rank, in rank order.
+        start: iteration of the file from which the job continues.
+    """
+    chosen: dict[Expert, ExpertState] = {}
+    for expert in sorted({expert for levels in by_rank for expert in levels.stored}):
+        holders = [levels for levels in by_rank if expert in levels.stored]
+        common = set(holders[0].in_memory.get(expert, ()))
+        for levels in holders[1:]:
+            common &= set(levels.in_memory.get(expert, ()))
+        stored_at = holders[0].stored[expert]
+        usable = [state for state in common if stored_at < state.iteration <= start]
+        if usable:
+            chosen[expert] = max(usable, key=lambda state: state.iteration)
+    return chosen
+
+
+def take_newer_experts(
+    window: LocalWindow, in_memory: Sequence[tuple[Window, memoryview]], collectives: Collectives
+) -> LocalWindow:
+    """Return ``window``, which was read from a file, with the experts that are newer in memory. All ranks must call
+    this.
+
+    Args:
+        window: this rank's part of the file; its bytes are changed.
+        in_memory: windows in memory with this rank's state, and their bytes, of which every hash was compared.
+
+    Raises:
+        RecoveryError: the train state of a window cannot be read on some rank; nothing has changed on any rank.
+    """
+    (part,), lost = window.window.slices, window.at_risk
+    assert lost is not None, "the file has all experts of its iteration"
+    places = _left_out(window, part)
+    stored = {expert: part.iteration_of(indices[0]) for expert, indices in places.items()}
+    sources: dict[tuple[Expert, int], memoryview] = {}
+    states: dict[Expert, list[ExpertState]] = {}
+    error, processed = None, ()
+    try:
+        processed = _processed(window.window)
+        for other, payload in in_memory:
+            (held,) = other.slices
+            known, at_risk = _processed(other), _at_risk(other)
+            for expert, indices in places.items():
+                iterations = {held.iteration_of(index) for index in indices}
+                if held.pieces != part.pieces or len(iterations) > 1:
+                    continue
+                (iteration,) = iterations
+                # What the window has of an expert is without the tokens that a recovery from it would lose.
+                row, number = expert
+                risk = 0 if at_risk is None else at_risk[row][number]
+                states.setdefault(expert, []).append(
+                    ExpertState(iteration=iteration, processed=known[row][number] - risk)
+                )
+                sources[expert, iteration] = payload
+    except (KeyError, TypeError, ValueError) as failure:
+        error = f"the train state of a window cannot be read: {failure!r}"
+    if (error := collectives.errors(error)) is not None:
+        raise RecoveryError(error)
+    mine = RankLevels(stored=stored, in_memory={expert: tuple(found) for expert, found in states.items()})
+    by_rank = [RankLevels.from_json(levels) for levels in collectives.gather(mine.to_json())]
+    chosen = newest_states(by_rank, part.iteration)
+    if not chosen:
+        return window
+    captured_at = [part.iteration_of(index) for index in range(len(part.pieces))]
+    (content,) = window.slices
+    for expert, state in chosen.items():
+        for index in places.get(expert, ()):
+            piece = part.pieces[index]
+            content[piece.offset : piece.end] = sources[expert, state.iteration][piece.offset : piece.end]
+            captured_at[index] = state.iteration
+    left = tuple(
+        tuple(
+            processed[row][number] - chosen[row, number].processed if (row, number) in chosen else tokens
+            for number, tokens in enumerate(tokens_of_layer)
+        )
+        for row, tokens_of_layer in enumerate(lost)
+    )
+    changed = replace(
+        part,
+        captured_at=tuple(captured_at),
+        hashes=part.hash_pieces(content),
+        header={**part.header, AT_RISK: json.dumps(left)},
+    )
+    return replace(window, window=replace(window.window, slices=[changed]), from_memory=frozenset(chosen))
+
+
+def _left_out(window: LocalWindow, part: Slice) -> dict[Expert, list[int]]:
+    """Return for each expert the pieces of which the file has an earlier state."""
+    operators = [unit.operator for unit in window.plan.active(0)]
+    layers = sorted({operator.layer for operator in operators if operator.expert is not None})
+    row_of = {layer: row for row, layer in enumerate(layers)}
+    found: dict[Expert, list[int]] = {}
+    for index, piece in enumerate(part.pieces):
+        if not part.is_captured(index):
+            operator = operator_of(piece.parameter, max(layers, default=0))
+            assert operator.expert is not None, f"{piece.parameter} is of an earlier iteration but of no expert"
+            found.setdefault((row_of[operator.layer], operator.expert), []).append(index)
+    return found
+
+
+def _processed(window: Window) -> Rows:
+    tokens = TrainState.from_json(json.loads(window.slices[0].header[EXTRAS])).history.tokens
+    if tokens is None:
+        raise ValueError(f"window {window.start_iteration}: the tokens of experts were not counted")
+    return tokens.processed
+
+
+def _at_risk(window: Window) -> list[list[int]] | None:
+    text = window.slices[0].header.get(AT_RISK)
+    return None if text is None else json.loads(text)
