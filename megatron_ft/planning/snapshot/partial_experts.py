@@ -226,6 +226,9 @@ class PartialExperts:
     max_lost_share: float | None = 0.0375
     """Bound of the proportion of lost tokens (PLT) in the whole training. A window captures more experts, up to all, if
     the next failure could exceed this bound. null keeps the number."""
+    fill_ranks: bool = False
+    """Whether a window also captures further experts, as far as no rank then captures more bytes than the busiest rank
+    captures anyway (MoC-System, section 5.3). They cost no time, and a recovery loses fewer tokens."""
     replan_drift: float = 0.2
     """Relative change above which a new plan is made: the change of the bytes that an iteration can capture, or of the
     whole state's bytes."""
@@ -287,6 +290,7 @@ class PartialExperts:
         number = plan.partial.num_experts
         while True:
             chosen = self.choice.choose(basis.number, number, basis.at_risk, state.num_groups)
+            chosen = _filled(state, chosen, basis.at_risk) if self.fill_ranks else chosen
             if number == state.num_experts or self.max_lost_share is None:
                 return chosen
             # A recovery from this window loses exactly the updates that the window leaves out. The largest loss of a
@@ -442,6 +446,19 @@ def planned_tokens(config: JobConfig) -> int:
     experts."""
     training, model = config.training, config.model
     return training.train_iterations * training.global_batch_size * model.seq_length * model.moe_router_topk
+
+
+def _filled(state: ExpertBytes, chosen: Mask, at_risk: Counts) -> Mask:
+    """Add experts to ``chosen``, those with the most tokens at risk first, as long as no rank captures more bytes than
+    the busiest rank captures of ``chosen``."""
+    used = state.captured(chosen)
+    room, found = used.max() - used, chosen.copy()
+    layers, experts = np.nonzero(~chosen & (at_risk > 0))
+    for row in np.lexsort((experts, layers, -at_risk[layers, experts])).tolist():
+        place = layers[row], experts[row]
+        if (state.left_out[place] <= room).all():
+            found[place], room = True, room - state.left_out[place]
+    return found
 
 
 def _most_windows(num_experts: int, captured: int, stored: int, windows_per_file: int) -> int:

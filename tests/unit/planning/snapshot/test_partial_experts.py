@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,24 @@ def test_more_experts_are_captured_before_the_bound_is_exceeded() -> None:
         )
         == 3
     )
+
+
+def test_ranks_that_would_wait_for_the_busiest_one_capture_further_experts() -> None:
+    """Three layers on four ranks: with K=1, one rank captures no expert. It can capture one at no cost."""
+    policy = PartialExperts(num_experts=1, choice=Sequential(), max_lost_share=None)
+    plan, state = policy.plan(demand(), given(10**6)), ExpertBytes.of(demand(), ("master", "exp_avg", "exp_avg_sq"))
+    at_risk = np.arange(24).reshape(3, 8) + 1
+    filling = replace(policy, fill_ranks=True)
+    for turn in range(8):
+        chosen = policy.choose(plan, basis(at_risk, number=turn), state)
+        filled = filling.choose(plan, basis(at_risk, number=turn), state)
+        assert chosen.sum() == 3 and filled.sum() == 4 and (filled | ~chosen).all()
+        assert state.captured(filled).tolist() == [ALWAYS + EXPERT] * 4, "the busiest rank captures no byte more"
+        (added,) = at_risk[filled & ~chosen]
+        idle = int(np.argmin(state.captured(chosen)))
+        assert added == at_risk[:, 2 * idle : 2 * idle + 2].max(), "the expert with the most tokens at risk"
+    nothing = filling.choose(plan, basis(at_risk * 0), state)
+    assert nothing.sum() == 3, "experts without tokens at risk are not captured"
 
 
 def test_a_budget_holds_on_the_rank_with_the_most_experts_at_risk() -> None:
