@@ -8,10 +8,10 @@ import pytest
 from benchmarks.membership_simulation import simulate
 from benchmarks.simulated_job import KEEPS_LAYOUT
 from megatron_ft.control.membership import joining, reconfigure
+from megatron_ft.control.membership.events import Moment
 from megatron_ft.control.membership.joining import NodeRules
 from megatron_ft.control.membership.state import (
     MembershipPolicy,
-    Moment,
     NodeRecord,
     NodeState,
     Phase,

@@ -584,6 +584,14 @@ class JobConfig:
         return self.recovery.keep_layout and self.keeps_processes
 
     @property
+    def may_change_layout(self) -> bool:
+        """Return whether the job may continue with fewer lanes (model replicas), or grow again, after a loss or on
+        request: ``recovery.keep_layout`` only if ``recovery.min_nodes`` is below ``launch.num_nodes``, too."""
+        if self.recovery.keep_layout:
+            return self.fewest_nodes < self.launch.num_nodes
+        return self.may_change_nodes
+
+    @property
     def why_nodes_change(self) -> str | None:
         """Return the setting (``key=value``) that makes ``may_change_nodes`` true; None if it is false."""
         if not self.may_change_nodes:

@@ -124,20 +124,27 @@ class MembershipConfig(JobConfig):
         return self.places
 
 
-def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
+def config_of(job: JobConfig, nodes: Sequence[int], *, keeps_layout: bool | None = None) -> JobConfig:
     """Return ``job`` adapted to ``nodes``, the node number of each rank of one membership.
 
     Failure domains keep their names; a node without a name is its own domain. ``placement.min_replicas``,
-    ``placement.state_copies`` and ``snapshot.num_peer_copies`` are lowered if there are too few domains. With
-    ``recovery.keep_layout`` only the failure domains and ``placement.state_copies`` change, because the number of nodes
-    stays the same.
+    ``placement.state_copies`` and ``snapshot.num_peer_copies`` are lowered if there are too few domains. In a kept
+    layout only the failure domains and ``placement.state_copies`` change, because the number of nodes stays the same.
+    In any other membership of a job with ``recovery.keep_layout``, this key is false in the result.
+
+    Args:
+        keeps_layout: whether the membership has the layout with which the job starts, in a job with
+            ``recovery.keep_layout``. None: it has if it has as many ranks.
     """
+    if keeps_layout is None:
+        keeps_layout = len(nodes) == job.world_size
+    keeps_layout = keeps_layout and job.recovery.keep_layout
     # With a kept layout the order of ``nodes`` determines the ranks of each node: a spare gets those of the lost node.
-    present = list(dict.fromkeys(nodes)) if job.recovery.keep_layout else sorted(set(nodes))
+    present = list(dict.fromkeys(nodes)) if keeps_layout else sorted(set(nodes))
     names = dict(enumerate(job.topology.failure_domains))
     domains = [names.get(node, f"node{node}") for node in present]
     topology = replace(job.topology, failure_domains=domains)
-    if job.recovery.keep_layout:
+    if keeps_layout:
         kept, copies = replace(job, topology=topology), job.placement.state_copies
         if copies is None:
             return kept
@@ -150,6 +157,8 @@ def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
             **groups,
             "launch": replace(job.launch, num_nodes=len(present)),
             "topology": topology,
+            # In this membership no rank can replay alone: its windows and logs would be those of other ranks.
+            "recovery": replace(job.recovery, keep_layout=False),
             # ``derive_placement`` sets this size to the remaining ranks, which form one expert group.
             "parallel": replace(job.parallel, expert_model_parallel_size=1),
         },

@@ -363,7 +363,7 @@ def _copies_after_a_loss(config: JobConfig) -> tuple[str, ...]:
     launch, placement, num_experts = config.launch, config.placement, config.model.num_moe_experts or 0
     num_left = launch.num_nodes - 1
     # Only jobs that continue from replicas on fewer nodes lose slots with a node.
-    if placement.algorithm is None or config.recovery.keep_layout or not config.fewest_nodes <= num_left:
+    if placement.algorithm is None or not config.may_change_layout or not config.fewest_nodes <= num_left:
         return ()
     remaining = config_on(config, range(num_left))
     if isinstance(remaining, Declined):

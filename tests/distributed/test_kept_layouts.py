@@ -88,6 +88,26 @@ def test_a_place_that_nobody_can_take_ends_the_job_by_name(runs: Path) -> None:
     )
 
 
+def test_a_place_that_stays_empty_takes_its_node_from_the_job_which_grows_when_a_node_returns(runs: Path) -> None:
+    job = start(runs, iterations=10000, num_nodes=4, num_spare_nodes=1, min_nodes=2, join_window_seconds=0.1)
+    eventually(lambda: waiting(runs) == [4, 4], "the spare waits")
+    agent_process(runs, 1).send_signal(signal.SIGKILL)
+    eventually(lambda: len(reported(runs, 1)) == 8, "eight ranks continue")
+    agent_process(runs, 2).send_signal(signal.SIGKILL)
+    eventually(lambda: len(reported(runs, 2)) == 6, "six ranks continue")
+    with AdminClient(runs / "dummy") as client:
+        client.add(2)
+    eventually(lambda: len(reported(runs, 3)) == 8, "eight ranks continue again")
+    job.send_signal(signal.SIGINT)
+    finish(runs, job, EXIT_INTERRUPTED)
+    kept, fewer, grown = (reformed(runs, generation) for generation in (1, 2, 3))
+    assert (kept.keeps_layout, kept.nodes) == (True, (0, 0, 4, 4, 2, 2, 3, 3))
+    assert (fewer.keeps_layout, fewer.nodes) == (False, (0, 0, 4, 4, 3, 3))
+    assert fewer.previous_ranks == (0, 1, 2, 3, 6, 7), "ranks keep their order"
+    assert (grown.keeps_layout, grown.nodes) == (False, (0, 0, 4, 4, 3, 3, 2, 2))
+    assert grown.previous_ranks == (0, 1, 2, 3, 4, 5, None, None)
+
+
 def test_all_ranks_start_again_by_place_where_nobody_can_take_one(runs: Path) -> None:
     fault = 'kill(rank=0, phase="forward", generation=1)'
     job = start(runs, fault, iterations=150, num_spare_nodes=1, max_restarts=1)

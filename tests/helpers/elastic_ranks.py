@@ -171,7 +171,8 @@ class Job:
         changes: lists ``leave`` and ``join`` of nodes, by the iteration (as text) after which the membership changes.
         keepers: snapshot servers of the nodes, by node number; None without snapshots.
         spares: nodes with a snapshot server whose ranks take the places of lost ranks in a kept layout. If no spare is
-            left, ranks are started again on their own nodes, whose snapshot servers are alive.
+            left, ranks are started again on their own nodes, whose snapshot servers are alive; without
+            ``nodes.restart_lost_nodes`` the layout changes.
         returns: nodes that join with new ranks in the membership after a loss, by the iteration (as text) of the loss.
         num_prebuilt: number of parts that each spare builds in advance before the ranks of the job start. If it is 0,
             spares are started when they replace a lost rank.
@@ -232,6 +233,8 @@ class Job:
         layout = self.layouts.on(range(nodes) if present is None else present)
         assert isinstance(layout, MembershipLayout), layout
         self.layout = layout
+        self.is_kept = self.config.recovery.keep_layout
+        """Whether all memberships so far had the layout at the start."""
         self.base: MembershipLayout | None = None
         self.begun = 0
         about = {
@@ -392,9 +395,13 @@ class Job:
         change = self.changes.pop(target.iteration) if is_planned else {}
         leaving = change.get("leave", ())
         coming = change.get("join", ()) if is_planned else self.returns.pop(target.iteration, ())
-        if self.config.recovery.keep_layout:
+        num_lost = len(self.members) - len(positions)
+        if self.is_kept and (self.config.nodes.restart_lost_nodes or num_lost <= len(self.spares)):
             members = [process if process in positions else self._substitute(process) for process in self.members]
-            following, spares = self._following(members, positions, target), []
+            following, spares = self._following(members, positions, target, keeps_layout=True), []
+            kept = self.layouts.on(dict.fromkeys(self.nodes[process] for process in members), in_place=True)
+            assert isinstance(kept, MembershipLayout), kept
+            self.layout = self.base = kept
         else:
             living = [
                 *positions,
@@ -404,7 +411,10 @@ class Job:
             staying = {self.numbers[process]: process for process in living if self.nodes[process] not in leaving}
             if target.iteration > self.begun or all(position.is_formed for position in positions.values()):
                 self.base, self.begun = self.layout, target.iteration
-            layout = self.layouts.on({self.nodes[process] for process in staying.values()}, self.base)
+            nodes = {self.nodes[process] for process in staying.values()}
+            placed = [node for node in self.layout.nodes if node in nodes]
+            layout = self.layouts.on([*placed, *sorted(nodes - set(placed))], self.base, in_place=False)
+            self.is_kept = False
             if isinstance(layout, Declined):
                 raise RuntimeError(layout.reason)
             self.layout = layout

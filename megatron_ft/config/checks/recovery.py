@@ -51,10 +51,14 @@ def _check_survival(config: JobConfig) -> None:
     fewest = min(config.fewest_nodes, *(len(nodes) for nodes in nodes_over_time(launch.num_nodes, changes)))
     if recovery.keep_layout:
         _check_keeps_layout(config)
-        return
+        if not config.may_change_layout:
+            return
     if not changes and not config.may_change_nodes:
         return
     feature = config.why_nodes_change or "a testing.membership_schedule"
+    if recovery.keep_layout:
+        # Other nodes take the lost places first. Without them, the job has fewer lanes, which needs expert replicas.
+        feature = f"recovery.keep_layout=true and recovery.min_nodes={recovery.min_nodes}"
     instead = ""
     if feature.startswith("nodes.num_spare_nodes="):
         instead = "; if spares are to replace lost nodes in the same layout, set recovery.keep_layout=true"
@@ -89,6 +93,13 @@ def _check_strategies(config: JobConfig) -> None:
     replays, is_used = "localized_replay" in names, bool({"localized_replay", "living_state", "rollback"} & set(names))
     require(layout or not replays, "recovery.keep_layout", layout, f"must be true with {feature}")
     require(not layout or is_used, "recovery.keep_layout", layout, f"must be false with {feature}")
+    require(
+        not layout or not config.may_change_layout or "living_state" in names,
+        "recovery.min_nodes",
+        recovery.min_nodes,
+        f"must be null with {feature} and recovery.keep_layout=true: without living_state, no rank continues with "
+        "fewer lanes",
+    )
     require(
         not recovery.keep_processes or config.keeps_processes,
         "recovery.keep_processes",
@@ -188,15 +199,8 @@ def _check_requirements(
 
 
 def _check_keeps_layout(config: JobConfig) -> None:
-    num_nodes, min_nodes, nodes = config.launch.num_nodes, config.recovery.min_nodes, config.nodes
-    feature = "recovery.keep_layout=true"
-    _check_requirements(config, KEPT_LAYOUT, feature)
-    require(
-        min_nodes in (None, num_nodes),
-        "recovery.min_nodes",
-        min_nodes,
-        f"must be null or equal to launch.num_nodes={num_nodes} with {feature}, which replaces every lost node",
-    )
+    nodes = config.nodes
+    _check_requirements(config, KEPT_LAYOUT, "recovery.keep_layout=true")
     require(
         nodes.num_spare_nodes > 0 or (nodes.restart_lost_nodes and nodes.max_node_restarts > 0),
         "recovery.keep_layout",

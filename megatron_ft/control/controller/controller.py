@@ -17,7 +17,16 @@ from megatron_ft.control.controller.server import ControllerServer, Item, Origin
 from megatron_ft.control.detector import Detector, DetectorPolicy, Place
 from megatron_ft.control.membership import machine
 from megatron_ft.control.membership.events import MachineEvent, NodeJoined, NodeLost, RankHung, Tick
-from megatron_ft.control.membership.state import Decision, MembershipPolicy, Outcome, Phase, State, Step, layout_of
+from megatron_ft.control.membership.state import (
+    Decision,
+    MembershipPolicy,
+    Outcome,
+    Phase,
+    State,
+    Step,
+    keeps_layout,
+    layout_of,
+)
 from megatron_ft.control.messages import EndReport, LaunchSpec, Order, Progress, RecordWritten, Report, to_message
 from megatron_ft.control.node.sidecars import by_name
 from megatron_ft.control.ports import StoreEndpoint
@@ -333,7 +342,7 @@ class Controller:
         if node not in self._state.members or node in self._state.nodes.waiting:
             return
         # The rank may not know its first membership yet, or its node may have had another place in that generation.
-        if node not in layout.nodes or self._policy.keeps_layout:
+        if node not in layout.nodes or keeps_layout(self._policy, self._state):
             layout = layout_of(self._policy, self._state)
         number = layout.rank_of(rank)
         about = self._details.setdefault(rank, {} if number is None else {"number": number})
@@ -380,6 +389,7 @@ class Controller:
             nodes=step.reform.layout.rank_nodes,
             local_ranks=step.reform.layout.local_ranks,
             members=step.reform.layout.nodes,
+            keeps_layout=step.reform.keeps_layout,
             target=step.reform.target,
             master_addr=spec.master_addr,
             master_port=spec.master_port,

@@ -5,6 +5,7 @@ differs. ``at_seconds`` is the time of the event in seconds since 1970, on the m
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_ft.planning.recovery.membership import Position
 
@@ -138,3 +139,16 @@ MachineEvent = (
     | KillRequested
     | Tick
 )
+
+
+class Moment(NamedTuple):
+    """The two times of an event, both on the controller's clock.
+
+    A controller with a backlog processes an event long after its arrival. Deadlines are compared with the arrival;
+    otherwise a slow controller would lose healthy nodes. Time limits for the effect of a decision begin with it.
+    """
+
+    seconds: float
+    """Time at which the event is processed."""
+    arrived_seconds: float
+    """Time of arrival. For a ``Tick``, all events that arrived before this time have been processed."""

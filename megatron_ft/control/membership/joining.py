@@ -11,7 +11,9 @@ other nodes take the places of lost nodes. After all remaining ranks have report
 begins if a joining node or spare is ready for each lost place. If there are too few, lost nodes are started again:
 first the agent, if it has ended (``START_AGENTS``), then the ranks, when the old ranks have ended (``START_NODES``). A
 node that ends or does not become ready in time is killed and started again, as often as ``max_node_restarts`` allows.
-If a place cannot be filled, the job stops, like a job that needs all its nodes.
+If a place cannot be filled, the job stops, like a job that needs all its nodes. If ``recovery.min_nodes`` allows fewer
+nodes, the job instead continues with fewer lanes, and all later changes follow the rules of a job that does not keep
+its layout (``State.has_changed_layout``).
 
 All ranks of such a job may end, for example because they do not continue in their processes after a loss
 (``keeps_processes``). The job then waits for agents instead of ranks (``REPLACING``). As soon as there is a node with
@@ -20,6 +22,7 @@ an agent for each place, all ranks start again.
 
 from dataclasses import dataclass, replace
 
+from megatron_ft.control.membership.events import Moment
 from megatron_ft.control.membership.state import (
     SETTLED_ITERATIONS,
     TRAINING,
@@ -27,13 +30,13 @@ from megatron_ft.control.membership.state import (
     Decision,
     FailedStart,
     MembershipPolicy,
-    Moment,
     NodeRecord,
     Nodes,
     NodeState,
     Phase,
     State,
     Step,
+    keeps_layout,
     layout_of,
 )
 
@@ -156,7 +159,7 @@ class NodeRules:
             return f"no node can leave while the job is {'stopping' if state.interrupted else state.phase.value}"
         if not state.nodes.is_member(node):
             return f"node {node} is not a member"
-        if self.policy.keeps_layout:
+        if keeps_layout(self.policy, state):
             return "recovery.keep_layout=true: no node can leave on request, because the layout needs every node"
         if state.nodes[node].state is NodeState.DRAINING:
             return f"node {node} is leaving already"
@@ -318,8 +321,8 @@ class NodeRules:
         return replace(state, nodes=_stop_joining(state.nodes, node).change(node, is_dismissed=True))
 
     def can_fill_places(self, state: State) -> bool:
-        """Whether a node is ready for every lost place; always true in jobs that do not keep their layout."""
-        return not self.policy.keeps_layout or len(_ready(state)) == len(_lost_places(state))
+        """Whether a node is ready for every lost place; always true if no lost places are filled."""
+        return not keeps_layout(self.policy, state) or len(_ready(state)) == len(_lost_places(state))
 
     def why_place_stays_empty(self, state: State) -> str | None:
         """Return the reason why a lost place stays empty, or None if there is a node for each lost place."""

@@ -15,6 +15,7 @@ from megatron_ft.control.membership.events import (
     JobHung,
     KillRequested,
     MachineEvent,
+    Moment,
     NodeJoined,
     NodeLost,
     RankBroken,
@@ -32,13 +33,13 @@ from megatron_ft.control.membership.state import (
     Decision,
     Failure,
     MembershipPolicy,
-    Moment,
     Nodes,
     NodeState,
     Outcome,
     Phase,
     State,
     Step,
+    keeps_layout,
     layout_of,
     name_of,
 )
@@ -81,7 +82,7 @@ def advance(
         if decided is not None:
             step = decided
             break
-    if policy.keeps_layout and step.state.phase in (Phase.REFORMING, Phase.FILLING):
+    if keeps_layout(policy, step.state) and step.state.phase in (Phase.REFORMING, Phase.FILLING):
         return replace(step, state=NodeRules(policy).set_wake_up_of_filling(step, now))
     return replace(step, state=NodeRules(policy).set_wake_up(step.state, now))
 
@@ -181,10 +182,14 @@ def _restart(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
     if state.num_restarts_without_progress >= policy.max_restarts:
         return None
     members = _restartable(policy, state)
+    is_short = len(members) < (policy.num_nodes if policy.keeps_layout else policy.fewest_nodes)
+    waiting = NodeRules(policy).await_agents(state, now) if is_short and policy.keeps_layout else None
+    if waiting is not None:
+        return waiting
     if len(members) < policy.fewest_nodes:
-        return NodeRules(policy).await_agents(state, now) if policy.keeps_layout else None
+        return None
     try:
-        policy.layout_on(members)
+        policy.layout_on(members, in_place=not is_short)
     except RecoveryError:
         return None  # the nodes are too few for the layout
     # The new state drops every report about the old generation; only the counters that limit restarts survive.
@@ -193,6 +198,7 @@ def _restart(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
         generation=state.generation + 1,
         nodes=_restarted_nodes(policy, state.nodes, members),
         deadline_seconds=now.seconds + policy.start_timeout_seconds,
+        has_changed_layout=policy.keeps_layout and is_short,
         num_reforms=state.num_reforms,
         survived=(*state.survived, state.failures),
         furthest_iteration=max(state.furthest_iteration, state.failed_iteration),

@@ -3,7 +3,8 @@
 When a rank or a node fails, the membership ends. The other ranks are ordered to stop (``BREAK``) and report their
 positions (``RankBroken``); a rank whose collective fails reports without an order. When every remaining rank has
 reported, the next membership begins (``REFORM``), together with nodes that are ready to join. A job that keeps its
-layout first waits until a node is ready for every lost place (``joining``). If the job cannot continue, it stops
+layout first waits until a node is ready for every lost place (``joining``), or until a place is certain to stay empty.
+If the job cannot continue, it stops
 (``STOP``) and ends or restarts, like a job that needs all nodes. A change on request (``joining``) follows the same
 rules without a failure, when all members have stopped at the boundary. If a rank fails meanwhile, this failure is
 handled first, and the change is ordered again.
@@ -12,7 +13,7 @@ handled first, and the change is ordered again.
 from dataclasses import replace
 
 from megatron_ft.control.membership import joining
-from megatron_ft.control.membership.events import RankBroken
+from megatron_ft.control.membership.events import Moment, RankBroken
 from megatron_ft.control.membership.joining import NodeRules, count_loss, describe_change
 from megatron_ft.control.membership.state import (
     BREAKABLE,
@@ -20,13 +21,13 @@ from megatron_ft.control.membership.state import (
     Decision,
     Failure,
     MembershipPolicy,
-    Moment,
     Nodes,
     NodeState,
     Phase,
     Reform,
     State,
     Step,
+    keeps_layout,
     layout_of,
     name_of,
     remaining_ranks,
@@ -74,9 +75,9 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     # All remaining ranks must report: a missing rank may be the only one that knows the newest complete vote.
     if obstacle is None and remaining_ranks(policy, state) <= state.has_reported:
         try:
-            if NodeRules(policy).can_fill_places(state):
-                return _reform(policy, state, now)
-            return _fill(policy, state, now)
+            if _keeps_next(policy, state) and not NodeRules(policy).can_fill_places(state):
+                return _fill(policy, state, now)
+            return _reform(policy, state, now)
         except RecoveryError as error:
             obstacle = str(error)
     # Further losses are announced, too: agents kill the ranks of the lost node, and the time limit of the other ranks
@@ -99,8 +100,10 @@ def _fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     if state.nodes.lost != state.nodes.announced:
         return _break(policy, state, now)
     state = joining.count_losses(state, choose_target(_positions(policy, state)).iteration)
-    obstacle = NodeRules(policy).why_place_stays_empty(state)
-    return NodeRules(policy).fill_places(state, now) if obstacle is None else _give_up(policy, state, now, obstacle)
+    if NodeRules(policy).why_place_stays_empty(state) is None:
+        return NodeRules(policy).fill_places(state, now)
+    obstacle = _why_not_in_place(policy, state)
+    return _reform(policy, state, now) if obstacle is None else _give_up(policy, state, now, obstacle)
 
 
 def _lose_unresponsive(policy: MembershipPolicy, state: State, now: Moment) -> Step:
@@ -200,8 +203,25 @@ def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
         # A rank that has ended cannot report a position or take part in the next membership, and its state is gone.
         name = name_of(policy, state, ended[0])
         return f"{name} has already finished, so it cannot take part in another membership"
-    if policy.keeps_layout:
-        return NodeRules(policy).why_place_stays_empty(state)
+    return _why_not_in_place(policy, state) if keeps_layout(policy, state) else _why_too_few(policy, state)
+
+
+def _keeps_next(policy: MembershipPolicy, state: State) -> bool:
+    """Return whether the next membership keeps the layout: a node is or will be ready for each lost place."""
+    return keeps_layout(policy, state) and NodeRules(policy).why_place_stays_empty(state) is None
+
+
+def _why_not_in_place(policy: MembershipPolicy, state: State) -> str | None:
+    """Return the reason why a job that keeps its layout cannot continue, neither in this layout nor with fewer lanes;
+    None if it can."""
+    empty = NodeRules(policy).why_place_stays_empty(state)
+    if empty is None or policy.fewest_nodes >= policy.num_nodes:
+        return empty
+    few = _why_too_few(policy, state)
+    return None if few is None else f"{empty}; {few}"
+
+
+def _why_too_few(policy: MembershipPolicy, state: State) -> str | None:
     left = set(state.members) - state.nodes.lost
     admitted = NodeRules(policy).admitted(state, len(left))
     num_left, num_joining = len(left), len(admitted)
@@ -209,7 +229,7 @@ def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
         ready = f" plus {num_joining} ready to join" if num_joining else ""
         return f"too few nodes are left: {num_left}{ready}, below recovery.min_nodes={policy.fewest_nodes}"
     try:
-        policy.layout_on(sorted({*left, *admitted}), layout_of(policy, state))
+        policy.layout_on(sorted({*left, *admitted}), layout_of(policy, state), in_place=False)
     except RecoveryError as error:
         return str(error)
     return None
@@ -252,6 +272,7 @@ def _reform(policy: MembershipPolicy, state: State, now: Moment) -> Step:
         layout=reform.layout,
         base=reform.base,
         begun_iteration=reform.target.iteration,
+        has_changed_layout=policy.keeps_layout and not reform.keeps_layout,
         nodes=_next_nodes(policy, state.nodes, reform, members),
         # If a stop was requested meanwhile, this deadline causes an immediate tick, which orders the stop.
         deadline_seconds=now.arrived_seconds if state.interrupted else None,
@@ -296,8 +317,12 @@ def _next(policy: MembershipPolicy, state: State) -> Reform:
     leaves = not state.failures
     leaving = frozenset(node for node in state.nodes.draining if leaves and state.nodes[node].leaves_now)
     staying = set(state.members) - state.nodes.lost - leaving
-    members = tuple(sorted(staying | set(NodeRules(policy).admitted(state, len(staying)))))
-    if policy.keeps_layout:
+    chosen = staying | set(NodeRules(policy).admitted(state, len(staying)))
+    in_place = _keeps_next(policy, state)
+    # Without PP and TP, ranks have the order of nodes. Ranks that keep their order also keep most optimizer state.
+    placed = [node for node in state.members if node in chosen] if policy.keeps_layout else []
+    members = (*placed, *sorted(chosen.difference(placed)))
+    if in_place:
         members = joining.members_after_filling(policy, state)
     new = set(members) - staying
     positions = _positions(policy, state)
@@ -305,8 +330,10 @@ def _next(policy: MembershipPolicy, state: State) -> Reform:
     # If a membership has committed nothing, it affects the next layout only if all its ranks have received its state.
     # Only then do they continue from this state (``choose_holding``).
     is_formed = all(position.is_formed for position in positions)
-    base = former if target.iteration > state.begun_iteration or is_formed else state.base
-    layout = policy.layout_on(members, base)
+    # Memberships that keep the layout differ only in the processes at its places, whether they were formed or not.
+    is_base = target.iteration > state.begun_iteration or is_formed or keeps_layout(policy, state)
+    base = former if is_base else state.base
+    layout = policy.layout_on(members, base, in_place=in_place)
     return Reform(
         lost=tuple(sorted(state.nodes.lost & set(state.members))),
         leaving=tuple(sorted(leaving)),
@@ -318,6 +345,7 @@ def _next(policy: MembershipPolicy, state: State) -> Reform:
         ),
         layout=layout,
         base=base,
+        keeps_layout=in_place,
     )
 
 

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control.membership.events import RankBroken
+from megatron_ft.control.membership.events import Moment, RankBroken
 from megatron_ft.errors import RecoveryError
 from megatron_ft.planning.recovery.membership import Position, Target
 
@@ -283,7 +283,8 @@ class MembershipPolicy:
     max_node_restarts: int = 3
     restart_lost_nodes: bool = False
     keeps_layout: bool = False
-    """Whether every membership has ``num_nodes`` nodes, so that other nodes take the places of lost ones."""
+    """Whether other nodes take the places of lost ones, so that the layout stays the same. If a place stays empty, the
+    layout changes if ``min_nodes`` allows it."""
     keeps_processes: bool = True
     """Whether ranks on the remaining nodes continue in their processes after a loss. Otherwise all are restarted."""
     starts_nodes: bool = True
@@ -375,7 +376,9 @@ class MembershipPolicy:
         )
         return self.job_layouts or default
 
-    def layout_on(self, nodes: Sequence[int], base: "MembershipLayout | None" = None) -> "MembershipLayout":
+    def layout_on(
+        self, nodes: Sequence[int], base: "MembershipLayout | None" = None, *, in_place: bool | None = None
+    ) -> "MembershipLayout":
         """Return the layout of a membership of ``nodes``, see ``JobLayouts.on``.
 
         Raises:
@@ -383,7 +386,7 @@ class MembershipPolicy:
         """
         from megatron_ft.planning.state.declined import Declined
 
-        found = self.layouts.on(nodes, base)
+        found = self.layouts.on(nodes, base, in_place=in_place)
         if isinstance(found, Declined):
             raise RecoveryError(f"the job cannot continue on nodes {list(nodes)}: {found.reason}")
         return found
@@ -450,6 +453,9 @@ class State:
     their state. None means the layout at the start."""
     begun_iteration: int = 0
     """Iteration after which this generation began."""
+    has_changed_layout: bool = False
+    """Whether a membership since the newest start of all ranks had another layout than the job's first one. From then
+    on, nodes join and leave as in a job that does not keep its layout."""
     deadline_seconds: float | None = None
     """Time at which the present phase exceeds its limit; None if it has no limit."""
     reform_by_seconds: float | None = None
@@ -522,7 +528,7 @@ class State:
             return Outcome.FAILED
         return Outcome.INTERRUPTED if self.interrupted else Outcome.FINISHED
 
-    def is_late(self, now: "Moment") -> bool:
+    def is_late(self, now: Moment) -> bool:
         """Whether the phase has exceeded its time limit."""
         return self.deadline_seconds is not None and now.arrived_seconds >= self.deadline_seconds
 
@@ -546,6 +552,8 @@ class Reform:
     """Ranks and hot spares of the next membership."""
     base: "MembershipLayout | None"
     """``State.base`` in the next membership."""
+    keeps_layout: bool = False
+    """``NextMembership.keeps_layout``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -567,9 +575,16 @@ def remaining_ranks(policy: MembershipPolicy, state: State) -> frozenset[int]:
     return layout_of(policy, state).processes_without(state.nodes.lost)
 
 
+def keeps_layout(policy: MembershipPolicy, state: State) -> bool:
+    """Return whether other nodes take lost places in the present membership."""
+    return policy.keeps_layout and not state.has_changed_layout
+
+
 def layout_of(policy: MembershipPolicy, state: State) -> "MembershipLayout":
     """Return the layout of the present membership."""
-    return policy.layout_on(state.members) if state.layout is None else state.layout
+    if state.layout is not None:
+        return state.layout
+    return policy.layout_on(state.members, in_place=not state.has_changed_layout)
 
 
 def name_of(policy: MembershipPolicy, state: State, rank: int) -> str:
@@ -583,16 +598,3 @@ def name_of(policy: MembershipPolicy, state: State, rank: int) -> str:
 def _ranks_of_all(ranks_per_node: int, nodes: Iterable[int], lost: frozenset[int]) -> frozenset[int]:
     firsts = (node * ranks_per_node for node in nodes if node not in lost)
     return frozenset(rank for first in firsts for rank in range(first, first + ranks_per_node))
-
-
-class Moment(NamedTuple):
-    """The two times of an event, both on the controller's clock.
-
-    A controller with a backlog processes an event long after its arrival. Deadlines are compared with the arrival;
-    otherwise a slow controller would lose healthy nodes. Time limits for the effect of a decision begin with it.
-    """
-
-    seconds: float
-    """Time at which the event is processed."""
-    arrived_seconds: float
-    """Time of arrival. For a ``Tick``, all events that arrived before this time have been processed."""

@@ -209,7 +209,8 @@ class PlacementManager:
         """Probability that the job can continue from expert replicas after the loss of one failure domain. None if the
         job does not continue with fewer nodes, or if there is only one failure domain."""
         launch, recovery = self._config.launch, self._config.recovery
-        if recovery.min_nodes is None or recovery.keep_layout or not recovery.may_use("living_state"):
+        is_kept = recovery.keep_layout and not self._config.may_change_layout
+        if recovery.min_nodes is None or is_kept or not recovery.may_use("living_state"):
             return None
         return single_loss_survival(self.plans, min_ranks=recovery.min_nodes * launch.ranks_per_node)
 

@@ -1,6 +1,7 @@
 """Continues training in a membership with the same layout: other processes take the places of lost ranks.
 
 Ranks that survive keep their tensors where they are (``recovery.keep_layout``). ``localized.py`` restores the state.
+If a lost place stays empty, ``replicas.py`` continues with another layout.
 """
 
 import time
@@ -17,7 +18,7 @@ from megatron_ft.mcore.recovery.localized import Built, KeptLayoutRecovery
 from megatron_ft.mcore.recovery.prebuilt import Prebuilder
 from megatron_ft.mcore.state.carried import Carried, MembershipStart
 from megatron_ft.mcore.state.rank_status import Holding
-from megatron_ft.mcore.state.tensors import NamedState, put_state, take_state
+from megatron_ft.mcore.state.tensors import put_state, take_state
 from megatron_ft.mcore.training.trainer import SNAPSHOT_SERVICE, Trainer
 from megatron_ft.planning.recovery.prebuild import can_prebuild
 from megatron_ft.snapshot.server.client import KeeperClient
@@ -47,9 +48,9 @@ class KeptLayoutTrainer(Trainer):
 
     def undo_migration(self) -> None:
         """Return to the placement before the newest migration, if no iteration has been committed since then. This
-        needs no communication. Without ``recovery.keep_layout`` this does nothing."""
+        needs no communication. In a membership without a kept layout this does nothing."""
         former, engine = self.previous_placement, self.engine
-        if former is None or not self.job.recovery.keep_layout:
+        if former is None or not self.config.recovery.keep_layout:
             return
         self.previous_placement = None
         if engine.iteration >= former.before_iteration:
@@ -171,22 +172,17 @@ class KeptLayoutTrainer(Trainer):
         return self._open_snapshot_client()
 
     def _carried(self) -> Carried:
-        # Returns a copy of the state of a rank between two iterations. All ranks must be at the same iteration.
+        # Returns the state of a rank between two iterations. All ranks must be at the same iteration.
         engine = self.engine
         return Carried(
             holdings=(self._holding(None),),
             part=self._part,
-            state=self._tensors(),
+            state={},  # the tensors stay in the engine
             host=replace(engine.train_state(), newest_vote=engine.newest_vote, rounded_off=self.rounded_off),
             finished=None,
             batch=engine.batch,
             **self._windows(),
         )
-
-    def _tensors(self) -> NamedState:
-        # If the layout is kept, the tensors stay where they are.
-        keeps = self.job.recovery.keep_layout
-        return {} if keeps else take_state(self.engine.model_chunks, self.engine.optimizer)
 
     def _holding(self, placement: PlacementState | None, **more: Any) -> Holding:
         context = self.context

@@ -2,8 +2,9 @@
 
 Experts of lost ranks have replicas on other ranks of the stage. All other state is the same on all ranks of a model
 part (pipeline stage and tensor coordinate). A rank that stays in its model part keeps its state and random number
-generators. Ranks that join, or that change to another model part, receive the state of this part from other ranks. Jobs
-with ``recovery.keep_layout`` restore state with ``kept_layout.py`` instead.
+generators. Ranks that join, or that change to another model part, receive the state of this part from other ranks. A
+membership that keeps the layout of the one before (``NextMembership.keeps_layout``) restores state with
+``kept_layout.py`` instead.
 """
 
 import time
@@ -84,19 +85,19 @@ class ElasticTrainer(KeptLayoutTrainer):
                 keeps its state for the next membership.
             TrainingStopped: a policy stopped the run at the iteration that was in progress.
         """
-        began = time.monotonic()
-        carried = self.carry(following.target)
+        began, in_place = time.monotonic(), following.keeps_layout
+        carried = self.carry(following.target, in_place=in_place)
         # Set first, so that this rank still has its state if a later step fails.
         self.membership_start = MembershipStart(iteration=following.target.iteration, carried=carried)
-        former = self._release_groups()
-        self.config = config = config_of(self.job, following.nodes)
+        former = self._release_groups(keeps_engine=in_place and self.engine.is_built)
+        self.config = config = config_of(self.job, following.nodes, keeps_layout=in_place)
         self.context, self.nodes = context_in(self.context, following, config), following.nodes
-        former = former or self._take_prebuilt()
+        if in_place:
+            former = former or self._take_prebuilt()
         self.engine.use(config)
         failpoints.enter(following.generation, rank=self.context.rank)
         groups = self._join(store, former)
         present, fingerprints, moved, stated = self._present(carried, groups)
-        in_place = self.job.recovery.keep_layout
         key, previous = choose_holding(
             present,
             range(following.world_size) if in_place else following.nodes,
@@ -138,7 +139,7 @@ class ElasticTrainer(KeptLayoutTrainer):
 
     def stand_by(self, following: NextMembership) -> None:
         """Become a hot spare in ``following``, a membership in which this process has no rank. Its state is dropped."""
-        self._release_groups()
+        self._release_groups(keeps_engine=False)
         self.engine.in_progress = self.membership_start = self.previous_placement = self.evacuated = None
         self.spared = (*self.spared, following.generation)
         self.context = replace(self.context, generation=following.generation, is_joining=False)
@@ -148,12 +149,11 @@ class ElasticTrainer(KeptLayoutTrainer):
         self.teardown()
         dissolve_groups()
 
-    def _release_groups(self) -> Groups | None:
-        # Releases the current groups, if there are any, and all objects that use them. If the layout is kept, the
+    def _release_groups(self, *, keeps_engine: bool) -> Groups | None:
+        # Releases the current groups, if there are any, and all objects that use them. With ``keeps_engine``, the
         # engine, its placement and its groups stay, without connections. Then these groups are returned.
-        keeps_engine = self.job.recovery.keep_layout and self.engine.is_built
         if not keeps_engine:
-            self.placement = None
+            self.placement = self.former_copies = self.engine.boundaries.log = None
         if dist.is_initialized():
             self.teardown(keeps_engine=keeps_engine)
         if keeps_engine:
@@ -395,23 +395,45 @@ class ElasticTrainer(KeptLayoutTrainer):
         move = ShardMove.of(mine, stated, parts=parts, iteration=engine.iteration, num_layers=num_layers)
         self.evacuated = move.evacuate(leaving, engine.groups)
 
-    def carry(self, target: Target) -> Carried | None:
-        """Copy this rank's state after the iteration of ``target``, before its process groups are destroyed. Return
+    def carry(self, target: Target, *, in_place: bool) -> Carried | None:
+        """Return this rank's state after the iteration of ``target``, before its process groups are destroyed. Return
         None if the rank has no state. If the membership has committed no iteration, the result contains the state with
-        which the rank began the membership, and also the state for the new placement if the rank had received it."""
+        which the rank began the membership, and also the state for the new placement if the rank had received it.
+
+        Args:
+            in_place: whether the next membership keeps the layout. The tensors then stay in the engine; otherwise they
+                are copied.
+        """
         beginning, engine = self.membership_start, self.engine
         if beginning is None or beginning.iteration != target.iteration:
             is_moving = self.previous_placement is not None and self.previous_placement.host is not None
-            return self._take(target, ()) if engine.is_built or is_moving else None
+            return self._take(target, (), in_place=in_place) if engine.is_built or is_moving else None
         if beginning.is_formed:
-            return self._take(target, beginning.changes).after(beginning.carried)
-        if self.job.recovery.keep_layout:
+            return self._take(target, beginning.changes, in_place=in_place).after(beginning.carried)
+        carried = beginning.carried
+        if self.config.recovery.keep_layout:
             engine.abort()  # the engine has the only copy of the state
             self.undo_migration()
+            if carried is not None and not in_place:
+                carried = self._with_tensors(carried)
         self.previous_placement = None
-        return beginning.carried
+        return carried
 
-    def _take(self, target: Target, changes: tuple[str, ...]) -> Carried:
+    def _with_tensors(self, carried: Carried) -> Carried | None:
+        # Adds copies of the tensors that a kept layout has left in the engine. Returns None if they are not the state
+        # after the target: a replay has begun to overwrite them, or has ended but has not copied the new shards. Such a
+        # rank receives its state like a joining rank.
+        engine, placement = self.engine, self.placement
+        copies, is_sharded = engine.state_copies or self.former_copies, self.config.parallel.use_distributed_optimizer
+        if carried.digests is not None or (is_sharded and copies is None):
+            return None
+        assert placement is not None, "another number of ranks needs expert replicas"
+        state = take_state(engine.model_chunks, engine.optimizer)
+        in_force = PlacementState(plans=placement.plans, loads=placement.loads)
+        shards = None if copies is None else Shards.split_off(state, copies, self.topology.model_parts)
+        return replace(carried, holdings=(self._holding(in_force),), state=state, shards=shards)
+
+    def _take(self, target: Target, changes: tuple[str, ...], *, in_place: bool) -> Carried:
         # Returns the state of a rank that has all state of its membership. ``changes`` is ``Holding.changes``.
         engine = self.engine
         finished = resolve_iteration(engine, target)
@@ -421,16 +443,17 @@ class ElasticTrainer(KeptLayoutTrainer):
         self.undo_migration()
         former, self.previous_placement = self.previous_placement, None
         if former is None or former.host is None:
-            state, host = self._tensors(), engine.train_state()
+            state = {} if in_place else take_state(engine.model_chunks, engine.optimizer)
+            host = engine.train_state()
         else:  # a migration failed, so the model or the optimizer may be missing
             state, host = {}, former.host
         # If the layout is kept, the trainer keeps its placement for the next membership, so no holding needs one.
-        placement = None if self.job.recovery.keep_layout else self.placement
+        placement = None if in_place else self.placement
         in_force = None
         if placement is not None:
             in_force = PlacementState(plans=placement.plans, loads=placement.loads)
         holdings, has_replaced = (self._holding(in_force, changes=changes),), False
-        copies = engine.state_copies
+        copies = engine.state_copies or self.former_copies  # the latter if a migration was undone in a kept layout
         if placement is not None and former is not None and engine.iteration < former.before_iteration:
             # No iteration has been committed with the newest placement, so the previous placement is used.
             state = {**state, **former.state}

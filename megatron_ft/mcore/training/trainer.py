@@ -354,7 +354,7 @@ class Trainer:
         steps = None if is_evacuation else self.placement.steps_to(change)
         if steps is not None:
             # With a kept layout, each rank keeps its place, so it can restore its former experts from own copies.
-            saved: SavedExperts | None = {} if self.job.recovery.keep_layout else None
+            saved: SavedExperts | None = {} if self.config.recovery.keep_layout else None
             self.previous_placement = former(state={}, is_in_place=True, saved=saved)
             self.engine.replace_experts(steps, replicas, saved=saved)
             return

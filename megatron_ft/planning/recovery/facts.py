@@ -104,12 +104,28 @@ class RecoveryFacts:
     @property
     def min_nodes(self) -> int | None:
         """Return the smallest number of nodes with which the job continues; None if it needs all of them."""
-        return self.config.recovery.min_nodes if self.config.may_change_nodes else None
+        return self.config.recovery.min_nodes if self.config.may_change_layout else None
 
     @property
     def keeps_layout(self) -> bool:
         """Return whether other nodes replace lost nodes in the job's layout."""
         return self.config.recovery.keep_layout and not Requirement.unmet(self.config, KEPT_LAYOUT)
+
+    @property
+    def has_places(self) -> bool:
+        """Return whether other nodes can take the places of lost nodes in the present layout: the job keeps its layout,
+        and still has as many nodes as at its start."""
+        return self.config.recovery.keep_layout and len(self.layout.nodes) == self.config.launch.num_nodes
+
+    @property
+    def num_spare_nodes(self) -> int:
+        """Return the number of spares that have not taken a place yet."""
+        first = self.config.launch.num_nodes
+        return max(0, self.config.nodes.num_spare_nodes - sum(node >= first for node in self.layout.nodes))
+
+    def can_replace(self, num_lost: int) -> bool:
+        """Return whether spares or restarted nodes can take the places of ``num_lost`` nodes."""
+        return self.has_places and (self.config.nodes.restart_lost_nodes or num_lost <= self.num_spare_nodes)
 
     @property
     def num_written_windows(self) -> int:
@@ -150,7 +166,7 @@ class RecoveryFacts:
         all ranks on other nodes."""
         remaining = [node for node in self.nodes if node not in lost]
         living = _ranks_on(self.layout, remaining)
-        if self.min_nodes is None or self.config.recovery.keep_layout:
+        if self.min_nodes is None or self.can_replace(len(lost)):
             return living
         after = self.layouts.on(remaining, self.layout)
         if isinstance(after, Declined):

@@ -141,8 +141,6 @@ def _switches(config: JobConfig, name: str) -> Iterator[KeyChange]:
         case "localized_replay" | "rollback on replaced nodes" | "living_state on replaced nodes":
             if not recovery.keep_layout:
                 yield KeyChange("recovery.keep_layout", True)
-            if recovery.min_nodes is not None and recovery.min_nodes < num_nodes:
-                yield KeyChange("recovery.min_nodes", None)
             if not config.nodes.num_spare_nodes and not config.nodes.restart_lost_nodes:
                 yield KeyChange("nodes.num_spare_nodes", 1)
             if name == _ON_REPLACED_RANKS:

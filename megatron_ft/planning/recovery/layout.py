@@ -131,7 +131,8 @@ class JobLayouts:
     context_size: int = 1
     num_stages: int = 1
     keeps_layout: bool = False
-    """Whether every membership has the initial layout; its nodes then take the places in the given order."""
+    """Whether a membership of ``num_nodes`` nodes may have the initial layout; its nodes then take the places in the
+    given order."""
     limits: LaneLimits = LaneLimits(most=1)
     fewest_expert_ranks: int = 1
     """Smallest number of ranks with a slot for every expert."""
@@ -161,21 +162,35 @@ class JobLayouts:
             fewest_expert_ranks=-(-num_experts // num_slots),
         )
 
-    def on(self, nodes: Iterable[int], base: MembershipLayout | None = None) -> MembershipLayout | Declined:
-        """Return the layout of a membership of ``nodes``; ``Declined`` if they are too few. ``base`` is the newest
-        layout whose ranks all had received their state; None at the start of a job."""
-        return _layout_on(self, tuple(nodes if self.keeps_layout else sorted(nodes)), base)
+    def on(
+        self, nodes: Iterable[int], base: MembershipLayout | None = None, *, in_place: bool | None = None
+    ) -> MembershipLayout | Declined:
+        """Return the layout of a membership of ``nodes``; ``Declined`` if they are too few.
+
+        Args:
+            base: the newest layout whose ranks all had received their state; None at the start of a job.
+            in_place: whether nodes take the places of lost ones in the initial layout, in a job that may do so. None:
+                they do if ``nodes`` and ``base`` have ``num_nodes`` nodes. It is false after any other layout.
+        """
+        # Without PP and TP, a smaller layout of such a job has the order of places, in which sums add their terms.
+        nodes = tuple(nodes if self.keeps_layout else sorted(nodes))
+        if in_place is None:
+            in_place = len(nodes) == self.num_nodes and (base is None or len(base.nodes) == self.num_nodes)
+        return _layout_on(self, nodes, base, in_place and self.keeps_layout)
 
     def history(
         self, memberships: Iterable[Iterable[int]], first: Iterable[int] | None = None
     ) -> list[MembershipLayout | Declined]:
         """Return the layouts of a first membership, with the nodes ``first`` (None for all), and of ``memberships``
         after it, given by their nodes. All ranks of each membership are assumed to have received their state."""
-        found = [self.on(range(self.num_nodes) if first is None else first)]
+        every = [tuple(nodes) for nodes in (range(self.num_nodes) if first is None else first, *memberships)]
+        found: list[MembershipLayout | Declined] = []
         base: MembershipLayout | None = None
-        for nodes in memberships:
+        in_place = True
+        for nodes in every:
+            in_place = in_place and len(nodes) == self.num_nodes  # no layout is kept after one that was not
+            found.append(self.on(nodes, base, in_place=in_place))
             base = found[-1] if isinstance(found[-1], MembershipLayout) else base
-            found.append(self.on(nodes, base))
         return found
 
     def why_not_without(self, now: MembershipLayout, leaving: Collection[int]) -> str:
@@ -212,7 +227,9 @@ class JobLayouts:
 
 
 @lru_cache(maxsize=64)
-def _layout_on(job: JobLayouts, nodes: tuple[int, ...], base: MembershipLayout | None) -> MembershipLayout | Declined:
+def _layout_on(
+    job: JobLayouts, nodes: tuple[int, ...], base: MembershipLayout | None, in_place: bool
+) -> MembershipLayout | Declined:
     size = job.ranks_per_node
 
     def processes_of(chosen: Iterable[int]) -> list[int]:
@@ -220,7 +237,7 @@ def _layout_on(job: JobLayouts, nodes: tuple[int, ...], base: MembershipLayout |
 
     living, start = processes_of(nodes), range(job.num_nodes)
     is_initial = base is None and nodes == tuple(start)
-    if is_initial or job.keeps_layout or job.tensor_size * job.context_size * job.num_stages == 1:
+    if is_initial or in_place or job.tensor_size * job.context_size * job.num_stages == 1:
         if not living:
             return Declined(reason="no node is left")
         layout = job.initial(living)

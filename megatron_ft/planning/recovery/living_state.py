@@ -38,7 +38,8 @@ class LivingState:
 
     def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
         """Compute the cost of the recovery; no iteration runs again."""
-        if facts.config.recovery.keep_layout:
+        # With fewer lanes, a job that keeps its layout continues only if a lost place stays empty.
+        if facts.has_places and (not why_no_replacement(loss, facts) or not facts.config.may_change_layout):
             return self._cost_in_place(loss, facts)
         if reason := _why_not(loss, facts):
             return Declined(strategy=self.name, reason=reason)

@@ -127,8 +127,8 @@ def _check_alike(name: str, values: Sequence[object]) -> None:
 class NextMembership:
     """Membership number ``generation``. Its ranks are numbered without gaps, in Megatron's order (``layout.py``).
 
-    With ``recovery.keep_layout``, surviving ranks keep their numbers, and joining ranks get the numbers of the ranks
-    that they replace. Processes of ``members`` without a rank are *hot spares*: they wait for the next membership.
+    With ``keeps_layout``, joining ranks get the numbers of the ranks that they replace. Processes of ``members``
+    without a rank are *hot spares*: they wait for the next membership.
     """
 
     generation: int
@@ -141,6 +141,9 @@ class NextMembership:
     order."""
     members: tuple[int, ...] = ()
     """All nodes of the membership; the nodes of ranks if empty."""
+    keeps_layout: bool = False
+    """Whether the ranks keep the layout of the previous membership, so that surviving ranks keep their numbers and
+    their state in place. Otherwise every rank finds out what it needs in the new layout."""
     target: Target
     master_addr: str
     master_port: int
@@ -198,6 +201,7 @@ class NextMembership:
             "nodes": list(self.nodes),
             "local_ranks": list(self.local_ranks),
             "members": list(self.members),
+            "keeps_layout": self.keeps_layout,
             "target": self.target.to_json(),
             "master_addr": self.master_addr,
             "master_port": self.master_port,

@@ -106,10 +106,14 @@ class Loss:
 def why_no_replacement(loss: Loss, facts: RecoveryFacts) -> str:
     """Return the reason why no nodes can take the places of the lost ones, in a job that keeps its layout; empty if
     they can. If only ranks have died, no node has to be replaced."""
-    nodes = facts.config.nodes
-    if not loss.is_gone or nodes.restart_lost_nodes or len(loss.nodes) <= nodes.num_spare_nodes:
+    launch, nodes = facts.config.launch, facts.config.nodes
+    if not facts.has_places:
+        return f"the job has {len(facts.layout.nodes)} of launch.num_nodes={launch.num_nodes} nodes, so another layout"
+    if not loss.is_gone or facts.can_replace(len(loss.nodes)):
         return ""
-    return f"nodes.num_spare_nodes={nodes.num_spare_nodes} is less than the number of lost nodes, {len(loss.nodes)}"
+    left, spares = facts.num_spare_nodes, f"nodes.num_spare_nodes={nodes.num_spare_nodes}"
+    spares = spares if left == nodes.num_spare_nodes else f"{spares}, of which {left} are left,"
+    return f"{spares} is less than the number of lost nodes, {len(loss.nodes)}"
 
 
 def _restart(
@@ -119,8 +123,7 @@ def _restart(
         return None
     if not is_gone:
         return "all"
-    nodes = facts.config.nodes
-    if facts.keeps_layout and (nodes.restart_lost_nodes or len(lost) <= nodes.num_spare_nodes):
+    if facts.keeps_layout and facts.can_replace(len(lost)):
         return "all"  # other nodes first replace the lost ones
     return "fewer" if facts.min_nodes is not None and len(remaining) >= facts.min_nodes else None
 

@@ -254,7 +254,11 @@ def test_a_layout_is_kept_with_every_kind_of_parallelism(changes: dict[str, Any]
 @pytest.mark.parametrize(
     ("changes", "key", "why"),
     [
-        ({"recovery.min_nodes": 2}, "recovery.min_nodes", "null or equal to launch.num_nodes=3"),
+        (
+            {"recovery.min_nodes": 2},
+            "placement.algorithm",
+            "given with recovery.keep_layout=true and recovery.min_nodes=2",
+        ),
         ({"nodes.max_nodes": 5}, "nodes.max_nodes", "no nodes can join"),
         ({"nodes.num_spare_nodes": 0}, "recovery.keep_layout", "needs nodes that replace lost ones"),
         (
