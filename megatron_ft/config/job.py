@@ -279,11 +279,13 @@ class RecoveryConfig:
     ranks continue from the newest window or checkpoint. Only in mode ``local``."""
     min_nodes: int | None = None
     """Smallest number of nodes with which training continues after nodes are lost. When a rank dies, its node is
-    removed, and ranks on the other nodes continue without a restart. null: the job needs all nodes."""
+    removed, and ranks on the other nodes continue without a restart. With ``recovery.keep_layout`` this happens only if
+    no node can take the lost place. null: the job needs all nodes."""
     keep_layout: bool = False
     """Whether the job keeps its parallel layout when nodes are lost. A spare node, or the lost node after a restart,
     replaces the lost one. Its ranks receive their state from living ranks. If this is impossible, only stages that lost
-    a rank replay. With ``recovery.keep_processes=false`` all ranks start again instead."""
+    a rank replay. With ``recovery.keep_processes=false`` all ranks start again instead. If no node can replace the lost
+    one, the job ends, or continues on fewer nodes as ``recovery.min_nodes`` allows."""
     keep_processes: bool | None = None
     """Whether ranks on the remaining nodes continue in their processes after a loss. With false, which needs
     ``recovery.keep_layout=true``, all ranks start again from the newest window as soon as other nodes have replaced the

@@ -330,6 +330,7 @@ class JobPlan:
                 *(() if placement is None else placement.notes),
                 *(() if wrap is None else (wrap,)),
                 *_copies_after_a_loss(config),
+                *_fewer_lanes(config),
                 *_unknown_domains(config),
                 *((other,) if is_refused_there else ()),
                 *_unchecked_gpu_memory(config, device, memory.device_bytes),
@@ -359,6 +360,16 @@ def _losses(
     return costs_of_nodes(facts, inputs), facts.warnings
 
 
+def _fewer_lanes(config: JobConfig) -> tuple[str, ...]:
+    """Return a note on the second way in which a job continues that keeps its layout while nodes can be replaced."""
+    if not (config.recovery.keep_layout and config.may_change_layout):
+        return ()
+    return (
+        f"recovery.min_nodes={config.recovery.min_nodes}: if no node can take a lost place, the job continues with "
+        "fewer lanes (living_state). From then on nodes that join add lanes, and no stage replays alone",
+    )
+
+
 def _copies_after_a_loss(config: JobConfig) -> tuple[str, ...]:
     launch, placement, num_experts = config.launch, config.placement, config.model.num_moe_experts or 0
     num_left = launch.num_nodes - 1
@@ -377,8 +388,9 @@ def _copies_after_a_loss(config: JobConfig) -> tuple[str, ...]:
     if enough <= (placement.num_slots_per_rank or 0):
         return ()  # each rank has all experts
     of_stage = "" if config.parallel.pipeline_model_parallel_size == 1 else " in each pipeline stage"
+    kind = "a node that no other node replaces" if config.recovery.keep_layout else "a node"
     return (
-        f"placement.num_slots_per_rank={placement.num_slots_per_rank}: after the loss of a node the job has "
+        f"placement.num_slots_per_rank={placement.num_slots_per_rank}: after the loss of {kind} the job has "
         f"{num_slots} slots{of_stage}, too few for {num_copies} replicas of {num_experts} experts "
         f"(placement.min_replicas={placement.min_replicas}). Until a node joins, the next loss can end the job; "
         f"placement.num_slots_per_rank={enough} avoids this",

@@ -36,8 +36,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4 whole": {},
     "rebalanced": {**SHARDED, **EAGER},
     "dropout": {**SHARDED, **WINDOWS, "model.hidden_dropout": 0.1},
-    "windows": {**SHARDED, **WINDOWS},
     "pp2": {**SHARDED, "parallel.pipeline_model_parallel_size": 2, "placement.num_slots_per_rank": 4},
+    "pp2 dropout": {
+        **SHARDED,
+        **WINDOWS,
+        "model.hidden_dropout": 0.1,
+        "parallel.pipeline_model_parallel_size": 2,
+        "placement.num_slots_per_rank": 4,
+    },
     "tp2": {
         **SHARDED,
         "parallel.tensor_model_parallel_size": 2,
@@ -60,6 +66,7 @@ FAULTS: dict[str, tuple[str, str, list[str]]] = {
     "dp4 whole": ("dp4 whole", "2 in 5", [kill(1, 3, "backward"), kill(2, 5, "backward", 1)]),
     "rebalanced": ("rebalanced", "2 in 5", [kill(1, 3, "migrate_step"), kill(2, 5, "migrate_step", 1)]),
     "dropout: a replay first": ("dropout", "2 in 9", [kill(1, 8, "forward"), kill(2, 9, "forward", 1)]),
+    "pp2 dropout: a replay first": ("pp2 dropout", "2 in 9", [kill(1, 8, "forward"), kill(2, 9, "forward", 1)]),
     "pp2": ("pp2", "2 in 5", [kill(1, 3, "backward"), kill(2, 5, "backward", 1)]),
     "tp2": ("tp2", "2 in 5", [kill(1, 3, "backward"), kill(2, 5, "backward", 1)]),
 }
@@ -124,6 +131,8 @@ def test_the_layout_changes_with_the_second_loss_only(outcomes: dict[str, Any], 
     if 1 in formed:
         assert started[1] == ("localized_replay" if "replay" in name else "living_state")
     assert started[max(started)] == "living_state"
+    last = records(outcomes, name, "recovery_started")[-1]
+    assert last["declined"] == ["the layout of the job's start: no node has taken a lost place"]
 
 
 def test_a_node_that_returns_adds_a_lane(outcomes: dict[str, Any]) -> None:

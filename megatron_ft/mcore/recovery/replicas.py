@@ -265,7 +265,11 @@ class ElasticTrainer(KeptLayoutTrainer):
         manager = self._placement(held)
         migrations = self._follow(manager, move)
         generation = self.context.generation
-        self.report(RecoveryStarted(generation=generation, strategy="living_state", iteration=host.iteration))
+        is_short = self.job.recovery.keep_layout and len(move.parts) < self.job.world_size
+        declined = ("the layout of the job's start: no node has taken a lost place",) if is_short else ()
+        self.report(
+            RecoveryStarted(generation=generation, strategy="living_state", iteration=host.iteration, declined=declined)
+        )
         me = self.context.rank
         former = move.former[me]
         old: NamedState = {} if carried is None or former is None else carried.of_part(former)[0]

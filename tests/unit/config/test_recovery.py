@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.membership import config_of
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.config.validate import validate
 from megatron_ft.errors import ConfigError
@@ -249,6 +250,20 @@ def test_a_layout_is_kept_with_every_kind_of_parallelism(changes: dict[str, Any]
         config = job(KEEP | {"recovery.max_restarts": 2} | changes | restarted)
         validate(config)
         assert config.may_change_nodes and not config.may_lose_nodes
+
+
+def test_a_kept_layout_may_change_if_a_place_stays_empty() -> None:
+    """The configuration of a membership says whether its layout is kept."""
+    replicas = {"placement.algorithm": SEARCH, "placement.num_slots_per_rank": 4, "recovery.min_nodes": 2}
+    config = job(KEEP | replicas)
+    validate(config)
+    assert config.may_change_layout and not job(KEEP).may_change_layout
+    kept, fewer = config_of(config, (0, 0, 3, 3, 2, 2)), config_of(config, (0, 0, 2, 2))
+    assert kept.recovery.keep_layout and kept.replays_stages and kept.member_domains == ["node0", "node3", "node2"]
+    assert not fewer.recovery.keep_layout and not fewer.replays_stages
+    assert not config_of(config, (0, 0, 3, 3, 2, 2), keeps_layout=False).replays_stages
+    with pytest.raises(ConfigError, match=r"recovery.min_nodes=2: must be null with recovery.strategies=.localized"):
+        validate(job(KEEP | replicas | {"recovery.strategies": ["localized_replay"]}))
 
 
 @pytest.mark.parametrize(

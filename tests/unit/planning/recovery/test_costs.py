@@ -554,6 +554,32 @@ def test_replicas_and_copies_serve_in_a_kept_layout() -> None:
     assert cost_of_loss(held, [2, 3], is_gone=False).strategy == "localized_replay"
 
 
+def test_a_place_that_stays_empty_costs_a_lane() -> None:
+    """Losses up to the number of spares keep the layout, and so every bit. Further ones need ``recovery.min_nodes``."""
+    placement = {**SPREAD, "state_copies": 2, "num_slots_per_rank": 8}
+    parallel = {"pipeline_model_parallel_size": 1}
+    spare = {"restart_lost_nodes": False, "num_spare_nodes": 1}
+    held = keeping({"placement": placement, "parallel": parallel}, min_nodes=2, **spare)
+    replaced, fewer = cost_of_loss(held, [1]), cost_of_loss(held, [1, 3])
+    assert [(cost.strategy, cost.is_bitwise, cost.is_automatic) for cost in (replaced, fewer)] == [
+        ("living_state", True, True),
+        ("living_state", False, True),
+    ]
+    needs_all = keeping({"placement": placement, "parallel": parallel}, **spare)
+    assert not cost_of_loss(needs_all, [1, 3]).is_automatic
+    too_few = cost_of_loss(keeping({"placement": placement, "parallel": parallel}, min_nodes=3, **spare), [1, 3])
+    reasons = [declined.reason for declined in too_few.declined]
+    assert "recovery.min_nodes=3 is more than the number of remaining nodes, 2" in reasons
+    assert "nodes.num_spare_nodes=1 is less than the number of lost nodes, 2" in reasons
+    # After the spare has taken a place, the next loss takes a lane; after that, spares have no places to take.
+    used = facts_of(held.config, (0, 4, 2, 3))
+    assert cost_of_loss(used, [2]).is_bitwise is False
+    smaller = cost_of_loss(facts_of(held.config, (0, 4, 3)), [3])
+    assert (smaller.strategy, smaller.is_bitwise) == ("living_state", False)
+    again = keeping({"placement": placement, "parallel": parallel}, min_nodes=2)
+    assert cost_of_loss(again, [1, 3]).is_bitwise, "lost nodes are started again"
+
+
 def test_copies_that_no_recovery_reads_are_named() -> None:
     assert idle_copies(elastic()) == () and idle_copies(job()) == ()
     (state,) = idle_copies(job(launch={"num_nodes": 4}, placement={**SPREAD, "state_copies": 2}))
