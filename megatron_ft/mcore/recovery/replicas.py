@@ -399,7 +399,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         move = ShardMove.of(mine, stated, parts=parts, iteration=engine.iteration, num_layers=num_layers)
         self.evacuated = move.evacuate(leaving, engine.groups)
 
-    def carry(self, target: Target, *, in_place: bool) -> Carried | None:
+    def carry(self, target: Target, *, in_place: bool = False) -> Carried | None:
         """Return this rank's state after the iteration of ``target``, before its process groups are destroyed. Return
         None if the rank has no state. If the membership has committed no iteration, the result contains the state with
         which the rank began the membership, and also the state for the new placement if the rank had received it.

@@ -34,11 +34,10 @@ def train_state(seen: str) -> Any:
 def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, generation: int = 1) -> Any:
     """Return a rank in an evacuation before iteration 5. Its experts are still moving, or ``moved``."""
     from megatron_ft.mcore.moe.placement_manager import PreviousPlacement
-    from megatron_ft.mcore.recovery import kept_layout
     from megatron_ft.mcore.recovery import replicas as module
 
     monkeypatch.setattr(module, "resolve_iteration", lambda engine, target: None)
-    monkeypatch.setattr(kept_layout, "take_state", lambda *_: {"router": "new"})
+    monkeypatch.setattr(module, "take_state", lambda *_: {"router": "new"})
     former = PreviousPlacement(
         before_iteration=5,
         plans=[Plan("old")],
@@ -50,8 +49,9 @@ def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, g
     vars(trainer).update(
         membership_start=None,
         previous_placement=former,
-        job=SimpleNamespace(recovery=SimpleNamespace(keep_layout=False)),
-        config=SimpleNamespace(parallel=ParallelConfig(use_distributed_optimizer=False)),
+        config=SimpleNamespace(
+            parallel=ParallelConfig(use_distributed_optimizer=False), recovery=SimpleNamespace(keep_layout=False)
+        ),
         placement=SimpleNamespace(plans=[Plan("new" if moved else "old")], loads=None),
         engine=SimpleNamespace(
             iteration=4,
