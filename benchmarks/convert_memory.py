@@ -2,8 +2,10 @@
 
 A checkpoint of a random Mixtral model is converted to a folder, and the folder back to a checkpoint, by the commands of
 ``tools/convert_checkpoint.py`` in processes of their own. The largest sum of private and shared memory of each process
-is sampled. Between conversions, the same files are copied and flushed to disk. The page cache is dropped before each
-conversion and each copy, if the process may do so. Figures are medians over alternating pairs.
+is sampled. Between conversions, the same files are copied and flushed to disk, by processes that have imported the same
+modules. Each process drops the page cache just before it starts the clock, if it may do so. So both begin in the same
+state: a virtual machine that gives free memory back to its host is slower after a pause. Figures are medians over
+alternating pairs.
 """
 
 import os
@@ -13,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -117,10 +119,11 @@ def _measure_speed(folder: Path, num_bytes: float, pairs: int) -> list[dict[str,
     for _ in range(pairs):
         row = {}
         for way, source, target in (("to-hf", "weights", "hf"), ("from-hf", "hf", "back")):
-            copied = _seconds(lambda source=source: _copy(folder / source, folder / "copy"))
+            copied, _ = _convert("copy", folder / source, folder / "copy")
             shutil.rmtree(folder / "copy")
             seconds, _ = _convert(way, folder / source, folder / target)
             row[way] = copied / seconds
+            row[f"{way} seconds"], row[f"copy for {way} seconds"] = seconds, copied
         shutil.rmtree(folder / "hf")
         shutil.rmtree(folder / "back")
         rows.append(row)
@@ -129,21 +132,23 @@ def _measure_speed(folder: Path, num_bytes: float, pairs: int) -> list[dict[str,
 
 _CHILD = """
 import sys, time
+from benchmarks.convert_memory import copy, drop_caches
 from megatron_ft.mcore.convert import converter
 from tools import convert_checkpoint
+run = copy if sys.argv[1] == "copy" else convert_checkpoint.main
+drop_caches()
 began = time.perf_counter()
-code = convert_checkpoint.main(sys.argv[1:])
+code = run(sys.argv[1:])
 print(time.perf_counter() - began)
 sys.exit(code)
 """
-"""Program of a conversion. Its last line is the duration without the time to import torch, about 5 s."""
+"""Program of a conversion or a copy. Its last line is the duration without the time to import torch, about 5 s."""
 
 
 def _convert(way: str, source: Path, target: Path) -> tuple[float, int]:
-    """Run a conversion. Return its seconds, and the largest sum of its private and shared memory in bytes."""
+    """Run a conversion or a copy. Return its seconds, and the largest sum of its private and shared memory in bytes."""
     options = ["--family", "mixtral"] if way == "to-hf" else []
     command = [sys.executable, "-c", _CHILD, way, str(source), str(target), *options, "--file-bytes", str(FILE_BYTES)]
-    _drop_caches()
     most = 0
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL, text=True)
@@ -164,24 +169,21 @@ def _memory(pid: int) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
 
-def _copy(source: Path, target: Path) -> None:
-    _drop_caches()
+def copy(words: Sequence[str]) -> int:
+    """Copy a folder, ``words[1]``, to ``words[2]``, and flush the files to disk. Return 0."""
+    source, target = Path(words[1]), Path(words[2])
     shutil.copytree(source, target)
     for path in target.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
+    return 0
 
 
-def _drop_caches() -> None:
+def drop_caches() -> None:
+    """Flush files to disk, and drop the page cache, if this process may do so."""
     os.sync()
     if os.access(_CACHES, os.W_OK):
         _CACHES.write_text("3")
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ model. A run starts from them with ``checkpoint.load_weights``. ``to-megatron`` 
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("stopped; the result is not complete", file=sys.stderr)
+        print("stopped; the result is not complete; to-hf and from-hf continue if started again", file=sys.stderr)
         return EXIT_INTERRUPTED
     except OSError as error:
         print(f"cannot write the result: {error}", file=sys.stderr)
@@ -62,7 +63,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     export.set_defaults(run=_export)
     importer = commands.add_parser("from-hf", help="write a checkpoint that contains only weights")
     importer.add_argument("folder", type=Path, help="Hugging Face folder")
-    importer.add_argument("out", type=Path, help="checkpoint directory to write; must not exist")
+    importer.add_argument(
+        "out", type=Path, help="checkpoint directory to write; must not exist; an interrupted conversion is continued"
+    )
     importer.add_argument(
         "--vocab-multiple", type=int, default=128, help="model.make_vocab_size_divisible_by of the run"
     )
@@ -121,7 +124,8 @@ def _export(arguments: argparse.Namespace) -> int:
         most_file_bytes=arguments.file_bytes,
     )
     print(export.summary(), flush=True)
-    export_checkpoint(reader, export, arguments.out, tokenizer=arguments.tokenizer, progress=_tell)
+    with _progress() as progress:
+        export_checkpoint(reader, export, arguments.out, tokenizer=arguments.tokenizer, progress=progress)
     print(f"{arguments.out}: complete and verified")
     return 0
 
@@ -131,14 +135,15 @@ def _import(arguments: argparse.Namespace) -> int:
 
     _at_least_1("--vocab-multiple", arguments.vocab_multiple)
     _at_least_1("--file-bytes", arguments.file_bytes)
-    manifest = import_folder(
-        arguments.folder,
-        arguments.out,
-        dtype=_dtype(arguments.dtype),
-        vocab_multiple=arguments.vocab_multiple,
-        most_file_bytes=arguments.file_bytes,
-        progress=_tell,
-    )
+    with _progress() as progress:
+        manifest = import_folder(
+            arguments.folder,
+            arguments.out,
+            dtype=_dtype(arguments.dtype),
+            vocab_multiple=arguments.vocab_multiple,
+            most_file_bytes=arguments.file_bytes,
+            progress=progress,
+        )
     return _show_weights(arguments.out, manifest)
 
 
@@ -146,13 +151,14 @@ def _extract(arguments: argparse.Namespace) -> int:
     from megatron_ft.mcore.convert.weights import extract_weights
 
     _at_least_1("--file-bytes", arguments.file_bytes)
-    manifest = extract_weights(
-        arguments.checkpoint,
-        arguments.out,
-        dtype=_dtype(arguments.dtype),
-        most_file_bytes=arguments.file_bytes,
-        progress=_tell,
-    )
+    with _progress() as progress:
+        manifest = extract_weights(
+            arguments.checkpoint,
+            arguments.out,
+            dtype=_dtype(arguments.dtype),
+            most_file_bytes=arguments.file_bytes,
+            progress=progress,
+        )
     return _show_weights(arguments.out, manifest)
 
 
@@ -160,13 +166,14 @@ def _average(arguments: argparse.Namespace) -> int:
     from megatron_ft.mcore.convert.weights import average_weights
 
     _at_least_1("--file-bytes", arguments.file_bytes)
-    manifest = average_weights(
-        arguments.checkpoints,
-        arguments.out,
-        factors=arguments.weights,
-        most_file_bytes=arguments.file_bytes,
-        progress=_tell,
-    )
+    with _progress() as progress:
+        manifest = average_weights(
+            arguments.checkpoints,
+            arguments.out,
+            factors=arguments.weights,
+            most_file_bytes=arguments.file_bytes,
+            progress=progress,
+        )
     return _show_weights(arguments.out, manifest)
 
 
@@ -182,13 +189,14 @@ def _upcycle(arguments: argparse.Namespace) -> int:
     from megatron_ft.mcore.convert.upcycle import Upcycling, upcycle_weights
 
     _at_least_1("--file-bytes", arguments.file_bytes)
-    manifest = upcycle_weights(
-        arguments.checkpoint,
-        arguments.out,
-        Upcycling(num_experts=arguments.experts, topk=arguments.topk, noise=arguments.noise, seed=arguments.seed),
-        most_file_bytes=arguments.file_bytes,
-        progress=_tell,
-    )
+    with _progress() as progress:
+        manifest = upcycle_weights(
+            arguments.checkpoint,
+            arguments.out,
+            Upcycling(num_experts=arguments.experts, topk=arguments.topk, noise=arguments.noise, seed=arguments.seed),
+            most_file_bytes=arguments.file_bytes,
+            progress=progress,
+        )
     return _show_weights(arguments.out, manifest)
 
 
@@ -245,6 +253,38 @@ def _dtype(name: str | None) -> Any:
 
 def _tell(line: str) -> None:
     print(line, flush=True)
+
+
+class Progress:
+    """Prints lines of progress. On a terminal these are all lines, otherwise at most one every ten seconds and the last
+    one, so that the log of a batch job stays short. Used as a context manager, whose end prints the last line."""
+
+    SECONDS = 10.0
+
+    def __init__(self, *, is_terminal: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._is_terminal, self._clock = is_terminal, clock
+        self._next_seconds = -float("inf")
+        self._left: str | None = None
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._left is not None:
+            _tell(self._left)
+
+    def __call__(self, line: str) -> None:
+        """Print ``line``, or keep it until the next one."""
+        now = self._clock()
+        if self._is_terminal or now >= self._next_seconds:
+            self._next_seconds, self._left = now + self.SECONDS, None
+            _tell(line)
+        else:
+            self._left = line
+
+
+def _progress() -> Progress:
+    return Progress(is_terminal=sys.stdout.isatty())
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 import json
 import math
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_ft.mcore.convert.dense_files import DenseReader
 from megatron_ft.testing.jobs import JobResult, run_job
@@ -132,6 +134,54 @@ def test_a_job_that_only_evaluates_gives_the_same_loss_in_every_layout(
 
     job = train(tmp_path, warm_forkserver, *only, "run.resume=auto", "run.name=none", exit_code=5)
     assert "contains no run, so there is no saved state" in job.output and not (tmp_path / "none").exists()
+
+
+def test_mixtral_is_trained_further_by_the_documented_commands(
+    warm_forkserver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64, "num_local_experts": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 64}
+    torch.manual_seed(5)
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.05)  # otherwise all norms would be equal
+    theirs = {name: value.clone() for name, value in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "hf" / "mixtral", max_shard_size="200KB")
+    files = list((tmp_path / "hf" / "mixtral").glob("model-*.safetensors"))
+    assert len(files) > 2, "the layout of the published folder"
+
+    page = (Path(__file__).parents[2] / "docs" / "convert.md").read_text()
+    section = page[page.index("## Starting a run from weights") :]
+    block = section.split("```sh\n")[1].split("```")[0].replace("\\\n", " ")
+    convert, (_, _, *job) = (shlex.split(line) for line in block.splitlines())
+    monkeypatch.chdir(tmp_path)
+    assert convert_checkpoint.main(convert[3:]) == 0
+    keys = capsys.readouterr().out.splitlines()[-1].split()
+    # The command of the page, with the sizes of this model, on two nodes of four ranks. With such a learning rate, no
+    # value changes.
+    weights = next(word for word in job if word.startswith("checkpoint.load_weights="))
+    words = [
+        *job,
+        f"checkpoint.load_weights={tmp_path / weights.partition('=')[2]}",
+        *(word for word in keys if not word.startswith("model.seq_length")),
+        *("model.seq_length=16", "model.max_position_embeddings=64"),
+        *("launch.num_nodes=2", "launch.ranks_per_node=4", "parallel.pipeline_model_parallel_size=2"),
+        *("parallel.expert_model_parallel_size=2", "training.device=cpu"),
+        *(word for word in SMALL if not word.startswith("model")),
+        "training.global_batch_size=8",
+    ]
+    ours = train(tmp_path, warm_forkserver, *words, "optimizer.lr=1e-30", "optimizer.min_lr=0", "run.name=same")
+    out = tmp_path / "back"
+    saved = ours.run_dir / "checkpoints" / "iter_0000006"
+    back = ["to-hf", str(saved), str(out), "--family", "mixtral", "--vocab-size", "300"]
+    assert convert_checkpoint.main(back) == 0
+    found = transformers.MixtralForCausalLM.from_pretrained(out).state_dict()
+    assert found.keys() == theirs.keys()
+    assert [name for name in theirs if not torch.equal(found[name], theirs[name])] == []
+    trained = train(tmp_path, warm_forkserver, *words, "optimizer.lr=0.01", "run.name=trained")
+    assert trained.losses[0] == ours.losses[0] and trained.losses[-1] < ours.losses[-1] - 0.01
 
 
 REFUSED = {

@@ -248,6 +248,8 @@ def run_module(module: str, arguments: list[str]) -> int:
         return 0 if importlib.import_module(module)._parse(arguments).call == arguments[0] else 1
     if module == "tools.convert_checkpoint" and arguments[0] == "from-window":  # ``tests/distributed`` starts such jobs
         return 0 if importlib.import_module(module)._parse(arguments).window else 1
+    if module == "tools.convert_checkpoint" and arguments[0] == "from-hf":  # it does not overwrite a checkpoint
+        arguments = [*arguments[:2], f"{arguments[2]}-converted", *arguments[3:]]
     if module == "tools.generate":  # ``tests/distributed/test_generate.py`` trains a model for it
         return 0 if importlib.import_module(module)._parse(arguments).tokens else 1
     if module == "tools.preprocess_data":  # it does not overwrite a dataset

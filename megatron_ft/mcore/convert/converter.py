@@ -1,11 +1,11 @@
 """Converts the weights of dense checkpoints to Hugging Face folders, and the weights of such folders to checkpoints.
 
-Tensors are converted one file at a time, so a conversion needs memory for one file only. Values are not rounded unless
-another dtype is requested.
+Tensors that are equal on both sides are copied from file to file. Others are in memory one at a time. Values are not
+rounded unless another dtype is requested.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
@@ -18,11 +18,12 @@ from megatron_ft.config.model import ModelConfig
 from megatron_ft.errors import CheckpointError, ConfigError
 from megatron_ft.mcore.convert import deepseek, mixtral, qwen_moe
 from megatron_ft.mcore.convert.dense_files import DenseReader
-from megatron_ft.mcore.convert.family import Family, Rule
+from megatron_ft.mcore.convert.family import SAME, Family, Rule
 from megatron_ft.mcore.convert.folder import CONFIG, DTYPES, Folder, FolderPlan, FolderWriter, PlannedFile, check_space
-from megatron_ft.mcore.convert.weights import MOST_FILE_BYTES, Progress, weights_manifest, write_weights
+from megatron_ft.mcore.convert.streams import StoredValues, Values, VerifiedFiles, tensor_of
+from megatron_ft.mcore.convert.weights import MOST_FILE_BYTES, Progress, continue_weights, weights_manifest
 from megatron_ft.serde import parse_json
-from megatron_ft.snapshot.storage.files import hash_file, write_atomically
+from megatron_ft.snapshot.storage.files import FileEntry, hash_file, write_atomically
 from megatron_ft.snapshot.storage.manifest import Manifest
 
 _FAMILIES = (mixtral.FAMILY, qwen_moe.QWEN2, qwen_moe.QWEN3, deepseek.DEEPSEEK, deepseek.DEEPSEEK_2)
@@ -94,18 +95,21 @@ class Export:
         plan = FolderPlan.of(tensors, dtype or dtypes.pop(), most_file_bytes)
         return cls(family=family, model=written, rules=rules, plan=plan)
 
-    def tensors_of(self, file: PlannedFile, reader: DenseReader) -> dict[str, torch.Tensor]:
-        """Return the tensors of one file, in the dtype and with the number of rows of the plan."""
-        wanted, found = dict(file.tensors), dict[str, torch.Tensor]()
+    def tensors_of(self, file: PlannedFile, reader: DenseReader) -> Iterator[tuple[str, Values]]:
+        """Yield the tensors of one file, in its order, in the dtype and with the number of rows of the plan."""
+        wanted = dict(file.tensors)
         for rule in self.rules:
-            if not wanted.keys() & set(rule.theirs):
+            names = [name for name in rule.theirs if name in wanted]
+            if not names:
                 continue
-            parts = rule.layout.split(reader.read(rule.ours), self.model)
-            for name, part in zip(rule.theirs, parts, strict=True):
-                if name in wanted:
-                    rows = part[: wanted[name][0]]  # without the padding of the vocabulary
-                    found[name] = rows.to(self.plan.dtype)
-        return found
+            values = reader.values(rule.ours)
+            if rule.layout is SAME and isinstance(values, StoredValues) and values.dtype == self.plan.dtype:
+                yield names[0], values.first_rows(wanted[names[0]][0]) if values.shape else values
+                continue
+            parts = dict(zip(rule.theirs, rule.layout.split(tensor_of(values), self.model), strict=True))
+            for name in names:
+                rows = parts[name][: wanted[name][0]]  # without the padding of the vocabulary
+                yield name, rows.to(self.plan.dtype)
 
     def config(self) -> dict[str, Any]:
         """Return the content of ``config.json``."""
@@ -158,21 +162,33 @@ def export_checkpoint(
     source["source"] = "" if reader.manifest is None else xxhash.xxh3_128_hexdigest(reader.manifest.to_bytes())
     writer = FolderWriter(path=out, plan=export.plan)
     copied = _tokenizer_files(tokenizer)
-    kept = _resume(out, json.loads(json.dumps(source)), writer)
-    left = [file for file in export.plan.files if file.name not in kept]
+    checksums = _resume(out, json.loads(json.dumps(source)))
+    left = [file for file in export.plan.files if file.name not in checksums]
     check_space(out, sum(map(export.plan.bytes_of, left)))
-    for number, file in enumerate(export.plan.files, 1):
-        where = f"{number}/{len(export.plan.files)} {file.name}"
-        if file.name in kept:
-            progress(f"{where}: complete already")
-            continue
-        writer.write(file, export.tensors_of(file, reader))
-        _write_record(out, source, writer)
-        progress(f"{where}: {len(file.tensors)} tensors, {export.plan.bytes_of(file):,} bytes")
+    planned = {file.name: (number, file) for number, file in enumerate(export.plan.files, 1)}
+
+    def describe(name: str, what: str) -> None:
+        progress(f"{planned[name][0]}/{len(planned)} {name}: {what}")
+
+    def complete(entry: FileEntry) -> None:
+        checksums[entry.name] = entry.xxh3_128
+        _write_record(out, source, checksums)
+        file = planned[entry.name][1]
+        describe(entry.name, f"{len(file.tensors)} tensors, {export.plan.bytes_of(file):,} bytes")
+
+    with VerifiedFiles(out, complete) as files:
+        for file in export.plan.files:
+            if file in left:
+                writer.write(file, export.tensors_of(file, reader), files)
+                continue
+            files.wait()  # so that the lines are in the order of the files
+            describe(file.name, "complete already")
     for path in copied:
         write_atomically(out, path.name, path.read_bytes())
     writer.finish(export.config())
-    verify_folder(out)
+    # The content of each file was already read again and compared with its checksum.
+    folder = Folder.open(out)
+    _check_folder(folder, *model_of(folder))
 
 
 def _tokenizer_files(folder: Path | None) -> list[Path]:
@@ -184,23 +200,22 @@ def _tokenizer_files(folder: Path | None) -> list[Path]:
     return found
 
 
-def _resume(out: Path, source: Mapping[str, Any], writer: FolderWriter) -> set[str]:
-    """Create ``out`` if it does not exist. Return the files in it that an earlier conversion has completed."""
+def _resume(out: Path, source: Mapping[str, Any]) -> dict[str, str]:
+    """Create ``out`` if it does not exist. Return the checksums of the files in it that an earlier conversion has
+    completed."""
     out.mkdir(parents=True, exist_ok=True)
     present = sorted(path.name for path in out.iterdir() if not path.name.endswith(".tmp"))
     if not present:
-        _write_record(out, source, writer)
-        return set()
+        _write_record(out, source, {})
+        return {}
     record = _record(out)
     if record is None or {**record, "files": {}} != {**source, "files": {}}:
         raise ConfigError.of(
             "out", str(out), f"must be empty, or have been begun by the same conversion; it contains {present[0]}"
         )
-    kept = {name for name, checksum in record["files"].items() if _checksum(out / name) == checksum}
-    writer.checksums |= {name: record["files"][name] for name in kept}
     for path in out.glob(".*.tmp"):  # of the conversion that was interrupted
         path.unlink()
-    return kept
+    return {name: checksum for name, checksum in record["files"].items() if _checksum(out / name) == checksum}
 
 
 def _record(folder: Path) -> dict[str, Any] | None:
@@ -218,15 +233,15 @@ def _record(folder: Path) -> dict[str, Any] | None:
     return dict(content)
 
 
-def _write_record(out: Path, source: Mapping[str, Any], writer: FolderWriter) -> None:
-    content = {**source, "files": writer.checksums}
+def _write_record(out: Path, source: Mapping[str, Any], checksums: Mapping[str, str]) -> None:
+    content = {**source, "files": checksums}
     write_atomically(out, RECORD, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
 
 
 def _checksum(path: Path) -> str | None:
     if path.is_symlink() or not path.is_file():
         return None
-    with path.open("rb") as file:
+    with path.open("rb", buffering=0) as file:
         return hash_file(file)
 
 
@@ -289,7 +304,8 @@ def import_folder(
     progress: Progress = print,
 ) -> Manifest:
     """Write a dense checkpoint ``out`` with the weights of a Hugging Face folder. It has no optimizer state and no
-    position in the data, so a run starts from it with ``checkpoint.load_weights``.
+    position in the data, so a run starts from it with ``checkpoint.load_weights``. Files that an interrupted conversion
+    of the same folder has completed are verified and kept.
 
     Args:
         dtype: dtype of the written weights; None for that of the folder.
@@ -299,7 +315,8 @@ def import_folder(
 
     Raises:
         CheckpointError: the folder is damaged, or its model is not supported.
-        ConfigError: ``out`` exists, or the disk has too little space.
+        ConfigError: ``out`` exists, another conversion to it was interrupted or is running, or the disk has too little
+            space.
         OSError: a file cannot be written.
     """
     folder = verify_folder(path)
@@ -309,10 +326,23 @@ def import_folder(
     items = sum(prod(rule.shape(model)) for rule in rules)
     widths = [DTYPES[stored.dtype].itemsize for stored in folder.tensors.values()]
     keys = {f"model.{name}": value for name, value in asdict(model).items()}
-    return write_weights(
+    # The folder may lack checksums, so changed files are recognised by size and time.
+    stored = [(name, (path / name).stat()) for name in sorted({tensor.file for tensor in folder.tensors.values()})]
+    source = {
+        "files": [[name, status.st_size, status.st_mtime_ns] for name, status in stored],
+        "settings": {**keys, "family": family.name, "dtype": str(dtype), "most_file_bytes": most_file_bytes},
+    }
+
+    def left(complete: Collection[str]) -> Iterator[tuple[str, Values]]:
+        if complete:
+            progress(f"{len(complete)}/{len(rules)} tensors: complete already")
+        return _imported(folder, [rule for rule in rules if rule.ours not in complete], model, dtype, progress)
+
+    return continue_weights(
         out,
-        _imported(folder, rules, model, dtype, progress),
+        left,
         weights_manifest(path.name or "weights", keys, {"family": family.name}),
+        source=json.loads(json.dumps(source)),
         num_bytes=items * (max(widths) if dtype is None else dtype.itemsize),
         most_file_bytes=most_file_bytes,
     )
@@ -320,13 +350,21 @@ def import_folder(
 
 def _imported(
     folder: Folder, rules: Sequence[Rule], model: ModelConfig, dtype: torch.dtype | None, progress: Progress
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, Values]]:
     for number, rule in enumerate(rules, 1):
-        merged = rule.layout.merge([folder.read(name) for name in rule.theirs], model)
-        shape = rule.shape(model)
-        if merged.shape[0] < shape[0]:
-            merged = torch.cat([merged, merged.new_zeros(shape[0] - merged.shape[0], *shape[1:])])
-        assert tuple(merged.shape) == shape, f"{rule.ours} has the shape {tuple(merged.shape)}, not {shape}"
-        yield rule.ours, merged if dtype is None else merged.to(dtype)
+        yield rule.ours, _converted(folder, rule, model, dtype)
         if number % 100 == 0 or number == len(rules):
             progress(f"{number}/{len(rules)} tensors")
+
+
+def _converted(folder: Folder, rule: Rule, model: ModelConfig, dtype: torch.dtype | None) -> Values:
+    shape = rule.shape(model)
+    if rule.layout is SAME:
+        values = folder.values(rule.theirs[0])
+        if values.shape == shape and dtype in (None, values.dtype):
+            return values
+    merged = rule.layout.merge([folder.read(name) for name in rule.theirs], model)
+    if merged.shape[0] < shape[0]:
+        merged = torch.cat([merged, merged.new_zeros(shape[0] - merged.shape[0], *shape[1:])])
+    assert tuple(merged.shape) == shape, f"{rule.ours} has the shape {tuple(merged.shape)}, not {shape}"
+    return merged if dtype is None else merged.to(dtype)

@@ -1,16 +1,20 @@
 """Reads single tensors of dense checkpoints, and writes checkpoints that contain only weights. It needs no ranks.
 
-Files are in torch's distributed format, as ranks also write it (``mcore/checkpoint``). One tensor is in memory at a
-time, so checkpoints of any size can be converted on a small machine.
+Files are in torch's distributed format, as ranks also write it (``mcore/checkpoint``). At most one tensor is in memory,
+so checkpoints of any size can be converted on a small machine.
 """
 
 import io
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import count
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -27,6 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.checkpoint.files import BACKEND, BACKEND_VERSION
+from megatron_ft.mcore.convert.streams import Span, StoredValues, Values, VerifiedFiles, chunks_of, tensor_of
 from megatron_ft.snapshot.storage.checkpoints import list_checkpoints
 from megatron_ft.snapshot.storage.files import FileEntry, HashedFile, fsync_directory, hash_file, write_file
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
@@ -129,30 +134,47 @@ class DenseReader:
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor, in the shape of the whole model. Raises CheckpointError if a part of it cannot be read."""
+        return tensor_of(self.values(name))
+
+    def values(self, name: str) -> Values:
+        """Return the place of a tensor if its rows follow one another in files, otherwise the tensor.
+
+        Raises:
+            CheckpointError: a part of it cannot be read.
+        """
         entry = self.tensors[name]
-        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-        num_elements = 0
-        for part in entry.chunks:
-            stored = self._part(name, part)
-            box = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.sizes, strict=True))
-            whole[box].copy_(stored)
-            num_elements += stored.numel()
-        if num_elements != whole.numel():
+        parts = [(part, self._part(name, part, entry.properties.dtype)) for part in entry.chunks]
+        num_elements = sum(prod(stored.shape) for _, stored in parts)
+        if num_elements != prod(entry.size):
             raise CheckpointError(
                 f"{self.directory}: the parts of {name} have {num_elements} elements, but the tensor has "
-                f"{whole.numel()}"
+                f"{prod(entry.size)}"
             )
+        rows = _joined(entry, parts)
+        if rows is not None:
+            return rows
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+        for part, stored in parts:
+            box = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.sizes, strict=True))
+            whole[box].copy_(tensor_of(stored))
         return whole
 
-    def _part(self, name: str, part: ChunkStorageMetadata) -> torch.Tensor:
+    def _part(self, name: str, part: ChunkStorageMetadata, dtype: torch.dtype) -> Values:
         place = self.metadata.storage_data.get(MetadataIndex(name, part.offsets))
         if place is None or not _FILE_NAME.fullmatch(place.relative_path):
             raise CheckpointError(f"{self.directory}: a part of {name} has no valid position in a file")
-        path = self.directory / place.relative_path
+        path, value_bytes = self.directory / place.relative_path, prod(part.sizes) * dtype.itemsize
         try:
             with path.open("rb") as file:
                 if not 0 <= place.offset <= place.offset + place.length <= path.stat().st_size:
                     raise CheckpointError(f"{path}: {name} is at bytes beyond the end of the file")
+                if value_bytes < place.length:
+                    frame = _frame(dtype, tuple(part.sizes))
+                    file.seek(place.offset)
+                    if place.length == frame.num_bytes and file.read(len(frame.head)) == frame.head:
+                        span = Span(path=path, offset=place.offset + len(frame.head), num_bytes=value_bytes)
+                        return StoredValues(dtype=dtype, shape=tuple(part.sizes), spans=(span,))
+                # Another version of torch has written the part, or its values are not row after row.
                 file.seek(place.offset)
                 stored = torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, ValueError, EOFError) as error:
@@ -162,61 +184,191 @@ class DenseReader:
         return stored
 
 
+def _joined(entry: TensorStorageMetadata, parts: list[tuple[ChunkStorageMetadata, Values]]) -> StoredValues | None:
+    """Return the place of a tensor whose parts are groups of whole rows in files; None if they are not."""
+    spans, num_rows = list[Span](), 0
+    for part, stored in sorted(parts, key=lambda each: tuple(each[0].offsets)):
+        is_next = tuple(part.offsets[:1]) in ((), (num_rows,)) and part.sizes[1:] == entry.size[1:]
+        if not is_next or not isinstance(stored, StoredValues):
+            return None
+        spans += stored.spans
+        num_rows += part.sizes[0] if part.sizes else 1
+    if num_rows != (entry.size[0] if entry.size else 1):
+        return None
+    return StoredValues(dtype=entry.properties.dtype, shape=tuple(entry.size), spans=tuple(spans))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Frame:
+    """Bytes that ``torch.save`` writes before and after the values of a contiguous tensor."""
+
+    head: bytes
+    value_bytes: int
+    tail: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.head) + self.value_bytes + len(self.tail)
+
+
+@lru_cache(maxsize=1024)
+def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> _Frame:
+    content = _Sparse()
+    with torch.serialization.skip_data():
+        torch.save(torch.empty(shape, dtype=dtype), content)  # the memory of the tensor is never touched
+    return content.frame(prod(shape) * dtype.itemsize)
+
+
+class _Sparse(io.RawIOBase):
+    """File in memory in which a range that is skipped needs no memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._position = 0
+        self._before, self._after = bytearray(), bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        assert whence != os.SEEK_END, "torch seeks from the end"
+        self._position = offset if whence == os.SEEK_SET else self._position + offset
+        return self._position
+
+    def write(self, data: Any) -> int:
+        part = self._before if self._position == len(self._before) else self._after
+        part += data
+        self._position += len(data)
+        return len(data)
+
+    def frame(self, value_bytes: int) -> _Frame:
+        """Return what was written before and after the only skipped range, which has ``value_bytes`` bytes."""
+        found = _Frame(head=bytes(self._before), value_bytes=value_bytes, tail=bytes(self._after))
+        assert found.num_bytes == self._position, f"torch skipped other bytes than the {value_bytes} of the values"
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenTensor:
+    """Tensor in a file that ``WeightsWriter`` has written."""
+
+    name: str
+    dtype: str
+    """Name of the dtype in torch, e.g. ``bfloat16``."""
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFile:
+    """File that ``WeightsWriter`` has completed."""
+
+    entry: FileEntry
+    tensors: tuple[WrittenTensor, ...]
+
+    @property
+    def number(self) -> int:
+        """Number in the name of the file."""
+        return int(self.entry.name.strip("_").split("_")[0])
+
+
 @dataclass(kw_only=True)
 class WeightsWriter:
-    """Writes a dense checkpoint of weights into an empty directory, file by file."""
+    """Writes a dense checkpoint of weights into a directory, file by file."""
 
     directory: Path
     most_file_bytes: int
     """A new file begins when a file has reached this size."""
-    entries: list[FileEntry] = field(default_factory=list)
-    _results: list[WriteResult] = field(default_factory=list)
-    _described: dict[str, TensorStorageMetadata] = field(default_factory=dict)
+    files: list[WrittenFile] = field(default_factory=list)
+    """Complete files, also those that an interrupted conversion has written."""
+    completed: Callable[[], None] = lambda: None
+    """Called in a thread after each file that was added to ``files``."""
 
-    def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write tensors, each as one part. Raises OSError if a file cannot be written."""
-        file: HashedFile | None = None
-        try:
-            for name, tensor in tensors:
-                if file is None:
-                    file = HashedFile(self.directory, f"__{len(self.entries)}_0.distcp")
-                self._add(file, name, tensor)
-                if file.num_bytes >= self.most_file_bytes:
-                    self.entries.append(file.commit())
-                    file = None
-            if file is not None:
-                self.entries.append(file.commit())
-        finally:
-            if file is not None:
-                file.close()
+    def write(self, tensors: Iterable[tuple[str, Values]]) -> None:
+        """Write tensors, each as one part.
 
-    def _add(self, file: HashedFile, name: str, tensor: torch.Tensor) -> None:
-        start, offsets = file.num_bytes, torch.Size([0] * tensor.dim())
-        # A view would be stored with all bytes of the tensor that it belongs to.
-        torch.save(tensor.detach().clone(memory_format=torch.contiguous_format), file)
-        place = _StorageInfo(file.name, start, file.num_bytes - start)
-        index = MetadataIndex(name, offsets, 0)
-        self._results.append(WriteResult(index=index, size_in_bytes=place.length, storage_data=place))
-        self._described[name] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=tensor.dtype),
-            size=tensor.shape,
-            chunks=[ChunkStorageMetadata(offsets=offsets, sizes=tensor.shape)],
-        )
+        Raises:
+            CheckpointError: a tensor cannot be read, or a file does not contain what was written.
+            OSError: a file cannot be written.
+        """
+        left, numbers = iter(tensors), {file.number for file in self.files}
+        contents: dict[str, tuple[WrittenTensor, ...]] = {}
+
+        def complete(entry: FileEntry) -> None:
+            self.files.append(WrittenFile(entry=entry, tensors=contents[entry.name]))
+            self.completed()
+
+        with VerifiedFiles(self.directory, complete) as files:
+            for item in left:
+                number = next(number for number in count() if number not in numbers)
+                numbers.add(number)
+                name = f"__{number}_0.distcp"
+                with files.new(name) as file:
+                    written = [_write_tensor(file, *item)]
+                    while file.num_bytes < self.most_file_bytes and (following := next(left, None)) is not None:
+                        written.append(_write_tensor(file, *following))
+                    contents[name] = tuple(written)
 
     def finish(self, manifest: Manifest) -> Manifest:
-        """Write the metadata, then the manifest. ``manifest`` lists no files yet. Return the manifest as written."""
+        """Write the metadata, then the manifest, and verify all files that were not verified before.
+
+        Args:
+            manifest: manifest without files.
+
+        Returns:
+            The manifest as written.
+
+        Raises:
+            CheckpointError: the files do not contain what was written.
+            OSError: a file cannot be written.
+        """
+        described, results = dict[str, TensorStorageMetadata](), list[WriteResult]()
+        for written in sorted(self.files, key=lambda file: file.number):
+            for tensor in written.tensors:
+                offsets, shape = torch.Size([0] * len(tensor.shape)), torch.Size(tensor.shape)
+                place = _StorageInfo(written.entry.name, tensor.offset, tensor.num_bytes)
+                index = MetadataIndex(tensor.name, offsets, 0)
+                results.append(WriteResult(index=index, size_in_bytes=place.length, storage_data=place))
+                described[tensor.name] = TensorStorageMetadata(
+                    properties=TensorProperties(dtype=getattr(torch, tensor.dtype)),
+                    size=shape,
+                    chunks=[ChunkStorageMetadata(offsets=offsets, sizes=shape)],
+                )
+        for name in (_METADATA, _COMMON, _FORMAT):
+            (self.directory / name).unlink(missing_ok=True)  # of a conversion that was interrupted here
         writer = FileSystemWriter(self.directory, sync_files=True)
-        writer.finish(Metadata(state_dict_metadata=dict(self._described)), [self._results])
+        writer.finish(Metadata(state_dict_metadata=dict(described)), [results])
+        entries = [file.entry for file in self.files]
         with (self.directory / _METADATA).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            self.entries.append(FileEntry(name=_METADATA, num_bytes=size, xxh3_128=hash_file(file)))
+            entries.append(FileEntry(name=_METADATA, num_bytes=size, xxh3_128=hash_file(file)))
         common = io.BytesIO()
         torch.save({"checkpoint_version": 3.0, "iteration": 0}, common)
-        self.entries.append(write_file(self.directory, _COMMON, common.getvalue()))
+        entries.append(write_file(self.directory, _COMMON, common.getvalue()))
         formats = {"sharded_backend": BACKEND, "sharded_backend_version": BACKEND_VERSION}
         formats |= {"common_backend": "torch", "common_backend_version": 1}
-        self.entries.append(write_file(self.directory, _FORMAT, json.dumps(formats).encode()))
+        entries.append(write_file(self.directory, _FORMAT, json.dumps(formats).encode()))
         fsync_directory(self.directory)
-        written = replace(manifest, files=tuple(sorted(self.entries, key=lambda entry: entry.name)))
-        written.write(self.directory)
-        return written
+        manifest = replace(manifest, files=tuple(sorted(entries, key=lambda entry: entry.name)))
+        manifest.write(self.directory)
+        Manifest.verified(self.directory, known=[file.entry.name for file in self.files])
+        return manifest
+
+
+def _write_tensor(file: HashedFile, name: str, values: Values) -> WrittenTensor:
+    start, shape = file.num_bytes, tuple(values.shape)
+    frame = _frame(values.dtype, shape)
+    # Equal to ``torch.save``, except for torch's own checksum of the values, which no version of torch reads.
+    file.write(frame.head)
+    for chunk in chunks_of(values):
+        file.write(chunk)
+    file.write(frame.tail)
+    dtype = str(values.dtype).removeprefix("torch.")
+    return WrittenTensor(name=name, dtype=dtype, shape=shape, offset=start, num_bytes=file.num_bytes - start)

@@ -7,19 +7,19 @@ tensors. Tensors are read one at a time, so a folder of any size needs little me
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from megatron_ft.errors import CheckpointError, ConfigError
+from megatron_ft.mcore.convert.streams import Span, StoredValues, Values, VerifiedFiles, chunks_of
 from megatron_ft.serde import parse_json
-from megatron_ft.snapshot.storage.files import fsync_directory, hash_file, write_atomically
+from megatron_ft.snapshot.storage.files import write_atomically
 
 CONFIG, INDEX, ONLY_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _MOST_JSON_BYTES = 64 << 20
@@ -37,6 +37,8 @@ class StoredTensor:
     dtype: str
     """Name of the dtype in the file, e.g. ``BF16``."""
     shape: tuple[int, ...]
+    offset: int | None
+    """Position of the first byte in the file; None after a tensor of a dtype that is not in ``DTYPES``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,14 @@ class Folder:
             raise CheckpointError(f"{path}: {name} cannot be read: {error}") from error
         return found
 
+    def values(self, name: str) -> StoredValues:
+        """Return the place of a tensor, whose dtype is in ``DTYPES``, and which follows only such tensors."""
+        stored = self.tensors[name]
+        dtype = DTYPES[stored.dtype]
+        assert stored.offset is not None, f"{name} follows a tensor of another dtype"
+        span = Span(path=self.path / stored.file, offset=stored.offset, num_bytes=prod(stored.shape) * dtype.itemsize)
+        return StoredValues(dtype=dtype, shape=stored.shape, spans=(span,))
+
 
 def _headers(folder: Path, name: str) -> Iterator[tuple[str, StoredTensor]]:
     # The names come from a file, so each is checked before it becomes a path.
@@ -91,10 +101,16 @@ def _headers(folder: Path, name: str) -> Iterator[tuple[str, StoredTensor]]:
     if not _FILE_NAME.fullmatch(name) or path.is_symlink() or not path.is_file():
         raise CheckpointError(f"{path}: must be a regular file with a plain name that ends in .safetensors")
     try:
+        with path.open("rb") as raw:
+            offset: int | None = 8 + int.from_bytes(raw.read(8), "little")  # the header follows its length
         with safe_open(path, framework="pt") as file:
-            for tensor in file.keys():  # noqa: SIM118 - not a mapping
+            # The library has checked that the tensors follow one another without gaps.
+            for tensor in file.offset_keys():
                 part = file.get_slice(tensor)
-                yield tensor, StoredTensor(file=name, dtype=part.get_dtype(), shape=tuple(part.get_shape()))
+                dtype, shape = part.get_dtype(), tuple(part.get_shape())
+                yield tensor, StoredTensor(file=name, dtype=dtype, shape=shape, offset=offset)
+                known = offset is not None and dtype in DTYPES
+                offset = offset + prod(shape) * DTYPES[dtype].itemsize if known and offset is not None else None
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: is not a complete safetensors file: {error}") from error
 
@@ -176,32 +192,45 @@ class FolderPlan:
         return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FolderWriter:
-    """Writes the files of a plan into a folder. A file gets its name only when it is complete and on the disk."""
+    """Writes the files of a plan into a folder."""
 
     path: Path
     plan: FolderPlan
-    checksums: dict[str, str] = field(default_factory=dict)
-    """Hexadecimal xxh3_128 checksum of each written file."""
 
-    def write(self, file: PlannedFile, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write one file. ``tensors`` are exactly its tensors. Raises OSError."""
+    def write(self, file: PlannedFile, tensors: Iterable[tuple[str, Values]], files: VerifiedFiles) -> None:
+        """Write one file, and let ``files`` verify it.
+
+        Args:
+            tensors: exactly the tensors of the file, in its order, in the dtype of the plan.
+
+        Raises:
+            CheckpointError: a tensor cannot be read, or the previous file does not contain what was written.
+            OSError: a file cannot be written.
+        """
+        wanted = iter(file.tensors)
+        with files.new(file.name) as target:
+            target.write(self._header(file))
+            for name, values in tensors:
+                planned = next(wanted, None)
+                assert (name, tuple(values.shape)) == planned and values.dtype == self.plan.dtype, (
+                    f"{name} is {values.dtype} {tuple(values.shape)}: the plan has {planned}, {self.plan.dtype}"
+                )
+                for chunk in chunks_of(values):
+                    target.write(chunk)
+            assert next(wanted, None) is None, f"{file.name} lacks tensors"
+
+    def _header(self, file: PlannedFile) -> bytes:
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        position = 0
         for name, shape in file.tensors:
-            assert tuple(tensors[name].shape) == shape, (
-                f"{name} has the shape {tuple(tensors[name].shape)}, not {shape}"
-            )
-        temporary = self.path / f".{file.name}.{os.getpid()}.tmp"
-        try:
-            save_file({name: tensors[name].contiguous() for name, _ in file.tensors}, temporary, {"format": "pt"})
-            with temporary.open("rb") as written:
-                os.fsync(written.fileno())
-                self.checksums[file.name] = hash_file(written)
-            temporary.rename(self.path / file.name)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        fsync_directory(self.path)
+            end = position + prod(shape) * self.plan.dtype.itemsize
+            entries[name] = {"dtype": _DTYPES[self.plan.dtype], "shape": shape, "data_offsets": [position, end]}
+            position = end
+        header = json.dumps(entries, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)  # so that the values are aligned
+        return len(header).to_bytes(8, "little") + header
 
     def finish(self, config: Mapping[str, Any]) -> None:
         """Write the index, unless there is only one file, and ``config.json`` last. Raises OSError."""

@@ -1,10 +1,13 @@
 """Writes checkpoints that contain only weights: those of one dense checkpoint, or the mean of several ones."""
 
+import contextlib
+import fcntl
+import json
 import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,11 @@ from typing import Any
 import torch
 
 from megatron_ft.errors import CheckpointError, ConfigError
-from megatron_ft.mcore.convert.dense_files import WEIGHTS_ONLY, DenseReader, WeightsWriter
+from megatron_ft.mcore.convert.dense_files import WEIGHTS_ONLY, DenseReader, WeightsWriter, WrittenFile
 from megatron_ft.mcore.convert.folder import check_space
-from megatron_ft.snapshot.storage.files import fsync_directory
+from megatron_ft.mcore.convert.streams import Values, tensor_of
+from megatron_ft.serde import decode, encode, parse_json
+from megatron_ft.snapshot.storage.files import FileEntry, fsync_directory, hash_file, write_atomically
 from megatron_ft.snapshot.storage.manifest import Manifest
 from megatron_ft.snapshot.storage.run_settings import other_model
 
@@ -23,7 +28,8 @@ MOST_FILE_BYTES = 5_000_000_000
 _SUM_TOLERANCE = 1e-6
 """Largest allowed difference between 1 and the sum of all factors, which users write as rounded decimals."""
 _PROGRESS_TENSORS = 100
-Tensors = Iterator[tuple[str, torch.Tensor]]
+_PARTIAL, _RECORD = "weights", "conversion.json"
+Tensors = Iterator[tuple[str, Values]]
 Progress = Callable[[str], None]
 
 
@@ -54,16 +60,125 @@ def write_weights(
     partial = out.parent / f".{out.name}.{os.getpid()}.partial"
     partial.mkdir()
     try:
-        writer = WeightsWriter(directory=partial, most_file_bytes=most_file_bytes)
-        writer.write(tensors)
-        written = writer.finish(manifest)
-        Manifest.verified(partial)
-        partial.rename(out)
+        return _complete(WeightsWriter(directory=partial, most_file_bytes=most_file_bytes), tensors, manifest, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def continue_weights(
+    out: Path,
+    tensors: Callable[[Collection[str]], Tensors],
+    manifest: Manifest,
+    *,
+    source: Mapping[str, Any],
+    num_bytes: int,
+    most_file_bytes: int = MOST_FILE_BYTES,
+) -> Manifest:
+    """Write a checkpoint of weights as ``write_weights``, but continue an interrupted call with the same ``source``:
+    files that are complete are verified and kept. Until the end, they are in the folder ``.NAME.partial``.
+
+    Args:
+        tensors: receives the names of tensors that are complete, and returns all others.
+        source: JSON object that identifies all tensors and ``most_file_bytes``.
+
+    Raises:
+        CheckpointError: a tensor cannot be read, or the files do not contain what was written.
+        ConfigError: ``out`` exists, another conversion to ``out`` is running or was interrupted, or the disk has too
+            little space.
+        OSError: a file cannot be read or written.
+    """
+    check_new(out)
+    work = out.parent / f".{out.name}.partial"
+    with _locked(work, out):
+        writer = WeightsWriter(directory=work / _PARTIAL, most_file_bytes=most_file_bytes)
+        writer.completed = lambda: _write_record(work, source, writer.files)
+        writer.files = _kept(work, source)
+        present = sum(file.entry.num_bytes for file in writer.files)
+        names = {tensor.name for file in writer.files for tensor in file.tensors}
+        try:
+            check_space(out.parent, max(0, num_bytes - present))
+            written = _complete(writer, tensors(names), manifest, out)
+        except BaseException:
+            if not writer.files:
+                shutil.rmtree(work, ignore_errors=True)
+            raise
+        shutil.rmtree(work)
+    return written
+
+
+def _complete(writer: WeightsWriter, tensors: Tensors, manifest: Manifest, out: Path) -> Manifest:
+    writer.write(tensors)
+    written = writer.finish(manifest)
+    writer.directory.rename(out)
     fsync_directory(out.parent)
     return written
+
+
+@contextlib.contextmanager
+def _locked(work: Path, out: Path) -> Iterator[None]:
+    """Create the folder ``work``, and lock it until the end of the ``with`` block or of the process."""
+    work.mkdir(exist_ok=True)
+    descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError.of("out", str(out), "is being written by another process; wait until it ends") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _record(work: Path) -> Any:
+    path = work / _RECORD
+    try:
+        return parse_json(path.read_bytes()) if path.exists() else None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}; delete {work} to begin again") from error
+
+
+def _write_record(work: Path, source: Mapping[str, Any], files: Sequence[WrittenFile]) -> None:
+    content = {"source": source, "files": encode(list(files))}
+    write_atomically(work, _RECORD, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
+
+
+def _kept(work: Path, source: Mapping[str, Any]) -> list[WrittenFile]:
+    """Return the complete files of an interrupted conversion, after their content was compared with their checksums.
+    Delete all other files. Without such a conversion, begin a new one."""
+    partial, content = work / _PARTIAL, _record(work)
+    if content is None:
+        if any(work.iterdir()):
+            raise ConfigError.of(
+                "out", str(work), "must be empty or the result of an interrupted conversion; delete it"
+            )
+        content = {"source": source, "files": []}
+        _write_record(work, source, [])
+    if not isinstance(content, dict) or content.get("source") != source:
+        raise ConfigError.of(
+            "out",
+            str(work),
+            "must have been begun by the same conversion; delete it to begin again, or choose another out",
+        )
+    try:
+        listed = decode(list[WrittenFile], content.get("files"), "files")
+    except ValueError as error:
+        raise CheckpointError(f"{work / _RECORD}: {error}; delete {work} to begin again") from None
+    partial.mkdir(exist_ok=True)
+    kept = [file for file in listed if _is_intact(partial, file.entry)]
+    names = {file.entry.name for file in kept}
+    for path in partial.iterdir():
+        if path.name not in names:
+            path.unlink()
+    return kept
+
+
+def _is_intact(directory: Path, entry: FileEntry) -> bool:
+    path = directory / entry.name
+    if Path(entry.name).name != entry.name or path.is_symlink() or not path.is_file():
+        return False
+    with path.open("rb", buffering=0) as file:
+        return path.stat().st_size == entry.num_bytes and hash_file(file) == entry.xxh3_128
 
 
 def weights_manifest(run_name: str, model: Mapping[str, Any], origin: Mapping[str, Any]) -> Manifest:
@@ -108,9 +223,11 @@ def extract_weights(
     """
     reader = open_weights(checkpoint)
 
-    def read(name: str) -> torch.Tensor:
-        found = reader.read(name)
-        return found if dtype is None or not found.is_floating_point() else found.to(dtype)
+    def read(name: str) -> Values:
+        found = reader.values(name)
+        if dtype in (None, found.dtype) or not found.dtype.is_floating_point:
+            return found
+        return tensor_of(found).to(dtype)
 
     return write_weights(
         out,
@@ -261,7 +378,7 @@ def _num_bytes(reader: DenseReader, dtype: torch.dtype | None) -> int:
     return sum(count * (dtype if dtype and old.is_floating_point else old).itemsize for count, old in stored)
 
 
-def _counted(names: Sequence[str], read: Callable[[str], torch.Tensor], progress: Progress) -> Tensors:
+def _counted(names: Sequence[str], read: Callable[[str], Values], progress: Progress) -> Tensors:
     for number, name in enumerate(names, 1):
         yield name, read(name)
         if number % _PROGRESS_TENSORS == 0 or number == len(names):

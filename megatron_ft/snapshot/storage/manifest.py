@@ -9,7 +9,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -125,11 +125,12 @@ class Manifest:
             raise CheckpointError(message if message.startswith(str(path)) else f"{path}: {message}") from None
 
     @classmethod
-    def verified(cls, directory: Path, *, part: int = 0, num_parts: int = 1) -> "Manifest":
+    def verified(cls, directory: Path, *, part: int = 0, num_parts: int = 1, known: Collection[str] = ()) -> "Manifest":
         """Compare the files of a checkpoint with its manifest, and return the manifest.
 
         Every caller checks the names and sizes of all files. So that ranks can share the reading, a caller computes the
-        checksum of only every ``num_parts``-th file in the order of size, beginning with file ``part``.
+        checksum of only every ``num_parts``-th file in the order of size, beginning with file ``part``. Files in
+        ``known`` are not read, because the caller has compared their content with the checksums in the manifest.
 
         Raises:
             CheckpointError: a file is missing, unlisted, not a regular file, or has other content; the message names
@@ -140,7 +141,8 @@ class Manifest:
         # Sort by size, so that ranks that each read every ``num_parts``-th file read about as many bytes.
         by_size = sorted(manifest.files, key=lambda entry: (-entry.num_bytes, entry.name))
         for entry in by_size[part::num_parts]:
-            _check_content(directory, entry)
+            if entry.name not in known:
+                _check_content(directory, entry)
         return manifest
 
     def write(self, directory: Path) -> None:
@@ -186,7 +188,7 @@ def _check_content(directory: Path, entry: FileEntry) -> None:
     try:
         # Do not follow a link: one may have replaced the file since the folder was listed.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-        with os.fdopen(descriptor, "rb") as file:
+        with os.fdopen(descriptor, "rb", buffering=0) as file:
             found = hash_file(file)
     except OSError as error:
         raise CheckpointError(f"{path}: {error}") from error

@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import pretrain_moe
+from megatron_ft.config.identity import settings_of
 from megatron_ft.errors import CheckpointError, ConfigError, MegatronFtError
 from megatron_ft.mcore.convert import converter
 from megatron_ft.mcore.convert.converter import FAMILIES, RECORD, Export, export_checkpoint, import_folder
 from megatron_ft.mcore.convert.dense_files import DenseReader
 from megatron_ft.mcore.convert.folder import CONFIG, INDEX, ONLY_FILE
+from megatron_ft.mcore.convert.streams import StoredValues
+from megatron_ft.snapshot.storage.run_settings import other_model
 from tests.contract.test_convert import SMALL, write_folder
 from tools import convert_checkpoint
 
@@ -74,11 +81,11 @@ def test_an_interrupted_conversion_continues(dense: Path, tmp_path: Path, monkey
     out, written = tmp_path / "out", []
     write = converter.FolderWriter.write
 
-    def interrupted(self: Any, file: Any, tensors: Any) -> None:
+    def interrupted(self: Any, file: Any, *rest: Any) -> None:
         if len(written) == 2:
             raise OSError(28, "No space left on device")
         written.append(file.name)
-        write(self, file, tensors)
+        write(self, file, *rest)
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
         patch.setattr(converter.FolderWriter, "write", interrupted)
@@ -90,6 +97,100 @@ def test_an_interrupted_conversion_continues(dense: Path, tmp_path: Path, monkey
     assert ["complete already" in line for line in lines[:3]] == [True, False, False]
     assert (out / written[0]).stat().st_mtime_ns == kept[written[0]]
     converter.verify_folder(out)
+
+
+KILLED = """
+import os, signal, sys
+from megatron_ft.mcore.convert import streams
+from tools import convert_checkpoint
+
+complete, names = streams.VerifiedFiles._complete, []
+
+def killed(self, file, name):
+    if len(names) == 2:  # the third file has its bytes, but not its name
+        os.kill(os.getpid(), signal.SIGKILL)
+    names.append(name)
+    complete(self, file, name)
+
+streams.VerifiedFiles._complete = killed
+sys.exit(convert_checkpoint.main(sys.argv[1:]))
+"""
+"""Program of a conversion that is killed after two files are complete."""
+
+
+@pytest.mark.parametrize("way", ["to-hf", "from-hf"])
+def test_a_killed_conversion_continues(
+    way: str, source: Path, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def words(out: Path) -> list[str]:
+        own = ["--family", "mixtral"] if way == "to-hf" else ["--vocab-multiple", "64"]
+        return [way, str(dense if way == "to-hf" else source), str(out), *own, "--file-bytes", str(FILE_BYTES)]
+
+    assert convert_checkpoint.main(words(tmp_path / "whole")) == 0
+    wanted = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    (tmp_path / "out").mkdir()
+    out = tmp_path / "out" / "out"
+    code = subprocess.run([sys.executable, "-c", KILLED, *words(out)], check=False, capture_output=True).returncode
+    assert code == -signal.SIGKILL
+    partial = out if way == "to-hf" else out.parent / ".out.partial" / "weights"
+    assert out.exists() == (way == "to-hf") and list(partial.glob(".*.tmp"))
+    first, second = sorted(path for path in partial.iterdir() if path.suffix in (".distcp", ".safetensors"))
+    kept = first.stat().st_ino, first.stat().st_mtime_ns
+    content = bytearray(second.read_bytes())
+    content[-1] ^= 1
+    second.write_bytes(content)
+
+    capsys.readouterr()
+    before = {path.name: path.read_bytes() for path in partial.iterdir()}
+    assert convert_checkpoint.main([*words(out), "--dtype", "fp32"]) == 2
+    assert "begun by the same conversion" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in partial.iterdir()} == before, "another conversion has changed it"
+
+    assert convert_checkpoint.main(words(out)) == 0
+    assert "complete already" in capsys.readouterr().out
+    assert ((out / first.name).stat().st_ino, (out / first.name).stat().st_mtime_ns) == kept
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    found = {path.name: path.read_bytes() for path in out.iterdir()}
+    random = {"manifest.json", ".metadata"}  # with ids; both are verified at the end
+    assert found.keys() == wanted.keys()
+    assert [name for name in found if found[name] != wanted[name] and name not in random] == []
+    if way == "from-hf":
+        one, other = DenseReader.open(out), DenseReader.open(tmp_path / "whole")
+        assert one.metadata.storage_data == other.metadata.storage_data
+
+
+def test_two_processes_do_not_write_one_checkpoint(source: Path, tmp_path: Path) -> None:
+    def convert_twice(line: str) -> None:
+        with pytest.raises(ConfigError, match="is being written by another process"):
+            import_folder(source, tmp_path / "out", vocab_multiple=64, progress=mute)
+
+    import_folder(source, tmp_path / "out", vocab_multiple=64, progress=convert_twice)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_foreign_folder_with_the_name_of_the_partial_result_is_not_touched(source: Path, tmp_path: Path) -> None:
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "notes").write_text("mine")
+    with pytest.raises(ConfigError, match="must be empty or the result of an interrupted conversion"):
+        import_folder(source, tmp_path / "out", progress=mute)
+    assert (tmp_path / ".out.partial" / "notes").read_text() == "mine"
+
+
+def test_only_tensors_that_change_are_loaded(
+    source: Path, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[tuple[int, ...]] = []
+    load = StoredValues.load
+
+    def counted(self: StoredValues) -> torch.Tensor:
+        loaded.append(self.shape)
+        return load(self)
+
+    monkeypatch.setattr(StoredValues, "load", counted)
+    export(dense, tmp_path / "out")
+    rules = [rule for rule in FAMILY.tensors(SMALL) if len(rule.theirs) == 3]  # queries, keys and values
+    # Such a tensor is loaded again for each file that has a part of it.
+    assert set(loaded) == {rule.shape(SMALL) for rule in rules} and len(loaded) <= 3 * len(rules)
 
 
 def test_a_folder_of_another_conversion_is_not_touched(dense: Path, tmp_path: Path) -> None:
@@ -251,6 +352,35 @@ def test_other_models_and_values_are_refused(dense: Path) -> None:
         Export.of(reader, FAMILY)
 
 
+def test_the_published_mixtral_is_the_model_of_its_configuration() -> None:
+    published = {
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "vocab_size": 32000,
+        "tie_word_embeddings": False,
+        "attention_dropout": 0.0,
+        "torch_dtype": "bfloat16",
+    }
+    theirs = FAMILY.read_model(published, CONFIG)
+    config, _ = pretrain_moe.compose(["model=mixtral_8x7b"])
+    stored = {"model": {f"model.{name}": value for name, value in vars(theirs).items()}}
+    present = settings_of(config, data_fingerprint="", vocab_size=32000)
+    assert [found.key for found in other_model(stored, present)] == []
+    assert theirs.vocab_size is not None and theirs.vocab_size % config.model.make_vocab_size_divisible_by == 0
+
+
 def test_the_tool_converts_there_and_back(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights, out = tmp_path / "weights", tmp_path / "out"
     assert convert_checkpoint.main(["from-hf", str(source), str(weights), "--vocab-multiple", "8"]) == 0
@@ -260,3 +390,21 @@ def test_the_tool_converts_there_and_back(source: Path, tmp_path: Path, capsys: 
     before, after = contents(source), contents(out)
     assert all(torch.equal(before[name].float(), after[name]) for name in before)
     assert convert_checkpoint.main([*words[:3], "--family", "gpt"]) == 2
+
+
+def test_a_log_gets_few_lines_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = 0.0
+    with convert_checkpoint.Progress(is_terminal=False, clock=lambda: seconds) as progress:
+        for number in range(1000):
+            seconds = number / 40
+            progress(f"{number}/1000")
+    assert capsys.readouterr().out.split() == ["0/1000", "400/1000", "800/1000", "999/1000"]
+    with pytest.raises(KeyboardInterrupt), convert_checkpoint.Progress(is_terminal=False) as progress:
+        for line in ("first", "last"):
+            progress(line)
+        raise KeyboardInterrupt
+    assert capsys.readouterr().out.split() == ["first", "last"]
+    with convert_checkpoint.Progress(is_terminal=True, clock=lambda: 0.0) as progress:
+        for number in range(100):
+            progress(str(number))
+    assert capsys.readouterr().out.split() == [str(number) for number in range(100)]
