@@ -28,7 +28,7 @@ SIZES, QUICK_SIZES = (20e9, 2e9), (0.2e9, 0.2e9)
 """Bytes of the model whose memory is measured, and of the model whose time is measured."""
 PAIRS, QUICK_PAIRS = 7, 2
 MOST_MEMORY = 2e9
-MIN_SPEED, QUICK_MIN_SPEED = 0.5, 0.2
+MIN_SPEED, QUICK_MIN_SPEED = 0.5, 0.3
 FILE_BYTES = 500_000_000
 _SAMPLE_SECONDS = 0.02
 _CACHES = Path("/proc/sys/vm/drop_caches")
