@@ -365,7 +365,7 @@ class WeightsWriter:
 def _write_tensor(file: HashedFile, name: str, values: Values) -> WrittenTensor:
     start, shape = file.num_bytes, tuple(values.shape)
     frame = _frame(values.dtype, shape)
-    # Equal to ``torch.save``, except for torch's own checksum of the values, which no version of torch reads.
+    # Equal to ``torch.save``, except for its CRC-32 of the values, which ``torch.load`` does not compare.
     file.write(frame.head)
     for chunk in chunks_of(values):
         file.write(chunk)
