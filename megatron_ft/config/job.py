@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ft.config.checkpoint import CheckpointConfig
-from megatron_ft.config.model import ModelConfig
+from megatron_ft.config.model import ModelConfig, PrecisionConfig
 from megatron_ft.config.placement import PlacementConfig
 
 MAX_DEFAULT_WARMUP = 10
@@ -120,33 +120,6 @@ class OptimizerConfig:
         if self.lr_warmup_iterations is not None:
             return self.lr_warmup_iterations
         return min(MAX_DEFAULT_WARMUP, self.num_decay_iterations(train_iterations) // 6)
-
-
-@dataclass
-class PrecisionConfig:
-    """Number formats of weights, activations and gradients, and loss scaling."""
-
-    params_dtype: str = "fp32"
-    """Format of compute weights and activations: ``fp32``, ``bf16`` or ``fp16``."""
-    grad_reduce_in_fp32: bool = True
-    """Accumulate and reduce gradients in FP32 instead of ``params_dtype``."""
-    fp8: str | None = None
-    """Format of the operands of linear layers: ``hybrid`` (E4M3, and E5M2 for output gradients), ``e4m3``, or null for
-    ``params_dtype``. Weights stay in ``params_dtype`` and are quantized for each product. Needs TP=1 and the local
-    layers."""
-    fp8_recipe: str = "tensorwise"
-    """Elements that share a scale in FP8: the tensor (``tensorwise``) or 64 consecutive elements (``blockwise``).
-    ``delayed`` and ``mxfp8`` are refused with ``fp8``."""
-    loss_scale: float | None = None
-    """Constant loss scale for ``fp16``; null uses dynamic loss scaling."""
-    initial_loss_scale: float = 65536.0
-    """Dynamic loss scale at the start."""
-    min_loss_scale: float = 1.0
-    """Lower limit of the dynamic loss scale."""
-    loss_scale_window: int = 1000
-    """Number of iterations without overflow after which the dynamic loss scale doubles."""
-    hysteresis: int = 2
-    """Number of overflows after which the dynamic loss scale halves."""
 
 
 @dataclass

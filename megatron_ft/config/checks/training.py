@@ -2,7 +2,8 @@
 
 from megatron_ft.config.checks.parallel import needs_transformer_engine
 from megatron_ft.config.checks.primitives import above, at_least, divides, one_of, require, share
-from megatron_ft.config.job import JobConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron_ft.config.job import JobConfig, OptimizerConfig, TrainingConfig
+from megatron_ft.config.model import PrecisionConfig
 
 FP8_RECIPES = ("tensorwise", "blockwise", "delayed", "mxfp8")
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ft.config.job import PrecisionConfig
+from megatron_ft.config.model import PrecisionConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.mcore.model.fp8_layers import _Fp8Product, use_fp8
 from megatron_ft.mcore.model.parameters import unwrap
