@@ -29,7 +29,12 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--input", nargs="+", required=True, type=Path, metavar="FILE", help="UTF-8 text or JSONL files"
     )
-    result.add_argument("--output-prefix", required=True, type=Path, help="the tool writes PREFIX.bin and PREFIX.idx")
+    result.add_argument(
+        "--output-prefix",
+        required=True,
+        type=Path,
+        help="the tool writes PREFIX.bin, PREFIX.idx and PREFIX.tokenizer.json",
+    )
     result.add_argument(
         "--format",
         choices=("auto", "text", "jsonl"),
@@ -97,7 +102,9 @@ def run(options: argparse.Namespace) -> None:
     if warning := losses(tokenizer):
         print(f"preprocess_data: warning: {warning}", file=sys.stderr)
     dtype = token_dtype(tokenizer.vocab_size)
-    with IndexedWriter(options.output_prefix, dtype, overwrite=options.overwrite) as writer:
+    with IndexedWriter(
+        options.output_prefix, dtype, overwrite=options.overwrite, tokenizer=tokenizer.fingerprint
+    ) as writer:
         num_empty = write(writer, tokenizer, documents(options), append_eod=options.append_eod)
     seconds = time.perf_counter() - started
     skipped = f", {num_empty:,} empty documents skipped" if num_empty else ""

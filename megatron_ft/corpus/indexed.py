@@ -6,6 +6,7 @@ number D of entries of the document table; then ``int32[S]`` lengths in tokens, 
 and ``int64[D]`` the first sequence of each document, followed by S as the last entry.
 """
 
+import json
 import os
 import struct
 from array import array
@@ -17,8 +18,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megatron_ft.durable import fsync_folder
+from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.errors import DataError
+from megatron_ft.serde import parse_json
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -47,6 +49,34 @@ def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
 
 
+def tokenizer_path(prefix: str | Path) -> Path:
+    """Return the path of the file with the fingerprint of the tokenizer, which datasets of other tools do not have."""
+    return Path(f"{prefix}.tokenizer.json")
+
+
+def check_tokenizer(prefix: str | Path, fingerprint: str) -> None:
+    """Compare the tokenizer that wrote a dataset, if it is recorded, with that of a job.
+
+    Raises:
+        DataError: it is another one, or the record cannot be read.
+    """
+    path = tokenizer_path(prefix)
+    try:
+        stored = parse_json(path.read_bytes())["fingerprint"]
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path}: must contain the fingerprint of a tokenizer: {error}; write the dataset again"
+        ) from None
+    if stored != fingerprint:
+        raise DataError(
+            f"{prefix}: was written with another tokenizer: its fingerprint is {str(stored)[:40]}, that of "
+            f"data.tokenizer is {fingerprint}. Set data.tokenizer and its files to those of the dataset, or write it "
+            "again with tools/preprocess_data.py"
+        )
+
+
 class IndexedWriter:
     """Writes documents one by one. When the ``with`` block ends without an error, both files appear and are synced.
 
@@ -58,8 +88,13 @@ class IndexedWriter:
             ``dtype``, or no document was added.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype, *, overwrite: bool = False) -> None:
+    def __init__(
+        self, prefix: str | Path, dtype: np.dtype, *, overwrite: bool = False, tokenizer: str | None = None
+    ) -> None:
+        """Open a dataset for writing. ``tokenizer`` is the fingerprint of the tokenizer, which a job compares with that
+        of its own tokenizer; None records nothing."""
         self.prefix = Path(prefix)
+        self._tokenizer = tokenizer
         self.dtype = np.dtype(dtype)
         codes = [code for code, known in DTYPES.items() if known == self.dtype]
         assert codes, f"{self.dtype} is not a token format of the indexed dataset"
@@ -133,7 +168,10 @@ class IndexedWriter:
     def _publish(self) -> None:
         # An old ``.idx`` is durably removed first, because it must never describe a new ``.bin``.
         idx_path(self.prefix).unlink(missing_ok=True)
+        tokenizer_path(self.prefix).unlink(missing_ok=True)
         fsync_folder(self.prefix.parent)
+        if self._tokenizer is not None:
+            replace_file(tokenizer_path(self.prefix), json.dumps({"fingerprint": self._tokenizer}).encode() + b"\n")
         # ``.bin`` first: readers take a prefix for complete once it has an ``.idx``.
         for path, partial in self._partial.items():
             os.replace(partial, path)

@@ -25,7 +25,7 @@ import numpy as np
 
 from megatron_ft.config.job import DataConfig, JobConfig
 from megatron_ft.corpus import stdlib
-from megatron_ft.corpus.indexed import IndexInfo, bin_path, idx_path, read_dtype
+from megatron_ft.corpus.indexed import IndexInfo, bin_path, check_tokenizer, idx_path, read_dtype
 from megatron_ft.corpus.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer, losses
 from megatron_ft.errors import ConfigError, DataError
 
@@ -430,6 +430,10 @@ def _source(config: JobConfig, key: str, name: str, tokenizer: Tokenizer, entrie
             return _expected_tokens(tokenizer), f"will be indexed in {config.data.cache_dir}"
     prefix = _source_prefix(config.data, name, tokenizer)
     info = _read_info(key, prefix)
+    try:
+        check_tokenizer(prefix, tokenizer.fingerprint)
+    except DataError as error:
+        raise DataError(f"{key}={error}") from None
     note = _check_ids(key, info, entries)
     return info.num_tokens, f"indexed in {config.data.cache_dir}; {note}" if name == stdlib.NAME else note
 

@@ -11,13 +11,15 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ft.config.identity import JobIdentity, settings_of
 from megatron_ft.config.job import JobConfig
 from megatron_ft.corpus.samples import resolve_vocab_size
 from megatron_ft.corpus.tokenizers import Tokenizer, build_tokenizer
-from megatron_ft.errors import DataError
+from megatron_ft.errors import CheckpointError, DataError
 from megatron_ft.mcore.checkpoint.manager import CheckpointManager
+from megatron_ft.mcore.checkpoint.metadata import describe, read_metadata
 from megatron_ft.mcore.groups import Groups, dissolve_groups
 from megatron_ft.mcore.model.build import build_bare_model
 from megatron_ft.mcore.model.transformer_config import build_transformer_config
@@ -97,6 +99,7 @@ def open_generator(
     tokenizer, vocab_size = build_tokenizer(config.data), resolve_vocab_size(config)
     settings = settings_of(config, data_fingerprint="", vocab_size=vocab_size)
     check_source(checkpoint, settings, weights_only=True, trust=config.checkpoint.trust)
+    read_metadata(checkpoint)  # Megatron would run code in it, and would not name a wrong position
     groups = Groups.form(
         config.parallel,
         store=dist.HashStore(),
@@ -121,8 +124,18 @@ def open_generator(
             dp_cp_group=groups.pg_collection.dp_cp,
             report=lambda record: None,
         )
-        manager.load_weights([model], None, checkpoint)
+        _load(manager, model, checkpoint)
         yield Generator(model=model.eval(), tokenizer=tokenizer, seq_length=config.model.seq_length, device=device)
     finally:
         del groups
         dissolve_groups()
+
+
+def _load(manager: CheckpointManager, model: torch.nn.Module, checkpoint: Path) -> None:
+    try:
+        manager.load_weights([model], None, checkpoint)
+    # With one process, no error of the load is that of another rank. torch's own error is no ``Exception``.
+    except (Exception, CheckpointException) as error:
+        if isinstance(error, CheckpointError) and "\n" not in str(error):
+            raise
+        raise CheckpointError(f"{checkpoint}: cannot be loaded: {describe(error)}") from error

@@ -1,8 +1,14 @@
 """Checks of a model: sizes and dense layers first, then MoE layers and routers."""
 
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
 from megatron_ft.config.checks.primitives import above, at_least, one_of, require, share, show
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.model import YARN_KEYS, ModelConfig
+from megatron_ft.errors import ConfigError
+from megatron_ft.serde import decode
 
 SIZES = (
     "num_layers",
@@ -26,6 +32,21 @@ def check(config: JobConfig) -> None:
     """Check ``model``."""
     _check_model(config.model)
     _check_moe(config.model)
+
+
+def valid_model(values: Mapping[str, Any]) -> ModelConfig:
+    """Return the model with these values of keys, which come from a file. Other keys have their default values.
+
+    Raises:
+        ConfigError: a key is unknown, or a value has another type or is not valid.
+    """
+    try:
+        model: ModelConfig = decode(ModelConfig, {**asdict(ModelConfig()), **values}, "model")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    # Loads that were recorded for a run do not belong to its weights.
+    check(replace(JobConfig(), model=replace(model, router="learned", router_trace_file=None)))
+    return model
 
 
 def _check_model(model: ModelConfig) -> None:

@@ -17,10 +17,10 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.checkpoint.files import RANK_STATE_KEY, Addresses
+from megatron_ft.mcore.checkpoint.metadata import load_metadata
 from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.mcore.optimizer import adamw
 from megatron_ft.mcore.optimizer.adamw import SHARDING_METADATA, split_shards
@@ -146,7 +146,7 @@ def layout_of(directory: Path, *, weights_only: bool) -> dict[str, bool]:
     """
     try:
         common = dist_checkpointing.load_common_state_dict(str(directory))
-        names = FileSystemReader(directory).read_metadata().state_dict_metadata.keys()
+        names = load_metadata(directory).state_dict_metadata.keys()
     except (CheckpointingException, pickle.UnpicklingError, OSError, EOFError, RuntimeError) as error:
         raise CheckpointError(f"{directory}: cannot be read as a checkpoint in torch_dist: {error}") from error
     kind = (common.get("content_metadata") or {}).get(_SHARDING_TYPE)

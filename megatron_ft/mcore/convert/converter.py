@@ -75,7 +75,10 @@ class Export:
             ConfigError: ``vocab_size`` or ``most_file_bytes`` is out of range.
         """
         model = reader.model()
-        family.check(model)
+        try:
+            family.check(model)
+        except CheckpointError as error:
+            raise CheckpointError(f"{reader.directory}: {error}") from None
         rows = model.vocab_size or 0
         if vocab_size is not None and not 1 <= vocab_size <= rows:
             raise ConfigError.of("--vocab-size", vocab_size, f"must be from 1 to {rows}, the rows of the embedding")
@@ -140,6 +143,10 @@ def _check_tensors(reader: DenseReader, rules: Sequence[Rule], model: ModelConfi
                 f"{reader.directory}: {name} has the shape {tuple(found[name].size)}, but the model of its manifest "
                 f"has {rule.shape(model)}"
             )
+        if found[name].properties.dtype not in DTYPES.values():
+            raise CheckpointError(
+                f"{reader.directory}: {name} is {found[name].properties.dtype}: must be one of {', '.join(DTYPES)}"
+            )
 
 
 def export_checkpoint(
@@ -167,22 +174,28 @@ def export_checkpoint(
     check_space(out, sum(map(export.plan.bytes_of, left)))
     planned = {file.name: (number, file) for number, file in enumerate(export.plan.files, 1)}
 
-    def describe(name: str, what: str) -> None:
+    def note(name: str, what: str) -> None:
         progress(f"{planned[name][0]}/{len(planned)} {name}: {what}")
 
     def complete(entry: FileEntry) -> None:
         checksums[entry.name] = entry.xxh3_128
         _write_record(out, source, checksums)
         file = planned[entry.name][1]
-        describe(entry.name, f"{len(file.tensors)} tensors, {export.plan.bytes_of(file):,} bytes")
+        note(entry.name, f"{len(file.tensors)} tensors, {export.plan.bytes_of(file):,} bytes")
 
-    with VerifiedFiles(out, complete) as files:
-        for file in export.plan.files:
-            if file in left:
-                writer.write(file, export.tensors_of(file, reader), files)
-                continue
-            files.wait()  # so that the lines are in the order of the files
-            describe(file.name, "complete already")
+    try:
+        with VerifiedFiles(out, complete) as files:
+            for file in export.plan.files:
+                if file in left:
+                    writer.write(file, export.tensors_of(file, reader), files)
+                    continue
+                files.wait()  # so that the lines are in the order of the files
+                note(file.name, "complete already")
+    except CheckpointError:
+        if not checksums:  # no tensor of the checkpoint could be read, so no later conversion continues this one
+            (out / RECORD).unlink()
+            out.rmdir()
+        raise
     for path in copied:
         write_atomically(out, path.name, path.read_bytes())
     writer.finish(export.config())
@@ -282,8 +295,8 @@ def _check_folder(folder: Folder, family: Family, model: ModelConfig) -> None:
         unknown = [name for name in unknown if name != "lm_head.weight"]
     if missing or unknown:
         raise CheckpointError(
-            f"{folder.path}: does not have the tensors of its {CONFIG}: it lacks {missing[:3]}, and the model lacks "
-            f"{unknown[:3]} (the first 3 of each are shown)"
+            f"{folder.path}: does not have the tensors of its {CONFIG}: it lacks {missing[:3]!r:.300}, and the model "
+            f"lacks {unknown[:3]!r:.300} (the first 3 of each are shown)"
         )
     for name, shape in wanted.items():
         stored = folder.tensors[name]

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -28,44 +27,21 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_ft.config.checks.model import valid_model
 from megatron_ft.config.model import ModelConfig
-from megatron_ft.errors import CheckpointError
+from megatron_ft.errors import CheckpointError, ConfigError
 from megatron_ft.mcore.checkpoint.files import BACKEND, BACKEND_VERSION
+from megatron_ft.mcore.checkpoint.metadata import METADATA_NAME, OPTIMIZER, describe, read_metadata
 from megatron_ft.mcore.convert.streams import Span, StoredValues, Values, VerifiedFiles, chunks_of, tensor_of
-from megatron_ft.snapshot.storage.checkpoints import list_checkpoints
 from megatron_ft.snapshot.storage.files import FileEntry, HashedFile, fsync_directory, hash_file, write_file
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
-from megatron_ft.snapshot.storage.window_file import window_name
-from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.snapshot.storage.run_settings import refuse_other_folder
 
-_OPTIMIZER = "optimizer."
-_FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
-_METADATA, _COMMON, _FORMAT = ".metadata", "common.pt", "metadata.json"
+_COMMON, _FORMAT = "common.pt", "metadata.json"
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+EMBEDDING, ROUTER = "embedding.word_embeddings.weight", ".mlp.router.weight"
 WEIGHTS_ONLY = "weights"
 """Group of settings in a manifest; its presence means that the checkpoint contains only weights."""
-
-
-def refuse_run_folder(directory: Path) -> None:
-    """Check that a directory is not the folder of a run, which contains checkpoints and windows.
-
-    Raises:
-        CheckpointError: it is. The error names the newest checkpoint and the newest window.
-    """
-    if not (directory / "config.yaml").is_file() or (directory / _METADATA).exists():
-        return
-    found = [entry.path for entry in list_checkpoints(directory / "checkpoints") if entry.complete]
-    windows = directory / "windows"
-    keys = WindowFolder(windows).list_windows() if windows.is_dir() else []
-    newest = [
-        f"{what} are in {folder}, the newest is {path}"
-        for what, folder, path in (
-            ("checkpoints", directory / "checkpoints", found[-1] if found else None),
-            ("windows", windows, windows / window_name(keys[-1]) if keys else None),
-        )
-        if path is not None
-    ]
-    where = "; its ".join(newest) if newest else "checkpoints/ and windows/ contain none yet"
-    raise CheckpointError(f"{directory}: must be a checkpoint or a window, but is the folder of a run; its {where}")
 
 
 @dataclass(kw_only=True)
@@ -92,19 +68,14 @@ class DenseReader:
             raise CheckpointError(f"{directory}: must be a directory")
         has_manifest = (directory / MANIFEST_NAME).exists()
         if not has_manifest:
-            refuse_run_folder(directory)
+            refuse_other_folder(directory, str(directory))
         if not has_manifest and not trust:
             raise CheckpointError(
                 f"{directory} has no {MANIFEST_NAME} of this project, so its pickle files, which can run code, cannot "
                 "be verified; use --trust only if you trust the origin of this checkpoint"
             )
         manifest = Manifest.verified(directory) if has_manifest else None
-        try:
-            metadata = FileSystemReader(directory).read_metadata()
-        except Exception as error:  # torch may raise any exception for invalid metadata
-            raise CheckpointError(
-                f"{directory / _METADATA}: cannot be read: {type(error).__name__}: {error}"
-            ) from error
+        metadata = read_metadata(directory)
         return cls(directory=directory, manifest=manifest, metadata=metadata)
 
     def model(self) -> ModelConfig:
@@ -116,10 +87,25 @@ class DenseReader:
                 f"{self.directory}: the manifest does not describe the model; only checkpoints of manifest "
                 "format_version 2 can be converted"
             )
+        where = f"{self.directory}: the manifest describes another kind of model"
         try:
-            return ModelConfig(**keys)
-        except TypeError as error:
-            raise CheckpointError(f"{self.directory}: the manifest describes another kind of model: {error}") from None
+            model = valid_model(keys)
+        except ConfigError as error:
+            raise CheckpointError(f"{where}: {error}") from None
+        self._check_model(model, where)
+        return model
+
+    def _check_model(self, model: ModelConfig, where: str) -> None:
+        layers = {int(found[1]) for found in map(_LAYER.match, self.weights) if found}
+        if layers and layers != set(range(min(model.num_layers, len(layers) + 1))):
+            raise CheckpointError(f"{where}: model.num_layers={model.num_layers}, but it has {len(layers)} layers")
+        embedding = self.weights.get(EMBEDDING)
+        shape = (model.vocab_size, model.hidden_size)
+        if embedding is not None and tuple(embedding.size) != shape:
+            raise CheckpointError(f"{where}: {EMBEDDING} has the shape {list(embedding.size)}, not {list(shape)}")
+        routers = {entry.size[0] for name, entry in self.weights.items() if name.endswith(ROUTER) and entry.size}
+        if not routers <= {model.num_moe_experts}:
+            raise CheckpointError(f"{where}: model.num_moe_experts={model.num_moe_experts}, but it has {max(routers)}")
 
     @property
     def tensors(self) -> dict[str, TensorStorageMetadata]:
@@ -130,7 +116,7 @@ class DenseReader:
     @property
     def weights(self) -> dict[str, TensorStorageMetadata]:
         """Return shape, dtype and parts of all weights and buffers by name."""
-        return {name: entry for name, entry in self.tensors.items() if not name.startswith(_OPTIMIZER)}
+        return {name: entry for name, entry in self.tensors.items() if not name.startswith(OPTIMIZER)}
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor, in the shape of the whole model. Raises CheckpointError if a part of it cannot be read."""
@@ -160,14 +146,10 @@ class DenseReader:
         return whole
 
     def _part(self, name: str, part: ChunkStorageMetadata, dtype: torch.dtype) -> Values:
-        place = self.metadata.storage_data.get(MetadataIndex(name, part.offsets))
-        if place is None or not _FILE_NAME.fullmatch(place.relative_path):
-            raise CheckpointError(f"{self.directory}: a part of {name} has no valid position in a file")
+        place = self.metadata.storage_data[MetadataIndex(name, part.offsets)]  # ``read_metadata`` has checked it
         path, value_bytes = self.directory / place.relative_path, prod(part.sizes) * dtype.itemsize
         try:
             with path.open("rb") as file:
-                if not 0 <= place.offset <= place.offset + place.length <= path.stat().st_size:
-                    raise CheckpointError(f"{path}: {name} is at bytes beyond the end of the file")
                 if value_bytes < place.length:
                     frame = _frame(dtype, tuple(part.sizes))
                     file.seek(place.offset)
@@ -177,10 +159,10 @@ class DenseReader:
                 # Another version of torch has written the part, or its values are not row after row.
                 file.seek(place.offset)
                 stored = torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError, EOFError) as error:
-            raise CheckpointError(f"{path}: {name} cannot be read: {error}") from error
-        if not isinstance(stored, torch.Tensor) or stored.shape != part.sizes:
-            raise CheckpointError(f"{path}: {name} has another shape than in the metadata")
+        except Exception as error:  # torch may raise any exception for invalid content
+            raise CheckpointError(f"{path}: {name} cannot be read: {describe(error)}") from error
+        if not isinstance(stored, torch.Tensor) or stored.shape != part.sizes or stored.dtype != dtype:
+            raise CheckpointError(f"{path}: {name} has another shape or dtype than in the metadata")
         return stored
 
 
@@ -341,14 +323,14 @@ class WeightsWriter:
                     size=shape,
                     chunks=[ChunkStorageMetadata(offsets=offsets, sizes=shape)],
                 )
-        for name in (_METADATA, _COMMON, _FORMAT):
+        for name in (METADATA_NAME, _COMMON, _FORMAT):
             (self.directory / name).unlink(missing_ok=True)  # of a conversion that was interrupted here
         writer = FileSystemWriter(self.directory, sync_files=True)
         writer.finish(Metadata(state_dict_metadata=dict(described)), [results])
         entries = [file.entry for file in self.files]
-        with (self.directory / _METADATA).open("rb") as file:
+        with (self.directory / METADATA_NAME).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            entries.append(FileEntry(name=_METADATA, num_bytes=size, xxh3_128=hash_file(file)))
+            entries.append(FileEntry(name=METADATA_NAME, num_bytes=size, xxh3_128=hash_file(file)))
         common = io.BytesIO()
         torch.save({"checkpoint_version": 3.0, "iteration": 0}, common)
         entries.append(write_file(self.directory, _COMMON, common.getvalue()))

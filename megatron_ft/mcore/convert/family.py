@@ -6,13 +6,14 @@ tests read the same table, so a new family is one file with one table.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
 
+from megatron_ft.config.checks.model import valid_model
 from megatron_ft.config.model import YARN_KEYS, ModelConfig
-from megatron_ft.errors import CheckpointError
+from megatron_ft.errors import CheckpointError, ConfigError
 from megatron_ft.operators import is_moe_layer
 
 Shape = tuple[int, ...]
@@ -141,26 +142,32 @@ class Family:
         Raises:
             CheckpointError: an entry is missing or has another type, or this project does not support the model.
         """
-        for name in (*_SIZES, *_OPTIONAL_SIZES):
-            value, least = config.get(name, 1), int(name not in _OPTIONAL_SIZES)
-            if not (value is None and not least) and (type(value) is not int or value < least):
-                what = "an integer above 0" if least else "null or an integer of at least 0"
-                raise CheckpointError(f"{where}: {name}={value!r:.80}: must be {what}")
-        if reason := self.refused(config):
-            raise CheckpointError(f"{where}: {reason}")
         try:
-            keys = self.model(config)
+            return self._read_model(config)
         except KeyError as error:
             raise CheckpointError(f"{where}: has no entry {error.args[0]!r}") from None
+        except (CheckpointError, ConfigError, TypeError, ValueError, OverflowError) as error:
+            # Errors about types come from functions of the families, which read the entries as they are.
+            raise CheckpointError(f"{where}: {error}") from None
+
+    def _read_model(self, config: Mapping[str, Any]) -> ModelConfig:
+        for name in (*_SIZES, *_OPTIONAL_SIZES):
+            value, least = config.get(name, 1), int(name not in _OPTIONAL_SIZES)
+            if not (value is None and not least) and (type(value) is not int or not least <= value <= _MOST):
+                what = "an integer above 0" if least else "null or an integer of at least 0"
+                raise CheckpointError(f"{name}={value!r:.80}: must be {what}, at most {_MOST}")
+        if reason := self.refused(config):
+            raise CheckpointError(reason)
+        keys = self.model(config)
         default = ModelConfig()
         for key, value in keys.items():
             kind = type(getattr(default, key))
             # Only the types of flags and floating-point numbers are checked here; sizes are checked above.
             if kind in (bool, float) and not isinstance(value, bool if kind is bool else int | float):
-                raise CheckpointError(f"{where}: the entry for model.{key} is {value!r:.80}: must be a {kind.__name__}")
+                raise CheckpointError(f"the entry for model.{key} is {value!r:.80}: must be a {kind.__name__}")
         model = ModelConfig(**{**_COMMON, **self.fixed, **keys})
         self.check(model)
-        return model
+        return valid_model(asdict(model))
 
     def tensors_of(self, model: ModelConfig, num_stored: int, where: str) -> tuple[Rule, ...]:
         """Return ``tensors(model)``. ``num_stored`` is the number of tensors in the source that ``where`` names.
@@ -184,8 +191,10 @@ _SIZES = (
     *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 """Entries of ``config.json`` that are sizes."""
-_OPTIONAL_SIZES = ("q_lora_rank", "n_shared_experts", "first_k_dense_replace")
+_OPTIONAL_SIZES = ("head_dim", "q_lora_rank", "n_shared_experts", "first_k_dense_replace")
 """Entries of ``config.json`` that are null, 0 or a size."""
+_MOST = 2**31 - 1
+"""Largest size that is not refused as damaged."""
 _COMMON: Mapping[str, Any] = {
     "position_embedding_type": "rope",
     "rotary_percent": 1.0,
@@ -229,6 +238,8 @@ def scaled_rope(config: Mapping[str, Any]) -> str:
     """Return why the rotary embeddings of ``config.json`` are not supported; empty if they are."""
     for key in ("rope_scaling", "rope_parameters"):
         inner = config.get(key)
+        if not isinstance(inner, Mapping | None):
+            return f"{key}={inner!r:.40}: must be null or an object"
         kind = (inner.get("rope_type") or inner.get("type") or "default") if isinstance(inner, Mapping) else "default"
         if kind != "default":
             return f"{key} has the type {kind!r:.40}: only rotary embeddings without scaling are supported"
@@ -254,6 +265,8 @@ def limited_window(config: Mapping[str, Any], length: int) -> str:
     ``length`` is the largest number of tokens of a sequence."""
     is_used = config.get("use_sliding_window", True)
     window = config.get("sliding_window")
+    if window is not None and type(window) is not int:
+        return f"sliding_window={window!r:.40}: must be null or an integer"
     if not is_used or not window or window >= length:
         return ""
     return f"sliding_window={window!r:.40}: attention windows shorter than max_position_embeddings are not supported"

@@ -7,6 +7,7 @@ tensors. Tensors are read one at a time, so a folder of any size needs little me
 import json
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -22,7 +23,8 @@ from megatron_ft.serde import parse_json
 from megatron_ft.snapshot.storage.files import write_atomically
 
 CONFIG, INDEX, ONLY_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
-_MOST_JSON_BYTES = 64 << 20
+_MOST_JSON_BYTES, _MOST_HEADER_BYTES = 64 << 20, 100 << 20
+_PLAIN = "must be a regular file with a plain name that ends in .safetensors"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}\.safetensors")
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Names of dtypes in safetensors files."""
@@ -59,21 +61,24 @@ class Folder:
                 several files, or in another file than the index says.
         """
         config = _read_json(path / CONFIG)
-        index = _read_json(path / INDEX) if (path / INDEX).exists() else {"weight_map": {}}
+        index = _read_json(path / INDEX) if os.path.lexists(path / INDEX) else {"weight_map": {}}
         places = index.get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
             raise CheckpointError(f"{path / INDEX}: weight_map must be an object of file names")
+        for name in places.values():
+            if not _FILE_NAME.fullmatch(name):
+                raise CheckpointError(f"{path / INDEX}: {name!r:.100}: {_PLAIN}")
         tensors: dict[str, StoredTensor] = {}
         for name in sorted(set(places.values())) or [ONLY_FILE]:
             for tensor, stored in _headers(path, name):
                 if tensor in tensors:
-                    raise CheckpointError(f"{path}: {tensor} is in {tensors[tensor].file} and in {name}")
+                    raise CheckpointError(f"{path}: {tensor!r:.100} is in {tensors[tensor].file} and in {name}")
                 tensors[tensor] = stored
         for tensor in sorted(tensors.keys() | places.keys()) if places else ():
             stored_in = tensors[tensor].file if tensor in tensors else "no file"
             if stored_in != places.get(tensor):
                 wanted = places.get(tensor, "none")
-                raise CheckpointError(f"{path}: {tensor} is in {stored_in}, but the index names {wanted}")
+                raise CheckpointError(f"{path}: {tensor!r:.100} is in {stored_in}, but the index names {wanted}")
         return cls(path=path, config=config, tensors=tensors)
 
     def read(self, name: str) -> torch.Tensor:
@@ -96,13 +101,15 @@ class Folder:
 
 
 def _headers(folder: Path, name: str) -> Iterator[tuple[str, StoredTensor]]:
-    # The names come from a file, so each is checked before it becomes a path.
     path = folder / name
-    if not _FILE_NAME.fullmatch(name) or path.is_symlink() or not path.is_file():
-        raise CheckpointError(f"{path}: must be a regular file with a plain name that ends in .safetensors")
+    if path.is_symlink() or not path.is_file():
+        raise CheckpointError(f"{path}: {_PLAIN}")
     try:
-        with path.open("rb") as raw:
-            offset: int | None = 8 + int.from_bytes(raw.read(8), "little")  # the header follows its length
+        with path.open("rb") as stream:  # before the whole file, which may be as large as it claims, is mapped
+            length, size = int.from_bytes(stream.read(8), "little"), os.fstat(stream.fileno()).st_size
+        if not 2 <= length <= min(size - 8, _MOST_HEADER_BYTES):
+            raise CheckpointError(f"{path}: is not a complete safetensors file: its header has {length} bytes")
+        offset: int | None = 8 + length
         with safe_open(path, framework="pt") as file:
             # The library has checked that the tensors follow one another without gaps.
             for tensor in file.offset_keys():
@@ -111,12 +118,14 @@ def _headers(folder: Path, name: str) -> Iterator[tuple[str, StoredTensor]]:
                 yield tensor, StoredTensor(file=name, dtype=dtype, shape=shape, offset=offset)
                 known = offset is not None and dtype in DTYPES
                 offset = offset + prod(shape) * DTYPES[dtype].itemsize if known and offset is not None else None
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path}: is not a complete safetensors file: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would block, and a device has no end
+            raise CheckpointError(f"{path}: must be a regular file")
         if path.stat().st_size > _MOST_JSON_BYTES:
             raise CheckpointError(f"{path}: has more than {_MOST_JSON_BYTES} bytes")
         content = parse_json(path.read_text(encoding="utf-8"))

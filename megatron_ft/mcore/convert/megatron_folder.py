@@ -4,8 +4,8 @@ import argparse
 import errno
 import io
 import os
-import pickle
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.checkpoint.manager import COMMON_NAME
+from megatron_ft.mcore.checkpoint.metadata import describe
 from megatron_ft.mcore.convert.dense_files import WEIGHTS_ONLY, DenseReader
 from megatron_ft.mcore.convert.folder import check_space
-from megatron_ft.mcore.convert.weights import check_new
+from megatron_ft.mcore.convert.weights import check_new, manifest_of, open_weights
 from megatron_ft.mcore.model.transformer_config import DTYPES, moe_layer_pattern
 from megatron_ft.snapshot.storage.checkpoints import MEGATRON_LATEST_NAME, RELEASE_NAME, directory_name
 from megatron_ft.snapshot.storage.files import fsync_directory, write_atomically, write_file
@@ -53,9 +53,8 @@ def export_to_megatron(checkpoint: Path, out: Path, *, progress: Callable[[str],
         OSError: a file cannot be written.
     """
     check_new(out)
-    reader = DenseReader.open(checkpoint)
-    model, manifest = reader.model(), reader.manifest
-    assert manifest is not None, "a checkpoint without a manifest was opened"
+    reader = open_weights(checkpoint)
+    model, manifest = reader.model(), manifest_of(reader)
     is_release = WEIGHTS_ONLY in manifest.settings
     name = RELEASE_NAME if is_release else directory_name(manifest.iteration)
     common = {"content_metadata": _WEIGHTS_METADATA, **_read_common(checkpoint)}
@@ -88,10 +87,14 @@ def export_to_megatron(checkpoint: Path, out: Path, *, progress: Callable[[str],
 
 def _read_common(directory: Path) -> dict[str, Any]:
     try:
-        # As Megatron-LM reads it: only classes that Megatron has registered as safe are loaded.
-        found: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(directory))
-    except (CheckpointingException, pickle.UnpicklingError, OSError, EOFError, RuntimeError) as error:
-        raise CheckpointError(f"{directory / COMMON_NAME}: cannot be read: {error}") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns about unusual pickles before it refuses them
+            # As Megatron-LM reads it: only classes that Megatron has registered as safe are loaded.
+            found = dist_checkpointing.load_common_state_dict(str(directory))
+    except Exception as error:  # torch may raise any exception for invalid content
+        raise CheckpointError(f"{directory / COMMON_NAME}: cannot be read: {describe(error)}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{directory / COMMON_NAME}: must be a dictionary, not {type(found).__name__}")
     return found
 
 

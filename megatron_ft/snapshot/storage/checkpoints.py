@@ -35,7 +35,7 @@ _SET_ASIDE_PREFIX = {"damaged": "damaged_", "foreign": "foreign_"}
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class _StoredCheckpoint:
+class StoredCheckpoint:
     """A checkpoint directory. Checkpoints are ordered by iteration and attempt, the oldest first."""
 
     iteration: int
@@ -94,7 +94,7 @@ def is_named(path: Path) -> bool:
     return _DIRECTORY.fullmatch(path.name) is not None
 
 
-def list_checkpoints(folder: Path) -> list[_StoredCheckpoint]:
+def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
     """List the checkpoint directories in ``folder``, complete or not, oldest first; empty if ``folder`` is missing."""
     if not folder.is_dir():
         return []
@@ -105,7 +105,7 @@ def list_checkpoints(folder: Path) -> list[_StoredCheckpoint]:
         if match and entry.is_dir(follow_symlinks=False):
             path = Path(entry.path)
             complete = (path / MANIFEST_NAME).is_file()
-            found.append(_StoredCheckpoint(int(match[1]), int(match[2] or 0), path, complete))
+            found.append(StoredCheckpoint(int(match[1]), int(match[2] or 0), path, complete))
     return sorted(found)
 
 

@@ -165,7 +165,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
 def _check_name(name: str) -> None:
     """Check that ``name`` is a relative path inside the checkpoint directory. Raises CheckpointError."""
     if len(name) > 255 or not _NAME.fullmatch(name) or any(set(part) == {"."} for part in name.split("/")):
-        raise CheckpointError(f"file name {name!r} is not a plain path inside the checkpoint")
+        raise CheckpointError(f"file name {name!r:.200} is not a plain path inside the checkpoint")
 
 
 def _check_listing(directory: Path, files: Sequence[FileEntry]) -> None:

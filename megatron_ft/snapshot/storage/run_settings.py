@@ -1,15 +1,23 @@
 """Compares the settings of a job with the settings in the manifests of its run's checkpoints and windows."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from megatron_ft.config.identity import Difference, JobIdentity, Settings
-from megatron_ft.config.model import YARN_KEYS
+from megatron_ft.config.model import YARN_KEYS, ModelConfig
 from megatron_ft.errors import CheckpointError
-from megatron_ft.serde import parse_json
-from megatron_ft.snapshot.storage.checkpoints import has_manifest, list_checkpoints, other_iteration
-from megatron_ft.snapshot.storage.manifest import Manifest
+from megatron_ft.serde import decode, parse_json
+from megatron_ft.snapshot.storage.checkpoints import (
+    StoredCheckpoint,
+    has_manifest,
+    is_named,
+    list_checkpoints,
+    other_iteration,
+)
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
+from megatron_ft.snapshot.storage.window_file import rank_name, window_name
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.snapshot.window import Window
 
@@ -55,39 +63,130 @@ def check_same_settings(
             raise CheckpointError(error)
 
 
-def check_source(directory: Path, model: Settings, *, weights_only: bool, trust: bool) -> None:
+def check_source(directory: Path, settings: Settings, *, weights_only: bool, trust: bool) -> None:
     """Check that a new run can start from ``directory``, before any rank starts. Only the manifest is read.
 
     Args:
-        model: settings of the job's model (concern ``model`` of ``settings_of``).
+        settings: settings of the job (``settings_of``), of which the concerns ``model`` and ``optimizer`` are compared.
         weights_only: whether only the weights are loaded (``checkpoint.load_weights``).
         trust: ``checkpoint.trust``.
 
     Raises:
-        CheckpointError: there is no such directory; it has no manifest and ``trust`` is false; its weights belong to
-            another model; or it contains only weights, and more is to be loaded.
+        CheckpointError: ``directory`` is no checkpoint; it has no manifest and ``trust`` is false; its tensors or, if
+            only weights are loaded, its model differ from those of the job; or it contains only weights, and more is to
+            be loaded.
     """
-    if not has_manifest(directory, trust=trust, key="checkpoint.load_weights" if weights_only else "checkpoint.load"):
+    key = "checkpoint.load_weights" if weights_only else "checkpoint.load"
+    name = f"{key}={directory}"
+    if directory.is_dir() and not (directory / MANIFEST_NAME).exists():
+        refuse_other_folder(directory, name)
+    if not has_manifest(directory, trust=trust, key=key):
         return
     stored = Manifest.read(directory).settings
-    if not weights_only:
-        if stored and not stored.keys() & {"optimizer"}:
+    if not weights_only and stored and not stored.keys() & {"optimizer"}:
+        raise CheckpointError(f"{name}: contains only weights; set checkpoint.load_weights instead")
+    if not stored.get("model"):  # format 1 records nothing that could be compared
+        return
+    _check_types(stored["model"], name)
+    if weights_only:
+        if found := other_model(stored, settings):
             raise CheckpointError(
-                f"checkpoint.load={directory}: contains only weights; set checkpoint.load_weights instead"
+                f"{name}: its weights belong to another model: {_listed(found)}. Set these keys to the values of the "
+                "checkpoint"
             )
         return
-    found = other_model(stored, model)
-    if stored.get("model") and found:
-        differences = "; ".join(map(str, found))
+    # A job may change how outputs are computed, and then reports the difference. It cannot change the shapes.
+    if found := other_model(stored, settings, keys=_SHAPES):
         raise CheckpointError(
-            f"checkpoint.load_weights={directory}: its weights belong to another model: {differences}. Set these keys "
-            "to the values of the checkpoint"
+            f"{name}: has other tensors than the model of this job: {_listed(found)}. Set these keys to the values of "
+            "the checkpoint"
+        )
+    if found := _other_optimizer(stored.get("optimizer", {}), settings.get("optimizer", {})):
+        raise CheckpointError(
+            f"{name}: has other tensors than the optimizer of this job: {_listed(found)}. Set these keys to the values "
+            "of the checkpoint, or load only the weights: checkpoint.load_weights instead of checkpoint.load"
         )
 
 
-def other_model(stored: Settings, present: Settings) -> list[Difference]:
-    """List the keys of the model in which two settings differ and that determine shapes of weights or outputs."""
-    one, other = ({key: _normal(key, each.get("model", {})) for key in _FUNCTION} for each in (stored, present))
+def _check_types(model: Mapping[str, Any], name: str) -> None:
+    # Keys that this version does not know may be of a later one.
+    for each in fields(ModelConfig):
+        try:
+            decode(each.type, model.get(f"model.{each.name}", each.default), f"model.{each.name}")
+        except ValueError as error:
+            raise CheckpointError(f"{name}: its manifest describes no model: {error}") from None
+
+
+def _listed(found: list[Difference]) -> str:
+    return "; ".join(map(str, found))
+
+
+def refuse_other_folder(directory: Path, name: str) -> None:
+    """Check that a directory without a manifest may be a checkpoint of another project.
+
+    Args:
+        name: beginning of the error, which names the directory.
+
+    Raises:
+        CheckpointError: it is a run, a folder of runs or of checkpoints, a window, a Hugging Face folder, a checkpoint
+            whose save was interrupted, or none of all. The error names what to use instead.
+    """
+    has_metadata = (directory / ".metadata").exists()
+    if (directory / "config.yaml").is_file() and not has_metadata:
+        raise CheckpointError(
+            f"{name}: must be a checkpoint or a window, but is the folder of a run; its {_newest_states(directory)}"
+        )
+    if stored := list_checkpoints(directory):
+        raise CheckpointError(f"{name}: must be a checkpoint, but is a folder of checkpoints; {_newest_of(stored)}")
+    if (directory.parent.parent / "run_id.json").is_file() and is_named(directory):
+        others = _newest_of(list_checkpoints(directory.parent))
+        raise CheckpointError(f"{name}: is incomplete, because its save was interrupted; {others}")
+    if has_metadata:
+        return
+    if (directory / rank_name(0)).exists():
+        raise CheckpointError(
+            f"{name}: must be a checkpoint, but is a window of snapshots. tools/convert_checkpoint.py from-window "
+            "writes a checkpoint from it"
+        )
+    if (directory / "config.json").is_file():
+        raise CheckpointError(
+            f"{name}: must be a checkpoint, but is a Hugging Face folder. tools/convert_checkpoint.py from-hf writes a "
+            "checkpoint of its weights"
+        )
+    runs = sorted(path.parent.name for path in directory.glob("*/config.yaml"))
+    if runs:
+        raise CheckpointError(
+            f"{name}: must be a checkpoint, but is a folder of runs ({', '.join(runs[:5])}); checkpoints of a run are "
+            f"in {directory / runs[0] / 'checkpoints'}"
+        )
+    raise CheckpointError(f"{name}: contains no checkpoint: it has no {MANIFEST_NAME} and no .metadata")
+
+
+def _newest_of(stored: Sequence[StoredCheckpoint]) -> str:
+    complete = [entry.path for entry in stored if entry.complete]
+    return f"its newest complete checkpoint is {complete[-1]}" if complete else "none of its checkpoints is complete"
+
+
+def _newest_states(run_dir: Path) -> str:
+    found = [entry.path for entry in list_checkpoints(run_dir / "checkpoints") if entry.complete]
+    windows = run_dir / "windows"
+    keys = WindowFolder(windows).list_windows() if windows.is_dir() else []
+    newest = [
+        f"{what} are in {folder}, the newest is {path}"
+        for what, folder, path in (
+            ("checkpoints", run_dir / "checkpoints", found[-1] if found else None),
+            ("windows", windows, windows / window_name(keys[-1]) if keys else None),
+        )
+        if path is not None
+    ]
+    return "; its ".join(newest) if newest else "checkpoints/ and windows/ contain none yet"
+
+
+def other_model(stored: Settings, present: Settings, *, keys: Sequence[str] | None = None) -> list[Difference]:
+    """List the ``keys`` of the model in which two settings differ. None stands for all keys that determine the shapes
+    of weights or the outputs."""
+    names = keys or _FUNCTION
+    one, other = ({key: _normal(key, each.get("model", {})) for key in names} for each in (stored, present))
     return Difference.between({"model": one}, {"model": other})
 
 
@@ -107,10 +206,36 @@ _FUNCTION = tuple(
         *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk"),
         *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias", "multi_latent_attention"),
         *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type"),
-        *YARN_KEYS,
+        *("ffn_hidden_size", "max_position_embeddings", *YARN_KEYS),
     )
 )
 """Keys of the model that determine the shapes of weights, or how outputs are computed from weights."""
+_ONLY_OUTPUTS = ("rotary_base", "rotary_percent", "layernorm_epsilon", "activation", "moe_router_topk", "rope_type")
+_ONLY_OUTPUTS += ("moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups", *YARN_KEYS)
+_ONLY_OUTPUTS += ("moe_router_group_topk", "moe_router_topk_scaling_factor")
+_SHAPES = tuple(key for key in _FUNCTION if key.removeprefix("model.") not in _ONLY_OUTPUTS)
+"""Keys of the model that determine which tensors it has, and their shapes."""
+
+
+def _other_optimizer(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[Difference]:
+    """List the keys by which the optimizer of a checkpoint has other tensors than that of this job."""
+    keys: list[str] = []
+    if _master_weights(stored) != _master_weights(present):
+        names = (_SHARDED, _DTYPE)
+        keys += [name for name in names if stored.get(name) != present.get(name)]
+    if stored.get(_FROZEN) != present.get(_FROZEN):
+        keys.append(_FROZEN)
+    return [Difference(concern="optimizer", key=key, stored=stored.get(key), present=present.get(key)) for key in keys]
+
+
+_SHARDED, _DTYPE, _FROZEN = "parallel.use_distributed_optimizer", "precision.params_dtype", "training.frozen"
+
+
+def _master_weights(optimizer: Mapping[str, Any]) -> str | None:
+    """Return Megatron's name of the master weights in a checkpoint; None if it stores none besides the weights."""
+    if optimizer.get(_SHARDED):
+        return "param"
+    return None if optimizer.get(_DTYPE) == "fp32" else "fp32_param"
 
 
 def _normal(key: str, values: Mapping[str, Any]) -> Any:
@@ -119,7 +244,17 @@ def _normal(key: str, values: Mapping[str, Any]) -> Any:
         return values.get(_EQUAL_IF_NULL[key])
     if value is None and key == "model.kv_channels" and values.get("model.num_attention_heads"):
         return values.get("model.hidden_size", 0) // values["model.num_attention_heads"]
+    if key == "model.ffn_hidden_size" and not _has_dense_layers(values):
+        return None
+    if key == "model.max_position_embeddings":
+        is_learned = values.get("model.position_embedding_type") == "learned_absolute"
+        return value if is_learned else None  # other kinds of position embeddings have no weights
     return value
+
+
+def _has_dense_layers(values: Mapping[str, Any]) -> bool:
+    is_mixed = values.get("model.moe_layer_freq", 1) != 1 or values.get("model.moe_first_dense_layers", 0) > 0
+    return values.get("model.num_moe_experts") is None or is_mixed
 
 
 def other_checkpoint(
@@ -135,9 +270,11 @@ def other_checkpoint(
     found = _differences(manifest.settings, settings, ignores_data=ignores_data, allowed=allowed)
     if not found:
         return None
+    only_data = all(each.concern == "data" for each in found)
+    remedy = ". If the data were changed on purpose, set checkpoint.allow_other_data=true" if only_data else ""
     return (
-        f"{path}: was written with other settings than this job has: {'; '.join(map(str, found))}. Resume "
-        f"with its settings, or begin another run from its state: run.name=<another> checkpoint.load={path}"
+        f"{path}: was written with other settings than this job has: {_listed(found)}. Resume "
+        f"with its settings, or begin another run from its state: run.name=<another> checkpoint.load={path}{remedy}"
     )
 
 

@@ -98,6 +98,7 @@ def test_a_failed_write_is_kept_as_the_cause(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(files, "_write", fail)
     planned = PlannedWrite(files=[], writer=None, metadata=None)
     job = WriteJob(planned, tmp_path, {"common.pt": b"content"})
+    job.submit()
     job.wait()
     assert job.done
     assert job.error is not None and "No space left" in job.error

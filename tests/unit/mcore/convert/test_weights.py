@@ -17,7 +17,7 @@ from megatron_ft.mcore.convert.weights import weights_manifest, write_weights
 from tools import convert_checkpoint
 
 BASE = {f"model.{name}": value for name, value in vars(JobConfig().model).items()}
-NAMES = ("decoder.layers.0.weight", "decoder.layers.1.weight", "embedding.weight")
+NAMES = ("tensors.0.weight", "tensors.1.weight", "embedding.weight")
 
 
 def random(seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
@@ -109,8 +109,8 @@ def test_buffers_of_integers_must_be_equal(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("tensors", "model", "message"),
     [
-        ({"decoder.layers.1.weight": None}, {}, "it lacks ['decoder.layers.1.weight']"),
-        ({"decoder.layers.9.weight": torch.ones(2)}, {}, "adds ['decoder.layers.9.weight']"),
+        ({"tensors.1.weight": None}, {}, "it lacks ['tensors.1.weight']"),
+        ({"tensors.9.weight": torch.ones(2)}, {}, "adds ['tensors.9.weight']"),
         ({"embedding.weight": torch.ones((9, 64), dtype=torch.bfloat16)}, {}, "is torch.bfloat16 [9, 64], but in"),
         ({"embedding.weight": torch.ones((64, 9))}, {}, "embedding.weight is torch.float32 [64, 9], but in"),
         ({}, {"num_layers": 17}, "model.num_layers: 4, here 17"),

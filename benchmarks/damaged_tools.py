@@ -1,0 +1,321 @@
+"""Runs every tool that reads checkpoints on damaged inputs.
+
+A command must refuse the input with one line that names it, and with exit code 2, 3 or 5. It must print no traceback
+and no control characters, run no code of the input, and write nothing.
+"""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import yaml
+
+from benchmarks.damaged_inputs import (
+    COMMON,
+    DTYPE,
+    EXPERTS,
+    METADATA,
+    MLP,
+    NAMES,
+    RUN,
+    SETTINGS,
+    SHAPES,
+    VALUES,
+    Damage,
+    damaged_checkpoints,
+    damaged_folders,
+    damaged_windows,
+)
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.serialize import to_dict
+from megatron_ft.control.rundir import RunId
+from megatron_ft.snapshot.storage.checkpoints import directory_name
+from megatron_ft.testing.stored_samples import KINDS, NEW, OLD, sample_name, sample_window
+
+REFUSALS = (2, 3, 5)
+"""Exit codes of errors about values, input files and checkpoints."""
+RUN_ID = "ab" * 16
+_LISTED = ("all", METADATA, RUN)
+_READ = (*_LISTED, VALUES, DTYPE, SHAPES)
+_COMPARED = (*_LISTED, VALUES, DTYPE)  # other shapes are a difference
+_MODEL = ("model", EXPERTS, MLP, SETTINGS)
+_ALL = (*_READ, *_MODEL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One command of a tool, with one damaged argument."""
+
+    name: str
+    tool: str
+    """Module in ``tools``."""
+    words: Callable[[Path, Path], list[object]]
+    """Returns the command line for (folder with the damaged input, path of the result)."""
+    kind: str
+    """Kind of the damaged input: ``dense``, ``window`` or ``folder``."""
+    reads: tuple[str, ...] = _ALL
+    """Parts of the input that the command reads. With damage to another part, it may succeed."""
+    experts: bool = True
+    """Whether the checkpoint is that of an MoE model."""
+    code: int = 0
+    """Exit code with an intact input."""
+
+
+def _dense(name: str, tool: str, *words: object, **options: Any) -> Command:
+    """Return a command in whose ``words`` ``IN``, ``SOUND`` and ``OUT`` stand for the damaged checkpoint, an intact one
+    and the result."""
+
+    def fill(folder: Path, out: Path) -> list[object]:
+        known = {
+            "IN": folder / directory_name(NEW),
+            "SOUND": folder / directory_name(OLD),
+            "OUT": out,
+            "RUN": folder.parent,
+            "WINDOW": folder / sample_name(NEW),
+            "SOUND-WINDOW": folder / sample_name(OLD),
+            "HF": folder / "hf",
+            "SOUND-HF": folder / "sound-hf",
+        }
+        return [known.get(word, word) if isinstance(word, str) else word for word in words]
+
+    return Command(name=name, tool=tool, words=fill, **{"kind": "dense", **options})
+
+
+_CONVERT, _INSPECT = "convert_checkpoint", "inspect_checkpoint"
+_PROMPT = ("--prompt", "x", "--tokens", 1)
+COMMANDS: tuple[Command, ...] = (
+    _dense("to-hf", _CONVERT, "to-hf", "IN", "OUT", "--family", "mixtral", reads=(*_ALL, NAMES)),
+    _dense("weights", _CONVERT, "weights", "IN", "OUT"),
+    _dense("weights, rounded", _CONVERT, "weights", "IN", "OUT", "--dtype", "fp16"),
+    _dense("average, first", _CONVERT, "average", "IN", "SOUND", "OUT", reads=(*_ALL, NAMES)),
+    _dense("average, second", _CONVERT, "average", "SOUND", "IN", "OUT", reads=(*_ALL, NAMES)),
+    _dense("to-megatron", _CONVERT, "to-megatron", "IN", "OUT", reads=(*_LISTED, COMMON, *_MODEL)),
+    _dense(
+        "upcycle", _CONVERT, "upcycle", "IN", "OUT", "--experts", 4, "--topk", 2, experts=False, reads=(*_READ, "model")
+    ),
+    _dense("list", _INSPECT, "list", "IN", reads=_LISTED),
+    _dense("list, with norms", _INSPECT, "list", "IN", "--norms", "--json", reads=_READ),
+    _dense("verify", _INSPECT, "verify", "IN", reads=_READ),
+    _dense("diff, first", _INSPECT, "diff", "IN", "SOUND", reads=_COMPARED),
+    _dense("diff, second", _INSPECT, "diff", "SOUND", "IN", "--optimizer", reads=_COMPARED),
+    _dense(
+        "generate",
+        "generate",
+        "IN",
+        "--run",
+        "RUN",
+        *_PROMPT,
+        reads=("all", METADATA, VALUES, SHAPES, COMMON, NAMES, "model", EXPERTS),
+    ),
+    _dense("from-hf, a checkpoint", _CONVERT, "from-hf", "IN", "OUT", code=5),
+    _dense("from-window, a checkpoint", _CONVERT, "from-window", "IN", "OUT", code=3),
+    _dense("from-window", _CONVERT, "from-window", "RUN", "OUT", "--window", sample_name(NEW), kind="window", code=9),
+    _dense("list", _INSPECT, "list", "WINDOW", kind="window"),
+    _dense("list, with optimizer", _INSPECT, "list", "WINDOW", "--optimizer", "--norms", kind="window"),
+    _dense("verify", _INSPECT, "verify", "WINDOW", "--json", kind="window"),
+    _dense("diff, first", _INSPECT, "diff", "WINDOW", "SOUND-WINDOW", kind="window", code=1),
+    _dense("diff, second", _INSPECT, "diff", "SOUND-WINDOW", "WINDOW", kind="window", code=1),
+    _dense("weights, a window", _CONVERT, "weights", "WINDOW", "OUT", kind="window", code=5),
+    _dense("generate, a window", "generate", "WINDOW", "--run", "RUN", *_PROMPT, kind="window", code=5),
+    _dense("from-hf", _CONVERT, "from-hf", "HF", "OUT", kind="folder"),
+    _dense("list", _INSPECT, "list", "HF", kind="folder"),
+    _dense("list, with norms", _INSPECT, "list", "HF", "--norms", "--json", kind="folder"),
+    _dense("verify", _INSPECT, "verify", "HF", kind="folder"),
+    _dense("diff, first", _INSPECT, "diff", "HF", "SOUND-HF", kind="folder"),
+    _dense("diff, second", _INSPECT, "diff", "SOUND-HF", "HF", kind="folder"),
+    _dense("to-hf, a folder", _CONVERT, "to-hf", "HF", "OUT", "--family", "mixtral", kind="folder", code=5),
+)
+"""All commands that read checkpoints, windows or folders, once for each argument that can be damaged."""
+
+
+def damages(kind: str) -> list[Damage]:
+    """Return all damages of one kind of input."""
+    makers = {"dense": damaged_checkpoints, "window": damaged_windows, "folder": damaged_folders}
+    return makers[kind]()
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """Number of refused and accepted inputs, and everything that a command must not do."""
+
+    refused: int = 0
+    unaffected: int = 0
+    """Commands that succeeded because they do not read the damaged part."""
+    problems: list[str] = field(default_factory=list)
+
+
+class Workplace:
+    """Folder with intact inputs of all kinds, from which each case gets a copy."""
+
+    def __init__(self, root: Path) -> None:
+        """Write the inputs into ``root``, an existing directory."""
+        self.root = root
+        config = _config()
+        for experts in (True, False):
+            folder = self._template(experts) / "checkpoints"
+            model = config.model if experts else replace(config.model, num_moe_experts=None, moe_ffn_hidden_size=None)
+            for iteration in (OLD, NEW):
+                _write_checkpoint(folder / directory_name(iteration), replace(config, model=model), iteration)
+        (window, _), folder = KINDS, self._template(True)
+        for iteration in (OLD, NEW):
+            window.save(folder / "windows", iteration)
+        for name in ("hf", "sound-hf"):
+            _write_folder(folder / "folders" / name)
+        for template in (self._template(True), self._template(False)):
+            (template / "config.yaml").write_text(yaml.safe_dump(to_dict(config)))
+            (template / "run_id.json").write_text(json.dumps({"run_id": RUN_ID, "is_older": False}))
+
+    def _template(self, experts: bool) -> Path:
+        return self.root / ("experts" if experts else "dense")
+
+    def run(self, command: Command, damage: Damage | None, outcomes: Outcomes) -> None:
+        """Run a command on a damaged copy, or on an intact one if ``damage`` is None, and judge what it does."""
+        case = self.root / "case"
+        shutil.rmtree(case, ignore_errors=True)
+        names = {"dense": "checkpoints", "window": "windows", "folder": "folders"}
+        run, template = case / "run", self._template(command.experts)
+        run.mkdir(parents=True)
+        for name in ("config.yaml", "run_id.json"):
+            shutil.copyfile(template / name, run / name)
+        folder = run / names[command.kind]
+        shutil.copytree(template / names[command.kind], folder)
+        victim = None if damage is None else damage.apply(folder)
+        out = case / "out" / "result"
+        out.parent.mkdir()
+        before, inside = _listing(case), case / "cwd"
+        inside.mkdir()
+        code, printed, error = _call(command, [str(word) for word in command.words(folder, out)], inside)
+        inside_after = sorted(path.name for path in inside.iterdir())
+        shutil.rmtree(inside)
+        what = f"{command.kind}, {command.name}, {'intact' if damage is None else damage.name}"
+        if inside_after:
+            outcomes.problems.append(f"{what}: ran code, or wrote {inside_after}")
+        if damage is None:
+            if code != command.code:
+                outcomes.problems.append(f"{what}: ended with {code}, not {command.code}: {error[-2000:]}")
+            return
+        assert victim is not None, "a damage names what it changed"
+        reads = damage.part in command.reads
+        if code in (0, 1) and not reads and (not error or error.endswith(": loading\n")):
+            outcomes.unaffected += 1
+            return
+        after = _listing(case)
+        problem = _problem(code, printed, error, victim) or ("" if after == before else f"wrote {after - before}")
+        if problem:
+            outcomes.problems.append(f"{what}: {problem}")
+        outcomes.refused += not problem
+
+
+def _problem(code: int, printed: str, error: str, victim: Path) -> str:
+    """Return what is wrong with the outcome of a command that must refuse ``victim``; empty if nothing is."""
+    if code not in REFUSALS:
+        return f"ended with {code}: {error[-1500:]}"
+    lines = error.strip("\n").split("\n")
+    lines = [line for line in lines if not line.endswith(": loading")]
+    if len(lines) != 1 or not lines[0]:
+        return f"printed {len(lines)} lines: {error[:1500]!r}"
+    if not all(char.isprintable() for char in lines[0]) or len(lines[0]) > 2000:
+        return f"printed control characters or {len(lines[0])} characters: {lines[0][:300]!r}"
+    if str(victim) not in lines[0] and str(victim.parent) not in lines[0]:
+        return f"does not name the input: {lines[0]}"
+    return ""
+
+
+def _listing(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if "cwd" not in path.parts}
+
+
+def _call(command: Command, words: list[str], cwd: Path) -> tuple[int, str, str]:
+    """Run a tool in this process. Return exit code, output and errors."""
+    import importlib
+
+    from megatron_ft.mcore.convert import window_replay
+
+    module = importlib.import_module(f"tools.{command.tool}")
+    printed, errors = io.StringIO(), io.StringIO()
+    before = Path.cwd()
+    os.chdir(cwd)
+    try:
+        # The windows belong to a run whose id is no random number. They cannot be replayed, so the job is not started.
+        with (
+            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(errors),
+            mock.patch.object(window_replay.RunId, "read", return_value=RunId(run_id=sample_window(NEW, 0)[0].run_id)),
+            mock.patch.object(window_replay, "_job", side_effect=_Started),
+        ):
+            code = int(module.main(words))
+    except _Started:
+        code = 9
+    except BaseException as error:  # noqa: BLE001 - any error would be a traceback for the user
+        import traceback
+
+        return -1, printed.getvalue(), errors.getvalue() + "".join(traceback.format_exception(error)[-6:])
+    finally:
+        os.chdir(before)
+    return code, printed.getvalue(), errors.getvalue()
+
+
+class _Started(Exception):
+    """A command wanted to start a job."""
+
+
+def _config() -> JobConfig:
+    """Return the configuration of a job with a tiny model that is in the family Mixtral."""
+    config = JobConfig()
+    small = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 16, "ffn_hidden_size": 24}
+    small |= {"moe_ffn_hidden_size": 24, "num_moe_experts": 2, "moe_router_topk": 2, "make_vocab_size_divisible_by": 64}
+    config = replace(config, model=replace(config.model, **small))
+    training = replace(config.training, device="cpu", micro_batch_size=1, global_batch_size=4)
+    return replace(config, training=training)
+
+
+def _write_checkpoint(path: Path, config: JobConfig, iteration: int) -> None:
+    import torch
+
+    from megatron_ft.config.identity import settings_of
+    from megatron_ft.corpus.samples import resolve_vocab_size
+    from megatron_ft.mcore.convert.converter import FAMILIES
+    from megatron_ft.mcore.convert.weights import weights_manifest, write_weights
+
+    model = replace(config.model, vocab_size=resolve_vocab_size(config))
+    settings = settings_of(config, data_fingerprint="", vocab_size=model.vocab_size or 0)["model"]
+    generator = torch.Generator().manual_seed(7)
+    shapes = {rule.ours: rule.shape(model) for rule in FAMILIES["mixtral"].tensors(model)}
+    if model.num_moe_experts is None:
+        for layer in range(model.num_layers):
+            shapes[f"decoder.layers.{layer}.mlp.linear_fc1.weight"] = (2 * model.ffn_hidden_size, model.hidden_size)
+            shapes[f"decoder.layers.{layer}.mlp.linear_fc2.weight"] = (model.hidden_size, model.ffn_hidden_size)
+        shapes = {name: shape for name, shape in shapes.items() if "router" not in name}
+    tensors = ((name, torch.randn(shape, generator=generator)) for name, shape in sorted(shapes.items()))
+    manifest = replace(weights_manifest("run", settings, {}), iteration=iteration, run_id=RUN_ID)
+    write_weights(path, tensors, manifest, num_bytes=0)
+
+
+def _write_folder(path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from megatron_ft.mcore.convert.converter import FAMILIES
+
+    family, model = FAMILIES["mixtral"], _folder_model()
+    path.mkdir(parents=True)
+    shapes = [
+        (name, shape)
+        for rule in family.tensors(model)
+        for name, shape in zip(rule.theirs, rule.their_shapes(model), strict=True)
+    ]
+    save_file({name: torch.ones(shape) for name, shape in shapes}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"model_type": family.name, **family.settings(model)}))
+
+
+def _folder_model() -> Any:
+    small = {"num_layers": 3, "hidden_size": 8, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 6}
+    small |= {"vocab_size": 40, "ffn_hidden_size": 12, "moe_ffn_hidden_size": 12, "num_moe_experts": 3}
+    return replace(JobConfig().model, **small, seq_length=32, moe_router_topk=2)
