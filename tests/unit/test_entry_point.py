@@ -434,6 +434,7 @@ def test_the_checkpoint_to_load_is_checked_before_ranks_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / ".metadata").write_bytes(b"")  # as a checkpoint of another project has it
     for name, reason in (
         ("missing", "must be an existing directory"),
         ("bare", "If you trust their origin, set checkpoint.trust=true"),
