@@ -116,14 +116,15 @@ def _measure_speed(folder: Path, num_bytes: float, pairs: int) -> list[dict[str,
     """Return the speed of each conversion as a share of the speed of a copy of its input, for each pair."""
     _write_checkpoint(folder / "weights", num_bytes)
     rows = []
-    for _ in range(pairs):
+    for number in range(pairs):
         row = {}
         for way, source, target in (("to-hf", "weights", "hf"), ("from-hf", "hf", "back")):
-            copied, _ = _convert("copy", folder / source, folder / "copy")
+            # Which of both is first alternates, because the first one may find less memory that is ready for use.
+            order = [("copy", "copy"), (way, target)][:: -1 if number % 2 else 1]
+            seconds = {name: _convert(name, folder / source, folder / out)[0] for name, out in order}
             shutil.rmtree(folder / "copy")
-            seconds, _ = _convert(way, folder / source, folder / target)
-            row[way] = copied / seconds
-            row[f"{way} seconds"], row[f"copy for {way} seconds"] = seconds, copied
+            row[way] = seconds["copy"] / seconds[way]
+            row[f"{way} seconds"], row[f"copy for {way} seconds"] = seconds[way], seconds["copy"]
         shutil.rmtree(folder / "hf")
         shutil.rmtree(folder / "back")
         rows.append(row)
