@@ -1,7 +1,6 @@
 """Damaged inputs of the tools: checkpoints whose manifest is valid but whose content is not, and Hugging Face folders.
 
-Every case changes a copy of an intact input. ``hostile_files.py`` has the cases in which the manifest detects the
-damage. Here, manifests are written again after the change, as an attacker or a faulty program would do it.
+Every case changes a copy of an intact input, and writes the manifest again, as an attacker or a faulty program would.
 """
 
 import copy
@@ -123,9 +122,8 @@ def _seal_file(name: str, content: bytes, folder: Path) -> Path:
 
 
 def _seal_cut(name: str, length: int, folder: Path) -> Path:
-    path = _checkpoint(folder) / name
-    path.write_bytes(path.read_bytes()[:length])
-    return seal(path.parent)
+    content = (_checkpoint(folder) / name).read_bytes()
+    return _seal_file(name, content[:length], folder)
 
 
 def _sealed_metadata() -> Iterator[Damage]:
@@ -137,8 +135,7 @@ def _sealed_metadata() -> Iterator[Damage]:
 VALUES, DTYPE, SHAPES = "values", "dtype", "shapes"
 """Parts of a checkpoint: the values of tensors, and dtypes and shapes that only the values contradict."""
 NAMES, EXPERTS, MLP, SETTINGS, RUN = "names", "experts", "mlp", "settings", "run"
-"""Parts of a checkpoint: its list of tensors, the keys of its model for MoE layers and for other
-MLPs, and its settings; and that it is a checkpoint, not a run."""
+"""Parts of a checkpoint: list of tensors, keys of MoE layers and other MLPs, settings; and that it is not a run."""
 _PARTS = {
     "another dtype": DTYPE,
     "another shape": SHAPES,

@@ -12,15 +12,17 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import pretrain_moe
 from megatron_ft.config.identity import settings_of
+from megatron_ft.config.serialize import to_dict
 from megatron_ft.control.report import resume_advice
 from megatron_ft.control.rundir import has_complete_state
 from megatron_ft.corpus.samples import SplitPlan, resolve_vocab_size
 from megatron_ft.corpus.tokenizers import build_tokenizer
-from megatron_ft.errors import CheckpointError, DataError
+from megatron_ft.errors import CheckpointError, ConfigError, DataError
 from megatron_ft.snapshot.storage.checkpoints import directory_name
 from megatron_ft.snapshot.storage.manifest import Manifest
 from megatron_ft.snapshot.storage.window_file import rank_name
@@ -40,8 +42,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         save(run / "checkpoints" / directory_name(34), 34)
+        config, _ = pretrain_moe.compose([*JOB, "data.train=[corpus]"])
     shutil.copytree(run / "checkpoints" / directory_name(34), run / "checkpoints" / directory_name(17))
-    (run / "config.yaml").write_text("{}")
+    (run / "config.yaml").write_text(yaml.safe_dump(to_dict(config)))
     (run / "run_id.json").write_text(json.dumps({"run_id": RUN_ID, "is_older": False}))
     return folder
 
@@ -242,10 +245,14 @@ CASES: dict[str, Case] = {
         words=(LOAD, "model.num_layers=6"), says=("other tensors", "model.num_layers: was 4, now 6")
     ),
     "4 a resumed run with another number of layers": Case(
-        words=(*RESUME, "model.num_layers=6"), says=("other settings", "model.num_layers: was 4, now 6")
+        words=(*RESUME, "model.num_layers=6"),
+        says=("model.num_layers: 4 -> 6", "begin another run"),
+        exit_code=ConfigError.exit_code,
     ),
     "4 a resumed run with another number of experts": Case(
-        words=(*RESUME, "model.num_moe_experts=16"), says=("model.num_moe_experts: was 8, now 16",)
+        words=(*RESUME, "model.num_moe_experts=16"),
+        says=("model.num_moe_experts: 8 -> 16",),
+        exit_code=ConfigError.exit_code,
     ),
     "5 another sharding of the optimizer": Case(
         words=(LOAD, "parallel.use_distributed_optimizer=false"),
@@ -264,13 +271,14 @@ CASES: dict[str, Case] = {
     ),
     "5 a resumed run with another sharding of the optimizer": Case(
         words=(*RESUME, "parallel.use_distributed_optimizer=false"),
-        says=("parallel.use_distributed_optimizer: was true, now false",),
+        says=("parallel.use_distributed_optimizer: true -> false",),
+        exit_code=ConfigError.exit_code,
     ),
     "6 a resumed run with another dataset": Case(
         words=(*RESUME, "data.train=[other]"),
-        says=("data.train: was ['corpus'], now ['other']", "set checkpoint.allow_other_data=true"),
+        says=("data.train:", "run.allow_change=[data.train]"),
         prepare=_other_text,
-        dry_run=False,
+        exit_code=ConfigError.exit_code,
     ),
     "6 a resumed run whose dataset was written again": Case(
         words=RESUME,
@@ -280,10 +288,10 @@ CASES: dict[str, Case] = {
     ),
     "6 a resumed run with other data and another seed of the model": Case(
         words=(*RESUME, "data.train=[other]", "training.seed=5"),
-        says=("training.seed: was 1234, now 5", "data.train"),
+        says=("training.seed: 1234 -> 5", "data.train"),
         never=("trust", "allow_other_data"),
         prepare=_other_text,
-        dry_run=False,
+        exit_code=ConfigError.exit_code,
     ),
     "7 a checkpoint whose save was interrupted": Case(
         words=("checkpoint.load=runs/a/checkpoints/iter_0000040",),
