@@ -162,6 +162,7 @@ class _Bench:
                 else:
                     seconds = self._blocked(partial(self._save_theirs, name), self._poll_theirs, self._drain_theirs)
                 rows[name].append({"begin": seconds[0], "seconds": sum(seconds), "memcpy": memcpy})
+        self._end_theirs()
         return {
             "rows": rows,
             "grown_bytes": grown,
@@ -296,6 +297,13 @@ class _Bench:
         if self.rank.rank == 0:
             shutil.rmtree(self.rank.run_dir / f"theirs-{self.number}")
         self._barrier()
+
+    def _end_theirs(self) -> None:
+        """End the process with which Megatron-Core's writer collects results. It would outlive the rank."""
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        self.queue.close()
+        filesystem_async._results_queue._manager.shutdown()
 
     def _barrier(self) -> None:
         import torch.distributed as dist
