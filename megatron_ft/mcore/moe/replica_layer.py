@@ -218,7 +218,9 @@ class _ReplicaExperts(SequentialMLP):
         # Experts without rows run, too, because a bucket is reduced only if all its parameters have gradients.
         for expert, rows in zip(self.local_experts, torch.split(tokens, list(tokens_per_expert)), strict=True):
             output, bias = expert(self._padded(rows))
-            outputs.append((output if bias is None else output + bias)[: len(rows)])
+            output = output if bias is None else output + bias
+            # Not sliced without need: the backward pass of a slice copies all rows.
+            outputs.append(output if len(output) == len(rows) else output[: len(rows)])
         return torch.cat(outputs), None
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
