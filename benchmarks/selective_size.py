@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import finish, parse_arguments
+from megatron_ft.operators import operators_of
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.expert_choice import LoadAware
+from megatron_ft.planning.snapshot.held_copies import KINDS, CopyPlan, Kind, Sharding, is_divided
 from megatron_ft.planning.snapshot.partial_experts import ExpertBytes
 from megatron_ft.planning.snapshot.report import estimate_demand
 from megatron_ft.testing.ranks import compose
@@ -42,6 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(
             "S={experts} of 8, distributed optimizer {sharded}: {share:.3f} of a full window to each peer".format(**row)
         )
+    placed = [_placed(sharding) for sharding in ("none", "zero1", "zero2", "zero3")]
+    for row in placed:
+        print(
+            "MoEtion's placement, state divided: {sharding}: {share:.3f} of the bytes without regard to what peers "
+            "hold".format(**row)
+        )
     fits = abs(full / PRINTED_FULL_GB - 1) <= WITHIN and abs(selective / PRINTED_SELECTIVE_GB - 1) <= WITHIN
     return finish(
         arguments.out,
@@ -52,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"cannot have 46.7B; to each peer with S=1 of 8: {ours[0]['share']:.3f} of a full window",
         threshold="within 2 % of both printed sizes; bytes to peers equal the formula with the project's 12 bytes",
         counts={"models": len(rows), "plans": len(ours)},
-        details={"models": rows, "to_peers": ours, "full_gb": full, "selective_gb": selective},
+        details={"models": rows, "to_peers": ours, "placed": placed, "full_gb": full, "selective_gb": selective},
     )
 
 
@@ -98,6 +106,32 @@ def _to_peers(is_sharded: bool, number: int) -> dict[str, Any]:
         "formula": formula,
         "is_formula": abs(sent / whole - formula) < 1e-9,
     }
+
+
+def _placed(sharding: Sharding) -> dict[str, Any]:
+    """Return the bytes that nodes send for two copies if peers that hold the state count as copies, as a share of the
+    bytes if they do not count. The model has 8 data-parallel ranks, one for each node, and two expert-parallel groups.
+    """
+    config = compose("model=gpt_s", "launch.num_nodes=8", "parallel.expert_model_parallel_size=4", "precision=bf16")
+    operators = operators_of(config.model)
+    of_experts = sum(operator.num_parameters for operator in operators if operator.id.expert is not None)
+    others = sum(operator.num_parameters for operator in operators) - of_experts
+    # Bytes that each node has: 2 of the weight and 8 of the optimizer, as in the paper.
+    node_bytes: dict[Kind, list[int]] = {}
+    for kind in KINDS:
+        parameters, num_equal = (of_experts // 4, 2) if kind.startswith("expert") else (others, 8)
+        per_parameter = BYTES - 2 if kind.endswith("optimizer") else 2
+        node_bytes[kind] = [parameters * per_parameter // (num_equal if is_divided(kind, sharding) else 1)] * 8
+    plan = CopyPlan.of(
+        Topology.of(config.parallel, config.world_size),
+        range(8),
+        domains=[f"rack{node}" for node in range(8)],
+        num_copies=2,
+        sharding=sharding,
+        node_bytes=node_bytes,
+    )
+    whole = 2 * sum(sum(of_nodes) for of_nodes in node_bytes.values())
+    return {"sharding": sharding, "share": sum(plan.sent_bytes) / whole}
 
 
 if __name__ == "__main__":

@@ -55,7 +55,12 @@ class PeerAssignment:
 
     @classmethod
     def of(
-        cls, failure_domains: Sequence[str], num_copies: int, already_held: Mapping[int, frozenset[int]] | None = None
+        cls,
+        failure_domains: Sequence[str],
+        num_copies: int,
+        already_held: Mapping[int, frozenset[int]] | None = None,
+        *,
+        near: Mapping[int, frozenset[int]] | None = None,
     ) -> "PeerAssignment":
         """Assign peers to every node.
 
@@ -69,6 +74,8 @@ class PeerAssignment:
             failure_domains: failure domain of each node of the job.
             num_copies: number of other failure domains that must contain the windows of each node (r).
             already_held: other nodes that capture the same bytes as a node; their domains count as copies.
+            near: nodes to which a node sends copies first; copies go to other nodes only if these are too few. None if
+                all nodes are alike.
 
         Raises:
             ConfigError: the number of failure domains is not above ``num_copies``.
@@ -83,7 +90,8 @@ class PeerAssignment:
         # Every rank computes the assignment, so it must depend only on the arguments. Smaller node numbers decide ties.
         nodes = range(len(failure_domains))
         held = [frozenset((already_held or {}).get(node, ())) for node in nodes]
-        ring = _Ring(failure_domains, num_copies, held)
+        closest = [frozenset((near or {}).get(node, ())) for node in nodes]
+        ring = _Ring(failure_domains, num_copies, held, closest)
         ring.even_out()
         return cls(
             peers=tuple(tuple(ring.sorted_peers(node)) for node in nodes),
@@ -96,8 +104,15 @@ class PeerAssignment:
 class _Ring:
     """Peers of all nodes while copies are assigned."""
 
-    def __init__(self, domains: Sequence[str], num_copies: int, held: Sequence[frozenset[int]]) -> None:
+    def __init__(
+        self,
+        domains: Sequence[str],
+        num_copies: int,
+        held: Sequence[frozenset[int]],
+        near: Sequence[frozenset[int]],
+    ) -> None:
         self._domains = domains
+        self._near = near
         self._order = _alternating(domains)
         self._place = {node: place for place, node in enumerate(self._order)}
         self._taken = [{domains[other] for other in (node, *held[node])} for node in range(len(domains))]
@@ -123,8 +138,8 @@ class _Ring:
     def _next_peers(self, node: int, num_peers: int) -> list[int]:
         peers: list[int] = []
         used = set(self._taken[node])
-        for offset in range(1, len(self._order)):
-            other = self._order[(self._place[node] + offset) % len(self._order)]
+        others = [self._order[(self._place[node] + offset) % len(self._order)] for offset in range(1, len(self._order))]
+        for other in sorted(others, key=lambda other: other not in self._near[node]):
             if len(peers) < num_peers and self._domains[other] not in used:
                 peers.append(other)
                 used.add(self._domains[other])
@@ -158,7 +173,13 @@ class _Ring:
         """Return the nodes that could store the copy of ``source`` instead of ``peer``, in the order of the ring."""
         # A second copy in a domain would be lost together with the first one.
         used = self._taken[source] | {self._domains[other] for other in self.peers[source] if other != peer}
-        return [other for other in self._order if other != peer and self._domains[other] not in used]
+        near, is_near = self._near[source], peer in self._near[source]
+        # Evening out must not move a copy from a near node to a distant one.
+        return [
+            other
+            for other in self._order
+            if other != peer and self._domains[other] not in used and (not is_near or other in near)
+        ]
 
     def _move(self, end: int, came: Mapping[int, tuple[int, int] | None]) -> None:
         node = end
