@@ -86,9 +86,9 @@ def _another_rank_reports() -> bool:
 def _wait_for_termination() -> None:
     """Wait for the launcher to end this rank.
 
-    The launcher ends all ranks when one of them has ended. If this rank ended before the first rank has reported the
-    error, the message would be lost. If the launcher does not end this rank within ``_REFUSAL_SECONDS``, this function
-    returns, and this rank reports the error.
+    The launcher ends all ranks when one of them has ended. Only the first rank of a node prints the error, so another
+    rank must not end before it. If the launcher does not end this rank within ``_REFUSAL_SECONDS``, this function
+    returns, and this rank prints the error, too.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process without a message, as SIGTERM does
     threading.Event().wait(_REFUSAL_SECONDS)
@@ -248,8 +248,8 @@ def _known_run(config: JobConfig) -> Path | None:
 
 
 def _choose_checkpoint(config: JobConfig, config_yaml: str) -> tuple[JobConfig, str]:
-    """Replace a folder of Megatron-LM in ``checkpoint.load`` or ``checkpoint.load_weights`` by its newest checkpoint,
-    so that all ranks load the same one. Return the configuration as ``JobConfig`` and as YAML text.
+    """If ``checkpoint.load`` or ``checkpoint.load_weights`` names a folder of Megatron-LM, set the key to the newest
+    checkpoint in it, so that all ranks load the same one. Return the configuration as ``JobConfig`` and as YAML text.
 
     Raises:
         CheckpointError: the newest checkpoint of the folder cannot be determined or loaded.

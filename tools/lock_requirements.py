@@ -57,7 +57,8 @@ def read_pins(text: str) -> dict[Pin, tuple[str, ...]]:
         hashes = tuple(_HASH.findall(line))
         if match is None or _HASH.sub("", line[match.end() :]).strip():
             raise ValueError(
-                f"{line[:80]!r}: must be name==version, optionally with a marker for Python before 3.11 or from 3.11"
+                f"{line[:80]!r}: must be name==version, optionally with a marker '; python_version < \"3.11\"' or "
+                "'; python_version >= \"3.11\"'"
             )
         pins[Pin(normal(match[1]), match[2], match[3] or "")] = hashes
     return pins

@@ -124,7 +124,7 @@ class OptimizerConfig:
 
 @dataclass
 class TrainingConfig:
-    """Length and batch size of a run, device, evaluation, and policies for bad iterations."""
+    """How a run trains: its length, batch sizes, evaluations and device, and what it does after bad iterations."""
 
     train_iterations: int = 60
     """Number of iterations of the whole run."""

@@ -150,7 +150,7 @@ class Jobs:
 
 
 def failpoints(kills: Kills) -> str:
-    """Return an override that kills the rank once in each generation, as listed in ``kills``."""
+    """Return an override that kills the rank once in each generation. ``kills`` has the phase and the iteration."""
     texts = [
         f"'kill(at_iteration={at},phase=\"{phase}\",generation={number})'" for number, (phase, at) in enumerate(kills)
     ]

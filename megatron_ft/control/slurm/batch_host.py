@@ -1,8 +1,8 @@
 """Lets the nodes of a Slurm job requeue the job when its batch host is dead.
 
-With ``--no-kill``, Slurm keeps an allocation whose batch host has died until its time limit (measured with 22.05). No
-process in it can end or continue the job, but the living nodes can request a requeue. A node does this only when its
-controller no longer answers.
+With ``--no-kill``, Slurm does not end an allocation when its batch host dies, but keeps it until the time limit
+(measured with 22.05). No process in it can end or continue the job, but the living nodes can request a requeue. A node
+does this only when its controller no longer answers.
 """
 
 import random

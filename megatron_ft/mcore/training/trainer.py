@@ -314,7 +314,7 @@ class Trainer:
         return bool(self.config.model.num_moe_experts) and (self._reports_load(iteration) or bool(self._observers()))
 
     def observe(self, result: IterationResult) -> None:
-        """Pass the tokens per expert of an iteration to the planners of placements and windows that need them."""
+        """Pass the number of tokens of each expert to the planners that need it: of placements, or of windows."""
         if result.expert_load is not None:
             for observer in self._observers():
                 observer.observe(result.expert_load)

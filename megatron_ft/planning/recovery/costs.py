@@ -36,9 +36,9 @@ def cost_of_loss(
 ) -> Cost:
     """Return the cost of losing all nodes in ``lost`` at the same time, with the best strategy that does not decline.
 
-    Strategies that keep the surviving processes and all committed iterations are better than the others. Of these, the
-    one with the shortest predicted time is the best. If there is none, ranks load saved state, and the first strategy
-    in ``STRATEGIES`` that does not decline is the best. The arguments are described at ``Loss``.
+    First, strategies are compared that keep the surviving processes and all committed iterations. The best of them has
+    the shortest predicted time. If all of them decline, ranks load saved state with the first strategy in
+    ``STRATEGIES`` that does not decline. ``Loss`` describes the arguments.
 
     Raises:
         ConfigError: ``lost`` contains a node that is not present.

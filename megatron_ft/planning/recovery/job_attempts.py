@@ -18,7 +18,7 @@ MEMORY = 10
 
 
 class Asked(enum.Enum):
-    """Signal that the batch script received."""
+    """Signals of Slurm to the batch script of a job."""
 
     TO_GO_ON_LATER = "SIGUSR1"
     """Warning that the time limit is near or the job is preempted; the run can continue in another allocation."""

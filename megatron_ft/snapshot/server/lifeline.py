@@ -1,7 +1,8 @@
 """Decides when a snapshot server ends: with its agent, or later, so that the next job can take it over.
 
-An agent has ended when its connection to the server closes: the server's standard input or, if an agent of a later job
-has taken the server over, the connection of that agent. Input or a message ``end`` on it ends the server at once.
+The connection of the agent is the server's standard input. If an agent of a later job has taken the server over, it is
+a socket of that agent. When it closes, the agent has ended. Bytes on standard input, or a message ``end`` on the
+socket, end the server at once.
 """
 
 import threading

@@ -230,7 +230,7 @@ class _PeerSession(threading.Thread):
             if copy is not None and copy.windows.window_bytes == window_bytes:
                 return copy
         if not may_take:
-            raise ControlError(f"rank={rank}: no memory was requested for copies of windows of {window_bytes} bytes")
+            raise ControlError(f"rank={rank}: sends a window of {window_bytes} bytes, but has requested no memory")
         with ThreadPoolExecutor(1) as pool:
             taken = pool.submit(self._store.take_copy, rank, window_bytes, self._generation)
             while not taken.done():

@@ -143,7 +143,7 @@ def test_a_rank_cannot_announce_a_long_message() -> None:
         ({"num_bytes": 10}, "beyond the slice of 10 bytes"),
         ({"buffer": 2}, "buffer"),
         ({"slice": 1}, "must be the next; the window has 0"),
-        ({"waits": False}, "no memory was requested for copies of windows of 8192 bytes"),
+        ({"waits": False}, "sends a window of 8192 bytes, but has requested no memory"),
         ({"num_slices": 0}, "num_slices"),
         ({"rank": -1}, "rank"),
         ({"rank": "0/../1"}, "rank"),
