@@ -51,7 +51,6 @@ def test_a_missing_sync_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     else:
         for module in (files, checkpoints, backends):
             monkeypatch.setattr(module, "fsync_directory", lambda directory: None)
-        monkeypatch.setattr("megatron_ft.testing.stored_samples.fsync_directory", lambda directory: None)
     tally = Tally()
     damaged_checkpoints.crash(kind, tmp_path, tally, stride=501)
     assert tally.problems

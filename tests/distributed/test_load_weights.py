@@ -205,7 +205,7 @@ def test_weights_alone_cannot_continue_a_run(weights: Path, warm_forkserver: str
     for words, message in (
         ((f"checkpoint.load={weights}",), "contains only weights; set checkpoint.load_weights instead"),
         ((f"checkpoint.load_weights={tmp_path / 'none'}",), "must be an existing directory"),
-        ((f"checkpoint.load_weights={tmp_path}",), "has no manifest.json of this project"),
+        ((f"checkpoint.load_weights={tmp_path}",), "contains no checkpoint: it has no manifest.json and no .metadata"),
     ):
         job = run_job([*SMALL, *words], forkserver=warm_forkserver, runs=tmp_path / "runs")
         assert job.exit_code not in (0, 1) and message in job.output and "Traceback" not in job.output

@@ -507,10 +507,10 @@ def _die_committing(iteration: int) -> None:
 
     complete: Callable[..., None] = CheckpointManager._complete
 
-    def die(manager: CheckpointManager, pending: Any) -> None:
+    def die(manager: CheckpointManager, pending: Any, began: float) -> None:
         if pending.iteration == iteration:
             os.kill(os.getpid(), signal.SIGKILL)
-        complete(manager, pending)
+        complete(manager, pending, began)
 
     CheckpointManager._complete = die  # type: ignore[method-assign]
 
