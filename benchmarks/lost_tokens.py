@@ -1,9 +1,12 @@
 """Claim ``lost-tokens``: lost tokens are counted exactly, and the choice of experts keeps few tokens at risk."""
 
 import random
+import re
 import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,20 +15,31 @@ from benchmarks import recorded
 from benchmarks.report import finish, parse_arguments
 from benchmarks.source import ROOT
 from megatron_ft.operator_state import Component, StateShard
-from megatron_ft.operators import OperatorId
+from megatron_ft.operators import OperatorId, moe_layers
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.expert_choice import Counts, LoadAware, RoundRobin, Sequential, TokenRisk
 from megatron_ft.planning.snapshot.lost_tokens import Rows, TokenLedger
 from megatron_ft.planning.snapshot.partial_experts import ExpertPolicy, PartialExperts, SelectiveExperts
 from megatron_ft.planning.snapshot.partial_windows import PartialWindows
 from megatron_ft.planning.snapshot.policy import SnapshotContext
+from megatron_ft.planning.trace import RoutingTrace, expert_token_counts
 from megatron_ft.serde import parse_json
+from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.testing.jobs import JobResult, forkserver, run_job
+from megatron_ft.testing.ranks import compose
 
 ID = "lost-tokens"
 NUM_SCHEDULES, QUICK_SCHEDULES = 100, 5
 MOST_AT_RISK = {8: 0.55, 4: 0.5}
 """Largest allowed ratio of tokens at risk: top-S choice over round-robin. The key is E / S, for S of E experts."""
 BOUND = 0.0375
+WARM = "megatron_ft.mcore.rank_main:warm"
+TRAINED: dict[str, tuple[str, ...]] = {
+    "in turn": ("snapshot=partial_experts", "snapshot.policy.max_lost_share=null"),
+    "most tokens at risk": ("snapshot=selective_experts",),
+}
+"""Snapshots of the jobs that train with recorded loads."""
+TRAINED_ITERATIONS, TRAINED_FAULTS, BATCH, SEQ_LENGTH, TOPK = 24, (11, 20), 4, 16, 2
 INTERVAL, NUM_EXPERTS, ITERATION_SECONDS = 100, 16, 10.0
 """Job with the recorded faults of a cluster: iterations between windows, experts of a layer, and seconds of an
 iteration."""
@@ -147,6 +161,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     num_schedules = QUICK_SCHEDULES if arguments.quick else NUM_SCHEDULES
     differing = [seed for seed in range(num_schedules) if not _counts_are_equal(seed)]
     ratios = _ratios()
+    choices = () if arguments.quick else tuple(TRAINED)
+    trained = [row for name in choices for row in _train(name)]
+    for row in trained:
+        print(
+            "trained with recorded loads, {choice}, recovery from iteration {iteration}: {counted} tokens counted, "
+            "{recounted} in the recording".format(**row)
+        )
+    is_trained_equal = len(trained) == len(choices) * len(TRAINED_FAULTS) and all(
+        row["is_routed"] and row["counted"] == row["recounted"] > 0 and row["share_error"] < 1e-12 for row in trained
+    )
     faults = _fault_iterations()
     shares = {name: _with_faults(bound, faults) for name, bound in (("constant", None), ("dynamic", BOUND))}
     print(f"{num_schedules} schedules, {len(differing)} with another recount")
@@ -159,14 +183,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return finish(
         arguments.out,
         ID,
-        passed=not differing and is_small and shares["dynamic"][0] <= BOUND < shares["constant"][0],
+        passed=not differing
+        and is_small
+        and is_trained_equal
+        and shares["dynamic"][0] <= BOUND < shares["constant"][0],
         figure=f"{num_schedules - len(differing)} of {num_schedules} schedules equal their recount; tokens at risk "
         f"{judged[8]:.3f} (S=E/8) and {judged[4]:.3f} (S=E/4) of round-robin; PLT {shares['dynamic'][0]:.2%} with "
         f"dynamic K, {shares['constant'][0]:.2%} with K=1 of {NUM_EXPERTS}, {len(faults)} faults, interval {INTERVAL}, "
-        f"{ITERATION_SECONDS:g} s an iteration",
-        threshold=f"all equal; <= {MOST_AT_RISK[8]} and <= {MOST_AT_RISK[4]}; dynamic <= {BOUND:.2%} < constant",
-        counts={"schedules": num_schedules, "records": ratios[0]["records"], "faults": len(faults)},
-        details={"ratios": ratios, "differing": differing},
+        f"{ITERATION_SECONDS:g} s an iteration; {len(trained)} recoveries of jobs trained with recorded loads lost "
+        f"{sum(row['counted'] for row in trained)} tokens, {sum(row['recounted'] for row in trained)} by the recording",
+        threshold=f"all equal, also in jobs; <= {MOST_AT_RISK[8]} and <= {MOST_AT_RISK[4]}; dynamic <= {BOUND:.2%} < "
+        "constant",
+        counts={
+            "schedules": num_schedules,
+            "records": ratios[0]["records"],
+            "faults": len(faults),
+            "trained_recoveries": len(trained),
+        },
+        details={"ratios": ratios, "differing": differing, "trained": trained},
     )
 
 
@@ -230,6 +264,95 @@ def _ratios() -> list[dict[str, Any]]:
             }
             for name, both in means.items()
         ]
+    return rows
+
+
+def _train(choice: str) -> list[dict[str, Any]]:
+    """Train a job whose router follows the recording. It ends twice because all of its ranks are killed, and continues
+    from the newest file. Return for each recovery the tokens that the job counted as lost, and the recount.
+
+    The recount adds up tokens of the recording, since the iterations that the manifest of the file states for each
+    expert. It uses no count of the job.
+    """
+    words = [
+        "model=moe_micro",
+        "model.num_moe_experts=8",
+        "model.router=trace",
+        f"model.router_trace_file={recorded.FOLDER / recorded.SMARTMOE}",
+        "launch.ranks_per_node=2",
+        "parallel.expert_model_parallel_size=2",
+        f"training.train_iterations={TRAINED_ITERATIONS}",
+        "training.micro_batch_size=1",
+        f"training.global_batch_size={BATCH}",
+        "training.eval_interval_iterations=0",
+        "telemetry.log_interval_iterations=1",
+        "telemetry.expert_load_interval_iterations=1",
+        "telemetry.wandb=disabled",
+        "run.resume=auto",
+        *TRAINED[choice],
+        "snapshot.policy.num_experts=2",
+        "snapshot.num_peer_copies=0",
+        "snapshot.bandwidth_bytes_per_second=1e9",
+        "snapshot.iteration_seconds=0.1",
+        "snapshot.persist_interval_windows=1",
+        "snapshot.keep_persisted=0",
+        "run.name=job",
+    ]
+    with tempfile.TemporaryDirectory(prefix=f"{ID}-") as folder, forkserver(WARM) as socket:
+        for fault in TRAINED_FAULTS:
+            point = f"testing.failpoints=['kill(at_iteration={fault},phase=\"backward\")']"
+            job = run_job([*words, point], forkserver=socket, runs=Path(folder))
+            assert job.exit_code != 0, f"no rank was killed in iteration {fault}"
+        job = run_job(words, forkserver=socket, runs=Path(folder))
+        assert job.exit_code == 0, job.output[-2000:]
+        return _recounts(job, choice)
+
+
+def _recounts(job: JobResult, choice: str) -> list[dict[str, Any]]:
+    model = replace(compose("model=moe_micro", "model.num_moe_experts=8").model, router_trace_start=0)
+    trace = RoutingTrace.of(model, recorded.read(recorded.SMARTMOE))
+    layers = moe_layers(model)
+    log = np.array(
+        [
+            [[BATCH * n for n in expert_token_counts(trace.loads(at, layer), SEQ_LENGTH, TOPK)] for layer in layers]
+            for at in range(1, TRAINED_ITERATIONS + 1)
+        ]
+    )
+    events = list(job.records())
+    is_routed = all(
+        [event["layers"][layer - 1] for layer in layers] == log[event["iteration"] - 1].tolist()
+        for event in events
+        if event["kind"] == "expert_load"
+    )
+    rows, total = [], 0
+    folder = WindowFolder(job.run_dir / "windows")
+    for event in events:
+        if event["kind"] != "expert_updates_lost":
+            continue
+        at = event["iteration"]
+        captured = np.zeros(log.shape[1:], dtype=np.int64)
+        key = max(window for window in folder.list_windows() if window.start_iteration == at)
+        for rank in range(2):
+            with folder.open(key, rank) as opened:
+                (part,) = opened.verify().slices
+            for index, piece in enumerate(part.pieces):
+                match = re.search(r"layers\.(\d+)\.mlp\.experts\.local_experts\.(\d+)\.", piece.parameter)
+                if match and piece.component == "master":
+                    captured[layers.index(int(match[1]) + 1), int(match[2])] = part.iteration_of(index)
+        ages = np.arange(1, at + 1)[:, None, None] > captured
+        recounted = int((log[:at] * ages).sum())
+        total += recounted
+        share = total / (len(layers) * TRAINED_ITERATIONS * BATCH * SEQ_LENGTH * TOPK)
+        rows.append(
+            {
+                "choice": choice,
+                "iteration": at,
+                "counted": event["num_tokens"],
+                "recounted": recounted,
+                "share_error": abs(event["lost_share"] - share),
+                "is_routed": is_routed,
+            }
+        )
     return rows
 
 
