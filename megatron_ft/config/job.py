@@ -124,7 +124,7 @@ class OptimizerConfig:
 
 @dataclass
 class TrainingConfig:
-    """How a run trains: its length, batch sizes, evaluations and device, and what it does after bad iterations."""
+    """Settings of training: length, batch sizes, evaluations, device, and what is done after bad iterations."""
 
     train_iterations: int = 60
     """Number of iterations of the whole run."""
