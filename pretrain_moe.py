@@ -248,8 +248,8 @@ def _known_run(config: JobConfig) -> Path | None:
 
 
 def _choose_checkpoint(config: JobConfig, config_yaml: str) -> tuple[JobConfig, str]:
-    """Set ``checkpoint.load`` or ``checkpoint.load_weights`` to the newest checkpoint in a folder of Megatron-LM, if the
-    key names such a folder, so that all ranks load the same one. Return the configuration as ``JobConfig`` and as YAML.
+    """Set ``checkpoint.load`` or ``checkpoint.load_weights`` to the newest checkpoint in a folder of Megatron-LM, if it
+    names such a folder, so that all ranks load the same one. Return the configuration as ``JobConfig`` and as YAML.
 
     Raises:
         CheckpointError: the newest checkpoint of the folder cannot be determined or loaded.
