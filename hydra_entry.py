@@ -161,7 +161,7 @@ def _show(options: Options) -> None:
     """Print the composed configuration as YAML."""
     from omegaconf import OmegaConf
 
-    tree, hydra_node = _composed(options)
+    tree, hydra_node, _ = _composed(options)
     shown: Any = {"job": tree, "hydra": OmegaConf.create({"hydra": hydra_node})}.get(options.cfg or "")
     if shown is None:
         shown = OmegaConf.merge({"hydra": hydra_node}, tree)
@@ -183,8 +183,8 @@ def compose(options: Options) -> tuple[JobConfig, str]:
     """
     from omegaconf import OmegaConf
 
-    tree, _ = _composed(options)
-    with _errors(_checked(options)[0]):
+    tree, _, known = _composed(options)
+    with _errors(known):
         config = OmegaConf.to_object(tree)
         if not isinstance(config, JobConfig):
             raise ConfigError(
@@ -207,8 +207,8 @@ def named_keys(options: Options) -> list[str]:
     return [each.key_or_group for each in _parse(options.overrides) if not _is_hydras(each)]
 
 
-def _composed(options: Options) -> tuple[Any, Any]:
-    """Return the composed configuration and Hydra's own configuration."""
+def _composed(options: Options) -> tuple[Any, Any, dict[str, str]]:
+    """Return the composed configuration, Hydra's own configuration, and the overrides that Hydra applied, by key."""
     from omegaconf import OmegaConf, open_dict
 
     from megatron_ft.config.overrides import open_key
@@ -227,7 +227,7 @@ def _composed(options: Options) -> tuple[Any, Any]:
             if OmegaConf.select(tree, mapping) is None and (key != mapping or isinstance(value, dict)):
                 OmegaConf.update(tree, mapping, {}, merge=False)
             OmegaConf.update(tree, key, value, merge=True, force_add=True)
-    return tree, hydra_node
+    return tree, hydra_node, known
 
 
 def _checked(options: Options, *, allows_sweeps: bool = False) -> tuple[dict[str, str], dict[str, Any]]:
@@ -244,7 +244,7 @@ def _checked(options: Options, *, allows_sweeps: bool = False) -> tuple[dict[str
         key = override.key_or_group
         sweeps = override.is_sweep_override()
         value = override.get_value_string() if sweeps else override.value()
-        if key.replace("/", ".").split(".")[0] == "hydra":
+        if _is_hydras(override):
             _check_hydra(key, value)
         else:
             is_swept = sweeps and allows_sweeps  # its values are checked when the jobs are composed
@@ -357,7 +357,7 @@ def sweep_jobs(options: Options) -> list[SweepJob]:
     parsed = _parse(options.overrides, loader)
     plain = [text for text, each in zip(options.overrides, parsed, strict=True) if not each.is_sweep_override()]
     _checked(options, allows_sweeps=True)
-    _, own = _composed(replace(options, overrides=tuple(plain)))
+    _, own, _ = _composed(replace(options, overrides=tuple(plain)))
     target = own.sweeper.get("_target_", "")
     if not target.endswith("basic_sweeper.BasicSweeper"):
         raise ConfigError.of("hydra/sweeper", target, "must be basic, the only sweeper that is supported")

@@ -126,14 +126,16 @@ def _run(arguments: list[str]) -> int:
         hydra_entry.check_not_a_rank(detect(os.environ))
         return hydra_entry.run_sweep(options, Path(__file__))
     config, config_yaml = hydra_entry.compose(options)
-    if _known_run(config) is not None:
-        config, config_yaml = _continue_run(config, config_yaml, options)
+    if (run_dir := _known_run(config)) is not None:
+        config, config_yaml = _continue_run(run_dir, config, config_yaml, options)
     return _start(config, config_yaml, list(options.overrides))
 
 
-def _continue_run(config: JobConfig, config_yaml: str, options: "hydra_entry.Options") -> tuple[JobConfig, str]:
-    """Return the configuration with which the known run continues, as ``JobConfig`` and as YAML text: that of its
-    newest job, with the overrides of the command line on top. Print which keys differ from the newest job.
+def _continue_run(
+    run_dir: Path, config: JobConfig, config_yaml: str, options: "hydra_entry.Options"
+) -> tuple[JobConfig, str]:
+    """Return the configuration with which the run in ``run_dir`` continues, as ``JobConfig`` and as YAML text: that of
+    its newest job, with the overrides of the command line on top. Print which keys differ from the newest job.
 
     Raises:
         ConfigError: an override would make the rest of the run another training, and ``run.allow_change`` does not list
@@ -145,15 +147,14 @@ def _continue_run(config: JobConfig, config_yaml: str, options: "hydra_entry.Opt
     from megatron_ft.control.launchers.torchrun import detect
     from megatron_ft.control.rundir import CONFIG_NAME, read_run_config
 
-    run_dir = _known_run(config)
-    assert run_dir is not None, "the caller has checked this"
     if not (run_dir / CONFIG_NAME).exists():
         _note(f"{run_dir} has no {CONFIG_NAME}, so only the keys that are given on the command line are set")
         return config, config_yaml
     recorded = read_run_config(run_dir, as_given=True)
     defaults, _ = hydra_entry.compose(dataclasses.replace(options, overrides=()))
-    now = continued(recorded, config, defaults, hydra_entry.named_keys(options))
-    if now.launch.mode in ("torchrun", "srun") and "launch.mode" not in _keys(list(options.overrides)):
+    named = hydra_entry.named_keys(options)
+    now = continued(recorded, config, defaults, named)
+    if now.launch.mode in ("torchrun", "srun") and "launch.mode" not in named:
         # The launcher of the newest job need not be the launcher of this one.
         now = dataclasses.replace(now, launch=dataclasses.replace(now.launch, mode=detect(os.environ)))
     found = changes(recorded, now)

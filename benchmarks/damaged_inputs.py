@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.hostile_files import Payload, hostile_checkpoints, hostile_windows
 from megatron_ft.snapshot.storage.checkpoints import directory_name
-from megatron_ft.snapshot.storage.files import FileEntry, hash_file
+from megatron_ft.snapshot.storage.files import entry_of
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 from megatron_ft.snapshot.storage.window_file import rank_name
 from megatron_ft.testing.stored_samples import NEW, WORLD_SIZE, sample_name
@@ -86,10 +86,8 @@ def seal(checkpoint: Path, change: Callable[[dict[str, Any]], object] = lambda b
     body = json.loads((checkpoint / MANIFEST_NAME).read_bytes())
     body.pop("manifest_xxh3_128")
     change(body)
-    entries = []
-    for path in sorted(path for path in checkpoint.iterdir() if path.name != MANIFEST_NAME):
-        with path.open("rb") as file:
-            entries.append(FileEntry(name=path.name, num_bytes=path.stat().st_size, xxh3_128=hash_file(file)))
+    names = sorted(path.name for path in checkpoint.iterdir() if path.name != MANIFEST_NAME)
+    entries = [entry_of(checkpoint, name) for name in names]
     manifest = Manifest(**{**body, "files": tuple(entries)})
     (checkpoint / MANIFEST_NAME).write_bytes(manifest.to_bytes())
     return checkpoint

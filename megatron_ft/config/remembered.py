@@ -83,7 +83,8 @@ def continued(recorded: JobConfig, given: JobConfig, defaults: JobConfig, named:
     """
     keys = [key for key in named if "." in key]
     groups = {key for key in named if "." not in key}
-    values, own, plain = (_flat(to_dict(config)) for config in (recorded, given, defaults))
+    before, own, plain = (_flat(to_dict(config)) for config in (recorded, given, defaults))
+    values: dict[str, Any] = {}
     two_levels = {key for key in keys if key.count(".") == 1}
     inside = {key: ".".join(key.split(".")[:2]) for key in keys if key.count(".") > 1}
     for key in own:
@@ -92,12 +93,8 @@ def continued(recorded: JobConfig, given: JobConfig, defaults: JobConfig, named:
         if is_named or (own[key] != plain[key] and key not in inside.values()):
             values[key] = own[key]
     for key, mapping in inside.items():
-        values[mapping] = _with_entry(values[mapping], own[mapping], key.split(".")[2:])
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        group, _, name = key.rpartition(".")
-        (tree.setdefault(group, {}) if group else tree)[name] = value
-    return from_dict(tree)
+        values[mapping] = _with_entry(values.get(mapping, before[mapping]), own[mapping], key.split(".")[2:])
+    return with_values(recorded, values)
 
 
 def _with_entry(present: Any, given: Any, path: Sequence[str]) -> Any:

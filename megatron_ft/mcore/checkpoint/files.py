@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ft.config.identity import Difference, JobIdentity
 from megatron_ft.errors import CheckpointError
+from megatron_ft.mcore.checkpoint.metadata import METADATA_NAME
 from megatron_ft.mcore.groups import Collectives
 from megatron_ft.snapshot.capture.capture import CopyBatch
 from megatron_ft.snapshot.storage import checkpoints
@@ -178,7 +179,7 @@ class CheckpointFinder:
 
 
 BACKEND, BACKEND_VERSION = "torch_dist", 1
-_METADATA_NAME, _FORMAT_NAME = ".metadata", "metadata.json"
+COMMON_NAME, FORMAT_NAME = "common.pt", "metadata.json"
 
 
 @dataclass(kw_only=True)
@@ -252,7 +253,9 @@ class Planner:
             self._strategy = FullyParallelSaveStrategyWrapper(self._base, dp_cp_group, do_cache_distribution=True)
         self._planned: PlannedWrite | None = None
         self._batch: CopyBatch | None = None
-        """Tensors of the newest plan with their copies, except those that ``repeat`` copies itself."""
+        """Tensors of the newest plan with their copies, except those in ``_at_once``; None until they are needed."""
+        self._at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Copies that ``repeat`` makes itself, with their sources."""
         self._sources: _Sources = {}
         self._addresses: Addresses = ()
 
@@ -293,47 +296,43 @@ class Planner:
         """
         assert self._planned is not None, "there is no plan"
         if self._batch is None:
-            self._planned, self._batch = self._with_targets(self._planned, buffers)
-        targets = {target.data_ptr() for target in self._batch.targets}
-        files = []
-        for name, items in self._planned.files:
-            written: list[tuple[Any, Any]] = []
-            for item, copy in items:
-                if isinstance(copy, torch.Tensor):
-                    if copy.data_ptr() not in targets:
-                        copy.copy_(self._source(item))
-                    written.append((item, copy))
-                elif item.index.fqn.startswith(f"{RANK_STATE_KEY}/"):
-                    content = io.BytesIO()
-                    torch.save([own.data], content)
-                    written.append((item, content))
-                else:
-                    written.append((item, copy))
-            files.append((name, written))
+            self._batch = self._with_targets(self._planned, buffers)
+        for copy, source in self._at_once:
+            copy.copy_(source)
+        files = [
+            (name, [(item, _renewed(item, data, own)) for item, data in items]) for name, items in self._planned.files
+        ]
         return replace(self._planned, files=files), self._batch
 
-    def _source(self, item: Any) -> torch.Tensor:
-        return self._sources[item.index.fqn, tuple(item.index.offset)]
-
-    def _with_targets(self, planned: PlannedWrite, buffers: frozenset[int]) -> tuple[PlannedWrite, CopyBatch]:
-        """Return the plan with copies in pinned memory if the state is on a GPU, and the batch of all copies that can
-        be made while training runs."""
-        files, sources, targets = [], [], []
-        for name, items in planned.files:
-            kept: list[tuple[Any, Any]] = []
-            for item, copy in items:
-                source = self._source(item) if isinstance(copy, torch.Tensor) else None
-                if source is not None and source.is_cuda:
+    def _with_targets(self, planned: PlannedWrite, buffers: frozenset[int]) -> CopyBatch:
+        """Return the batch of all copies that can be made while training runs, and list the others in ``_at_once``.
+        If the state is on a GPU, copies move to pinned memory."""
+        sources, targets, self._at_once = [], [], []
+        for _, items in planned.files:
+            for place, (item, copy) in enumerate(items):
+                if not isinstance(copy, torch.Tensor) or copy.numel() == 0:
+                    continue
+                source = self._sources[item.index.fqn, tuple(item.index.offset)]
+                if source.is_cuda:
                     # Copies of CUDA tensors to other memory would block training.
                     copy = torch.empty_like(copy, pin_memory=True)
-                kept.append((item, copy))
-                if source is None or _storage(source) in buffers:
-                    continue
-                if source.is_contiguous() and source.dtype == copy.dtype and copy.numel() > 0:
+                    items[place] = (item, copy)
+                is_fixed = _storage(source) not in buffers
+                if is_fixed and source.is_contiguous() and source.dtype == copy.dtype:
                     sources.append(source.detach())
                     targets.append(copy.view(-1).view(torch.uint8))
-            files.append((name, kept))
-        return replace(planned, files=files), CopyBatch.of(sources, targets)
+                else:
+                    self._at_once.append((copy, source))
+        return CopyBatch.of(sources, targets)
+
+
+def _renewed(item: Any, data: Any, own: ShardedObject) -> Any:
+    """Return what is written for ``item`` in another save: the new bytes of the state that only this rank has."""
+    if not item.index.fqn.startswith(f"{RANK_STATE_KEY}/"):
+        return data
+    content = io.BytesIO()
+    torch.save([own.data], content)
+    return content
 
 
 @contextmanager
@@ -496,9 +495,9 @@ class MetadataJob(Job):
     def _run(self) -> None:
         entries = [FileEntry(**entry) for of_rank in self._written for entry in of_rank["entries"]]
         content = self._planned.metadata_bytes([of_rank["results"] for of_rank in self._written])
-        entries.append(write_file(self._directory, _METADATA_NAME, content))
+        entries.append(write_file(self._directory, METADATA_NAME, content))
         form = json.dumps(asdict(CheckpointingConfig(BACKEND, BACKEND_VERSION))).encode()
-        entries.append(write_file(self._directory, _FORMAT_NAME, form))
+        entries.append(write_file(self._directory, FORMAT_NAME, form))
         self.num_bytes = sum(entry.num_bytes for entry in entries)
         manifest = self._manifest_of(tuple(sorted(entries, key=lambda entry: entry.name)))
         manifest.validate()
@@ -511,8 +510,11 @@ class FileSystemJob(Job):
     """Calls ``change``, which changes files. An OSError becomes ``error``."""
 
     def __init__(self, change: Callable[[], None]) -> None:
-        self._run = change  # type: ignore[method-assign]
+        self._change = change
         super().__init__(OSError)
+
+    def _run(self) -> None:
+        self._change()
 
 
 class _Capture(FileSystem):

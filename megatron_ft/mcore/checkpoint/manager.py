@@ -26,6 +26,7 @@ from megatron_ft.config.identity import JobIdentity
 from megatron_ft.errors import CheckpointError
 from megatron_ft.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved
 from megatron_ft.mcore.checkpoint.files import (
+    COMMON_NAME,
     RANK_STATE_KEY,
     CheckpointFinder,
     FileSystemJob,
@@ -47,7 +48,6 @@ from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 
 _WEIGHTS = ("embedding.", "decoder.", "output_layer.")
 _EXTRA_STATE = "._extra_state"
-COMMON_NAME = "common.pt"
 _NOT_USED = ("rng_state", "rerun_state_machine")
 """Objects in checkpoints of Megatron-LM that no load uses."""
 
@@ -179,17 +179,17 @@ class CheckpointManager:
         if not self._config.async_save:
             self.finish()
 
-    def _copy(self, batch: CopyBatch | None, before_update: list[Callable[[], None]] | None) -> None:
+    def _copy(self, batch: CopyBatch, before_update: list[Callable[[], None]] | None) -> None:
         # Begins to copy ``batch``, and to write when it is copied.
         assert self._pending is not None, "there is no save in progress"
-        if batch is None:
+        if not batch.sources:
             self._pending.job.submit()
             return
         if self._copier is None:
             self._copier = open_copier(batch.sources[0].device)
         self._copier.start(batch, after=self._pending.job.submit)
         if before_update is None:
-            self.settle()
+            self._copier.wait()
         else:
             before_update.append(self.settle)
             self._before_update = before_update
@@ -270,7 +270,7 @@ class CheckpointManager:
             return None
         return self.folder / name
 
-    def _prepare(self, state: DenseState, directory: Path) -> tuple[WriteJob, CopyBatch | None]:
+    def _prepare(self, state: DenseState, directory: Path) -> tuple[WriteJob, CopyBatch]:
         """Return the job that writes this rank's files, and the copies that must be made before it is submitted."""
         addresses = state.addresses()
         # The engine's scheduler is at the beginning of the iteration, and Megatron expects the end in a checkpoint.
@@ -292,7 +292,7 @@ class CheckpointManager:
             }
             # Without Megatron's check, which would gather the metadata of all tensors as pickled objects at every save.
             shards, self._common = save_preprocess(tree, validate_access_integrity=False)
-            planned, batch = self._planner.plan(shards, directory, addresses), None
+            planned, batch = self._planner.plan(shards, directory, addresses), CopyBatch.of([], [])
         whole_files = {}
         if self._collectives.rank == 0:
             whole_files[COMMON_NAME] = _torch_bytes(self._common)

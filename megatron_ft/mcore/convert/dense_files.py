@@ -30,14 +30,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_ft.config.checks.model import valid_model
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.errors import CheckpointError, ConfigError
-from megatron_ft.mcore.checkpoint.files import BACKEND, BACKEND_VERSION
+from megatron_ft.mcore.checkpoint.files import BACKEND, BACKEND_VERSION, COMMON_NAME, FORMAT_NAME
 from megatron_ft.mcore.checkpoint.metadata import METADATA_NAME, OPTIMIZER, describe, read_metadata
 from megatron_ft.mcore.convert.streams import Span, StoredValues, Values, VerifiedFiles, chunks_of, tensor_of
-from megatron_ft.snapshot.storage.files import FileEntry, HashedFile, fsync_directory, hash_file, write_file
+from megatron_ft.snapshot.storage.files import FileEntry, HashedFile, entry_of, fsync_directory, write_file
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 from megatron_ft.snapshot.storage.run_settings import refuse_other_folder
 
-_COMMON, _FORMAT = "common.pt", "metadata.json"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 EMBEDDING, ROUTER = "embedding.word_embeddings.weight", ".mlp.router.weight"
 WEIGHTS_ONLY = "weights"
@@ -323,20 +322,18 @@ class WeightsWriter:
                     size=shape,
                     chunks=[ChunkStorageMetadata(offsets=offsets, sizes=shape)],
                 )
-        for name in (METADATA_NAME, _COMMON, _FORMAT):
+        for name in (METADATA_NAME, COMMON_NAME, FORMAT_NAME):
             (self.directory / name).unlink(missing_ok=True)  # of a conversion that was interrupted here
         writer = FileSystemWriter(self.directory, sync_files=True)
         writer.finish(Metadata(state_dict_metadata=dict(described)), [results])
         entries = [file.entry for file in self.files]
-        with (self.directory / METADATA_NAME).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            entries.append(FileEntry(name=METADATA_NAME, num_bytes=size, xxh3_128=hash_file(file)))
+        entries.append(entry_of(self.directory, METADATA_NAME))
         common = io.BytesIO()
         torch.save({"checkpoint_version": 3.0, "iteration": 0}, common)
-        entries.append(write_file(self.directory, _COMMON, common.getvalue()))
+        entries.append(write_file(self.directory, COMMON_NAME, common.getvalue()))
         formats = {"sharded_backend": BACKEND, "sharded_backend_version": BACKEND_VERSION}
         formats |= {"common_backend": "torch", "common_backend_version": 1}
-        entries.append(write_file(self.directory, _FORMAT, json.dumps(formats).encode()))
+        entries.append(write_file(self.directory, FORMAT_NAME, json.dumps(formats).encode()))
         fsync_directory(self.directory)
         manifest = replace(manifest, files=tuple(sorted(entries, key=lambda entry: entry.name)))
         manifest.write(self.directory)

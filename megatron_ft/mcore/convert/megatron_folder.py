@@ -16,7 +16,7 @@ from megatron.core import dist_checkpointing
 
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.errors import CheckpointError
-from megatron_ft.mcore.checkpoint.manager import COMMON_NAME
+from megatron_ft.mcore.checkpoint.files import COMMON_NAME
 from megatron_ft.mcore.checkpoint.metadata import describe
 from megatron_ft.mcore.convert.dense_files import WEIGHTS_ONLY, DenseReader
 from megatron_ft.mcore.convert.folder import check_space

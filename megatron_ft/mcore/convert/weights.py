@@ -19,7 +19,7 @@ from megatron_ft.mcore.convert.dense_files import WEIGHTS_ONLY, DenseReader, Wei
 from megatron_ft.mcore.convert.folder import check_space
 from megatron_ft.mcore.convert.streams import Values, tensor_of
 from megatron_ft.serde import decode, encode, parse_json
-from megatron_ft.snapshot.storage.files import FileEntry, fsync_directory, hash_file, write_atomically
+from megatron_ft.snapshot.storage.files import FileEntry, entry_of, fsync_directory, write_atomically
 from megatron_ft.snapshot.storage.manifest import Manifest
 from megatron_ft.snapshot.storage.run_settings import other_model
 
@@ -177,8 +177,7 @@ def _is_intact(directory: Path, entry: FileEntry) -> bool:
     path = directory / entry.name
     if Path(entry.name).name != entry.name or path.is_symlink() or not path.is_file():
         return False
-    with path.open("rb", buffering=0) as file:
-        return path.stat().st_size == entry.num_bytes and hash_file(file) == entry.xxh3_128
+    return path.stat().st_size == entry.num_bytes and entry_of(directory, entry.name) == entry
 
 
 def weights_manifest(run_name: str, model: Mapping[str, Any], origin: Mapping[str, Any]) -> Manifest:

@@ -79,10 +79,10 @@ class TokenRisk:
 
 def _per_layer(risk: Sequence[int], total: int, most: int) -> Counts:
     """Divide ``total`` experts among layers in proportion to ``risk``, at most ``most`` for each layer (MoEtion,
-    algorithm 1, lines 4 and 5). Shares are rounded down, and layers with the largest remainders get one expert more.
+    algorithm 1, lines 4 and 5).
 
-    After rounding down, the layers with the largest remainders get the remaining experts. The arithmetic uses integers,
-    so that the result is equal on all ranks.
+    Shares are rounded down, and the layers with the largest remainders get the remaining experts. The arithmetic uses
+    integers, so that the result is equal on all ranks.
     """
     assert 0 <= total <= most * len(risk), f"{total} experts do not fit {len(risk)} layers of {most}"
     shares = np.zeros(len(risk), dtype=np.int64)

@@ -156,6 +156,12 @@ def write_file(directory: Path, name: str, content: bytes) -> FileEntry:
         return file.commit()
 
 
+def entry_of(directory: Path, name: str) -> FileEntry:
+    """Return the manifest entry of a file that was written by other means. Raises OSError if it cannot be read."""
+    with (directory / name).open("rb", buffering=0) as file:
+        return FileEntry(name=name, num_bytes=os.fstat(file.fileno()).st_size, xxh3_128=hash_file(file))
+
+
 def hash_file(file: IO[bytes]) -> str:
     """Return the checksum of ``file`` from its present position to the end. It must be opened in binary mode."""
     digest = xxhash.xxh3_128()

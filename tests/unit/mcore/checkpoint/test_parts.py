@@ -1,7 +1,7 @@
 """Tests the parts of a dense checkpoint that need only one process."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -103,3 +103,21 @@ def test_a_failed_write_is_kept_as_the_cause(tmp_path: Path, monkeypatch: pytest
     assert job.done
     assert job.error is not None and "No space left" in job.error
     assert job.entries == []
+
+
+def test_a_rank_without_tensors_to_write_saves_its_other_files(tmp_path: Path) -> None:
+    """With many ranks, a rank may have no tensor of a checkpoint. There is nothing to copy, and the job begins at
+    once."""
+    from megatron_ft.mcore.checkpoint.files import PlannedWrite, WriteJob
+    from megatron_ft.mcore.checkpoint.manager import CheckpointManager, _Pending
+    from megatron_ft.snapshot.capture.capture import CopyBatch
+
+    manager = CheckpointManager.__new__(CheckpointManager)
+    manager._copier, manager._before_update = None, []
+    job = WriteJob(PlannedWrite(files=[], writer=None, metadata=None), tmp_path, {"common.pt": b"content"})
+    manager._pending = _Pending(iteration=1, consumed_samples=0, directory=tmp_path, job=job, started=0.0)
+    before_update: list[Callable[[], None]] = []
+    manager._copy(CopyBatch.of([], []), before_update)
+    job.wait()
+    assert job.error is None and [entry.name for entry in job.entries] == ["common.pt"]
+    assert before_update == [] and manager._copier is None
