@@ -54,13 +54,16 @@ void dispatch_order_sent(const uint8_t* routing_map, const int64_t* outgoing, in
                          expert_of_row, rows_of_token);
 }
 
-void dispatch_order_received(const int64_t* incoming, int64_t num_local_experts, int64_t num_ranks, int64_t* order,
-                             int64_t* place) {
-    dispatch::order_received(incoming, num_local_experts, num_ranks, order, place);
+void dispatch_order_received(const int64_t* incoming, int64_t num_local_experts, int64_t num_ranks, int64_t* order) {
+    dispatch::order_received(incoming, num_local_experts, num_ranks, order);
 }
 
 void dispatch_gather(const char* source, const int64_t* index, int64_t num_rows, int64_t row_bytes, char* out) {
     dispatch::gather(source, index, num_rows, row_bytes, out);
+}
+
+void dispatch_scatter(const char* source, const int64_t* index, int64_t num_rows, int64_t row_bytes, char* out) {
+    dispatch::scatter(source, index, num_rows, row_bytes, out);
 }
 
 void dispatch_combine(int64_t row_type, const void* rows, const int64_t* rows_of_token, const void* weights,

@@ -47,14 +47,18 @@ int dispatch_order_sent(int64_t device, cudaStream_t stream, const uint8_t* rout
 }
 
 int dispatch_order_received(int64_t device, cudaStream_t stream, const int64_t* sizes, const int64_t* arrivals,
-                            const int64_t* places, int64_t num_blocks, int64_t* order, int64_t* place) {
-    return on(device,
-              [=] { dispatch::cuda::order_received(sizes, arrivals, places, num_blocks, order, place, stream); });
+                            const int64_t* places, int64_t num_blocks, int64_t* order) {
+    return on(device, [=] { dispatch::cuda::order_received(sizes, arrivals, places, num_blocks, order, stream); });
 }
 
 int dispatch_gather(int64_t device, cudaStream_t stream, const char* source, const int64_t* index, int64_t num_rows,
                     int64_t row_bytes, char* out) {
     return on(device, [=] { dispatch::cuda::gather(source, index, num_rows, row_bytes, out, stream); });
+}
+
+int dispatch_scatter(int64_t device, cudaStream_t stream, const char* source, const int64_t* index, int64_t num_rows,
+                     int64_t row_bytes, char* out) {
+    return on(device, [=] { dispatch::cuda::scatter(source, index, num_rows, row_bytes, out, stream); });
 }
 
 int dispatch_weigh(int64_t device, cudaStream_t stream, int64_t row_type, const void* grad, const void* rows,

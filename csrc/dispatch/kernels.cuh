@@ -28,10 +28,13 @@ void order_sent(const uint8_t* routing_map, const int64_t* outgoing, const int64
 // sizes, arrivals and places have num_blocks elements. Block b contains sizes[b] rows: they arrived at the indices from
 // arrivals[b] on, and have the sorted positions from places[b] on.
 void order_received(const int64_t* sizes, const int64_t* arrivals, const int64_t* places, int64_t num_blocks,
-                    int64_t* order, int64_t* place, cudaStream_t stream);
+                    int64_t* order, cudaStream_t stream);
 
 void gather(const char* source, const int64_t* index, int64_t num_rows, int64_t row_bytes, char* out,
             cudaStream_t stream);
+
+void scatter(const char* source, const int64_t* index, int64_t num_rows, int64_t row_bytes, char* out,
+             cudaStream_t stream);
 
 // The shared memory of a block must have space for padded_width(hidden) / 2 sums. On sm_90, `hidden` can be at most
 // 65536 with float sums.

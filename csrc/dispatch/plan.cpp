@@ -104,8 +104,7 @@ void order_sent(const uint8_t* routing_map, const int64_t* outgoing, int64_t num
     }
 }
 
-void order_received(const int64_t* incoming, int64_t num_local_experts, int64_t num_ranks, int64_t* order,
-                    int64_t* place) {
+void order_received(const int64_t* incoming, int64_t num_local_experts, int64_t num_ranks, int64_t* order) {
     std::vector<int64_t> next_place(num_local_experts * num_ranks);
     int64_t total = 0;
     for (size_t block = 0; block < next_place.size(); ++block) {
@@ -118,7 +117,6 @@ void order_received(const int64_t* incoming, int64_t num_local_experts, int64_t 
             const int64_t block = expert * num_ranks + source;
             for (int64_t row = 0; row < incoming[block]; ++row, ++arrived) {
                 order[next_place[block] + row] = arrived;
-                place[arrived] = next_place[block] + row;
             }
         }
     }

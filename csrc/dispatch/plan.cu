@@ -103,11 +103,10 @@ __global__ void list_rows_kernel(const uint8_t* routing_map, const int64_t* row_
 }
 
 __global__ void order_received_kernel(const int64_t* sizes, const int64_t* arrivals, const int64_t* places,
-                                      int64_t* order, int64_t* place) {
+                                      int64_t* order) {
     const int64_t arrived = arrivals[blockIdx.x], placed = places[blockIdx.x];
     for (int64_t row = threadIdx.x; row < sizes[blockIdx.x]; row += blockDim.x) {
         order[placed + row] = arrived + row;
-        place[arrived + row] = placed + row;
     }
 }
 
@@ -128,9 +127,9 @@ void order_sent(const uint8_t* routing_map, const int64_t* outgoing, const int64
 }
 
 void order_received(const int64_t* sizes, const int64_t* arrivals, const int64_t* places, int64_t num_blocks,
-                    int64_t* order, int64_t* place, cudaStream_t stream) {
+                    int64_t* order, cudaStream_t stream) {
     if (num_blocks > 0) {
-        order_received_kernel<<<num_blocks, kThreads, 0, stream>>>(sizes, arrivals, places, order, place);
+        order_received_kernel<<<num_blocks, kThreads, 0, stream>>>(sizes, arrivals, places, order);
     }
 }
 

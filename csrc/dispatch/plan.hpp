@@ -18,9 +18,7 @@ void order_sent(const uint8_t* routing_map, const int64_t* outgoing, int64_t num
                 int64_t* rows_of_token);
 
 // Sorts the received rows by (local expert, source rank). incoming [L, N]: rows of each local expert from each rank.
-// Rows arrive ordered by source rank, then by expert. order [R]: arrival index of each sorted row. place [R]: the
-// inverse.
-void order_received(const int64_t* incoming, int64_t num_local_experts, int64_t num_ranks, int64_t* order,
-                    int64_t* place);
+// Rows arrive ordered by source rank, then by expert. order [R]: arrival index of each sorted row.
+void order_received(const int64_t* incoming, int64_t num_local_experts, int64_t num_ranks, int64_t* order);
 
 }  // namespace megatron_ft::dispatch

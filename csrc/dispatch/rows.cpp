@@ -15,6 +15,12 @@ void gather(const char* source, const int64_t* index, int64_t num_rows, int64_t 
     }
 }
 
+void scatter(const char* source, const int64_t* index, int64_t num_rows, int64_t row_bytes, char* out) {
+    for (int64_t row = 0; row < num_rows; ++row) {
+        std::memcpy(out + index[row] * row_bytes, source + row * row_bytes, static_cast<size_t>(row_bytes));
+    }
+}
+
 template <typename T>
 void combine(const T* rows, const int64_t* rows_of_token, const typename SumOf<T>::type* weights, int64_t num_tokens,
              int64_t width, int64_t hidden, T* out) {

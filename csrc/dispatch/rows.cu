@@ -34,11 +34,15 @@ __device__ inline __nv_bfloat16 narrow<__nv_bfloat16, float>(float sum) {
     return __float2bfloat16_rn(sum);
 }
 
+// `index` selects the row that is read (gather), or the row that is written (scatter).
+enum class Indexed { kSource, kTarget };
+
 // One block copies one row.
-template <typename Word>
-__global__ void gather_kernel(const Word* source, const int64_t* index, int64_t row_words, Word* out) {
-    const Word* from = source + index[blockIdx.x] * row_words;
-    Word* to = out + static_cast<int64_t>(blockIdx.x) * row_words;
+template <typename Word, Indexed indexed>
+__global__ void copy_rows_kernel(const Word* source, const int64_t* index, int64_t row_words, Word* out) {
+    const int64_t block = blockIdx.x, other = index[block];
+    const Word* from = source + (indexed == Indexed::kSource ? other : block) * row_words;
+    Word* to = out + (indexed == Indexed::kSource ? block : other) * row_words;
     for (int64_t word = threadIdx.x; word < row_words; word += blockDim.x) {
         to[word] = from[word];
     }
@@ -111,17 +115,29 @@ int threads_for(int64_t items) { return static_cast<int>(std::min<int64_t>(kMaxT
 
 bool aligned(const void* pointer, int64_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
-template <typename Word>
-bool try_gather(const char* source, const int64_t* index, int64_t num_rows, int64_t row_bytes, char* out,
-                cudaStream_t stream) {
+template <typename Word, Indexed indexed>
+bool try_copy(const char* source, const int64_t* index, int64_t num_rows, int64_t row_bytes, char* out,
+              cudaStream_t stream) {
     constexpr int64_t bytes = sizeof(Word);
     if (row_bytes % bytes != 0 || !aligned(source, bytes) || !aligned(out, bytes)) {
         return false;
     }
     const int64_t words = row_bytes / bytes;
-    gather_kernel<Word><<<num_rows, threads_for(words), 0, stream>>>(reinterpret_cast<const Word*>(source), index,
-                                                                     words, reinterpret_cast<Word*>(out));
+    copy_rows_kernel<Word, indexed><<<num_rows, threads_for(words), 0, stream>>>(
+        reinterpret_cast<const Word*>(source), index, words, reinterpret_cast<Word*>(out));
     return true;
+}
+
+template <Indexed indexed>
+void copy_rows(const char* source, const int64_t* index, int64_t num_rows, int64_t row_bytes, char* out,
+               cudaStream_t stream) {
+    if (num_rows == 0 || row_bytes == 0) {
+        return;
+    }
+    try_copy<uint4, indexed>(source, index, num_rows, row_bytes, out, stream) ||
+        try_copy<uint32_t, indexed>(source, index, num_rows, row_bytes, out, stream) ||
+        try_copy<uint16_t, indexed>(source, index, num_rows, row_bytes, out, stream) ||
+        try_copy<uint8_t, indexed>(source, index, num_rows, row_bytes, out, stream);
 }
 
 template <typename T, int Size>
@@ -160,13 +176,12 @@ void combine_as(const void* rows, const int64_t* rows_of_token, const void* weig
 
 void gather(const char* source, const int64_t* index, int64_t num_rows, int64_t row_bytes, char* out,
             cudaStream_t stream) {
-    if (num_rows == 0 || row_bytes == 0) {
-        return;
-    }
-    try_gather<uint4>(source, index, num_rows, row_bytes, out, stream) ||
-        try_gather<uint32_t>(source, index, num_rows, row_bytes, out, stream) ||
-        try_gather<uint16_t>(source, index, num_rows, row_bytes, out, stream) ||
-        try_gather<uint8_t>(source, index, num_rows, row_bytes, out, stream);
+    copy_rows<Indexed::kSource>(source, index, num_rows, row_bytes, out, stream);
+}
+
+void scatter(const char* source, const int64_t* index, int64_t num_rows, int64_t row_bytes, char* out,
+             cudaStream_t stream) {
+    copy_rows<Indexed::kTarget>(source, index, num_rows, row_bytes, out, stream);
 }
 
 void weigh(RowType type, const void* grad, const void* rows, const int64_t* permutation, const void* weights,

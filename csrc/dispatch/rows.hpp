@@ -11,6 +11,9 @@ namespace megatron_ft::dispatch {
 // bytes.
 void gather(const char* source, const int64_t* index, int64_t num_rows, int64_t row_bytes, char* out);
 
+// Copies row b of source [B, row_bytes] to row index[b] of out. The indices are distinct.
+void scatter(const char* source, const int64_t* index, int64_t num_rows, int64_t row_bytes, char* out);
+
 // Sums, for each token, the rows [S, H] that rows_of_token [T, K] lists, in that order, to out [T, H]. weights [S] are
 // factors of the rows; null means no factors. Each product is rounded before it is added; the sum is rounded to T at
 // the end.

@@ -178,7 +178,7 @@ def test_received_rows_lie_together_by_local_expert(planned: Planned, case: str)
         assert handle.local_experts == tuple(local)
         experts = [expert for expert, _, _ in ordered]
         assert handle.tokens_per_local_expert.tolist() == [experts.count(expert) for expert in local]
-        assert torch.equal(handle.receive_place[handle.receive_order].cpu(), torch.arange(len(got)))
+        assert torch.equal(handle.receive_order.sort().values.cpu(), torch.arange(len(got)))
         assert [sum(1 for _, source, _ in ordered if source == other) for other in range(len(handles))] == (
             handle.recv_splits
         )
@@ -212,8 +212,8 @@ def movements(
     probs = numbers(handle.num_tokens, num_experts)
     found = {
         "permute": backend.permute(tokens, handle),
-        "sort_received": backend.sort_received(arrived, handle),
-        "unsort": backend.unsort(arrived, handle),
+        "sort_received": torch.cat(backend.sort_received(arrived, handle)),
+        "unsort": backend.unsort(arrived.split(handle.piece_sizes), handle),
         "unpermute": backend.unpermute(rows, probs if weighted else None, handle),
         "row_probs": backend.row_probs(probs, handle),
     }
@@ -253,7 +253,8 @@ def test_gradients_are_the_derivatives(opened: tuple[DispatchBackend, str], plan
     num_experts = routing_of(case).replicas.shape[0]
     check(lambda tokens: backend.permute(tokens, handle), numbers(handle.num_tokens, 2))
     check(lambda rows: backend.sort_received(rows, handle), numbers(handle.num_received_rows, 2))
-    check(lambda rows: backend.unsort(rows, handle), numbers(handle.num_received_rows))
+    pieces = [numbers(num_rows, 2) for num_rows in handle.piece_sizes]
+    check(lambda *pieces: backend.unsort(pieces, handle), *pieces)
     check(lambda rows: backend.unpermute(rows, None, handle), numbers(handle.num_sent_rows, 2))
     probs = numbers(handle.num_tokens, num_experts)
     check(lambda rows, probs: backend.unpermute(rows, probs, handle), numbers(handle.num_sent_rows, 2), probs)

@@ -51,9 +51,9 @@ def round_trip(backend_name: str, rank: int, num_ranks: int, dtype: torch.dtype)
     counter = ExchangeCounter()
     rows = send_rows(backend.permute(tokens, handle), handle, group, counter)
     forward = {"sent_bytes": counter.sent_bytes, "kept_bytes": counter.kept_bytes}
-    rows = backend.sort_received(rows, handle)
-    assert len(rows) == sum(handle.tokens_per_local_expert.tolist())
-    rows = return_rows(backend.unsort(rows, handle), handle, group, counter)
+    pieces = backend.sort_received(rows, handle)
+    assert [len(piece) for piece in pieces] == handle.piece_sizes
+    rows = return_rows(backend.unsort(pieces, handle), handle, group, counter)
     total = backend.unpermute(rows, probs, handle)
     total.double().sum().backward()
 

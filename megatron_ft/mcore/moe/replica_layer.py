@@ -210,18 +210,22 @@ class _ReplicaExperts(SequentialMLP):
                 parameter.shared = copy_number > 0
 
     def forward(
-        self, tokens: torch.Tensor, tokens_per_expert: Sequence[int], permuted_probs: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, None]:
-        """Run the experts on ``tokens`` [rows, H], which are sorted by expert. ``tokens_per_expert`` is the number of
-        rows of each. ``permuted_probs`` is ignored, because the ranks that sent the tokens apply the probabilities."""
+        self,
+        pieces: Sequence[torch.Tensor],
+        tokens_per_expert: torch.Tensor,
+        permuted_probs: torch.Tensor | None = None,
+    ) -> tuple[list[torch.Tensor], None]:
+        """Run each expert on its rows [rows, H] in ``pieces``, and return the outputs of each. The other arguments are
+        ignored: the pieces have as many rows as ``tokens_per_expert`` says, and the ranks that sent the tokens apply
+        the probabilities."""
         outputs = []
         # Experts without rows run, too, because a bucket is reduced only if all its parameters have gradients.
-        for expert, rows in zip(self.local_experts, torch.split(tokens, list(tokens_per_expert)), strict=True):
+        for expert, rows in zip(self.local_experts, pieces, strict=True):
             output, bias = expert(self._padded(rows))
             output = output if bias is None else output + bias
             # Not sliced without need: the backward pass of a slice copies all rows.
             outputs.append(output if len(output) == len(rows) else output[: len(rows)])
-        return torch.cat(outputs), None
+        return outputs, None
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
         if not (self.config.fp8 or self.config.fp4):
@@ -301,13 +305,13 @@ class _ReplicaTokenDispatcher(MoETokenDispatcher):
 
     def dispatch_postprocess(
         self, rows: torch.Tensor, probs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sort ``rows`` [R, H] by local expert. Return the rows, their number for each local expert, and ``probs``."""
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
+        """Sort ``rows`` [R, H] by local expert. Return the rows of each, their numbers, and ``probs``."""
         return self.backend.sort_received(rows, self._handle), self._handle.tokens_per_local_expert, probs
 
-    def combine_preprocess(self, rows: torch.Tensor) -> torch.Tensor:
-        """Put ``rows`` [R, H] back into their order of arrival."""
-        return self.backend.unsort(rows, self._handle)
+    def combine_preprocess(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Put the rows of each local expert back into their order of arrival, [R, H]."""
+        return self.backend.unsort(pieces, self._handle)
 
     def token_combine(self, rows: torch.Tensor) -> torch.Tensor:
         """Send ``rows`` [R, H] back and receive [S, H] with the reverse all-to-all."""

@@ -14,9 +14,9 @@ One layer, forward::
     schedule = backend.schedule(counts, replicas, rank)        # [2, E, N]
     handle = backend.plan(routing_map, schedule, rank, local_experts)
     rows = send_rows(backend.permute(tokens, handle), handle, group, counter)
-    rows = backend.sort_received(rows, handle)                 # sorted by local expert
-    rows = experts(rows, handle.tokens_per_local_expert)
-    rows = return_rows(backend.unsort(rows, handle), handle, group, counter)
+    pieces = backend.sort_received(rows, handle)               # the rows of each local expert
+    pieces = experts(pieces)
+    rows = return_rows(backend.unsort(pieces, handle), handle, group, counter)
     tokens = backend.unpermute(rows, probs, handle)
 """
 
@@ -73,12 +73,14 @@ class DispatchBackend(Protocol):
         are differentiable."""
         ...
 
-    def sort_received(self, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Sort received ``rows`` [R, H] or [R], which are in order of arrival, by local expert and source rank."""
+    def sort_received(self, rows: torch.Tensor, handle: DispatchHandle) -> tuple[torch.Tensor, ...]:
+        """Sort received ``rows`` [R, H], which are in order of arrival, by source rank for each local expert. Return
+        the rows of each local expert. A rank without experts gets one empty tensor."""
         ...
 
-    def unsort(self, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Put ``rows`` [R, H] or [R] back into their order of arrival: the inverse of ``sort_received``."""
+    def unsort(self, pieces: Sequence[torch.Tensor], handle: DispatchHandle) -> torch.Tensor:
+        """Put rows that are sorted by local expert back into their order of arrival, [R, H]: the inverse of
+        ``sort_received``."""
         ...
 
     def unpermute(self, rows: torch.Tensor, probs: torch.Tensor | None, handle: DispatchHandle) -> torch.Tensor:

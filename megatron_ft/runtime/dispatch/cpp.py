@@ -15,6 +15,7 @@ from megatron_ft.runtime.dispatch.rows import (
     Totals,
     check_matrices,
     check_plan,
+    split_like,
 )
 
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
@@ -22,8 +23,9 @@ SIGNATURES = {
     "dispatch_schedule": [POINTER, POINTER, INTEGER, INTEGER, INTEGER, INTEGER, POINTER, POINTER],
     "dispatch_count_rows": [POINTER, INTEGER, INTEGER, POINTER],
     "dispatch_order_sent": [POINTER, POINTER, INTEGER, INTEGER, INTEGER, INTEGER, INTEGER, POINTER, POINTER, POINTER],
-    "dispatch_order_received": [POINTER, INTEGER, INTEGER, POINTER, POINTER],
+    "dispatch_order_received": [POINTER, INTEGER, INTEGER, POINTER],
     "dispatch_gather": [POINTER, POINTER, INTEGER, INTEGER, POINTER],
+    "dispatch_scatter": [POINTER, POINTER, INTEGER, INTEGER, POINTER],
     "dispatch_combine": [INTEGER, POINTER, POINTER, POINTER, INTEGER, INTEGER, INTEGER, POINTER],
     "dispatch_weigh": [INTEGER, POINTER, POINTER, POINTER, POINTER, INTEGER, INTEGER, POINTER, POINTER],
 }
@@ -69,22 +71,30 @@ class CppDispatch(RowOperations):
         totals = Totals.of(routed, torch.tensor([width]), schedule, rank, local_experts)
         num_sent, num_received = sum(totals.send_splits), sum(totals.recv_splits)
         permutation, expert_of_row = (torch.empty(num_sent, dtype=torch.int64) for _ in range(2))
-        order, place = (torch.empty(num_received, dtype=torch.int64) for _ in range(2))
+        receive_order = torch.empty(num_received, dtype=torch.int64)
         rows_of_token = torch.empty((num_tokens, width), dtype=torch.int64)
         outgoing, incoming = schedule[0], schedule[1, list(local_experts)]
         self.library.dispatch_order_sent(
             *(_at(routing_map), _at(outgoing), num_tokens, num_experts, num_ranks, rank, width),
             *(_at(permutation), _at(expert_of_row), _at(rows_of_token)),
         )
-        self.library.dispatch_order_received(_at(incoming), len(local_experts), num_ranks, _at(order), _at(place))
-        sent, received = (permutation, expert_of_row, rows_of_token), (order, place)
-        return DispatchHandle.of(totals, num_tokens, rank, local_experts, sent=sent, received=received)
+        self.library.dispatch_order_received(_at(incoming), len(local_experts), num_ranks, _at(receive_order))
+        sent = (permutation, expert_of_row, rows_of_token)
+        return DispatchHandle.of(totals, num_tokens, rank, local_experts, sent=sent, receive_order=receive_order)
 
     def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         source = _on_host("rows", source)
         out = source.new_empty((len(index), source.shape[1]))
         row_bytes = source.shape[1] * source.element_size()
         self.library.dispatch_gather(_at(source), _at(index), len(index), row_bytes, _at(out))
+        return out
+
+    def scatter(self, pieces: Sequence[torch.Tensor], index: torch.Tensor) -> torch.Tensor:
+        pieces = [_on_host("rows", piece) for piece in pieces]
+        out = pieces[0].new_empty((len(index), pieces[0].shape[1]))
+        row_bytes = out.shape[1] * out.element_size()
+        for piece, places in zip(pieces, split_like(index, pieces), strict=True):
+            self.library.dispatch_scatter(_at(piece), _at(places), len(piece), row_bytes, _at(out))
         return out
 
     def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:

@@ -15,6 +15,7 @@ from megatron_ft.runtime.dispatch.rows import (
     Totals,
     check_matrices,
     check_plan,
+    split_like,
 )
 
 MAX_RANKS = 3072
@@ -61,12 +62,19 @@ class CudaDispatch(RowOperations):
         widest = per_token.max().view(1) if len(per_token) else per_token.new_zeros(1)
         totals = Totals.of(routing_map.sum(0), widest, schedule, rank, local_experts)
         sent = self._order_sent(routing_map, schedule[0].contiguous(), rank, totals)
-        received = self._order_received(schedule[1, list(local_experts)], sum(totals.recv_splits))
-        return DispatchHandle.of(totals, len(routing_map), rank, local_experts, sent=sent, received=received)
+        order = self._order_received(schedule[1, list(local_experts)], sum(totals.recv_splits))
+        return DispatchHandle.of(totals, len(routing_map), rank, local_experts, sent=sent, receive_order=order)
 
     def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         out = source.new_empty((len(index), source.shape[1]))
         self._run("dispatch_gather", source, index, len(index), source.shape[1] * source.element_size(), out)
+        return out
+
+    def scatter(self, pieces: Sequence[torch.Tensor], index: torch.Tensor) -> torch.Tensor:
+        out = pieces[0].new_empty((len(index), pieces[0].shape[1]))
+        row_bytes = out.shape[1] * out.element_size()
+        for piece, places in zip(pieces, split_like(index, pieces), strict=True):
+            self._run("dispatch_scatter", piece.contiguous(), places, len(piece), row_bytes, out)
         return out
 
     def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
@@ -99,12 +107,12 @@ class CudaDispatch(RowOperations):
         )
         return permutation, expert_of_row, rows_of_token
 
-    def _order_received(self, incoming: torch.Tensor, num_received: int) -> tuple[torch.Tensor, torch.Tensor]:
-        order, place = incoming.new_empty(num_received), incoming.new_empty(num_received)
+    def _order_received(self, incoming: torch.Tensor, num_received: int) -> torch.Tensor:
+        order = incoming.new_empty(num_received)
         sizes, places = incoming.contiguous(), _starts(incoming)
         arrivals = _starts(incoming.t()).t().contiguous()
-        self._run("dispatch_order_received", sizes, arrivals, places, sizes.numel(), order, place)
-        return order, place
+        self._run("dispatch_order_received", sizes, arrivals, places, sizes.numel(), order)
+        return order
 
     def _run(self, name: str, *arguments: Argument) -> None:
         device = next(each.device for each in arguments if isinstance(each, torch.Tensor))

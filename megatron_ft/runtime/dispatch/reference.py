@@ -46,13 +46,17 @@ class ReferenceDispatch(RowOperations):
         widest = per_token.max().view(1) if len(per_token) else per_token.new_zeros(1)
         totals = Totals.of(routing_map.sum(0), widest, schedule, rank, local_experts)
         permutation, expert_of_row = _send_order(routing_map, schedule[0], rank)
-        received = _receive_order(schedule[1, list(local_experts)])
+        receive_order = _receive_order(schedule[1, list(local_experts)])
         rows_of_token = _rows_of_token(routing_map, permutation, expert_of_row, totals.max_rows_per_token)
         sent = (permutation, expert_of_row, rows_of_token)
-        return DispatchHandle.of(totals, len(routing_map), rank, local_experts, sent=sent, received=received)
+        return DispatchHandle.of(totals, len(routing_map), rank, local_experts, sent=sent, receive_order=receive_order)
 
     def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return source.index_select(0, index)
+
+    def scatter(self, pieces: Sequence[torch.Tensor], index: torch.Tensor) -> torch.Tensor:
+        out = pieces[0].new_empty((len(index), pieces[0].shape[1]))
+        return out.index_copy_(0, index, torch.cat(list(pieces)))
 
     def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         total = rows.new_zeros((len(rows_of_token), rows.shape[1]), dtype=sum_dtype(rows))
@@ -94,14 +98,11 @@ def _send_order(routing_map: torch.Tensor, outgoing: torch.Tensor, rank: int) ->
     return tokens[order], experts[order]
 
 
-def _receive_order(incoming: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``receive_order`` and ``receive_place``. ``incoming`` [L, N]: rows of each local expert from each rank."""
+def _receive_order(incoming: torch.Tensor) -> torch.Tensor:
+    """Return ``receive_order``. ``incoming`` [L, N]: rows of each local expert from each rank."""
     num_local, num_ranks = incoming.shape
     experts = torch.arange(num_local, device=incoming.device).repeat(num_ranks)
-    order = experts.repeat_interleave(incoming.t().flatten()).argsort(stable=True)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    return order, place
+    return experts.repeat_interleave(incoming.t().flatten()).argsort(stable=True)
 
 
 def _rows_of_token(

@@ -121,7 +121,6 @@ class DispatchHandle:
     ``rows_of_token`` [T, K]: the sent rows of each token, experts ascending, padded with ``NO_ROW``; K is the largest
     number of rows of a token. A token's rows are summed in this order, which does not depend on the placement.
     ``receive_order`` [R]: arrival index of each row when rows are sorted by (local expert, source rank, arrival).
-    ``receive_place`` [R]: position of each arrived row in this sorted order: the inverse of ``receive_order``.
     ``local_experts`` L ints, ascending.
     ``tokens_per_local_expert`` int64 [L], on the host: number of received rows of each local expert.
     """
@@ -134,7 +133,6 @@ class DispatchHandle:
     expert_of_row: torch.Tensor
     rows_of_token: torch.Tensor
     receive_order: torch.Tensor
-    receive_place: torch.Tensor
     local_experts: tuple[int, ...]
     tokens_per_local_expert: torch.Tensor
 
@@ -147,12 +145,10 @@ class DispatchHandle:
         local_experts: Sequence[int],
         *,
         sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        received: tuple[torch.Tensor, torch.Tensor],
+        receive_order: torch.Tensor,
     ) -> "DispatchHandle":
-        """Build a handle. ``sent`` is (``permutation``, ``expert_of_row``, ``rows_of_token``); ``received`` is
-        (``receive_order``, ``receive_place``)."""
+        """Build a handle. ``sent`` is (``permutation``, ``expert_of_row``, ``rows_of_token``)."""
         permutation, expert_of_row, rows_of_token = sent
-        receive_order, receive_place = received
         return cls(
             num_tokens=num_tokens,
             rank=rank,
@@ -162,7 +158,6 @@ class DispatchHandle:
             expert_of_row=expert_of_row,
             rows_of_token=rows_of_token,
             receive_order=receive_order,
-            receive_place=receive_place,
             local_experts=tuple(local_experts),
             tokens_per_local_expert=torch.tensor(totals.tokens_per_local_expert, dtype=torch.int64),
         )
@@ -178,6 +173,12 @@ class DispatchHandle:
         return sum(self.recv_splits)
 
     @property
+    def piece_sizes(self) -> list[int]:
+        """Number of rows of each local expert. A rank without experts has one empty piece, so that autograd reaches
+        its exchanges with the other ranks."""
+        return self.tokens_per_local_expert.tolist() or [0]
+
+    @property
     def num_rows_leaving(self) -> int:
         """Number of rows that this rank sends to other ranks."""
         return self.num_sent_rows - self.send_splits[self.rank]
@@ -188,11 +189,16 @@ ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class _RowKernels(Protocol):
-    """Interface of the three kernels of a backend. Rows are contiguous, with a type in ``ROW_DTYPES``; indices are
+    """Interface of the kernels of a backend. Rows are contiguous, with a type in ``ROW_DTYPES``; indices are
     contiguous int64."""
 
     def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Return [B, H], whose row b is row ``index[b]`` of ``source`` [A, H]."""
+        ...
+
+    def scatter(self, pieces: Sequence[torch.Tensor], index: torch.Tensor) -> torch.Tensor:
+        """Return [B, H], whose row ``index[b]`` is row b of ``pieces``, which have B rows together. ``index`` is a
+        permutation. There is at least one piece."""
         ...
 
     def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
@@ -210,6 +216,11 @@ class _RowKernels(Protocol):
         of two, then the second half is added to the first half until one number is left.
         """
         ...
+
+
+def split_like(index: torch.Tensor, pieces: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Split ``index`` [B] into parts with as many elements as the ``pieces``, B together, have rows."""
+    return index.split([len(piece) for piece in pieces])
 
 
 def sum_dtype(rows: torch.Tensor) -> torch.dtype:
@@ -231,20 +242,37 @@ class _Permute(torch.autograd.Function):
         return ctx.kernels.combine(grad_rows.contiguous(), ctx.handle.rows_of_token, None), None, None
 
 
-class _Reorder(torch.autograd.Function):
-    """Changes the order of rows. ``inverse`` is the inverse permutation of ``order``."""
+# Sorting also splits, and its inverse also joins, because ``torch.cat`` after the experts, and the gradient of
+# ``torch.split`` before them, would copy all rows once more.
+
+
+class _Sort(torch.autograd.Function):
+    """Sorts rows [R, H] by local expert. Returns the rows of each expert."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, kernels: _RowKernels
-    ) -> torch.Tensor:
-        ctx.inverse, ctx.kernels = inverse, kernels
-        return kernels.gather(rows.contiguous(), order)
+    def forward(ctx: Any, rows: torch.Tensor, handle: DispatchHandle, kernels: _RowKernels) -> tuple[torch.Tensor, ...]:
+        ctx.handle, ctx.kernels = handle, kernels
+        return kernels.gather(rows.contiguous(), handle.receive_order).split(handle.piece_sizes)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_rows: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return ctx.kernels.gather(grad_rows.contiguous(), ctx.inverse), None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.kernels.scatter(grads, ctx.handle.receive_order), None, None
+
+
+class _Unsort(torch.autograd.Function):
+    """Joins the rows of all local experts to [R, H], in their order of arrival."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: DispatchHandle, kernels: _RowKernels, *pieces: torch.Tensor) -> torch.Tensor:
+        ctx.handle, ctx.kernels = handle, kernels
+        return kernels.scatter(pieces, handle.receive_order)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grads = ctx.kernels.gather(grad_rows.contiguous(), ctx.handle.receive_order)
+        return None, None, *grads.split(ctx.handle.piece_sizes)
 
 
 class _Sum(torch.autograd.Function):
@@ -307,13 +335,18 @@ class RowOperations:
         _check_rows("tokens", tokens, handle.num_tokens)
         return _Permute.apply(tokens, handle, self)
 
-    def sort_received(self: _RowKernels, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Sort received ``rows`` [R, H] or [R], which are in order of arrival, by local expert and source rank."""
-        return _reorder(self, rows, handle.receive_order, handle.receive_place)
+    def sort_received(self: _RowKernels, rows: torch.Tensor, handle: DispatchHandle) -> tuple[torch.Tensor, ...]:
+        """Sort received ``rows`` [R, H], which are in order of arrival, by source rank for each local expert. Return
+        tensors with ``piece_sizes`` rows."""
+        _check_rows("rows", rows, handle.num_received_rows)
+        return _Sort.apply(rows, handle, self)
 
-    def unsort(self: _RowKernels, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Put ``rows`` [R, H] or [R] back into their order of arrival: the inverse of ``sort_received``."""
-        return _reorder(self, rows, handle.receive_place, handle.receive_order)
+    def unsort(self: _RowKernels, pieces: Sequence[torch.Tensor], handle: DispatchHandle) -> torch.Tensor:
+        """Put rows that are sorted by local expert back into their order of arrival, [R, H]: the inverse of
+        ``sort_received``."""
+        for piece, num_rows in zip(pieces, handle.piece_sizes, strict=True):
+            _check_rows("rows", piece, num_rows)
+        return _Unsort.apply(handle, self, *pieces)
 
     def unpermute(
         self: _RowKernels, rows: torch.Tensor, probs: torch.Tensor | None, handle: DispatchHandle
@@ -327,12 +360,6 @@ class RowOperations:
     def row_probs(self, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
         """Return the probability of each sent row, [S], from ``probs`` [T, E]. It is sent with the row."""
         return _RowProbs.apply(probs, handle)
-
-
-def _reorder(kernels: _RowKernels, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    matrix = rows.unsqueeze(1) if rows.dim() == 1 else rows
-    _check_rows("rows", matrix, len(order))
-    return _Reorder.apply(matrix, order, inverse, kernels).view(rows.shape)
 
 
 def _check_rows(name: str, rows: torch.Tensor, num_rows: int) -> None:
