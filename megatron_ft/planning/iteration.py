@@ -268,24 +268,35 @@ class History:
         return statistics.median(self.losses) if self.losses else math.nan
 
     def after(
-        self, vote: Vote, decision: Decision, window: int, loads: Sequence[Sequence[int]] | None = None
+        self,
+        vote: Vote,
+        decision: Decision,
+        window: int,
+        loads: Sequence[Sequence[int]] | None = None,
+        repaid: Sequence[Sequence[int]] | None = None,
     ) -> "History":
         """Return the history after ``decision``, with only the newest ``window`` losses.
 
         Args:
             loads: tokens of [MoE layer][expert] of the iteration; None if they are not counted.
+            repaid: those of them that were beyond the capacity of their expert; None for none.
         """
         # Losses of skipped iterations are left out: spikes would raise the median, and later spikes would pass.
         if decision.action != "commit":
             return replace(self, num_consecutive_skips=self.num_consecutive_skips + 1)
         tokens = self.tokens
         if loads is not None:
-            tokens = (TokenLedger.empty(loads) if tokens is None else tokens).after(loads)
+            tokens = (TokenLedger.empty(loads) if tokens is None else tokens).after(loads, repaid)
         return History(losses=(*self.losses, vote.loss)[-window:], num_consecutive_skips=0, tokens=tokens)
 
     def after_loss(self, lost: Sequence[Sequence[int]]) -> "History":
         """Return the history after a recovery. ``lost``: tokens of [MoE layer][expert] whose updates it lost."""
         return replace(self, tokens=(self.tokens or TokenLedger.empty(lost)).after_loss(lost))
+
+    def owed(self, layers: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Return the lost tokens of each expert that it has not made up for, by layer. ``layers`` are the MoE layers
+        whose tokens are counted."""
+        return {} if self.tokens is None else dict(zip(layers, self.tokens.owed(), strict=True))
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values; without ``tokens`` if they are None."""

@@ -114,8 +114,8 @@ class RunFigures:
         for name, value in risen.items():
             if value is not None:
                 self._lasting[name] = self._lasting.get(name, 0.0) + value
-        for name, share in (("at_risk_share", record.at_risk_share), ("lost_share", record.lost_share)):
-            if share is not None:
+        for name in ("at_risk_share", "lost_share", "owed_share"):
+            if (share := getattr(record, name)) is not None:
                 self._lasting[f"tokens/{name}"] = share
 
 

@@ -15,6 +15,7 @@ from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.testing.jobs import JobResult, run_job
 from tests.distributed.test_replaced_nodes import run_killing_nodes
+from tests.helpers.sharing import chosen
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -49,6 +50,8 @@ LAYOUTS = {
         "parallel.use_distributed_optimizer=true",
     ),
 }
+EXTENDED = ("EP2",)
+"""Layouts whose features another layout also has."""
 DENSE = ("model.num_moe_experts=null", "model.moe_ffn_hidden_size=null", "parallel.expert_model_parallel_size=1")
 PLANNED_TOKENS = NUM_ITERATIONS * 4 * 16 * 2
 
@@ -90,7 +93,7 @@ def recount(job: JobResult) -> list[int]:
     return lost
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", chosen(LAYOUTS, EXTENDED))
 def test_a_recovery_loses_what_the_router_had_assigned_to_the_experts_left_out(
     tmp_path: Path, warm_forkserver: str, layout: str
 ) -> None:
@@ -114,6 +117,28 @@ def test_a_recovery_loses_what_the_router_had_assigned_to_the_experts_left_out(
     assert all(after[iteration][0] == before[iteration][0] for iteration in range(1, 9))
     assert after[NUM_ITERATIONS][-1] != before[NUM_ITERATIONS][-1]
     assert not of_kind(job, "snapshot_problem")
+
+
+def test_experts_make_up_for_lost_tokens_with_unused_capacity(tmp_path: Path, warm_forkserver: str) -> None:
+    """What is still owed is part of the state that a second recovery restores."""
+    keys = ("model.moe_expert_capacity_factor=1.0", "snapshot.repay_capacity_share=1.0")
+    faults = [
+        'kill(at_iteration=5,phase="backward",generation=0)',
+        'kill(at_iteration=9,phase="backward",generation=1)',
+    ]
+    job = train(tmp_path, warm_forkserver, *LAYOUTS["EP2"], *keys, faults=faults)
+    assert job.exit_code == 0, job.output
+    lost = [event["lost_share"] for event in of_kind(job, "expert_updates_lost")]
+    shares = [(event["lost_share"], event["owed_share"]) for event in of_kind(job, "window_committed")]
+    assert len(lost) == 2 and 0.0 < lost[0] < lost[1]
+    assert {share for share, _ in shares} == {0.0, *lost}
+    for number, share in enumerate(lost):
+        owed = [debt for total, debt in shares if total == share]
+        assert owed == sorted(owed, reverse=True) and owed[-1] < owed[0], "experts owe fewer tokens with each window"
+        before = [debt for total, debt in shares if total < share][-1] if number else 0.0
+        assert owed[0] <= before + share - (lost[number - 1] if number else 0.0)
+    most = 2 * 4 * 16  # experts of a token, samples and tokens of a sample
+    assert all(sum(layer) <= most for event in of_kind(job, "expert_load") for layer in event["layers"])
 
 
 def states(job: JobResult) -> dict[int, list[tuple[str, ...]]]:

@@ -14,6 +14,7 @@ from megatron_ft.topology import Topology
 MAX_OUTLIVE_SECONDS = 7 * 24 * 3600
 """Largest value of ``snapshot.outlive_job_seconds``: servers that no job takes over must end some time."""
 _OUTLIVE = "snapshot.outlive_job_seconds"
+_REPAY = "snapshot.repay_capacity_share"
 
 
 def check(config: JobConfig) -> None:
@@ -310,6 +311,35 @@ def _check_partial(config: JobConfig, policy: Mapping[str, Any]) -> None:
     )
 
 
+def _check_repayment(config: JobConfig) -> None:
+    """Check ``snapshot.repay_capacity_share``: an expert must have a capacity, and must be able to lose tokens."""
+    share, model, policy = config.snapshot.repay_capacity_share, config.model, config.snapshot.policy
+    if share is None:
+        return
+    require(0 < share <= 1, _REPAY, share, "must be above 0 and at most 1")
+    require(
+        model.moe_expert_capacity_factor is not None,
+        _REPAY,
+        share,
+        "must be null with model.moe_expert_capacity_factor=null: without a capacity, experts drop no tokens that they "
+        "could process in addition",
+    )
+    require(
+        not model.moe_pad_expert_input_to_capacity,
+        _REPAY,
+        share,
+        "must be null with model.moe_pad_expert_input_to_capacity=true: padding fills the capacity that experts leave "
+        "unused",
+    )
+    require(
+        policy is not None and getattr(build_policy("snapshot.policy", policy), "leaves_out_experts", False),
+        _REPAY,
+        share,
+        "must be null unless windows leave out experts (snapshot=partial_experts or snapshot=selective_experts): "
+        "otherwise, recoveries lose no tokens",
+    )
+
+
 def _check_snapshot(config: JobConfig) -> None:
     """Check the keys of ``snapshot`` that can be checked without a plan.
 
@@ -324,6 +354,7 @@ def _check_snapshot(config: JobConfig) -> None:
     at_least(0, "snapshot.persist_interval_windows", snapshot.persist_interval_windows)
     at_least(0, "snapshot.keep_persisted", snapshot.keep_persisted)
     at_least(0, "snapshot.replan_interval_windows", snapshot.replan_interval_windows)
+    _check_repayment(config)
     outlive = snapshot.outlive_job_seconds
     require(0 <= outlive <= MAX_OUTLIVE_SECONDS, _OUTLIVE, outlive, f"must be from 0 to {MAX_OUTLIVE_SECONDS}")
     require(

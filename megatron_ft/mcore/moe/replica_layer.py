@@ -163,10 +163,11 @@ class MixtureLayer(MoELayer):
 
     iteration: int = 0
 
-    def start_iteration(self, iteration: int) -> None:
-        """Set the number of the iteration, which failpoints and forced routing need. 0 means an evaluation."""
+    def start_iteration(self, iteration: int, owed: Sequence[int] = ()) -> None:
+        """Set the number of the iteration, which failpoints and forced routing need. 0 means an evaluation. ``owed``
+        has one entry for each expert: the tokens that it lost and has not made up for (``PaddingAwareRouter``)."""
         self.iteration = iteration
-        self.router.start_iteration(iteration)
+        self.router.start_iteration(iteration, owed)
 
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Send tokens to the ranks of their experts, with an all-to-all."""

@@ -3,9 +3,9 @@
 Notation: T tokens of a microbatch on this rank, E experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import RouterBuilder
 from megatron.core.transformer.moe.moe_utils import (
     MoEAuxLossAutoScaler,
+    apply_router_token_dropping,
+    get_capacity,
     get_moe_layer_wise_logging_tracker,
     save_to_aux_losses_tracker,
     z_loss_func,
@@ -36,18 +38,46 @@ class PaddingAwareRouter(TopKRouter):
     auxiliary losses, z-loss, router bias and load counts. Masking the loss would not be enough, because Megatron
     attaches auxiliary losses through an autograd function that does not depend on the loss.
 
-    ``load`` [E] int64 is the number of tokens that were routed to each expert since the iteration began.
+    ``load`` [E] int64 is the number of tokens that were routed to each expert since the iteration began. ``repaid`` [E]
+    int64 is the number of those that were beyond the expert's capacity.
+
+    Args:
+        repay_capacity_share: Share of the capacity that an expert that lost tokens in a recovery gets in addition
+            (``snapshot.repay_capacity_share``). None if no expert gets more than its capacity.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        repay_capacity_share: float | None = None,
+    ) -> None:
+        self._limits = config
+        self._repay_capacity_share = repay_capacity_share
+        if repay_capacity_share is not None:
+            # Megatron's router drops tokens in the middle of ``routing``. Here they are dropped after it, when it is
+            # known how much capacity other experts leave unused.
+            config = copy(config)
+            config.moe_expert_capacity_factor = None
+        super().__init__(config=config, pg_collection=pg_collection)
         self.is_padding = False
-        self.load = torch.zeros(self.config.num_moe_experts, dtype=torch.int64, device=torch.cuda.current_device())
+        device = torch.cuda.current_device()
+        self.load = torch.zeros(self.config.num_moe_experts, dtype=torch.int64, device=device)
+        self.repaid = torch.zeros_like(self.load)
+        self._owing = self.load.new_empty(0)
 
-    def start_iteration(self, iteration: int) -> None:
-        """Reset ``load`` at the start of ``iteration``. Do nothing if ``iteration`` is 0, which means an evaluation."""
+    def start_iteration(self, iteration: int, owed: Sequence[int] = ()) -> None:
+        """Reset ``load`` and ``repaid`` at the start of ``iteration``, unless it is 0, which means an evaluation.
+
+        Args:
+            owed: for each expert, the tokens whose updates it lost and that it has not made up for.
+        """
         if iteration:
             self.load.zero_()
+            self.repaid.zero_()
+        experts = sorted((e for e, tokens in enumerate(owed) if tokens), key=lambda expert: -owed[expert])
+        self._owing = torch.tensor(experts, dtype=torch.int64, device=self.load.device)
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -55,10 +85,43 @@ class PaddingAwareRouter(TopKRouter):
         """Route the tokens with ``logits`` [sequence, batch, E]. Return probs [T, E] and routing_map [T, E]."""
         self.is_padding = padding_mask is not None
         probs, routing_map = super().routing(logits)
+        extra = None
+        if self._repay_capacity_share is not None:
+            probs, routing_map, extra = self._drop_tokens(probs, routing_map)
         # Full recomputation routes each microbatch twice, but only the second time with gradients.
         if self.training and torch.is_grad_enabled() and not self.is_padding:
             self.load += routing_map.sum(dim=0)
+            if extra is not None:
+                self.repaid += extra
         return probs, routing_map
+
+    def _drop_tokens(
+        self, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Drop tokens of ``probs`` and ``routing_map`` [T, E] beyond the capacities of their experts, as Megatron does.
+        Experts that owe tokens keep more of them, as far as other experts leave capacity unused. Return probs and
+        routing_map, and the number of additional tokens of each expert [E]; None if no expert owes tokens."""
+        limits = self._limits
+        kept_probs, kept = apply_router_token_dropping(
+            probs,
+            routing_map,
+            router_topk=self.topk,
+            capacity_factor=limits.moe_expert_capacity_factor,
+            drop_policy=limits.moe_token_drop_policy,
+        )
+        extra = None
+        if len(self._owing) and self.training:
+            num_tokens, num_experts = probs.shape
+            capacity = get_capacity(num_tokens * self.topk, num_experts, limits.moe_expert_capacity_factor)
+            most = int(self._repay_capacity_share * capacity)
+            added, extra = more_tokens(
+                *(probs.detach(), routing_map, kept, self._owing, capacity, most),
+                by_probs=limits.moe_token_drop_policy == "probs",
+            )
+            kept = kept | added
+            kept_probs = probs * kept
+        self._count_for_bias(kept)
+        return kept_probs, kept, extra
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Attach the z-loss (ST-MoE, arXiv 2202.08906, eq. 5) to ``logits`` [T, E], unless they are padding."""
@@ -118,6 +181,11 @@ class PaddingAwareRouter(TopKRouter):
         return super()._apply_global_aux_loss(probs, scores_for_aux_loss, counted, with_padding_mask)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        # With ``repay_capacity_share``, tokens are counted after others were dropped.
+        if self._repay_capacity_share is None:
+            self._count_for_bias(routing_map)
+
+    def _count_for_bias(self, routing_map: torch.Tensor) -> None:
         if self.enable_expert_bias and torch.is_grad_enabled() and not self.is_padding:
             with torch.no_grad():
                 self.local_tokens_per_expert += routing_map.sum(dim=0)
@@ -141,16 +209,17 @@ class _TraceRouter(PaddingAwareRouter):
         *,
         trace: RoutingTrace,
         seed: int,
+        repay_capacity_share: float | None = None,
     ) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+        super().__init__(config=config, pg_collection=pg_collection, repay_capacity_share=repay_capacity_share)
         self.trace, self.seed = trace, seed
         self.router_replay = _ForcedChoice()
         self._dp_group = pg_collection.dp
         self.start_iteration(0)
 
-    def start_iteration(self, iteration: int) -> None:
-        """Reset the number of routed microbatches and, unless ``iteration`` is 0 (an evaluation), ``load``."""
-        super().start_iteration(iteration)
+    def start_iteration(self, iteration: int, owed: Sequence[int] = ()) -> None:
+        """Reset the number of routed microbatches, and start the iteration as ``PaddingAwareRouter`` does."""
+        super().start_iteration(iteration, owed)
         self._iteration = iteration
         self._num_routed = {False: 0, True: 0}
 
@@ -207,10 +276,11 @@ def router_builder(config: JobConfig) -> RouterBuilder:
     Raises:
         ConfigError, DataError: the routing trace cannot be read, or does not match the model.
     """
+    share = config.snapshot.repay_capacity_share
     if config.model.router != "trace":
-        return PaddingAwareRouter
+        return partial(PaddingAwareRouter, repay_capacity_share=share)
     trace = RoutingTrace.of(config.model, read_trace(config))
-    return partial(_TraceRouter, trace=trace, seed=config.training.seed)
+    return partial(_TraceRouter, trace=trace, seed=config.training.seed, repay_capacity_share=share)
 
 
 def routers(model_chunks: list[torch.nn.Module]) -> list[PaddingAwareRouter]:
@@ -244,9 +314,51 @@ def forget_auxiliary_losses() -> None:
 
 
 def routed_tokens(model_chunks: list[torch.nn.Module], num_layers: int, num_experts: int) -> torch.Tensor:
-    """Return the number of tokens that this rank has routed to each expert in this iteration. The result is int64
-    [num_layers, num_experts], on the CPU."""
-    load = torch.zeros((num_layers, num_experts), dtype=torch.int64)
+    """Return the number of tokens that this rank has routed to each expert in this iteration, and the number of those
+    beyond the capacities of experts. The result is int64 [2, num_layers, num_experts], on the CPU."""
+    load = torch.zeros((2, num_layers, num_experts), dtype=torch.int64)
     for router in routers(model_chunks):
-        load[router.layer_number - 1] = router.load.cpu()
+        load[:, router.layer_number - 1] = torch.stack([router.load, router.repaid]).cpu()
     return load
+
+
+def more_tokens(
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    kept: torch.Tensor,
+    owing: torch.Tensor,
+    capacity: int,
+    most: int,
+    *,
+    by_probs: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose dropped tokens that experts process beyond their capacity, because they lost tokens in a recovery
+    (MoEtion, section 6). All experts together process at most as many tokens as their capacities allow.
+
+    Args:
+        probs: probability of each token and expert, [T, E].
+        routing_map: tokens that were routed to each expert, bool [T, E].
+        kept: tokens that each expert processes within its capacity, bool [T, E].
+        owing: distinct experts that may process more, in the order in which they get unused capacity, int64.
+        capacity: tokens that each expert may process.
+        most: largest number of tokens that one expert processes in addition.
+        by_probs: whether dropped tokens with the largest probabilities are chosen; the first ones if false.
+
+    Returns:
+        The additional tokens, bool [T, E], and their number for each expert, int64 [E].
+    """
+    most = min(most, len(probs))
+    chosen = torch.zeros_like(routing_map)
+    num_kept = kept.sum(dim=0)
+    dropped = (routing_map & ~kept)[:, owing]
+    unused = capacity * routing_map.shape[1] - num_kept.sum()
+    wanted = dropped.sum(dim=0).clamp(max=most)
+    # Nothing here reads a tensor's values on the host, because routing must not wait for the device.
+    before = wanted.cumsum(dim=0) - wanted
+    granted = torch.minimum((unused - before).clamp(min=0), wanted)
+    positions = torch.arange(len(probs), 0, -1, device=probs.device).unsqueeze(1)
+    scores = torch.where(dropped, probs[:, owing] if by_probs else positions, -1)
+    tokens = scores.argsort(dim=0, descending=True, stable=True)[:most]
+    is_granted = torch.arange(most, device=probs.device).unsqueeze(1) < granted
+    chosen[:, owing] = torch.zeros_like(dropped).scatter(0, tokens, is_granted)
+    return chosen, torch.zeros_like(num_kept).index_copy(0, owing, granted)

@@ -537,6 +537,8 @@ class Snapshotter:
             at_risk, lost = partial.shares(start, self._tokens())
             stored = partial.stored_share
             record = replace(record, at_risk_share=at_risk, lost_share=lost, stored_at_risk_share=stored)
+            if self._config.snapshot.repay_capacity_share is not None:
+                record = replace(record, owed_share=partial.owed_share(self._tokens()))
         self._report(record)
 
     def _report_delayed(self, iteration: int) -> None:

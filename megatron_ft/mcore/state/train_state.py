@@ -185,6 +185,8 @@ class IterationState:
     """State before the forward pass, which a rollback of the iteration restores."""
     expert_load: torch.Tensor | None = None
     """Number of tokens of each expert, summed over all ranks: int64 [num_layers, num_moe_experts]; None if unused."""
+    repaid: torch.Tensor | None = None
+    """Those of ``expert_load`` that were beyond the capacity of their expert, in the same form."""
     contributed: bool = False
     """Whether this rank may have sent its ballot. If true, other ranks may have the complete vote."""
     vote: Vote | None = None
@@ -194,10 +196,10 @@ class IterationState:
     update: Literal["none", "begun", "done"] = "none"
     """Progress of the update of master weights, moments and compute weights."""
 
-    def loads_of(self, layers: Sequence[int]) -> list[list[int]] | None:
-        """Return the tokens of [layer][expert] for ``layers``, numbered from 1; None without layers or summed loads."""
-        load = self.expert_load
-        return None if load is None or not layers else [load[layer - 1].tolist() for layer in layers]
+    def counts_of(self, layers: Sequence[int]) -> tuple[list[list[int]] | None, list[list[int]] | None]:
+        """Return ``expert_load`` and ``repaid`` as [layer][expert] for ``layers``, which are numbered from 1. Each is
+        None without layers or if it is None."""
+        return _rows_of(self.expert_load, layers), _rows_of(self.repaid, layers)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -206,6 +208,10 @@ class IterationState:
         # No ``finally``: after an exception the state is partly updated and unusable, so the value must stay ``begun``.
         yield
         self.update = "done"
+
+
+def _rows_of(load: torch.Tensor | None, layers: Sequence[int]) -> list[list[int]] | None:
+    return None if load is None or not layers else [load[layer - 1].tolist() for layer in layers]
 
 
 def seed_rng(seed: int, pg_collection: ProcessGroupCollection) -> None:

@@ -309,9 +309,7 @@ class TrainingEngine:
         self.scheduler = build_scheduler(self.config, self.optimizer)
         self._connect_schedule()
         self.batch = plan_batches(self.config.training, pg.dp.size(), pg.pp.size() if len(self.model_chunks) > 1 else 1)
-        self._mixture_layers = [
-            m for chunk in self.model_chunks for m in chunk.modules() if isinstance(m, MixtureLayer)
-        ]
+        self._mixture_layers = [m for c in self.model_chunks for m in c.modules() if isinstance(m, MixtureLayer)]
         self._straggler_timer.watch(self.model_chunks)
 
     def keep_copies(
@@ -403,8 +401,8 @@ class TrainingEngine:
 
     def finish(self, vote: Vote, decision: Decision) -> None:
         """Record the iteration of ``vote`` as the newest, after its ``decision`` was carried out."""
-        loads = self.in_progress.loads_of(self._counted_layers) if self.in_progress else None
-        self.history = self.history.after(vote, decision, self.config.training.loss_spike_window, loads)
+        counted = self.in_progress.counts_of(self._counted_layers) if self.in_progress else (None, None)
+        self.history = self.history.after(vote, decision, self.config.training.loss_spike_window, *counted)
         self.continue_after(vote.iteration, vote)
         # Only now may a replay read the logged messages, because a failed attempt may have logged only some of them.
         self.boundaries.commit(vote)
@@ -417,7 +415,7 @@ class TrainingEngine:
         # Loads are summed before the vote. If ranks are lost after it, survivors finish the iteration and must plan
         # placements from the same loads, but can no longer sum them with the lost ranks.
         if self._counted_layers or self.wants_load(iteration):
-            in_progress.expert_load = self.expert_load()
+            in_progress.expert_load, in_progress.repaid = self._expert_tokens()
         # Read before ``adamw.prepare`` updates it, because the ballot must contain the loss scale of these gradients.
         loss_scale = float(self.optimizer.get_loss_scale())
         found_inf, grad_norm = adamw.prepare(self.optimizer)
@@ -550,17 +548,18 @@ class TrainingEngine:
     def expert_load(self) -> torch.Tensor:
         """Return the number of tokens of each expert in the last iteration, summed over all ranks: int64
         [num_layers, num_moe_experts], on the CPU. All ranks must call this."""
-        model = self.config.model
-        load = routed_tokens(self.model_chunks, model.num_layers, model.num_moe_experts or 0)
-        dist.all_reduce(load, group=self.groups.vote)
-        return load
+        return self._expert_tokens()[0]
 
-    # -- parts --------------------------------------------------------------------------------------------
+    def _expert_tokens(self) -> torch.Tensor:  # [2, num_layers, num_moe_experts]: all, and those beyond the capacity
+        tokens = routed_tokens(self.model_chunks, self.config.model.num_layers, self.config.model.num_moe_experts or 0)
+        dist.all_reduce(tokens, group=self.groups.vote)
+        return tokens
 
     def _start_iteration(self, iteration: int) -> None:  # 0: an evaluation
         self._current_iteration = iteration
+        owed = self.history.owed(self._counted_layers)
         for layer in self._mixture_layers:
-            layer.start_iteration(iteration)
+            layer.start_iteration(iteration, owed.get(layer.layer_number, ()))
 
     def _run_microbatches(self, split: str, number: int, *, forward_only: bool) -> list[torch.Tensor]:
         """Run batch ``number`` of ``split`` through the pipeline. In training, ``number`` is the iteration."""

@@ -5,7 +5,7 @@ iteration than the rest of the model, and the updates of the expert between the 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Rows = tuple[tuple[int, ...], ...]
@@ -21,20 +21,38 @@ class TokenLedger:
     """Tokens of committed iterations."""
     lost: Rows
     """Tokens whose updates were lost in recoveries, summed over recoveries."""
+    repaid: Rows
+    """Tokens of committed iterations that experts processed beyond their capacity, to make up for lost tokens."""
 
     @classmethod
     def empty(cls, loads: Sequence[Sequence[int]]) -> "TokenLedger":
         """Create a ledger of zeros in the shape of ``loads``."""
         zeros = tuple((0,) * len(row) for row in loads)
-        return cls(processed=zeros, lost=zeros)
+        return cls(processed=zeros, lost=zeros, repaid=zeros)
 
-    def after(self, loads: Sequence[Sequence[int]]) -> "TokenLedger":
-        """Return the ledger after a committed iteration; ``loads`` [MoE layer][expert] counts its tokens."""
-        return TokenLedger(processed=_sum(self.processed, loads), lost=self.lost)
+    def after(self, loads: Sequence[Sequence[int]], repaid: Sequence[Sequence[int]] | None = None) -> "TokenLedger":
+        """Return the ledger after a committed iteration.
+
+        Args:
+            loads: its tokens of [MoE layer][expert].
+            repaid: those of them that were beyond the capacity of the expert; None for none.
+        """
+        return TokenLedger(
+            processed=_sum(self.processed, loads),
+            lost=self.lost,
+            repaid=self.repaid if repaid is None else _sum(self.repaid, repaid),
+        )
 
     def after_loss(self, lost: Sequence[Sequence[int]]) -> "TokenLedger":
         """Return the ledger after a recovery; ``lost`` [MoE layer][expert] counts the tokens that the recovery lost."""
-        return TokenLedger(processed=self.processed, lost=_sum(self.lost, lost))
+        return replace(self, lost=_sum(self.lost, lost))
+
+    def owed(self) -> Rows:
+        """Return the lost tokens of [MoE layer][expert] that the expert has not made up for yet."""
+        return tuple(
+            tuple(max(0, lost - repaid) for lost, repaid in zip(*rows, strict=True))
+            for rows in zip(self.lost, self.repaid, strict=True)
+        )
 
     def lost_share(self, planned_tokens: int) -> float:
         """Return the proportion of lost tokens (PLT; MoC-System, equation 7): the mean over MoE layers of lost tokens
@@ -60,8 +78,9 @@ class TokenLedger:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "TokenLedger":
-        """Read the result of ``dataclasses.asdict`` after a conversion to JSON."""
-        return cls(**{name: tuple(tuple(row) for row in content[name]) for name in ("processed", "lost")})
+        """Read the result of ``dataclasses.asdict`` after a conversion to JSON. ``repaid`` may be missing."""
+        read = {name: tuple(tuple(row) for row in rows) for name, rows in content.items()}
+        return cls(**{"repaid": cls.empty(read["lost"]).repaid, **read})
 
 
 def mean_share(tokens: Sequence[Sequence[int]], per_layer: int) -> float:

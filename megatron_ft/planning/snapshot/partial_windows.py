@@ -159,6 +159,10 @@ class PartialWindows:
         that earlier recoveries have lost."""
         return self._share(self.at_risk(start) or ()), ledger.lost_share(self._planned_tokens)
 
+    def owed_share(self, ledger: TokenLedger) -> float:
+        """Return the share of the planned tokens that experts have lost and not made up for."""
+        return self._share(ledger.owed())
+
     def _share(self, tokens: Rows) -> float:
         return mean_share(tokens, self._planned_tokens)
 
