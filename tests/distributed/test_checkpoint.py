@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.sharing import chosen, runs_extended
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -38,6 +40,10 @@ RESHARDED = (
     # TP, PP, EP and DP all differ: 2, 1, 1, 1 and 1, 2, 2, 2.
     *(("tp2", "pp2_ep2"), ("pp2_ep2", "tp2")),
 )
+EXTENDED_SAME = ("dp2_bf16_plain", "dp1_fp32_plain", "ep2")
+EXTENDED_AGAIN = ("dp2_bf16_plain", "vpp2")
+EXTENDED_RESHARDED = (("ep2", "pp2"), ("pp2", "tp2"), ("tp2", "dp1"), ("dp2", "ep2"))
+"""Layouts whose features another layout also has."""
 FAULTS = ("fails_on_one_rank", "fails_at_the_end", "damaged", "foreign", "retention", "given_up", "lost_at_the_end")
 
 
@@ -52,11 +58,12 @@ def run_scenarios(names: list[str], directory: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    every = runs_extended(request)
     names = (
-        [f"same:{name}" for name in SAME]
-        + [f"again:{name}" for name in AGAIN]
-        + [f"reshard:{a}:{b}" for a, b in RESHARDED]
+        [f"same:{name}" for name in SAME if every or name not in EXTENDED_SAME]
+        + [f"again:{name}" for name in AGAIN if every or name not in EXTENDED_AGAIN]
+        + [f"reshard:{pair[0]}:{pair[1]}" for pair in RESHARDED if every or pair not in EXTENDED_RESHARDED]
     )
     return run_scenarios(names + [f"fault:{name}" for name in FAULTS], tmp_path_factory.mktemp("checkpoints"))
 
@@ -67,7 +74,7 @@ def ranks_of(outcomes: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return outcomes[name]
 
 
-@pytest.mark.parametrize("layout", SAME)
+@pytest.mark.parametrize("layout", chosen(SAME, EXTENDED_SAME))
 def test_resume_at_the_same_layout_is_bitwise(outcomes: dict[str, Any], layout: str) -> None:
     """A checkpoint is written in the background during training. After the resume, every tensor and every later loss is
     equal."""
@@ -87,7 +94,7 @@ def test_resume_at_the_same_layout_is_bitwise(outcomes: dict[str, Any], layout: 
         assert "iter_0000004" in rank["saved_again"]
 
 
-@pytest.mark.parametrize("layout", AGAIN)
+@pytest.mark.parametrize("layout", chosen(AGAIN, EXTENDED_AGAIN))
 def test_a_plan_is_used_again_with_the_newest_state(outcomes: dict[str, Any], layout: str) -> None:
     for rank in ranks_of(outcomes, f"again:{layout}"):
         assert rank["is_same_plan"] and rank["consumed"] and len(rank["loaded"]) > 20
@@ -95,11 +102,11 @@ def test_a_plan_is_used_again_with_the_newest_state(outcomes: dict[str, Any], la
         assert rank["differences"] == []
 
 
-@pytest.mark.parametrize(("saved", "loaded"), RESHARDED)
-def test_another_layout_loads_the_same_numbers(outcomes: dict[str, Any], saved: str, loaded: str) -> None:
+@pytest.mark.parametrize("pair", chosen(RESHARDED, EXTENDED_RESHARDED), ids="-".join)
+def test_another_layout_loads_the_same_numbers(outcomes: dict[str, Any], pair: tuple[str, str]) -> None:
     """A checkpoint is loaded in another layout and saved again. Both files contain the same tensors with the same names
     and bits."""
-    for rank in ranks_of(outcomes, f"reshard:{saved}:{loaded}"):
+    for rank in ranks_of(outcomes, "reshard:" + ":".join(pair)):
         assert rank["num_tensors"] > 60
         assert rank["different"] == []
         assert rank["num_moments"] > 40

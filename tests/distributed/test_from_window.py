@@ -142,6 +142,7 @@ def digest(run_dir: Path, name: str) -> str:
     return window_digest(manifests)
 
 
+@pytest.mark.extended
 def test_values_of_the_window_are_used_if_the_run_has_others_now(
     died: JobResult,
     undisturbed: JobResult,

@@ -82,8 +82,11 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
 EXTENDED = (
     "pp2 overlap: backward",
     "pp2 global loss: forward",
+    "pp2: ranks that serve",
     "pp2: next door",
     "pp2: a spare",
+    "pp2 vpp2: backward",
+    "pp4: the first two",
     "pp4: side by side",
 )
 """Faults whose path another fault also takes."""
@@ -145,7 +148,7 @@ def test_healthy_stages_compute_nothing(outcomes: dict[str, Any], name: str) -> 
     assert len(passes) == 1
 
 
-@pytest.mark.parametrize("name", REPLAYED)
+@pytest.mark.parametrize("name", chosen(REPLAYED, EXTENDED))
 def test_only_the_stages_that_lost_a_rank_go_back(outcomes: dict[str, Any], name: str) -> None:
     shares = records(outcomes, name, "stage_recovery")
     last = max(share["generation"] for share in shares)
@@ -163,7 +166,7 @@ def test_a_stage_with_nothing_to_go_back_to_ends_the_job(outcomes: dict[str, Any
     assert errors and all("localized_replay: no window has been committed" in error for error in errors)
 
 
-@pytest.mark.parametrize("name", WATCHED)
+@pytest.mark.parametrize("name", chosen(WATCHED, EXTENDED))
 def test_tensors_of_survivors_stay_where_they_are(outcomes: dict[str, Any], name: str) -> None:
     num_survivors = 0
     for rank in outcomes[name]["ranks"]:
@@ -182,7 +185,7 @@ def test_tensors_of_survivors_stay_where_they_are(outcomes: dict[str, Any], name
     }
 
 
-@pytest.mark.parametrize("name", WATCHED)
+@pytest.mark.parametrize("name", chosen(WATCHED, EXTENDED))
 def test_ranks_of_healthy_stages_send_their_log_and_receive_nothing(outcomes: dict[str, Any], name: str) -> None:
     shares = {(share["generation"], share["rank"]): share for share in records(outcomes, name, "stage_recovery")}
     told = {(record["generation"], record["rank"]): record for record in records(outcomes, name, "communicated")}

@@ -48,11 +48,13 @@ LEFT = {"narrow": [0, 2, 3], "wide": [1, 2, 3]}
 """Nodes that remain without rank 1."""
 PHASES = ("grad_sync", "vote_before", "vote_inside", "vote_after", "update", "gather")
 EXTENDED = {
-    *(("narrow", phase) for phase in ("vote_before", "vote_inside", "update", "gather")),
-    *(("wide", phase) for phase in ("vote_before", "update")),
+    *(("narrow", phase) for phase in ("grad_sync", "vote_before", "vote_inside", "update", "gather")),
+    *(("wide", phase) for phase in ("vote_before", "vote_inside", "update")),
     "reform_join",
+    "interleaved",
+    "migrate_step",
 }
-"""Layouts and phases of losses, and phases of second losses, whose path another loss also takes."""
+"""Layouts and phases of losses, phases of second losses, and layouts, whose path another loss also takes."""
 INTERLEAVED = {
     "model.num_layers": 4,
     "parallel.virtual_pipeline_model_parallel_size": 2,
@@ -61,6 +63,8 @@ ONE_COPY = {"placement.min_replicas": 1}
 NO_COPIES = {"placement.state_copies": 1}
 MIXED = (3, 1, 1, 2, 2, 3)
 """Node of each rank of ``WIDE`` without node 0: a rank of node 3 has changed from stage 1 to stage 0."""
+FRESH = {"narrow": (0, 2), "wide": MIXED, "tied": MIXED, "interleaved": MIXED, "tensor": (0, 0, 2, 2)}
+"""Nodes of the ranks after a loss, by job."""
 GROWN = {
     node: (f"lose(nodes=[{node}],before_iteration=3)", f"join(nodes=[{node}],before_iteration=5)") for node in (1, 2)
 }
@@ -99,9 +103,6 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
         "tied": job({**WIDE, **TIED, **lose((0, 3)), **SAVING}, until=6),
         "fresh:tied": _fresh(folder, "tied", MIXED, 2, **WIDE, **TIED),
         "killed:tied": job({**WIDE, **TIED, **faults(kill(0, 3, "backward")), **SAVING}, until=6),
-        "interleaved": job({**WIDE, **INTERLEAVED, **lose((0, 3)), **SAVING}, until=6),
-        "fresh:interleaved": _fresh(folder, "interleaved", MIXED, 2, **WIDE, **INTERLEAVED),
-        "killed:interleaved": job({**WIDE, **INTERLEAVED, **faults(kill(0, 3, "backward")), **SAVING}, until=6),
         "tensor": job({**TENSOR, **SHARDED, **lose((1, 3)), **SAVING}, until=6),
         "fresh:tensor": _fresh(folder, "tensor", (0, 0, 2, 2), 2, **{**TENSOR, **SHARDED, **ONE_COPY, **NO_COPIES}),
         "killed:tensor": job({**TENSOR, **SHARDED, **faults(kill(3, 3, "backward")), **SAVING}, until=6),
@@ -117,8 +118,15 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
             returns={"2": [0]},
         ),
     }
+    if extended:
+        interleaved = {**WIDE, **INTERLEAVED, **SAVING}
+        jobs["interleaved"] = job({**interleaved, **lose((0, 3))}, until=6)
+        jobs["fresh:interleaved"] = _fresh(folder, "interleaved", MIXED, 2, **WIDE, **INTERLEAVED)
+        jobs["killed:interleaved"] = job({**interleaved, **faults(kill(0, 3, "backward"))}, until=6)
     skewed = write_skewed(folder)
     for phase, (more, rank, before) in MIGRATIONS.items():
+        if phase in EXTENDED and not extended:
+            continue
         moving = {**WIDE, **SHARDED, **skewed, **EAGER, **more}
         jobs[f"moved:{phase}"] = job({**moving, **lose((rank // 2, before))}, until=6)
         jobs[f"killed:{phase}"] = job({**moving, **faults(kill(rank, before, phase))}, until=6)
@@ -161,20 +169,15 @@ def test_hot_spares_have_no_rank(outcomes: dict[str, Any]) -> None:
     assert len(digests(outcomes, "narrow")[2]) == 4 and len(digests(outcomes, "narrow")[3]) == 2
 
 
-@pytest.mark.parametrize("name", ["tied", "interleaved", "tensor"])
+@pytest.mark.parametrize("name", chosen(["tied", "interleaved", "tensor"], EXTENDED))
 def test_other_layouts_continue_in_the_same_way(outcomes: dict[str, Any], name: str) -> None:
     _check_ranks(outcomes, f"killed:{name}")
     check_same(outcomes, f"killed:{name}", name)
 
 
-@pytest.mark.parametrize(
-    ("name", "nodes"),
-    [("narrow", (0, 2)), ("wide", MIXED), ("tied", MIXED), ("interleaved", MIXED), ("tensor", (0, 0, 2, 2))],
-)
-def test_a_membership_trains_like_a_job_of_its_size(
-    outcomes: dict[str, Any], name: str, nodes: tuple[int, ...]
-) -> None:
-    check_like_fresh(outcomes, name, f"fresh:{name}", nodes, 2)
+@pytest.mark.parametrize("name", chosen(FRESH, EXTENDED))
+def test_a_membership_trains_like_a_job_of_its_size(outcomes: dict[str, Any], name: str) -> None:
+    check_like_fresh(outcomes, name, f"fresh:{name}", FRESH[name], 2)
 
 
 @pytest.mark.parametrize("name", ["narrow", "wide"])
@@ -200,7 +203,7 @@ def test_a_node_is_back_in_the_membership_that_follows_its_loss(outcomes: dict[s
     check_same(outcomes, "killed:back at once", "back at once")
 
 
-@pytest.mark.parametrize("phase", MIGRATIONS)
+@pytest.mark.parametrize("phase", chosen(MIGRATIONS, EXTENDED))
 def test_a_rank_dies_while_experts_move(outcomes: dict[str, Any], phase: str) -> None:
     name = f"killed:{phase}"
     _check_ranks(outcomes, name)

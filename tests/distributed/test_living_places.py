@@ -95,7 +95,13 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "rebuilt: moving": ("rebuilt", [kill(2, 3, "migrate_build"), kill(1, 3, "forward", 1)]),
 }
 """Layout and faults by name."""
-EXTENDED = ("pp2: in recoveries", "tp2 ep2: twice")
+EXTENDED = (
+    "pp2: in recoveries",
+    "pp2: no windows",
+    "tp2 ep2: twice",
+    "pp2 ep2 copies without replicas: in phases",
+    "rebuilt: moving",
+)
 """Faults whose path another fault also takes."""
 SERVED = {
     "pp2: the sender": ["living_state", "localized_replay"],

@@ -43,7 +43,12 @@ FAULTS: dict[str, tuple[str, int, list[str], list[tuple[int, str]]]] = {
 """Layout, number of parts that the spare builds in advance, faults, and what substitutes report to have built."""
 
 
-EXTENDED = ("sharded: another stage", "vpp2: another rank of the stage", "overlap: the same rank")
+EXTENDED = (
+    "sharded: another stage",
+    "sharded: the second part",
+    "vpp2: another rank of the stage",
+    "overlap: the same rank",
+)
 """Faults whose path another fault also takes."""
 
 

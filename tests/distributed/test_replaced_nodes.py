@@ -4,7 +4,8 @@
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_ft.failpoints import ITERATION_PHASES
 from megatron_ft.failures.injecting import Injector
 from megatron_ft.testing.jobs import JobResult, run_job, start, wait
 from tests.distributed.test_inject_failures import read
+from tests.helpers.sharing import chosen
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -97,14 +99,18 @@ def losses(job: JobResult) -> set[tuple[int, float]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, warm_forkserver: str) -> Iterator[dict[str, JobResult]]:
-    jobs = {}
-    for layout in LAYOUTS:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, warm_forkserver: str) -> Callable[[str], JobResult]:
+    """Return a function that runs the undisturbed job of a layout once."""
+
+    @cache
+    def job_of(layout: str) -> JobResult:
         folder = tmp_path_factory.mktemp("undisturbed")
-        jobs[layout] = run_job(words(layout, SPARE), forkserver=warm_forkserver, runs=folder)
-        assert jobs[layout].exit_code == 0, jobs[layout].output
-        assert len(digests(jobs[layout])) == NUM_ITERATIONS
-    return jobs
+        job = run_job(words(layout, SPARE), forkserver=warm_forkserver, runs=folder)
+        assert job.exit_code == 0, job.output
+        assert len(digests(job)) == NUM_ITERATIONS
+        return job
+
+    return job_of
 
 
 def stop(rank: int, iteration: int, phase: str, generation: int = 0) -> str:
@@ -142,10 +148,19 @@ CASES: dict[str, tuple[str, list[str], list[str], list[tuple[int, ...]]]] = {
     ),
 }
 """Layout, overrides, faults, and the node at each place after each restart, by name."""
+EXTENDED = (
+    "a node, a spare",
+    "a node that returns",
+    "a node of a job with replica slots",
+    "a second node while ranks are built",
+)
+"""Faults whose path another fault also takes."""
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_undisturbed_bits(tmp_path: Path, warm_forkserver: str, undisturbed: dict[str, JobResult], name: str) -> None:
+@pytest.mark.parametrize("name", chosen(CASES, EXTENDED))
+def test_undisturbed_bits(
+    tmp_path: Path, warm_forkserver: str, undisturbed: Callable[[str], JobResult], name: str
+) -> None:
     layout, overrides, faults, memberships = CASES[name]
     job = run_killing_nodes(words(layout, *overrides, faults=faults), forkserver=warm_forkserver, runs=tmp_path)
     assert job.exit_code == 0, job.output
@@ -153,7 +168,7 @@ def test_undisturbed_bits(tmp_path: Path, warm_forkserver: str, undisturbed: dic
     started = of_kind(job, "recovery_started")
     assert {(event["strategy"], event["source"]) for event in started} == {("rollback", "memory")}, job.output
     assert [tuple(event["nodes"]) for event in of_kind(job, "ranks_restarted")] == memberships
-    assert digests(job) == digests(undisturbed[layout]) and losses(job) == losses(undisturbed[layout])
+    assert digests(job) == digests(undisturbed(layout)) and losses(job) == losses(undisturbed(layout))
     assert max(iterations_again(job)) <= bound_of(job)
 
 
@@ -195,7 +210,7 @@ def test_a_job_whose_windows_are_lost_with_their_nodes_does_not_start_at_iterati
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_undisturbed_bits_after_faults_at_random(
-    tmp_path: Path, warm_forkserver: str, undisturbed: dict[str, JobResult], layout: str, seed: int
+    tmp_path: Path, warm_forkserver: str, undisturbed: Callable[[str], JobResult], layout: str, seed: int
 ) -> None:
     """Ranks and nodes are lost in random phases of six generations. While ranks build or replay, only ranks are lost:
     the loss of a second node before the next commit can take the last copy of a window."""
@@ -220,4 +235,4 @@ def test_undisturbed_bits_after_faults_at_random(
     assert num_hits == len(faults), f"{faults}: not all faults happened"
     assert {event["strategy"] for event in of_kind(job, "recovery_started")} == {"rollback"}, f"{faults}: {job.output}"
     assert len(of_kind(job, "ranks_restarted")) == num_hits
-    assert digests(job) == digests(undisturbed[layout]) and losses(job) == losses(undisturbed[layout])
+    assert digests(job) == digests(undisturbed(layout)) and losses(job) == losses(undisturbed(layout))

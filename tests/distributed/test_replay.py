@@ -91,7 +91,7 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "computed": (1, {"overrides": BF16, "skip_frozen": False}),
 }
 EXTENDED = ("dp2", "vpp2", "ep2", "ep2_pp2", "fp32", "tied", "tied_tp2", "parts_plain", "dense", "recompute_pp2")
-EXTENDED += ("fp8_tensorwise", "fp8_blockwise_recompute")
+EXTENDED += ("fp8_tensorwise", "fp8_blockwise_recompute", "one", "tp2", "pp2", "recompute", "replicas_plain")
 """Scenarios whose features another scenario also has."""
 DAMAGES: dict[str, str] = {
     "weight": "the replay of iteration 3 had other results than the logged vote",

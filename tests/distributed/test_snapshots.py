@@ -142,6 +142,7 @@ def test_a_window_is_replayed_on_one_node_and_its_dense_state_goes_on_at_another
     assert all(abs(after[iteration] / before[iteration] - 1) < 2e-3 for iteration in before)
 
 
+@pytest.mark.extended
 def test_a_window_of_another_layout_is_named_and_not_used(tmp_path: Path, warm_forkserver: str) -> None:
     persisting = [*LAYOUT, *SNAPSHOTS, "snapshot.persist_interval_windows=1"]
     died = train(tmp_path, warm_forkserver, *persisting, faults=['kill(at_iteration=13,phase="forward",rank=0)'])
@@ -217,6 +218,7 @@ def test_a_window_that_is_replayed_to_something_else_is_not_chosen_again(
     assert digests(resumed) == digests(undisturbed) and losses(resumed) == losses(undisturbed)
 
 
+@pytest.mark.extended
 def test_a_job_whose_only_window_was_refused_stops_and_does_not_start_over(
     tmp_path: Path, warm_forkserver: str
 ) -> None:
