@@ -51,7 +51,7 @@ class Generator:
     def generate(
         self, prompt: str, num_tokens: int, *, temperature: float | None = None, seed: int = 0
     ) -> Iterator[int]:
-        """Yield the tokens after ``prompt``, at most ``num_tokens``. An end of the document ends the text earlier.
+        """Yield at most ``num_tokens`` tokens that continue ``prompt``. Stop earlier at the end of the document.
 
         Args:
             prompt: beginning of the text. An empty one stands for the beginning of a document.

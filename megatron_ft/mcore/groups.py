@@ -210,7 +210,7 @@ class Groups:
     """Whether groups of the same ranks share connections. Groups do not share connections if gradients are reduced
     during the backward pass, because these reductions would delay other collectives."""
     num_added: Iterator[int] = field(default_factory=itertools.count)
-    """Counts the groups of ``add`` in this generation."""
+    """Counts the groups that ``add`` creates in this generation."""
 
     @property
     def world(self) -> dist.ProcessGroup:

@@ -147,7 +147,8 @@ def gpus_needed(num_ranks: int, ranks_per_gpu: int) -> int:
 
 
 def other_device(choice: DeviceChoice, refused: Mapping[str, str], recovery: RecoveryConfig) -> str:
-    """State as text whether the job could run on the device that was not chosen; empty if the choice is certain.
+    """Return a sentence that states whether the job could run on the device that was not chosen; empty if the choice is
+    certain.
 
     Args:
         refused: for each possible device, the reason why it cannot run the configuration; empty if it can.

@@ -1,4 +1,4 @@
-"""Agreement of all ranks on an iteration: samples of each rank, ballot of each rank, vote of all ranks, and decision.
+"""Describes how all ranks agree on an iteration: the samples and the ballot of each rank, the vote, and the decision.
 
 A vote is complete when every rank has contributed its ballot; before that, the iteration can be rolled back. The vote
 contains the scalars of the iteration that an exact replay needs.
@@ -299,7 +299,7 @@ class History:
         return {} if self.tokens is None else dict(zip(layers, self.tokens.owed(), strict=True))
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values; without ``tokens`` if they are None."""
+        """Convert to JSON values. The result has no entry ``tokens`` if ``tokens`` is None."""
         return {name: value for name, value in asdict(self).items() if name != "tokens" or value is not None}
 
     @classmethod

@@ -361,7 +361,8 @@ def _losses(
 
 
 def _fewer_lanes(config: JobConfig) -> tuple[str, ...]:
-    """Return a note on the second way in which a job continues that keeps its layout while nodes can be replaced."""
+    """Return a note for a job that keeps its layout as long as lost nodes can be replaced: how it continues after
+    that."""
     if not (config.recovery.keep_layout and config.may_change_layout):
         return ()
     return (

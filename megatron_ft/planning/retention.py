@@ -18,7 +18,7 @@ class RetentionPolicy:
 
         Args:
             complete: (iteration, name) of every complete checkpoint; if iterations are equal, names are compared.
-            in_use: names of checkpoints that must not be deleted, such as the one from which the run resumed.
+            in_use: names of checkpoints that must not be deleted, such as the checkpoint from which the run resumed.
         """
         if self.keep_last == 0:
             return ()

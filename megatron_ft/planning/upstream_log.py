@@ -1,8 +1,9 @@
 """Estimates the memory of the upstream log, which contains tensors that stages have sent to their neighbours.
 
 A tensor is needed as long as a neighbouring stage may replay its iteration. A replay starts from the first slice of the
-newest committed window. While window n is captured, this is window n - 1 at best. So the log covers two windows, plus
-the iterations until all ranks know the commit (MoEvement, section 3.4). Tensors have the sizes that Megatron sends.
+newest committed window. While window n is captured, the newest committed window is at best window n - 1. So the log
+covers two windows, plus the iterations until all ranks know the commit (MoEvement, section 3.4). Tensors have the sizes
+that Megatron sends.
 """
 
 from dataclasses import asdict, dataclass

@@ -253,7 +253,8 @@ class Planner:
             self._strategy = FullyParallelSaveStrategyWrapper(self._base, dp_cp_group, do_cache_distribution=True)
         self._planned: PlannedWrite | None = None
         self._batch: CopyBatch | None = None
-        """Tensors of the newest plan with their copies, except those in ``_at_once``; None until they are needed."""
+        """Tensors of the newest plan, except those in ``_at_once``, with their copies; None until ``repeat`` is
+        called."""
         self._at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Copies that ``repeat`` makes itself, with their sources."""
         self._sources: _Sources = {}
@@ -287,8 +288,8 @@ class Planner:
 
     @torch.no_grad()
     def repeat(self, own: ShardedObject, buffers: frozenset[int]) -> tuple[PlannedWrite, CopyBatch]:
-        """Return the newest plan again, with the copies of this rank's part that the caller must make before the state
-        changes and before it writes.
+        """Return the newest plan again, and the copies of this rank's part. The caller must make these copies before
+        the state changes, and before it writes the files.
 
         Args:
             own: the state that only this rank has.
@@ -327,7 +328,7 @@ class Planner:
 
 
 def _renewed(item: Any, data: Any, own: ShardedObject) -> Any:
-    """Return what is written for ``item`` in another save: the new bytes of the state that only this rank has."""
+    """Return what a later save writes for ``item``: the present bytes of the state that only this rank has."""
     if not item.index.fqn.startswith(f"{RANK_STATE_KEY}/"):
         return data
     content = io.BytesIO()
@@ -351,8 +352,8 @@ class _Abandoned(Exception):
 
 
 class Job:
-    """Work in the thread that writes the checkpoints of this process. It runs jobs in the order in which they were
-    submitted. ``error`` is final if ``done`` is true."""
+    """A job for the thread that writes the checkpoints of this process. The thread runs jobs in the order in which they
+    were submitted. ``error`` is final if ``done`` is true."""
 
     _queue: ClassVar["queue.SimpleQueue[Job]"]
     _thread: ClassVar[threading.Thread | None] = None
@@ -507,7 +508,7 @@ class MetadataJob(Job):
 
 
 class FileSystemJob(Job):
-    """Calls ``change``, which changes files. An OSError becomes ``error``."""
+    """Calls ``change``, a function that changes files. If it raises OSError, this error becomes ``error``."""
 
     def __init__(self, change: Callable[[], None]) -> None:
         self._change = change

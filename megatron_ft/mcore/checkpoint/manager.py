@@ -89,13 +89,13 @@ class _Pending:
     started: float
     blocked_seconds: float = 0.0
     is_written: bool = False
-    """Whether all ranks have written their files, and know it."""
+    """Whether all ranks have written their files, and each rank knows this."""
     metadata: MetadataJob | None = None
     """The job of rank 0 that then writes the metadata and the manifest."""
     num_bytes: int | None = None
     """Bytes of the whole checkpoint; None while it has no manifest."""
     publication: FileSystemJob | None = None
-    """The job of rank 0 that then makes the manifest durable, and ``latest`` point to the checkpoint."""
+    """The job of rank 0 that then flushes the manifest, and lets the file ``latest`` name the checkpoint."""
 
     @property
     def jobs(self) -> list[Job]:
@@ -138,7 +138,7 @@ class CheckpointManager:
             keep_last=config.keep_last, keep_every_iterations=config.keep_every_iterations
         )
         self._common: dict[str, Any] = {}
-        """State that is written only once, of the newest save."""
+        """State in the newest save that is the same on all ranks, so that only one rank writes it."""
         self._pending: _Pending | None = None
         self._copier: Copier | None = None
         self._before_update: list[Callable[[], None]] = []
@@ -205,7 +205,7 @@ class CheckpointManager:
             self._pending.blocked_seconds += time.monotonic() - began
 
     def poll(self) -> None:
-        """Continue with the save in progress, or complete it, as far as this needs no waiting for storage."""
+        """Continue with the save in progress, or complete it, but do not wait for storage."""
         # All ranks have the same save in progress in the same step, so all call the same collectives.
         pending = self._pending
         if pending is None:
@@ -308,7 +308,7 @@ class CheckpointManager:
         }
 
     def _collect(self, pending: _Pending) -> None:
-        """Collect the results of all ranks, which have written their files, and begin to write the metadata."""
+        """Collect the results of all ranks after they have written their files, and begin to write the metadata."""
         error = self._collectives.errors(pending.job.error)
         if error is not None:
             self._discard(pending, error)

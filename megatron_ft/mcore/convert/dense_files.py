@@ -122,7 +122,7 @@ class DenseReader:
         return tensor_of(self.values(name))
 
     def values(self, name: str) -> Values:
-        """Return the place of a tensor if its rows follow one another in files, otherwise the tensor.
+        """Return where a tensor is stored if its rows follow one another in files. Otherwise return the tensor.
 
         Raises:
             CheckpointError: a part of it cannot be read.
@@ -166,7 +166,7 @@ class DenseReader:
 
 
 def _joined(entry: TensorStorageMetadata, parts: list[tuple[ChunkStorageMetadata, Values]]) -> StoredValues | None:
-    """Return the place of a tensor whose parts are groups of whole rows in files; None if they are not."""
+    """Return where a tensor is stored if each of its parts in files consists of whole rows, otherwise None."""
     spans, num_rows = list[Span](), 0
     for part, stored in sorted(parts, key=lambda each: tuple(each[0].offsets)):
         is_next = tuple(part.offsets[:1]) in ((), (num_rows,)) and part.sizes[1:] == entry.size[1:]
@@ -229,7 +229,7 @@ class _Sparse(io.RawIOBase):
         return len(data)
 
     def frame(self, value_bytes: int) -> _Frame:
-        """Return what was written before and after the only skipped range, which has ``value_bytes`` bytes."""
+        """Return the bytes before and after the only skipped range. The range must have ``value_bytes`` bytes."""
         found = _Frame(head=bytes(self._before), value_bytes=value_bytes, tail=bytes(self._after))
         assert found.num_bytes == self._position, f"torch skipped other bytes than the {value_bytes} of the values"
         return found

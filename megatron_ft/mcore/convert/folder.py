@@ -92,7 +92,8 @@ class Folder:
         return found
 
     def values(self, name: str) -> StoredValues:
-        """Return the place of a tensor, whose dtype is in ``DTYPES``, and which follows only such tensors."""
+        """Return where a tensor is stored. Its dtype, and the dtypes of all tensors before it, must be in
+        ``DTYPES``."""
         stored = self.tensors[name]
         dtype = DTYPES[stored.dtype]
         assert stored.offset is not None, f"{name} follows a tensor of another dtype"

@@ -97,7 +97,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def chunks_of(values: Values) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor, row after row, in pieces of which each is valid until the next one is requested."""
+    """Yield the bytes of a tensor in pieces, row after row. Each piece is valid until the next one is requested."""
     if isinstance(values, StoredValues):
         yield from values.chunks()
         return

@@ -75,11 +75,11 @@ def continue_weights(
     num_bytes: int,
     most_file_bytes: int = MOST_FILE_BYTES,
 ) -> Manifest:
-    """Write a checkpoint of weights as ``write_weights``, but continue an interrupted call with the same ``source``:
-    files that are complete are verified and kept. Until the end, they are in the folder ``.NAME.partial``.
+    """Write a checkpoint of weights like ``write_weights``, but continue an interrupted call with the same ``source``:
+    verify and keep the complete files of that call. Until the end, files are in the folder ``.NAME.partial``.
 
     Args:
-        tensors: receives the names of tensors that are complete, and returns all others.
+        tensors: function that is called with the names of the complete tensors, and returns all other tensors.
         source: JSON object that identifies all tensors and ``most_file_bytes``.
 
     Raises:

@@ -45,7 +45,8 @@ from megatron_ft.snapshot.window import Window
 
 _CHUNK_BYTES = 4 << 20
 _ADVICE = "To continue this run"
-"""Beginning of the advice at the end of a failed job's output. It is not shown, as its folder is removed."""
+"""First words of the advice at the end of a failed job's output. The advice names a folder that is removed, so it is
+not shown."""
 Compose = Callable[[list[str]], JobConfig]
 
 

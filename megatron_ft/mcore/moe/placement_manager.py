@@ -262,8 +262,9 @@ class PlacementManager:
         return change.migrations[self._stage]
 
     def steps_to(self, change: Change) -> list[Step] | None:
-        """Divide the migration of this rank's stage into steps that replace experts in place. Return None if this is
-        impossible in any stage. Then all stages rebuild their models, because the build is collective."""
+        """Divide the migration of this rank's stage into steps that replace experts in place. Return None on all ranks
+        if this is impossible in any stage. All stages must then rebuild their models, because the build is
+        collective."""
         steps = [replacement_steps(plan, new) for plan, new in zip(self.plans, change.migrations, strict=True)]
         return None if None in steps else steps[self._stage]
 

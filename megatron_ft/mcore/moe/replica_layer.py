@@ -43,7 +43,7 @@ def holders(slots: Sequence[Sequence[int]], expert: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SharedExpert:
-    """An expert with copies on several ranks, ``holders``, of which this rank is one."""
+    """An expert with copies on several ranks. ``holders`` lists these ranks, including this rank."""
 
     parameters: tuple[torch.nn.Parameter, ...]
     holders: tuple[int, ...]
@@ -118,9 +118,10 @@ class ReplicaGradients:
     def _exchange(
         self, parts: list[tuple[Sequence[torch.Tensor], _SharedExpert]], *, to_owners: bool
     ) -> dict[int, dict[int, torch.Tensor]]:
-        """Exchange pieces with one uneven all-to-all. Return the received pieces by rank and index of the expert. With
-        ``to_owners``, piece k is sent to the k-th rank of ``holders``. Otherwise ``parts`` has one piece per expert, a
-        sum that this rank has computed. It is sent to all other ranks of ``holders``."""
+        """Exchange pieces of gradients with one uneven all-to-all. Return the received pieces by rank and index of the
+        expert. With ``to_owners``, piece k of an expert is sent to the k-th rank of its ``holders``. Otherwise
+        ``parts`` has one piece per expert: the sum that this rank has computed, which is sent to all other ranks of
+        ``holders``."""
         ranks = range(self._group.size())
         outgoing: list[list[torch.Tensor]] = [[] for _ in ranks]
         incoming: list[list[tuple[int, int]]] = [[] for _ in ranks]

@@ -140,8 +140,8 @@ def sharded_tree(
 
 
 def refresh_groups(optimizer: MegatronOptimizer, tree: Any) -> None:
-    """Set learning rates, weight decays and step counts of parameter groups in ``tree``, the part of an earlier
-    ``sharded_tree`` that contains no shards, to their present values."""
+    """Set the learning rates, weight decays and step counts of parameter groups in ``tree`` to their present values.
+    ``tree`` is the part of an earlier result of ``sharded_tree`` that contains no shards."""
     members = sub_optimizers(optimizer)
     frames = [tree] if len(members) == 1 else [tree[index] for index in range(len(members))]
     for member, frame in zip(members, frames, strict=True):
@@ -205,7 +205,7 @@ def _install_member(member: MegatronOptimizer, frame: dict[str, Any], step: int,
 @contextmanager
 def _steps_put_away(member: MegatronOptimizer) -> Iterator[None]:
     """Remove the step counts during a load. Megatron's load expects a stored tensor for each entry of the optimizer's
-    state, and there are none for step counts."""
+    state, but a checkpoint has no such tensor for step counts."""
     states = list(member.optimizer.state.values())
     steps = [state.pop("step", None) for state in states]
     try:
@@ -227,8 +227,8 @@ def _set_step(member: MegatronOptimizer, frame: dict[str, Any], step: int) -> No
 
 def _own_steps(member: MegatronOptimizer, step: int) -> None:
     """Give each parameter its own step tensor, and remove the step counts of parameter groups. After Megatron's load,
-    all parameters share one tensor, which the update of each parameter would increase. The groups also have step
-    counts, which no update increases."""
+    all parameters share one step tensor, so the update of every parameter would increase it. The load also gives step
+    counts to the groups, which no update increases."""
     if isinstance(member.optimizer, torch.optim.Adam):
         for state in member.optimizer.state.values():
             state["step"] = torch.tensor(float(step), dtype=torch.float32)
@@ -244,8 +244,8 @@ the configuration or None, whether the parameters are expert parameters)."""
 @contextmanager
 def _agreeing(known: GroupKeys | None, *, is_offline: bool) -> Iterator[GroupKeys]:
     """Yield a list that collects the keys of the parameter groups of an optimizer built in this context. All ranks must
-    have the same groups, so Megatron gathers the keys of all ranks. With ``known``, this rank uses these keys and does
-    not communicate. With ``is_offline`` alone, it uses only the keys of its own parameters."""
+    have the same groups, so Megatron gathers the keys of all ranks. With ``known``, this rank uses these keys instead
+    and does not communicate. With ``is_offline`` and without ``known``, it uses only the keys of its own parameters."""
     gathered: GroupKeys = []
     native = dist.all_gather_object
 

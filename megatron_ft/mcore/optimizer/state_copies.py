@@ -52,7 +52,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lending:
-    """Master weights of this rank of which the rank ``keeper`` has copies, in the order in which they are sent."""
+    """Master weights of this rank whose copies are on the rank ``keeper``, in the order in which they are sent."""
 
     keeper: int
     masters: list[Master] = field(default_factory=list)

@@ -28,12 +28,13 @@ class KeptLayoutTrainer(Trainer):
     """A trainer that continues in a membership with the same layout, in the same process."""
 
     prebuilder: Prebuilder | None = None
-    """Engines that this process has built in advance; None if it has not waited to replace a lost rank."""
+    """Engines that this process has built in advance while it waited as a spare; None if it was no spare."""
     former_copies: StateCopies | None = None
-    """Copies of optimizer state, made for a placement that was undone. They are used until there are new copies."""
+    """Copies of other ranks' optimizer state that remain after a change of placement was undone. They are used until
+    new copies are made."""
 
     def prebuild(self) -> None:
-        """Build on a spare what it needs if it replaces a node. Raises RankLost if this fails."""
+        """Build, on a spare, the engines that it needs if it replaces a node. Raises RankLost if this fails."""
         if can_prebuild(self.job):
             self.prebuilder = Prebuilder(self.job, self.context, self.make_engine)
             self.prebuilder.build()
@@ -47,8 +48,8 @@ class KeptLayoutTrainer(Trainer):
         return taken.groups
 
     def undo_migration(self) -> None:
-        """Return to the placement before the newest migration, if no iteration has been committed since then. This
-        needs no communication. In a membership without a kept layout this does nothing."""
+        """Return to the placement before the newest migration, if no iteration has been committed since that migration.
+        This needs no communication. Do nothing if the membership does not keep the layout."""
         former, engine = self.previous_placement, self.engine
         if former is None or not self.config.recovery.keep_layout:
             return

@@ -31,7 +31,8 @@ from megatron_ft.planning.state.transfers import STAGING_BYTES, TransferPlan
 from megatron_ft.topology import Topology
 
 _Tensors = dict[tuple[str, str], torch.Tensor]
-"""Flattened tensors of a rank by unit and name; views of the tensors with which it trains."""
+"""Flattened tensors of a rank, by unit of state and by name. They are views of the tensors with which the rank
+trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class Received:
     num_bytes: int = 0
     """Bytes that this rank has sent and received."""
     staged_bytes: int = 0
-    """Largest number of bytes that it has copied at one time."""
+    """Largest number of bytes that this rank has copied at one time."""
 
 
 class LivingPlaces:

@@ -161,8 +161,8 @@ class _Region:
             plan: plan of the windows that are captured after the recovery.
 
         Raises:
-            RecoveryError: the window is missing or does not match this job, which all ranks of the region report; or a
-                replayed iteration differs from its vote.
+            RecoveryError: the window is missing or does not match this job; all ranks of the region then raise this
+                error. Or a replayed iteration differs from its vote.
         """
         engine = self._engine
         window = self._find()

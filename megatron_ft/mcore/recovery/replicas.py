@@ -185,8 +185,9 @@ class ElasticTrainer(KeptLayoutTrainer):
     def _present(
         self, carried: Carried | None, groups: Groups
     ) -> tuple[list[RankStatus], list[str], list[Moved | None], list[dict[str, Any] | None]]:
-        """Gather four lists with one entry per rank: the status; the fingerprint of the samples; the model part and
-        experts of the rank, or None if its holdings show them; and its ``Shards.statement``, or None without shards."""
+        """Gather four lists with one entry per rank. They contain the status of the rank; the fingerprint of its
+        samples; its model part and experts, or None if its holdings show them; and its ``Shards.statement``, or None
+        without shards."""
         status = RankStatus.of(() if carried is None else carried.holdings, self.spared).to_json()
         has_moved = carried is not None and carried.has_moved
         experts = [carried.part, list(by_expert(carried.state))] if carried is not None and has_moved else None
@@ -400,9 +401,10 @@ class ElasticTrainer(KeptLayoutTrainer):
         self.evacuated = move.evacuate(leaving, engine.groups)
 
     def carry(self, target: Target, *, in_place: bool = False) -> Carried | None:
-        """Return this rank's state after the iteration of ``target``, before its process groups are destroyed. Return
-        None if the rank has no state. If the membership has committed no iteration, the result contains the state with
-        which the rank began the membership, and also the state for the new placement if the rank had received it.
+        """Return this rank's state after the iteration of ``target``; None if the rank has no state. Call this before
+        the process groups are destroyed. If the membership has committed no iteration, the result contains the state
+        with which the rank began the membership. If the rank had also received the state for the new placement, the
+        result contains that state too.
 
         Args:
             in_place: whether the next membership keeps the layout. The tensors then stay in the engine; otherwise they

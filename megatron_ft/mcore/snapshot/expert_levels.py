@@ -1,8 +1,8 @@
-"""Recovery from two levels: takes experts from memory that are newer there than in a file.
+"""Recovery from two levels, memory and storage: takes experts from memory that are newer there than in a file.
 
 A job continues from a file if the memory of some ranks is lost. Other ranks may still have newer states of their
 experts in memory (MoC-System, section 5.1). An expert is taken from memory only if all ranks with parts of it have the
-same state, and only a state that is not newer than the file: otherwise its tokens would be trained twice.
+same state there. The state must not be newer than the file: otherwise its tokens would be trained twice.
 """
 
 import json
@@ -27,7 +27,7 @@ class ExpertState:
     """State of an expert on one level of one rank."""
 
     iteration: int
-    """Iteration from which the level has the expert."""
+    """Iteration after which this state of the expert was captured."""
     processed: int
     """Tokens that the expert had processed after this iteration."""
 
@@ -37,7 +37,7 @@ class RankLevels:
     """Experts of which a rank has parts, and their states in its memory."""
 
     stored: Mapping[Expert, int]
-    """Iteration from which the file has each expert of which the rank has a part."""
+    """For each expert of which the rank has a part, the iteration after which its state in the file was captured."""
     in_memory: Mapping[Expert, tuple[ExpertState, ...]]
     """States of these experts in memory."""
 
@@ -59,8 +59,8 @@ class RankLevels:
 
 
 def newest_states(by_rank: Sequence[RankLevels], start: int) -> dict[Expert, ExpertState]:
-    """Choose the experts that are taken from memory, and their states: the newest state after ``start`` or an earlier
-    iteration that all ranks with parts of the expert have, if it is newer than that of the file.
+    """Choose the experts that are taken from memory, and their states. The state of an expert is the newest one that
+    all ranks with parts of the expert have, not newer than ``start``, and newer than the state in the file.
 
     Args:
         by_rank: levels of each rank, in rank order.
@@ -87,7 +87,7 @@ def take_newer_experts(
 
     Args:
         window: this rank's part of the file; its bytes are changed.
-        in_memory: windows in memory with this rank's state, and their bytes, of which every hash was compared.
+        in_memory: windows in memory with this rank's state, and their bytes. All hashes were compared before.
 
     Raises:
         RecoveryError: the train state of a window cannot be read on some rank; nothing has changed on any rank.
@@ -149,7 +149,7 @@ def take_newer_experts(
 
 
 def _left_out(window: LocalWindow, part: Slice) -> dict[Expert, list[int]]:
-    """Return for each expert the pieces of which the file has an earlier state."""
+    """Return, for each expert, the pieces whose state in the file is older."""
     operators = [unit.operator for unit in window.plan.active(0)]
     layers = sorted({operator.layer for operator in operators if operator.expert is not None})
     row_of = {layer: row for row, layer in enumerate(layers)}

@@ -175,7 +175,8 @@ class LocalWindow:
     its node. Otherwise they are elsewhere, and ``stored.buffer`` is the buffer with the rank's newest committed window,
     or None if there is none. In both cases this buffer must not be overwritten."""
     from_memory: frozenset[tuple[int, int]] = frozenset()
-    """Experts (row of the MoE layer, number) that were taken from memory, although the window was read from a file."""
+    """Experts (row of the MoE layer, number) whose state was read from memory, although the window was read from a
+    file."""
 
     @property
     def plan(self) -> WindowPlan:

@@ -69,7 +69,8 @@ class _SnapshotStats:
         self._seen |= {"stalled_seconds": 0, "captured_bytes": 0}
 
     def watch(self, arena: Arena) -> None:
-        """Read the snapshot server's counters from ``arena`` from now on. Costs before this call are not counted."""
+        """Read the snapshot server's counters from ``arena``, its memory, from now on. Costs before this call are not
+        counted."""
         if arena is not self._arena:
             self._arena = arena
             self._seen |= self._server_sums()
@@ -108,8 +109,8 @@ Rows = tuple[tuple[int, ...], ...]
 """Number of tokens of each expert, by layer."""
 
 SliceHeader = Callable[[int], Header]
-"""Function that captures what the header of the slice with a given index contains, and returns its encoder. The vote is
-added later."""
+"""Function that captures the values for the header of a slice, given the index of the slice, and returns a function
+that encodes them. The vote is added later."""
 
 _MEASURED_ITERATIONS = 3
 _MAX_LOAD_RECORDS = 32

@@ -1,5 +1,5 @@
-"""State that a rank keeps from one membership to the next, the part of it that the rank sends to joining ranks, and the
-ranks of a new membership that need the state of another model part."""
+"""Passes state from one membership to the next. A rank keeps state of its own, sends parts of it to joining ranks, and
+receives other state if it changes to another model part."""
 
 import math
 import random
@@ -72,9 +72,9 @@ class Carried:
     """Digest of each tensor, if a replay may have overwritten the tensors in the engine; None if they are intact."""
 
     def after(self, before: "Carried | None") -> "Carried":
-        """Return this state together with ``before``, the state with which the rank began the membership, at the same
-        iteration. Return ``self`` if ``before`` is None. ``finished`` is that of ``before``, which must still be
-        reported."""
+        """Return this state together with ``before``, the state after the same iteration with which the rank began the
+        membership. Return ``self`` if ``before`` is None. ``finished`` is taken from ``before``, because that result
+        must still be reported."""
         if before is None:
             return self
         earlier = {**before.former, before.part: (before.state, before.host)}
@@ -195,7 +195,7 @@ class MembershipMove:
     key: Key
     previous: Previous
     former: tuple[int | None, ...]
-    """Model part of each rank in the holding; None without state."""
+    """Model part that each rank has in the holding; None for a rank without state."""
     topology: Topology
     moved: tuple[Moved | None, ...]
     """Experts of each rank in its newest model part; None for the experts of the holding."""
@@ -221,7 +221,8 @@ class MembershipMove:
 
     @property
     def reporting_rank(self) -> int:
-        """The rank that had the lowest number before. If it was the reporting rank, it knows what it has reported."""
+        """The rank that had the lowest number in the previous membership. If it was the reporting rank, it knows which
+        results it has reported."""
         known = [(former, rank) for rank, former in enumerate(self.previous) if former is not None]
         return min(known)[1]
 
@@ -263,8 +264,9 @@ class MembershipMove:
         return not Collectives(groups.vote).from_rank(first, missing)
 
     def share(self, carried: Carried | None, groups: Groups) -> tuple[TrainState, Holding, dict[int, list[Shape]]]:
-        """Return the state of this rank's model part besides tensors; the holding; and the shapes of the tensors of
-        each part, empty if no rank lacks state. All ranks must call this; ``carried`` is this rank's state."""
+        """Return three values: the state of this rank's model part besides tensors; the holding; and the shapes of the
+        tensors of each part, empty if no rank lacks state. All ranks must call this; ``carried`` is this rank's
+        state."""
         me = groups.vote.rank()
         # All ranks have equal ``staying`` and ``parts``, so all of them skip the exchange, or none does.
         if len(self.staying) == len(self.parts):

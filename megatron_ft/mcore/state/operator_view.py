@@ -44,8 +44,8 @@ class _PartHolding:
 
 
 def _to_record(holdings: Iterable[_PartHolding]) -> dict[str, Any]:
-    """Return ``holdings`` as a JSON object for ``_from_record``. Each combination of components is stored once, because
-    most parameters have the same combination."""
+    """Return ``holdings`` as a JSON object that ``_from_record`` reads. Each combination of components is stored once,
+    because most parameters have the same combination."""
     kinds: dict[tuple[tuple[Component, ...], tuple[Component, ...]], int] = {}
     rows = [[*h.part, h.num_elements, h.ranges, kinds.setdefault((h.full, h.frozen), len(kinds))] for h in holdings]
     return {"kinds": [[[asdict(c) for c in group] for group in kind] for kind in kinds], "rows": rows}

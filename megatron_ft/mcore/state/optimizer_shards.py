@@ -167,8 +167,8 @@ class ShardMove:
         return cls(mine=mine, step=steps.pop(), iteration=iteration, held=held, parts=tuple(parts))
 
     def missing(self, without: Sequence[int] = ()) -> Declined | None:
-        """Return which state no rank has, or None if the ranks together have all state. Ranks in ``without`` do not
-        count."""
+        """Describe the state that no rank has. Return None if the ranks together have all state. Ranks in ``without``
+        do not count."""
         everything = [[(t.tensor_part, t.parameter, 0, t.num_elements) for t in self.held.index.tensors]]
         found = TransferPlan.of(self.held.without(ranks=without), self._needs(everything))
         return found if isinstance(found, Declined) else None

@@ -1,5 +1,5 @@
-"""Describes progress and state of each rank, chooses the state from which all ranks continue, and finishes or rolls
-back a rank's interrupted iteration, as the ranks have agreed."""
+"""Describes progress and state of each rank, chooses the state from which all ranks continue, and brings a rank to this
+state: it finishes or rolls back the interrupted iteration."""
 
 import hashlib
 import json
@@ -80,7 +80,7 @@ class Holding:
     """Record that a rank has all state that one placement assigns to it, after the newest committed iteration.
 
     A rank can have several holdings: one of the membership that committed the iteration, one of each later membership
-    that failed before it committed another iteration, and one of an evacuation.
+    that failed before it committed an iteration, and one of an evacuation (see ``is_evacuation``).
     """
 
     generation: int
@@ -134,7 +134,7 @@ class RankStatus:
     holdings: tuple[tuple[Key, int, int, str], ...] = ()
     """Key, ``rank``, ``part`` and digest of the placement of each ``Holding``; empty on a rank without state."""
     spared: tuple[int, ...] = ()
-    """Generations in which this process was a hot spare, so that it has no holding of them."""
+    """Generations in which this process was a hot spare. It has no holding of these generations."""
 
     @classmethod
     def of(cls, holdings: Sequence[Holding], spared: Sequence[int] = ()) -> "RankStatus":
@@ -174,9 +174,9 @@ def choose_holding(
 ) -> tuple[Key, Previous]:
     """Choose the holding from which a membership continues. The result is the same on every rank.
 
-    The first choice is the newest holding that every rank with state has. If there is no such holding, it is the oldest
-    holding, because only some ranks have received the state of the later memberships completely. A holding with missing
-    experts is used only if no holding has all experts.
+    The first choice is the newest holding that every rank with state has. If there is no such holding, the oldest
+    holding is chosen, because only some ranks have received the whole state of the later memberships. A holding with
+    missing experts is used only if no holding has all experts.
 
     Args:
         present: status of each rank of membership ``generation``.

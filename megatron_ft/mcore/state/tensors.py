@@ -115,8 +115,8 @@ def put_state(
 def distinct_state(
     model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) like ``named_state``, but without the masters of FP32 weights, because such a weight is its
-    own master. Moments are allocated before."""
+    """Allocate missing moments. Then yield (name, tensor) like ``named_state``, but without the masters of FP32
+    weights, because such a weight is its own master."""
     allocate_state(optimizer)
     own_masters: set[str] = set()
     for name, tensor in named_state(model_chunks, optimizer):
@@ -223,7 +223,7 @@ class ExpertPlaces:
 
         Args:
             ranks: for each rank of ``group``, in order, the number that it has in ``steps``.
-            made: called after each replacement of an expert on this rank, so that the model uses the new name.
+            made: called after each replacement of an expert on this rank, so that the model uses the new number.
             saved: receives copies of the experts that this rank drops; None makes no copies.
 
         Returns:
@@ -255,7 +255,8 @@ class ExpertPlaces:
         return num_received
 
     def put(self, layer: int, dropped: int, expert: int, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Overwrite the expert ``dropped`` of ``layer`` with ``tensors``, the state of ``expert``. Return its place."""
+        """Overwrite the expert ``dropped`` of ``layer`` with ``tensors``, the state of ``expert``. Return the place
+        that was overwritten."""
         place = self._places[layer, expert] = self._places.pop((layer, dropped))
         _copy(place, tensors)
         return place

@@ -36,7 +36,7 @@ class IterationResult:
     """Number of tokens of each expert, summed over all ranks: int64 [num_layers, num_moe_experts], on the CPU; None if
     not needed."""
     pass_seconds: tuple[float, ...] = ()
-    """Seconds of a forward pass on each rank, from the ballots."""
+    """Seconds of the measured work of ``StragglerTimer`` on each rank, from the ballots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class TrainState:
                 group["step"] = _copied(step)
 
     def restore_router_bias(self, model_chunks: list[torch.nn.Module]) -> None:
-        """Restore only the router biases. A skipped iteration has to restore nothing else."""
+        """Restore only the router biases. After a skipped iteration, nothing else has to be restored."""
         for name, buffer in _buffers(model_chunks):
             if name.endswith(".expert_bias"):
                 buffer.copy_(self.buffers[name])
@@ -192,7 +192,7 @@ class IterationState:
     vote: Vote | None = None
     """The vote; None until it is complete on this rank."""
     pass_seconds: tuple[float, ...] = ()
-    """Seconds of a forward pass on each rank, from the ballots; empty until the vote is complete."""
+    """Seconds of the measured work of ``StragglerTimer`` on each rank; empty until the vote is complete."""
     update: Literal["none", "begun", "done"] = "none"
     """Progress of the update of master weights, moments and compute weights."""
 

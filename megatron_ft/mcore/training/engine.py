@@ -84,7 +84,7 @@ class TrainingEngine:
         samples: token sequences of the splits ``train`` and ``valid``.
         stop_requested: returns whether this rank has received a request to end the run. The ballot contains the result.
         change_requested: returns whether nodes are to join or leave. The ballot contains the result.
-        wants_load: returns, for an iteration, whether the tokens per expert are summed over all ranks before the vote.
+        wants_load: returns, for an iteration, whether the ranks must sum the tokens per expert before the vote.
     """
 
     model_chunks: list[torch.nn.Module]

@@ -176,7 +176,7 @@ class Trainer:
 
     def break_with(self, hang_up: Abort) -> None:
         """Use ``hang_up`` to shut down the connections to other ranks. If this rank can survive the loss of other
-        ranks, the control plane calls ``hang_up``, too, when they are lost."""
+        ranks, the control plane also calls ``hang_up`` when a rank is lost."""
         self.hang_up = hang_up
         if self.context.worker.can_survive:
             self.context.worker.on_break(hang_up)
@@ -465,7 +465,7 @@ class Trainer:
         Raises:
             CheckpointError: the checkpoint is damaged, or does not match this job.
             DataError: the checkpoint was trained on other data. Only a checkpoint without a manifest, or with
-                ``format_version`` 1, is compared here. The data of others were compared before.
+                ``format_version`` 1, is compared here. The data of all other checkpoints were compared before.
         """
         state = self.state({})
         manifest = self.checkpoints.load(state, directory).manifest
@@ -581,7 +581,8 @@ class Trainer:
         self.report_record(record.to_record())
 
     def report_own(self, record: Record) -> None:
-        """Report a ``SnapshotProblem`` from any rank, because it concerns a node. Report other events as ``report``."""
+        """Report a ``SnapshotProblem`` from the rank that calls this, because it concerns a node. Pass all other events
+        to ``report``."""
         if isinstance(record, SnapshotProblem):
             self.context.worker.report(record.to_record())
         else:

@@ -149,8 +149,8 @@ def _updated_here(config: JobConfig, parameters: RankParameters, topology: Topol
 
 
 def _copied_here(config: JobConfig, parameters: RankParameters, topology: Topology) -> int:
-    """Return the number of parameters whose optimizer state a rank copies for other ranks, on average. Experts are
-    counted as if none had more than ``placement.min_replicas`` replicas."""
+    """Return the average number of parameters whose optimizer state a rank copies for other ranks. No expert is counted
+    with more than ``placement.min_replicas`` replicas."""
     placement, stage_size = config.placement, topology.stage_size
     if placement.state_copies is None:
         return 0
@@ -202,7 +202,7 @@ def _microbatches_in_flight(topology: Topology, pipeline_stage: int) -> int:
 def saving_bytes(config: JobConfig, parameters: RankParameters, topology: Topology) -> int:
     """Return the bytes of state that a rank of a stage copies to host memory and then writes when it saves a dense
     checkpoint. Data-parallel ranks divide the state among themselves. With ``checkpoint.fully_parallel=false``, one of
-    them writes all weights, and the result is that of this rank."""
+    them writes all weights; the result is the bytes of this rank."""
     value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
     dense = topology.data_parallel_size * topology.context_parallel_size
     expert = topology.expert_data_parallel_size

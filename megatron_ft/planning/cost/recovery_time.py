@@ -26,7 +26,7 @@ class RecoveryWork:
     again_iterations: int | None
     """Number of iterations that run again; None if it is not known."""
     again_unknown: tuple[str, ...] = ()
-    """Missing inputs because of which ``again_iterations`` is not known."""
+    """Inputs whose absence makes ``again_iterations`` unknown."""
     is_localized: bool = False
     """Whether only the pipeline stages that lost a rank run iterations again."""
 

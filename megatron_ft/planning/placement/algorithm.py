@@ -14,7 +14,7 @@ from megatron_ft.topology import Cluster
 
 
 class PlacementAlgorithm(Protocol):
-    """Protocol of placement algorithms, which are frozen dataclasses that are built from ``placement.algorithm``."""
+    """Protocol of placement algorithms. An algorithm is a frozen dataclass, built from ``placement.algorithm``."""
 
     def place(
         self,
@@ -50,8 +50,8 @@ class PlacementAlgorithm(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementBase(ABC):
-    """Base of algorithms that only decide how many replicas of each expert a failure domain gets. In the same way for
-    all of these algorithms, ``place`` assigns the replicas to the slots of ranks."""
+    """Base of algorithms that only decide how many replicas of each expert a failure domain gets. ``place`` then
+    assigns the replicas to the slots of ranks, in the same way for all of these algorithms."""
 
     name: ClassVar[str]
     """Name of the algorithm in plans."""

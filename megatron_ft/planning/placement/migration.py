@@ -154,8 +154,8 @@ def replacement_steps(now: PlacementPlan, migration: MigrationPlan) -> list[Step
     possible, an expert is sent by the rank that ``migration`` names; otherwise, another rank that holds it sends it.
 
     Returns:
-        Steps in order. None if such steps do not exist: the migration changes how many distinct experts of a layer a
-        rank holds, or ranks would have to exchange experts of which no other rank has a copy.
+        Steps in order. None if such steps do not exist. This happens in two cases: the migration changes the number of
+        distinct experts that a rank holds in a layer, or ranks must exchange experts of which no other rank has a copy.
     """
     state = _Replacing.of(now, migration)
     if any(len(experts) != len(state.wanted[key]) for key, experts in state.held.items()):
@@ -305,7 +305,7 @@ def _mapping(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[i
 
 def _inner(costs: Costs, actual: Sequence[int], part: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
     """Give the slots of the positions ``part`` to the ranks at the positions ``actual`` so that the fewest bytes move.
-    Return these bytes, and for each rank the pair (its position, position whose slots it gets)."""
+    Return the number of these bytes, and for each rank the pair (its position, position whose slots it gets)."""
     block = costs[np.ix_(actual, part)]
     pairs = _assign(block)
     return int(sum(block[row, column] for row, column in pairs)), [(actual[r], part[c]) for r, c in pairs]

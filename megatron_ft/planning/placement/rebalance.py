@@ -49,7 +49,7 @@ class RebalancePolicy:
     min_gain: float
     """Smallest fraction of the busiest ranks' tokens that a new plan must save."""
     bytes_per_saved_token: float
-    """Largest number of bytes that may move for each token that the busiest ranks save until the next rebalancing."""
+    """Largest number of bytes that may move for each token that the busiest ranks save until the next rebalance."""
     shares: str = BALANCED
     """Value of ``placement.shares``."""
 

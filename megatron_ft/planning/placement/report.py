@@ -143,7 +143,7 @@ class PlacementReport:
 
 def _movable_copies(plan: PlacementPlan, min_replicas: int) -> list[int]:
     """Return for each layer the number of copies that a rebalance may move. ``overlap_search`` does not move base
-    copies, of which each expert has ``min_replicas``, or fewer if there are too few slots."""
+    copies; each expert has ``min_replicas`` of them, or fewer if there are too few slots."""
     counts = [plan.replica_counts(layer) for layer in range(len(plan.slots))]
     kept = min_replicas if plan.algorithm == OverlapSearch.name else 0
     return [sum(of_layer) - min(kept, *of_layer) * len(of_layer) for of_layer in counts]

@@ -35,7 +35,8 @@ class TooManyStates(Exception):
 
 
 def minimal_masks(masks: Iterable[int]) -> list[int]:
-    """Remove each mask that contains another: state in more domains survives whenever state in some of them does."""
+    """Remove each mask that contains another mask. Its state is in all domains of the other state, and so survives
+    whenever the other state survives."""
     kept: list[int] = []
     by_size = sorted(set(masks), key=lambda mask: (mask.bit_count(), mask))
     for _, of_size in groupby(by_size, key=int.bit_count):

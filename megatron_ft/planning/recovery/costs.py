@@ -1,4 +1,5 @@
-"""Asks each recovery strategy for the cost of a loss and chooses the best one; computes the costs in a ``dry_run``."""
+"""Asks each recovery strategy for the cost of a loss, and chooses the best strategy. Computes the costs in a
+``dry_run``."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -21,8 +22,8 @@ from megatron_ft.planning.state.declined import Declined
 STRATEGIES: tuple[Strategy, ...] = (LivingState(), LocalizedReplay(), Rollback(), Checkpoint(), StartOver())
 """All recovery strategies, in the order in which they are tried."""
 MAX_PLANNED_NODES = 16
-"""``costs_of_nodes`` plans the placement after the loss of a node only for the first nodes, at most this many. Without
-this plan, the bytes of experts that move after a loss are not computed."""
+"""Number of nodes for which ``costs_of_nodes`` plans the placement after their loss: the first ones. For all other
+nodes, the bytes of experts that move after a loss are not computed."""
 
 
 def cost_of_loss(

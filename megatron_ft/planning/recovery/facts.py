@@ -133,8 +133,8 @@ class RecoveryFacts:
         return max(1, self.config.snapshot.persist_interval_windows)
 
     def window_bound(self, num_windows: int) -> int | None:
-        """Return the largest number of iterations that run again from the newest usable window, if only one of every
-        ``num_windows`` windows is usable; None if the size of a window is not measured yet."""
+        """Return the largest number of iterations that run again from the newest usable window, if only every
+        ``num_windows``-th window is usable. Return None if the size of a window is not measured yet."""
         if self.snapshot is None or self.snapshot.window_iterations is None:
             return None
         interval = self.snapshot.interval_iterations
@@ -144,7 +144,7 @@ class RecoveryFacts:
 
     @property
     def unmeasured(self) -> tuple[str, ...]:
-        """Return those keys that are null although the size of a window can only be computed with them."""
+        """Return the keys that are null but are necessary to compute the size of a window."""
         keys = ("snapshot.bandwidth_bytes_per_second", "snapshot.iteration_seconds")
         return tuple(f"{key}=null" for key in keys if value_of(self.config, key) is None)
 
@@ -162,7 +162,7 @@ class RecoveryFacts:
         return [node for node in lost if not left & set(self.peers_of(node))]
 
     def ranks_without(self, lost: Collection[int]) -> frozenset[int]:
-        """Return the ranks that continue without the nodes ``lost``. If the job cannot continue without them, these are
+        """Return the ranks that continue without the nodes ``lost``. If no layout exists without these nodes, return
         all ranks on other nodes."""
         remaining = [node for node in self.nodes if node not in lost]
         living = _ranks_on(self.layout, remaining)

@@ -12,7 +12,8 @@ from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES
 
 # A single failure may be a coincidence.
 MOST_FAILURES = 2
-"""A host with at least this many failures in the newest ``MEMORY`` attempts is used only if other hosts are too few."""
+"""A host with at least this many failures in the newest ``MEMORY`` attempts is used only if there are too few other
+hosts."""
 MEMORY = 10
 """Number of newest attempts whose failures count. Older failures are ignored, because any machine fails at times."""
 
@@ -105,7 +106,8 @@ class Verdict:
     next: Next
     reason: str
     is_final: bool = False
-    """True if no other job should continue the run: the run is complete, or the user must change something first."""
+    """Whether no other job should continue the run, because it is complete or because the user must change something
+    first."""
 
 
 def why_hopeless(attempts: Sequence[Attempt], max_fruitless: int) -> str | None:
@@ -118,7 +120,8 @@ def why_hopeless(attempts: Sequence[Attempt], max_fruitless: int) -> str | None:
 
 
 def _num_fruitless(attempts: Sequence[Attempt]) -> int:
-    """Return how many of the newest attempts, in a row, reached no later iteration than the attempts before."""
+    """Return the number of consecutive newest attempts that reached no later iteration than the attempts before
+    them."""
     count, reached = 0, 0
     for attempt in attempts:
         count = 0 if attempt.iteration > reached else count + 1

@@ -98,8 +98,8 @@ class MembershipLayout:
         return self._ranks.get(process)
 
     def processes_without(self, lost: frozenset[int]) -> frozenset[int]:
-        """Return the processes with a rank on other nodes than ``lost``. Cached, because it is called for every report
-        of a rank."""
+        """Return the processes that have a rank and are not on the nodes ``lost``. The result is cached, because this
+        method is called for every report of a rank."""
         if lost not in self._living:
             living = (process for process in self.processes if process // self.ranks_per_node not in lost)
             self._living[lost] = frozenset(living)
@@ -169,8 +169,9 @@ class JobLayouts:
 
         Args:
             base: the newest layout whose ranks all had received their state; None at the start of a job.
-            in_place: whether nodes take the places of lost ones in the initial layout, in a job that may do so. None:
-                they do if ``nodes`` and ``base`` have ``num_nodes`` nodes. It is false after any other layout.
+            in_place: whether nodes may take the places of lost nodes in the initial layout. It must be false after a
+                membership with another layout. None means true if ``nodes`` and ``base`` have ``num_nodes`` nodes each,
+                and false otherwise.
         """
         # Without PP and TP, a smaller layout of such a job has the order of places, in which sums add their terms.
         nodes = tuple(nodes if self.keeps_layout else sorted(nodes))
@@ -181,8 +182,9 @@ class JobLayouts:
     def history(
         self, memberships: Iterable[Iterable[int]], first: Iterable[int] | None = None
     ) -> list[MembershipLayout | Declined]:
-        """Return the layouts of a first membership, with the nodes ``first`` (None for all), and of ``memberships``
-        after it, given by their nodes. All ranks of each membership are assumed to have received their state."""
+        """Return the layouts of consecutive memberships, assuming that all ranks of each membership receive their
+        state. The first membership has the nodes ``first`` (None for all); ``memberships`` lists the nodes of the later
+        ones."""
         every = [tuple(nodes) for nodes in (range(self.num_nodes) if first is None else first, *memberships)]
         found: list[MembershipLayout | Declined] = []
         base: MembershipLayout | None = None
@@ -194,7 +196,8 @@ class JobLayouts:
         return found
 
     def why_not_without(self, now: MembershipLayout, leaving: Collection[int]) -> str:
-        """Return the reason why nodes in ``leaving`` cannot leave the membership ``now`` on request; empty if they can.
+        """Return the reason why the nodes ``leaving`` cannot leave the membership ``now`` on request; empty if they
+        can.
 
         The processes that keep a rank must have all state before others leave: the weights of each model part, and
         slots for all experts of each stage.
@@ -259,7 +262,8 @@ def config_on(job: JobConfig, nodes: Iterable[int]) -> JobConfig | Declined:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A complete TP·CP group, and the stage and lane of the state that its ranks have; None and -1 without state."""
+    """A complete TP·CP group, and the stage and lane whose state its ranks have. Without state, the stage is None and
+    the lane is -1."""
 
     ranks: Group
     stage: int | None = None

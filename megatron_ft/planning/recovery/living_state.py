@@ -83,8 +83,8 @@ class LivingState:
 
 
 def why_no_living_places(loss: Loss, facts: RecoveryFacts) -> str:
-    """Return the reason why ranks in the places of lost ranks cannot receive all of their state from living ranks, in a
-    job that keeps its layout; empty if they can."""
+    """Return the reason why, in a job that keeps its layout, the ranks in the places of lost ranks cannot receive all
+    of their state from living ranks; empty if they can."""
     config = facts.config
     if reason := why_no_replicas(config):
         return reason
@@ -125,8 +125,8 @@ def _moved_bytes(loss: Loss, facts: RecoveryFacts, place: Place) -> tuple[int, i
 
 
 def why_no_replicas(config: JobConfig) -> str:
-    """Return the reason why the job can never continue after the loss of a node from the state of the remaining ranks
-    (including expert replicas); empty if it may do so.
+    """Return the reason why the job can never continue from the state of the remaining ranks (including expert
+    replicas) after the loss of a node. Return an empty text if it may be able to continue.
 
     Args:
         config: configuration of the job, in which ``training.device`` is not ``auto``.
@@ -161,7 +161,7 @@ class StageHolders:
     owned: Holdings | None = None
     """Experts that each of these ranks has; None if these are the experts of the previous placement."""
     others: OtherHoldings
-    """Experts of this stage on ranks that were in it and are in another stage now."""
+    """Experts of this stage that are on ranks which have changed to another stage."""
 
 
 def stage_holders(

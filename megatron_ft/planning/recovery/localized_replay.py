@@ -156,8 +156,8 @@ class LocalizedPlan:
     receiving: tuple[int, ...] = ()
     """Stages with ranks that receive their state from living ranks, ascending."""
     reasons: tuple[str, ...] = ()
-    """Reasons why stages replay. If the job may not use ``living_state``, stages that lost a rank always replay, and no
-    reason is given for them."""
+    """Reasons why stages replay. If the job may not use ``living_state``, stages that lost a rank always replay, and
+    this field gives no reason for these stages."""
 
     @property
     def strategy(self) -> str:
@@ -187,7 +187,8 @@ class LocalizedPlan:
         return _neighbours(stage, self.num_stages, self.is_ring)
 
     def serves(self, stage: int) -> tuple[tuple[Direction, int], ...]:
-        """Return (direction, adjacent stage) for each replay that ``stage`` serves from its log; none if it replays."""
+        """Return (direction, adjacent stage) for each adjacent stage whose replay ``stage`` serves from its log. Return
+        nothing if ``stage`` itself replays."""
         if self.replays(stage):
             return ()
         return tuple((direction, to) for direction, to in self.neighbours(stage).items() if self.replays(to))
@@ -327,12 +328,14 @@ def units_of(rank: int, topology: Topology, *, plan: PlacementPlan | None, is_sh
 
 
 def part_unit(rank: int, topology: Topology) -> str:
-    """Return the unit of the non-expert state of ``rank``; if the optimizer is sharded, it contains only weights."""
+    """Return the unit of the non-expert state of ``rank``. The unit contains only weights if the optimizer is
+    sharded."""
     return f"the non-expert state of {topology.describe_part(topology.model_parts[rank])}"
 
 
 def experts_unit(rank: int, topology: Topology) -> str:
-    """Return the unit of the experts that Megatron assigns to ``rank``; if the optimizer is sharded, only weights."""
+    """Return the unit of the experts that Megatron assigns to ``rank``. It contains only weights if the optimizer is
+    sharded."""
     place, part = topology.coordinates(rank), rank % topology.stage_size % topology.expert_tensor_parallel_size
     return f"the experts of expert-parallel rank {place.ep}, pipeline stage {place.pp}, expert tensor part {part}"
 

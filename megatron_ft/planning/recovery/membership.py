@@ -26,8 +26,8 @@ class Position:
     completed: int
     """Newest iteration that this rank has committed or skipped; 0 before the first."""
     contributed: int
-    """Newest iteration to whose vote this rank has contributed: ``completed`` or ``completed + 1``. The rank still has
-    the gradients of this iteration."""
+    """Newest iteration on which this rank has voted: ``completed`` or ``completed + 1``. The rank still has the
+    gradients of this iteration."""
     vote: Vote | None
     """Newest complete vote of this rank, for iteration ``completed`` or ``completed + 1``; None before the first."""
     has_state: bool = True
@@ -143,7 +143,7 @@ class NextMembership:
     """All nodes of the membership; the nodes of ranks if empty."""
     keeps_layout: bool = False
     """Whether the ranks keep the layout of the previous membership, so that surviving ranks keep their numbers and
-    their state in place. Otherwise every rank finds out what it needs in the new layout."""
+    their state in place. Otherwise every rank determines which state it needs in the new layout."""
     target: Target
     master_addr: str
     master_port: int

@@ -68,8 +68,8 @@ class PrebuildPlan:
         return next(number for number, part in enumerate(self.parts) if place in part)
 
     def assign(self, places: Iterable[int], spares: Sequence[int]) -> Mapping[int, int]:
-        """Choose a node of ``spares`` for each of ``places``, if possible one that builds the part of this place in
-        advance. All other places get the remaining spares in the given order. There must be enough spares."""
+        """Choose a node of ``spares`` for each of ``places``. If possible, it is a spare that builds the part of this
+        place in advance; other places get the remaining spares in the given order. There must be enough spares."""
         left, found = list(spares), {}
         waiting = list(places)
         for place in tuple(waiting):

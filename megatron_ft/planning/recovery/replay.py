@@ -20,7 +20,7 @@ class _ReplayStep:
     frozen: tuple[OperatorId, ...]
     """Operators with compute weights only: they compute outputs and input gradients, but are not updated."""
     vote: Vote | None
-    """Committed vote of the iteration to run; None in a last step that only loads a slice."""
+    """Committed vote of the iteration to run; None if this is the last step and only loads a slice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

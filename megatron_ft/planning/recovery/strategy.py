@@ -57,12 +57,12 @@ class Loss:
     """Whether the nodes are lost with their memory; otherwise only their ranks have died."""
     missing: tuple[OperatorId, ...]
     """Operators whose complete state is not on the ranks that continue. If too few nodes remain for any layout, all
-    ranks on the remaining nodes count as ranks that continue."""
+    ranks on the remaining nodes count as continuing."""
     ends_job: bool = False
     """Whether all processes of the job die, except snapshot servers that outlive it."""
     restart: Literal["all", "fewer"] | None
-    """Number of nodes on which the job can restart its ranks by itself: as many as before (``all``), or only the
-    remaining nodes (``fewer``); None if the job ends."""
+    """Nodes on which the job can restart its ranks by itself: as many as before (``all``), or only the remaining nodes
+    (``fewer``). None if the job ends."""
     stored: Stored | None = None
     """Saved state of the run; if it is None, costs are upper bounds that follow from the configuration."""
     place: Place | None = None
@@ -104,8 +104,8 @@ class Loss:
 
 
 def why_no_replacement(loss: Loss, facts: RecoveryFacts) -> str:
-    """Return the reason why no nodes can take the places of the lost ones, in a job that keeps its layout; empty if
-    they can. If only ranks have died, no node has to be replaced."""
+    """Return the reason why no nodes can take the places of the lost nodes, in a job that keeps its layout. Return an
+    empty text if they can, or if only ranks have died, because no node has to be replaced then."""
     launch, nodes = facts.config.launch, facts.config.nodes
     if not facts.has_places:
         return f"the job has {len(facts.layout.nodes)} of launch.num_nodes={launch.num_nodes} nodes, so another layout"
@@ -166,7 +166,7 @@ class Cost:
     stages: tuple[int, ...] = ()
     """Pipeline stages that replay while other stages keep their state; empty if all stages replay or none does."""
     restarted_by: str = "hand"
-    """Means by which the job is started again after its end: ``hand`` (by the user) or ``Slurm``."""
+    """Who starts the job again after its end: ``hand`` (the user) or ``Slurm``."""
     max_windows: int = 2
     """Largest possible number of windows whose iterations run again, used if ``max_iterations`` is None."""
     seconds: float | None
@@ -277,7 +277,8 @@ class Cost:
 
     @property
     def description(self) -> str:
-        """Return the strategy with the medium or the stages, and who starts the job again."""
+        """Return the name of the strategy, with the medium of the window or the stages that replay, and who starts the
+        job again."""
         text = self.strategy if self.medium is None else f"{self.strategy} ({self.medium})"
         text += f" (stage {', '.join(map(str, self.stages))})" if self.stages else ""
         return text if self.is_automatic else f"{text}, by {self.restarted_by}"
@@ -305,7 +306,7 @@ class Cost:
 
     @property
     def meaning(self) -> str:
-        """Return with what the results of the run are equal, or how much is lost, in words."""
+        """Describe in words which run has equal results, or how much the recovery loses."""
         if self.loses_updates:
             return self.update_loss
         if self.is_bitwise:

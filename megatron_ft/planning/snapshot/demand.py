@@ -63,7 +63,8 @@ class Demand:
 
     @cached_property
     def rounding_bytes(self) -> Matrix:
-        """Largest number of bytes by which a part of an operator exceeds an equal share of it, ``[operators, ranks]``.
+        """If operators are split into equal parts: the most bytes by which a part exceeds its equal share,
+        ``[operators, ranks]``.
 
         Ranges are rounded to whole elements, and components that are not per element are captured with every part.
         """

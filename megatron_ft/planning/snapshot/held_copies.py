@@ -13,8 +13,8 @@ from megatron_ft.planning.snapshot.memory import PeerAssignment
 from megatron_ft.topology import Topology
 
 Sharding = Literal["none", "zero1", "zero2", "zero3"]
-"""State that data-parallel ranks divide: nothing (each rank has the whole optimizer); the optimizer (the distributed
-optimizer); also gradients; also weights."""
+"""State that data-parallel ranks divide among themselves, in this order: nothing (each rank has the whole optimizer);
+optimizer state (the distributed optimizer); also gradients; also weights."""
 Kind = Literal["weights", "optimizer", "expert_weights", "expert_optimizer"]
 KINDS: tuple[Kind, ...] = ("weights", "optimizer", "expert_weights", "expert_optimizer")
 
@@ -68,7 +68,8 @@ class CopyPlan:
 
 
 def _nodes_with_equal_parts(topology: Topology, node_of: Sequence[int], kind: Kind) -> dict[int, frozenset[int]]:
-    """Return for each node the other nodes of which every rank's data-parallel group for ``kind`` has a rank."""
+    """Return, for each node, the other nodes that have equal state of ``kind``: for each rank of the node, they have a
+    rank in the data-parallel group of that rank."""
     groups: dict[tuple[int, ...], set[int]] = {}
     keys: dict[int, set[tuple[int, ...]]] = {}
     for rank, place in topology.ranks():

@@ -59,9 +59,9 @@ class TokenLedger:
         per planned token.
 
         Args:
-            planned_tokens: tokens that the router assigns in one layer in the whole training, counting a token once for
-                each expert to which it is assigned. The tokens processed so far are not used, because with them an
-                early failure would exceed any bound.
+            planned_tokens: tokens that the router assigns in one layer in the whole training. A token counts once for
+                each of its experts. The number of tokens so far is not used, because an early failure would then exceed
+                any bound.
         """
         return mean_share(self.lost, planned_tokens)
 

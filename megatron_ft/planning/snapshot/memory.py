@@ -74,8 +74,8 @@ class PeerAssignment:
             failure_domains: failure domain of each node of the job.
             num_copies: number of other failure domains that must contain the windows of each node (r).
             already_held: other nodes that capture the same bytes as a node; their domains count as copies.
-            near: nodes to which a node sends copies first; copies go to other nodes only if these are too few. None if
-                all nodes are alike.
+            near: for each node, the nodes that get its copies first. Other nodes get copies only if these nodes are too
+                few. None to treat all nodes alike.
 
         Raises:
             ConfigError: the number of failure domains is not above ``num_copies``.
@@ -210,7 +210,8 @@ NUM_BUFFERS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferStates:
-    """Report of the snapshot server about a rank's buffers; it may lag behind the messages that the rank has sent."""
+    """Report of the snapshot server about a rank's buffers. The report may not yet include the newest messages of the
+    rank."""
 
     replicated: Mapping[int, int] = field(default_factory=dict)
     """Start iteration of each replicated window, by the number of its buffer."""
@@ -219,7 +220,8 @@ class BufferStates:
     pinned: frozenset[int] = frozenset()
     """Numbers of the buffers that are being written to storage and must not be changed or reused."""
     knows_commits: bool = True
-    """Whether the server has processed every commit; a commit that is not processed yet may still pin a buffer."""
+    """Whether the server has processed every commit. A commit that is not processed yet may still pin a buffer: keep it
+    from being reused until it is on storage."""
     failed_start: int = -1
     """Start iteration of the newest window whose write to storage has failed; -1 if none has failed."""
 
@@ -305,7 +307,8 @@ STATUS_BYTES = 4096
 _PAGE_BYTES = 4096
 # A buffer that is too small for the next plan is replaced, and the windows in it are lost.
 _MARGIN_FOR_OTHER_PLANS = (5, 4)
-"""Size of a buffer divided by the size of a window, as (numerator, denominator), if later plans may differ in order."""
+"""Size of a buffer divided by the size of a window, as (numerator, denominator), for jobs whose later plans may have
+another order of operators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,7 +352,8 @@ def host_bytes(
 
 
 def buffer_bytes(plan: WindowPlan, shards: Sequence[StateShard], *, plans_again: bool) -> int:
-    """Return the bytes of one buffer of the rank with ``shards``: a window, plus a margin with ``plans_again``."""
+    """Return the bytes of one buffer of the rank with ``shards``: those of a window, plus a margin if ``plans_again``
+    is true."""
     numerator, denominator = _MARGIN_FOR_OTHER_PLANS if plans_again else (1, 1)
     return _whole_pages(max(1, -(-window_bytes(plan, shards) * numerator // denominator)))
 

@@ -1,7 +1,6 @@
-"""Policies whose windows capture only some experts, and copy the state of the others from an earlier window.
-
-So captures and transfers are smaller, but a recovery from such a window loses the newest updates of the other experts.
-A window has one slice and contains the whole state. The copies come from an earlier window in host memory.
+"""Policies whose windows capture only some experts, and copy the state of all other experts from an earlier window. So
+captures and transfers are smaller, but a recovery from such a window loses the newest updates of the other experts. A
+window has one slice and contains the whole state. The copies come from an earlier window in host memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -126,15 +125,16 @@ class StorageBasis:
     ``[MoE layers, experts]``."""
 
     captured_at: Counts
-    """Iteration from which the window has each expert."""
+    """Iteration after which each expert's state in the window was captured."""
     stored_at: Counts
-    """Iteration from which the newest file has each expert."""
+    """Iteration after which each expert's state in the newest file was captured."""
     since: int
     """Start of the window of the newest file."""
     at_risk: Counts
     """Tokens of each expert that a recovery from the window in memory would lose."""
     stored_at_risk: Counts
-    """Tokens of each expert that a recovery from the file would lose, if the file had the expert as the newest one."""
+    """Tokens of each expert that a recovery from the next file would lose, if it had the expert's state of the newest
+    file."""
     lost_share: float
     """Share of the planned tokens that have been lost so far (PLT)."""
     planned_tokens: int
@@ -149,8 +149,8 @@ class StorageBasis:
         Experts that were captured since the newest file come first: they are as new as possible.
 
         Args:
-            oldest_first: whether experts that were stored longest ago come first; otherwise those come first for which
-                the file saves most tokens.
+            oldest_first: whether experts that were stored longest ago come first. Otherwise the experts come first for
+                which a new file saves the most tokens from being lost.
         """
         is_newer = self.captured_at > self.stored_at
         urgency = self.stored_at if oldest_first else self.at_risk - self.stored_at_risk
@@ -183,7 +183,8 @@ class ExpertPolicy(SnapshotPolicy, Protocol):
     """Always true. Checks of a configuration read this value before they use anything else of the policy."""
 
     def plan_unmeasured(self, demand: Demand) -> WindowPlan:
-        """Plan windows without measurements. The plan has no ``partial`` if the number of experts depends on them."""
+        """Plan windows without measurements. The plan has no ``partial`` if the number of experts depends on
+        measurements."""
         ...
 
     def choose(self, plan: WindowPlan, basis: ChoiceBasis, state: ExpertBytes) -> Mask:
@@ -192,10 +193,11 @@ class ExpertPolicy(SnapshotPolicy, Protocol):
 
     @property
     def num_persisted_experts(self) -> int | None:
-        """Experts of each layer of which a file has a newer state than earlier files; None for those of the window."""
+        """Number of experts of each layer whose newer state is written with a file; None to write all experts of the
+        window."""
 
     def choose_stored(self, basis: StorageBasis) -> Mask:
-        """Choose the experts of the next file, if ``num_persisted_experts`` is set; alike on every rank."""
+        """Choose the experts of the next file, in the same way on every rank. ``num_persisted_experts`` must be set."""
         ...
 
     def update_loss(self, num_experts: int, windows_per_file: int = 1) -> str:
@@ -227,8 +229,8 @@ class PartialExperts:
     """Bound of the proportion of lost tokens (PLT) in the whole training. A window captures more experts, up to all, if
     the next failure could exceed this bound. null keeps the number."""
     fill_ranks: bool = False
-    """Whether a window also captures further experts, as far as no rank then captures more bytes than the busiest rank
-    captures anyway (MoC-System, section 5.3). They cost no time, and a recovery loses fewer tokens."""
+    """Whether a window also captures further experts, as long as no rank captures more bytes than the busiest rank
+    captures anyway (MoC-System, section 5.3). The further experts cost no time, and a recovery loses fewer tokens."""
     replan_drift: float = 0.2
     """Relative change above which a new plan is made: the change of the bytes that an iteration can capture, or of the
     whole state's bytes."""
@@ -303,7 +305,8 @@ class PartialExperts:
             number = min(2 * number, state.num_experts)
 
     def choose_stored(self, basis: StorageBasis) -> Mask:
-        """Choose K_persist experts of each layer: in turn as ``choice`` does, or those whose file saves most tokens."""
+        """Choose K_persist experts of each layer: in turn if ``choice`` takes turns, otherwise those for which a file
+        saves most tokens."""
         assert self.num_persisted_experts is not None, "files have what windows have"
         return basis.choose(
             self.num_persisted_experts,
@@ -431,7 +434,8 @@ def expert_policy(config: JobConfig) -> ExpertPolicy | None:
 
 
 def stores_fewer_experts(config: JobConfig) -> bool:
-    """Return whether a file has an earlier state of some experts than the window in memory from which it is written."""
+    """Return whether the files of a job have an older state of some experts than the windows from which they are
+    written."""
     policy = expert_policy(config)
     return policy is not None and policy.num_persisted_experts is not None
 
@@ -462,11 +466,11 @@ def _filled(state: ExpertBytes, chosen: Mask, at_risk: Counts) -> Mask:
 
 
 def _most_windows(num_experts: int, captured: int, stored: int, windows_per_file: int) -> int:
-    """Return the most windows after which a file has a newer state of an expert, if experts take turns.
+    """Return the largest number of windows until a file has a newer state of an expert, if experts take turns.
 
     Args:
-        captured: experts of a layer that each window captures.
-        stored: experts of a layer of which each file has a newer state.
+        captured: number of experts of a layer that each window captures.
+        stored: number of experts of a layer whose newer state is written with each file.
     """
     # Experts captured since the last file compete for the next one, and those stored longest ago come first. If the
     # same experts compete each time, each of them is in one of ``rivals / stored`` files; otherwise every other expert

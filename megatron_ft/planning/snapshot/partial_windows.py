@@ -1,5 +1,5 @@
-"""``PartialWindows``: records, for windows that leave out experts, from which iteration memory and storage have each
-expert, and how many tokens a recovery from each level would lose."""
+"""``PartialWindows``: keeps records of windows that leave out experts. They contain, for memory and for storage, the
+iteration of each expert's state, and the number of tokens that a recovery would lose."""
 
 from collections.abc import Collection, Sequence
 
@@ -33,14 +33,16 @@ class PartialWindows:
         self._row_of = {layer: row for row, layer in enumerate(self._state.layers)}
         self._planned_tokens = planned_tokens
         self._captured_at: dict[int, Counts] = {}
-        """Iteration from which each window has each expert, ``[MoE layers, experts]``, by the window's start."""
+        """Iteration after which each expert's state in a window was captured, ``[MoE layers, experts]``, by the
+        window's start."""
         self._processed: dict[int, Counts] = {}
         """Tokens that each expert had processed after an iteration, for each iteration in ``_captured_at``."""
         self._stored_at: Counts | None = None
-        """Iteration from which the newest file has each expert, ``[MoE layers, experts]``; None before the first file.
-        A write that has not ended counts as a file."""
+        """Iteration after which each expert's state in the newest file was captured, ``[MoE layers, experts]``; None
+        before the first file. A file that is still being written counts too."""
         self._stored_start = self._whole_start = -1
-        """Start of the window of the newest file, and of the newest file with the same content as its window."""
+        """Start of the window of the newest file, and start of the window of the newest file that has everything that
+        its window has."""
         self.stored_share: float | None = None
         """Share of the planned tokens that a recovery from the newest file would lose; None if it is not known."""
         self._places: tuple[Sequence[Piece], Counts] | None = None
@@ -87,8 +89,8 @@ class PartialWindows:
         state of all others from an earlier file. Return whether the file has another content than the window.
 
         Args:
-            unwritten_start: start of the newest window whose file some rank could not write; -1 without any. Files
-                from this one on may need pieces that are on no storage, so the next file has everything.
+            unwritten_start: start of the newest window whose file some rank could not write; -1 if there is none. This
+                file and later ones may refer to pieces that are not on storage, so the next file has everything.
         """
         before, captured_at = self._stored_at, self._captured_at.get(start)
         since, self._stored_start, self._stored_at = self._stored_start, start, captured_at
@@ -114,15 +116,16 @@ class PartialWindows:
         return not is_whole
 
     def captured_at(self, start: int, pieces: Sequence[Piece], num_layers: int) -> tuple[int, ...] | None:
-        """Return the iteration of each piece in the window that starts at ``start``; None if all are of ``start``."""
+        """Return the iteration after which each piece of the window ``start`` was captured; None if it is ``start`` for
+        all pieces."""
         captured_at = self._captured_at[start]
         if (captured_at == start).all():
             return None
         return self._of_pieces(captured_at, start, pieces, num_layers)
 
     def stored(self, start: int, pieces: Sequence[Piece], num_layers: int) -> tuple[tuple[int, ...], Rows]:
-        """Return the iteration of each piece in the file of window ``start``, for which ``store`` was just called, and
-        the tokens that a recovery from this file would lose, as [MoE layer][expert]."""
+        """Return two values for the file of window ``start``, for which ``store`` was just called: the iteration of
+        each piece, and the tokens that a recovery from this file would lose, as [MoE layer][expert]."""
         assert self._stored_at is not None and self._stored_start == start, f"window {start} is not stored"
         return self._of_pieces(self._stored_at, start, pieces, num_layers), self._lost(start, self._stored_at)
 
@@ -155,8 +158,8 @@ class PartialWindows:
         return tuple(tuple(row) for row in lost.tolist())
 
     def shares(self, start: int, ledger: TokenLedger) -> tuple[float, float]:
-        """Return two shares of the planned tokens: those that a recovery from window ``start`` would lose, and those
-        that earlier recoveries have lost."""
+        """Return two shares of the planned tokens: the share that a recovery from window ``start`` would lose, and the
+        share that earlier recoveries have lost."""
         return self._share(self.at_risk(start) or ()), ledger.lost_share(self._planned_tokens)
 
     def owed_share(self, ledger: TokenLedger) -> float:

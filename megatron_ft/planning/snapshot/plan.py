@@ -273,7 +273,7 @@ _NUM_BATCHES, _LEAST_BATCH_BYTES = 128, 1 << 18
 
 
 def batch_bytes(largest_slice_bytes: int) -> int:
-    """Return how many bytes of its part of a slice each rank sends at a time when a window is restored.
+    """Return the number of bytes of a slice that each rank sends at a time when a window is restored.
     ``largest_slice_bytes`` is the size of the slice on the rank with the largest part."""
     # The bytes of a batch are copied before the send, so they must be few. But each batch is one collective.
     return align(max(_LEAST_BATCH_BYTES, largest_slice_bytes // _NUM_BATCHES))
@@ -325,7 +325,8 @@ def _aligned_bytes(unit: Unit, shard: StateShard, components: Sequence[Component
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReorderTrigger:
-    """Decides when the popularity of experts has changed so much that operators are ordered again (MoEvement, 3.5).
+    """Decides when the popularity of experts has changed so much that a new order of operators is made (MoEvement,
+    3.5).
 
     The frequency of an expert is its share of its layer's tokens. The trigger compares it with the frequency when the
     present order was made, not with the last value. So a slow drift triggers a new order, and oscillation does not.

@@ -118,7 +118,7 @@ def make_plan(
 
 
 def why_outdated(policy: SnapshotPolicy, demand: Demand, context: SnapshotContext, previous: WindowPlan) -> str | None:
-    """Return the cause for which ``replan`` makes a new plan instead of ``previous``; None if it makes none."""
+    """Return the reason why ``replan`` makes a new plan instead of ``previous``; None if it keeps ``previous``."""
     if {unit.operator for units in previous.slices for unit in units} != set(demand.operators):
         return "the operators have changed"
     # Compared with the inputs of the present plan, not with those of the last check, so that slow changes add up.

@@ -181,8 +181,8 @@ class SnapshotReport:
 
     policy: str
     window_iterations: int | None
-    """Number of iterations of a window (W). It is None if it depends on bandwidth and iteration time, and they are not
-    measured; in this case ``window_bytes`` and ``nodes`` are those of a dense window."""
+    """Number of iterations of a window (W). It is None if it depends on a bandwidth and an iteration time that are not
+    measured. In this case ``window_bytes`` and ``nodes`` describe a dense window."""
     interval_iterations: int | None
     window_bytes: int
     """Bytes of a window on the rank where the window is largest."""
@@ -202,12 +202,13 @@ class SnapshotReport:
     """Number of experts of each layer that a window captures. None if windows leave out no experts, or if bandwidth or
     iteration time is not measured."""
     captured_bytes: int | None = None
-    """Largest number of bytes that a window with ``captured_experts`` experts captures on any rank; None likewise."""
+    """Largest number of bytes that a window with ``captured_experts`` experts captures on any rank; None if
+    ``captured_experts`` is None."""
     stored_experts: int | None = None
-    """Number of experts of each layer whose newer state is written to storage with a window; None for all that windows
-    have, or if no window is written during training."""
+    """Number of experts of each layer whose newer state is written to storage with a window. None if all experts of the
+    window are written, or if no window is written during training."""
     stored_bytes: int | None = None
-    """Largest number of bytes that are written with these experts on any rank; None likewise."""
+    """Largest number of bytes that any rank writes with these experts; None if their number is None."""
     update_loss: str = ""
     """Bound of the updates that a recovery from a window loses, in words; empty if it loses none."""
 

@@ -65,8 +65,8 @@ class ModuleSharding:
         return shares
 
     def equal(self, saved: Mask, *, whole: bool = True) -> Matrix:
-        """Return the bytes of each rank if modules outside experts are divided equally, whatever experts the ranks save
-        (section 4.2)."""
+        """Return the bytes of each rank if modules outside experts are divided equally, regardless of the experts that
+        the ranks save (section 4.2)."""
         modules = _assign(self.module_bytes, np.zeros(self.data_size, dtype=np.int64))
         return self.shares_of_experts(saved, whole=whole) + modules
 
@@ -93,7 +93,8 @@ class ModuleSharding:
 
 
 def _assign(module_bytes: Sequence[int], begun: Matrix) -> Matrix:
-    """Add each module, the largest first, to the rank with the fewest bytes; ``begun`` has the bytes before."""
+    """Add each module, the largest first, to the rank with the fewest bytes. ``begun`` has the bytes that each rank
+    already saves."""
     found = begun.copy()
     for num_bytes in sorted(module_bytes, reverse=True):
         found[int(np.argmin(found))] += num_bytes

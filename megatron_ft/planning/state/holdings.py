@@ -36,9 +36,10 @@ class Medium(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Elements [start, stop) of one tensor that a rank must have in their state after ``iteration``.
+    """Elements [start, stop) of one tensor that a rank must have, with their values after ``iteration``.
 
-    Holdings and needs use the same rank numbers. Every living process has one, including spares and leaving ranks.
+    Holdings and needs use the same rank numbers. Every living process has a rank number, including spares and leaving
+    ranks.
     """
 
     rank: int
@@ -50,7 +51,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """Elements [start, stop) of one tensor that a rank has in their state after ``iteration``."""
+    """Elements [start, stop) of one tensor that a rank has, with their values after ``iteration``."""
 
     rank: int
     domain: str

@@ -1,7 +1,7 @@
 """Lists the parts of a model's state that every rank of a parallel layout must have.
 
-The same function computes the needs of the next layout and the holdings of the previous one, because after a committed
-iteration every rank holds exactly what its layout needs.
+The same function computes the needs of the next layout and the holdings of the previous one. This is possible because,
+after a committed iteration, every rank holds exactly the elements that its layout needs.
 """
 
 import heapq

@@ -16,7 +16,7 @@ from megatron_ft.planning.state.intervals import distinct, expand, split, union
 from megatron_ft.planning.state.tensors import Column, TensorIndex
 
 ENOUGH_SENDERS = 64
-"""A set of possible senders with more ranks than this is not extended by further holders of the element."""
+"""If a set of possible senders has more ranks than this, further holders of the element are not added to the set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,7 +49,8 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Matched:
-    """Needed elements: ranks have ``kept`` themselves, others or storage have ``remote``, nothing has ``missing``."""
+    """Needed elements: ``kept`` are on the rank that needs them, ``remote`` are on other ranks or storage, and
+    ``missing`` are nowhere."""
 
     kept: Pieces
     remote: Pieces

@@ -337,8 +337,8 @@ class TransferPlan:
             yield Kept(rank=rank, tensor=found, start=start, stop=stop, iteration=iteration, medium=Medium(medium))
 
     def last_rounds(self, rank: int) -> dict[StateTensor, int]:
-        """Return the last round in which ``rank`` sends elements of each tensor. After this round, the rank can free
-        elements of the tensor that it does not need itself."""
+        """Return, for each tensor, the last round in which ``rank`` sends elements of this tensor. After this round,
+        the rank can free the elements that it does not need itself."""
         rows = np.flatnonzero(self.source == rank)
         pairs = zip(self.tensor[rows].tolist(), self.round[rows].tolist(), strict=True)
         return {self.index.tensors[tensor]: turn for tensor, turn in pairs}  # rounds ascend: the last one remains
@@ -384,7 +384,8 @@ class TransferPlan:
         limit_bytes: int = STAGING_BYTES,
         min_piece_bytes: int = MIN_PIECE_BYTES,
     ) -> "TransferPlan | Declined":
-        """Plan the transfers that give every rank its needed elements; ``Declined`` if no rank holds some of them.
+        """Plan the transfers that give every rank its needed elements. Return ``Declined`` if some needed elements are
+        on no rank.
 
         Elements that a rank already has are not moved. Any other element comes from the fastest medium that contains
         it, and from the holders with the fewest bytes to send. The planning time grows with the numbers of rows and
