@@ -40,7 +40,7 @@ class CheckpointError(MegatronFtError):
 
 
 class TrainingStopped(MegatronFtError):
-    """A stop of the run by a policy: non-finite values, a loss spike, or too many skipped updates."""
+    """Raised if a policy stops the run because of non-finite values, a loss spike, or too many skipped updates."""
 
     exit_code = 6
 

@@ -79,7 +79,8 @@ class RunStarted(Record):
     resumed_from: str | None = None
     """Checkpoint or window from which the job continues the run; absent for a new run."""
     resumed_from_iteration: int | None = None
-    """Last iteration of the state in ``resumed_from``. Records of later iterations that earlier jobs wrote are void."""
+    """Last iteration of the state in ``resumed_from``. Records that earlier jobs wrote about later iterations are
+    void."""
     run_dir: str | None = None
     """Folder of the run, as the first rank names it."""
     schema_version: int = SCHEMA_VERSION
@@ -197,7 +198,7 @@ class PlacementInForce(Record):
     most_replicas: int | None = None
     """Largest number of replicas of an expert, over all layers."""
     file_error: str | None = None
-    """Error that prevented writing the placement to a file; training continues."""
+    """Error because of which the placement was not written to a file; training continues."""
 
     def describe(self) -> Note:
         found = f"new placement from iteration {self.iteration} on: {self.reason}"
@@ -348,7 +349,8 @@ class AlertRaised(Record):
     iteration: int
     """Newest iteration of the run."""
     rank: int | None = None
-    """Rank that ``value`` describes, by its number in the present membership; absent if it is not a single rank."""
+    """Rank that ``value`` describes, by its number in the present membership; absent if ``value`` does not describe a
+    single rank."""
     node: int | None = None
     """Node of ``rank``; the number of a node never changes."""
 

@@ -1,11 +1,12 @@
 """Injects faults into ranks at named phases of an iteration, for tests and fault campaigns.
 
-A failpoint is written as a call with literal keywords, e.g. ``kill(rank=1, at_iteration=7, phase="backward")``. It
-fires once in each process that it matches. Without a generation, it matches processes of every generation. A record is
-on disk *before* the fault happens, so that a trial can prove the injection. The rank of a process may change with the
-membership: ``rank`` is the rank in the generation that the failpoint names. If the failpoint names no generation,
-``rank`` is the first rank of the process. If ``watch`` has set a function, each ``hit`` also reports the rank's
-progress to this function. If there is neither a failpoint nor such a function, ``hit`` only evaluates two conditions.
+A failpoint is written as a call with literal keywords, e.g. ``kill(rank=1, at_iteration=7, phase="backward")``. A
+failpoint fires once in each process that it matches. Without a generation, it matches processes of every generation. A
+record is on disk *before* the fault happens, so that a trial can prove the injection. The rank of a process may change
+with the membership: ``rank`` is the rank in the generation that the failpoint names. If the failpoint names no
+generation, ``rank`` is the first rank of the process. If ``watch`` has set a function, each ``hit`` also reports the
+rank's progress to this function. If there is neither a failpoint nor such a function, ``hit`` only evaluates two
+conditions.
 """
 
 import json
@@ -57,8 +58,8 @@ then the number of the process in the order of nodes. ``migrate`` is hit before 
 each step of a rebalance, and ``migrate_build`` before the model is built for a new placement. This build is necessary
 only if a rank gets another number of experts. Three phases are hit while a membership is formed: ``reform_join`` before
 ranks connect, ``reform_move`` before state moves, and ``reform_build`` before the model is built. With the distributed
-optimizer, ``reform_move`` is hit once more, before the shards of the optimizer move. The iteration of these three is
-the last one of the previous membership."""
+optimizer, ``reform_move`` is hit once more, before the shards of the optimizer move. In these three phases, the
+iteration is the last one of the previous membership."""
 
 _SELECTORS: dict[str, type] = {
     "rank": int,
@@ -243,7 +244,8 @@ def unfired() -> tuple[Failpoint, ...]:
 
 
 def hit(phase: str, iteration: int) -> None:
-    """Report that this process has reached ``phase`` of ``iteration``, and inject the fault that is armed here.
+    """Report that this process has reached ``phase`` of ``iteration``, and inject the fault that is armed for this
+    point.
 
     Raises:
         InjectedFault: a fault with the action ``raise`` is armed for this point.

@@ -1,4 +1,4 @@
-"""JSON messages over local stream sockets. Each has its length in four bytes, big endian, followed by UTF-8 JSON.
+"""JSON messages over local stream sockets. A message consists of its length in four bytes, big endian, and UTF-8 JSON.
 
 The ranks, the agent and the fork server of a node exchange such messages. File descriptors may be sent with a message;
 the receiver queues them in the order of arrival.

@@ -84,7 +84,7 @@ class StageRecovery(Record):
     num_forward_passes: int
     """Number of forward passes of this rank: microbatches times the rank's model chunks, in all replayed iterations."""
     bytes_moved: int
-    """Bytes of the upstream log and of state that this rank sent or received; not those of a window."""
+    """Bytes of the upstream log and of state that this rank sent or received, without the bytes of a window."""
     is_kept: bool = False
     """Whether the rank kept its model, gradient buffers and optimizer; false if it had to build them."""
     built: str = ""
@@ -130,8 +130,8 @@ class PartBuilt(Record):
     stage: int
     """Pipeline stage that was built, counted from 0."""
     places: tuple[int, ...]
-    """Positions, in the layout, of the nodes whose model was built. The rank needs it if its node replaces one of
-    them."""
+    """Positions, in the layout, of the nodes whose model was built. The rank needs this model if its node replaces one
+    of them."""
     state_bytes: int
     """Bytes of weights, gradients, master weights and moments that were allocated."""
     seconds: float

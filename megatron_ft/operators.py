@@ -151,7 +151,8 @@ def _attention(model: ModelConfig) -> tuple[int, int]:
 
 
 def _latent_attention(model: ModelConfig) -> tuple[int, int]:
-    """Return the numbers of split and of repeated parameters of multi-head latent attention, as in ``Operator``."""
+    """Return two numbers of parameters of multi-head latent attention: parameters that are split over TP ranks, and
+    parameters that every TP rank has."""
     hidden, heads, query_width = model.hidden_size, model.num_attention_heads, model.qk_head_dim
     query_width += model.qk_pos_emb_head_dim
     split = (model.q_lora_rank or hidden) * heads * query_width

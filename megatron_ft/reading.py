@@ -60,7 +60,7 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
 
 
 def parse_call(key: str, text: str, names: Iterable[str], example: str) -> tuple[str, dict[str, object]]:
-    """Parse ``text``, the value of ``key``, as a call of one of ``names``. Its arguments are keywords with literals.
+    """Parse ``text``, the value of ``key``, as a call of one of ``names`` whose arguments are keywords with literals.
 
     Returns:
         The called name, and the arguments by keyword. An argument ``**mapping`` has the keyword ``"**"``.

@@ -25,7 +25,7 @@ FORMER_STRATEGIES = {
     "window": "rollback",
     "nothing": "start_over",
 }
-"""Maps former names of recovery strategies, which earlier records have, to the present names."""
+"""Maps former names of recovery strategies, which occur in records of earlier versions, to the present names."""
 
 SCHEMA_VERSION = 2
 """Version of the format. It increases when a field is removed or changes its meaning, not for new records or fields."""

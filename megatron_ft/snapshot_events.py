@@ -27,7 +27,7 @@ class SnapshotPlanned(Record):
     captured_bytes: int | None = None
     """Largest number of bytes that a window captures on any rank, if windows leave out experts; otherwise None."""
     cause: str = ""
-    """Why another plan was made, or why the plan is used for a new layout of the state; empty for a first plan."""
+    """Reason for another plan, or for the use of the plan with a new layout of the state; empty for a first plan."""
 
     def describe(self) -> Note:
         windows = f"snapshots: windows of {counted(self.window_iterations, 'iteration')}"
@@ -58,15 +58,15 @@ class WindowCommitted(Record):
     persisted_bytes: int | None = None
     """Bytes that the snapshot server of the first rank has written to storage since the previous committed window."""
     at_risk_share: float | None = None
-    """Share of the whole training's tokens whose updates of experts a recovery from this window would lose, as a mean
-    over MoE layers. None if windows leave out no experts."""
+    """Share of the whole training's tokens whose updates of experts would be lost by a recovery from this window, as a
+    mean over MoE layers. None if windows leave out no experts."""
     lost_share: float | None = None
     """Share of the whole training's tokens whose updates recoveries have lost (PLT); None as for ``at_risk_share``."""
     owed_share: float | None = None
     """The part of ``lost_share`` that experts have not made up for. None without ``snapshot.repay_capacity_share``."""
     stored_at_risk_share: float | None = None
-    """Share of the whole training's tokens whose updates of experts a recovery from the newest file would lose. None
-    unless ``snapshot.policy.num_persisted_experts`` is set and a file was written or is being written."""
+    """Share of the whole training's tokens whose updates of experts would be lost by a recovery from the newest file.
+    None unless ``snapshot.policy.num_persisted_experts`` is set and a file was written or is being written."""
 
     def describe(self) -> None:
         return None
@@ -140,7 +140,7 @@ class UpstreamLogFull(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertUpdatesLost(Record):
-    """The job continued from a window that leaves out experts, and lost their newest updates."""
+    """The job continued from a window that leaves out experts, and lost the newest updates of these experts."""
 
     iteration: int
     """Iteration from which the job continued."""

@@ -28,7 +28,7 @@ class Refused(Exception):
 
 
 def read_site(path: Path) -> dict[str, str]:
-    """Read the values of a site's file in the same way as the batch script.
+    """Read the values of a site's file (``site.env``) in the same way as the batch script.
 
     Raises:
         Refused: the file cannot be read, names no network interface, or has an invalid count.

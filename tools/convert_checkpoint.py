@@ -1,10 +1,10 @@
 """Convert checkpoints: to Hugging Face folders and back, to Megatron-LM, to weights, to MoE models, and from windows.
 
 ``to-hf`` writes a folder with safetensors files, an index and ``config.json`` from a checkpoint of any parallel layout.
-``from-hf``, ``weights`` and ``average`` write a checkpoint that contains only weights: those of a folder, those of a
-checkpoint, and the mean of several checkpoints. ``upcycle`` makes the weights of an MoE model from those of a dense
-model. A run starts from them with ``checkpoint.load_weights``. ``to-megatron`` writes a folder that Megatron-LM loads.
-``from-window`` starts a job that replays a window of snapshots, and writes a dense checkpoint.
+``from-hf``, ``weights`` and ``average`` write a checkpoint that contains only weights: the weights of a folder, the
+weights of a checkpoint, and the mean of several checkpoints. ``upcycle`` makes the weights of an MoE model from those
+of a dense model. A run starts from them with ``checkpoint.load_weights``. ``to-megatron`` writes a folder that
+Megatron-LM loads. ``from-window`` starts a job that replays a window of snapshots, and writes a dense checkpoint.
 """
 
 import argparse

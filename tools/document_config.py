@@ -105,7 +105,7 @@ def recovery_page() -> str:
 
 
 def _with_rows(path: Path, name: str, rows: Sequence[str]) -> str:
-    """Return the text of a page in which ``rows`` stand between the two markers of this name."""
+    """Return the text of a page with ``rows`` between the two markers that are called ``name``."""
     first, last = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     head, begin, rest = path.read_text(encoding="utf-8").partition(first)
     _, end, tail = rest.partition(last)

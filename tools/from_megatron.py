@@ -1,5 +1,5 @@
-"""Translates a command line of Megatron-LM: every flag is answered with the overrides that replace it, or with the
-reason why it has none.
+"""Translates a command line of Megatron-LM. For every flag, prints the overrides that replace it, or the reason why
+there are none.
 
 python -m tools.from_megatron -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 12 --bf16
 """

@@ -1,5 +1,5 @@
-"""Injects failures into a running job: nodes are killed, stopped, disconnected, drained or added, their disks fail, or
-a recorded trace is replayed.
+"""Injects failures into a running job: kills, stops, disconnects, drains or adds nodes, lets their disks fail, or
+replays a recorded trace.
 
 python -m tools.inject_failures runs/moe_tiny-001 --kill 2 --at-iteration 50
 python -m tools.inject_failures runs/moe_tiny-001 --stop 1 --for 5

@@ -1,4 +1,4 @@
-"""AdamW on quantized masters and moments: the reference in plain torch.
+"""AdamW on quantized master weights (masters) and moments: the reference implementation in plain torch.
 
 An update decodes a range of the state to FP32, computes AdamW, and encodes the result. It only uses sums, products,
 quotients and square roots of FP32 numbers, each of which IEEE 754 rounds to one result, and scales of fixed blocks. So
@@ -101,7 +101,8 @@ class ScaledState:
         return ScaledState(regime=self.regime, name=self.name, start=first, **found)
 
     def compute_weights(self) -> QuantizedTensor:
-        """Return the compute weights that follow from the stored masters. With FP8 masters they are the masters."""
+        """Return the compute weights that follow from the stored masters. FP8 masters are themselves the compute
+        weights."""
         return compute_weights(self.regime, self.master, self.start)
 
 

@@ -1,7 +1,7 @@
 """Packs tensors of any format into one buffer of bytes, with a header of names, dtype tags and shapes, and unpacks it.
 
-Codes, scales and histories are copied as the bytes that they are. Nothing is decoded, so a frozen operator comes back
-with the bits that it had. (Decoding to BF16 and quantizing again can choose other scales and so other codes.)
+The bytes of codes, scales and histories are copied unchanged. Nothing is decoded, so a frozen operator is restored with
+the same bits. (Decoding to BF16 and quantizing again can choose other scales and so other codes.)
 """
 
 import math
@@ -30,7 +30,7 @@ _DTYPES = {
 
 
 class CodecError(ValueError):
-    """Bytes or a header from which no tensors can be made."""
+    """Raised for bytes, or a header, from which no tensors can be made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

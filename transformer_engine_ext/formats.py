@@ -64,8 +64,8 @@ def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 def cast(values: torch.Tensor, target: Format) -> torch.Tensor:
     """Round FP32 ``values`` of any shape to ``target``, to nearest, ties to even.
 
-    Infinite and too large values become the largest value of the format with their sign. Values below half of the
-    smallest become zero. NaN stays NaN, and no other value becomes NaN.
+    Infinite and too large values become the largest value of the format, with their sign. Values below half of the
+    smallest value become zero. NaN stays NaN, and no other value becomes NaN.
     """
     # Without the clamp, the result of an overflow depends on the version of torch: NaN, infinity or the largest value.
     return values.clamp(-target.largest, target.largest).to(target.dtype)
@@ -106,8 +106,8 @@ def _shifted(values: torch.Tensor, count: int) -> torch.Tensor:
 def cast_stochastically(values: torch.Tensor, target: Format, bits: torch.Tensor) -> torch.Tensor:
     """Round FP32 ``values`` up or down to ``target``, up with a probability equal to the distance from the lower value.
 
-    Clamps and keeps NaN like :func:`cast`. The probability is exact for normal values; bits below 2**-24 of the largest
-    of their binade are cut off.
+    Clamps and keeps NaN like :func:`cast`. The probability is exact for normal values, except that bits below 2**-24 of
+    the largest value with the same exponent are cut off.
 
     Args:
         bits: 32 random bits for each value, int64, in the shape of ``values``.

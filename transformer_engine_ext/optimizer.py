@@ -12,7 +12,7 @@ from transformer_engine_ext.regimes import Regime
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRange:
-    """The place of a tensor of the optimizer in its parameter."""
+    """Range of a flattened parameter that a tensor of the optimizer contains."""
 
     name: str
     """Global name of the parameter, which keys stochastic rounding."""
@@ -24,7 +24,7 @@ class ScaledAdamW(torch.optim.Optimizer):
     """AdamW whose state contains codes and scales of masters and moments, and an update count for each parameter.
 
     The parameters are FP32 tensors. After each update they contain the decoded masters, from which layers and compute
-    weights are computed. The masters are the state: what is written to a parameter between updates is lost.
+    weights are computed. The masters are the state: values that are written to a parameter between updates are lost.
 
     Args:
         groups: parameter groups with ``params``, and optionally ``lr``, ``betas``, ``eps`` and ``weight_decay``.

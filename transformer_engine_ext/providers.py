@@ -1,7 +1,7 @@
 """Providers of FP8 products behind one protocol: ``torch`` (CPU and CUDA) and ``transformer_engine``.
 
-A provider states which recipes it cannot do on a device, and why. Nothing falls back to another provider or to a
-product without FP8.
+A provider states which recipes it does not support on a device, and why. No other provider, and no product without FP8,
+is used instead.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _TE_FROM, _TE_BELOW = (2, 9), (2, 12)
 
 
 class ProviderError(RuntimeError):
-    """A provider that cannot be used, or a recipe that it cannot do."""
+    """Raised for a provider that cannot be used, or a recipe that the provider does not support."""
 
 
 class Provider(Protocol):
@@ -31,7 +31,7 @@ class Provider(Protocol):
         """Name of the provider, as in the configuration."""
 
     def refusal(self, recipe: Recipe, device: torch.device) -> str | None:
-        """Return why the provider cannot do ``recipe`` on ``device``, or None if it can."""
+        """Return why the provider does not support ``recipe`` on ``device``, or None if it does."""
 
     def product(
         self,
@@ -142,10 +142,10 @@ def transformer_engine_problem() -> str | None:
 
 
 def provider_for(name: str, recipe: Recipe, device: torch.device) -> Provider:
-    """Return the provider ``name``, which can do ``recipe`` on ``device``.
+    """Return the provider ``name``, after a check that it supports ``recipe`` on ``device``.
 
     Raises:
-        ProviderError: there is no such provider, it is not usable here, or it cannot do the recipe.
+        ProviderError: there is no such provider, it is not usable on this machine, or it does not support the recipe.
     """
     if name == "transformer_engine":
         # Its layers exist, but their state has not been captured and restored on a GPU yet.

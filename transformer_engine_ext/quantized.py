@@ -103,7 +103,8 @@ def num_blocks(num_elements: int, block_elements: int = BLOCK_ELEMENTS) -> int:
 
 def largest_finite(values: torch.Tensor) -> torch.Tensor:
     """Return the largest finite magnitude (amax) of each row of ``values [rows, elements]``, FP32 ``[rows]``; zero if a
-    row has none. A NaN or an infinity must not become a scale, because it would destroy all values of its block."""
+    row has no finite value. A NaN or an infinity must not become a scale, because it would destroy all values of its
+    block."""
     if values.shape[1] == 0:
         return values.new_zeros(values.shape[0])
     return values.abs().nan_to_num(nan=0.0, posinf=0.0).amax(dim=1)

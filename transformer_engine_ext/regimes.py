@@ -22,8 +22,8 @@ class Regime:
         return self.compute is E4M3
 
     def full(self) -> Iterator[tuple[str, Format, bool]]:
-        """Yield (component, format, whether it has scales) of an active operator. Compute weights follow from master
-        weights."""
+        """Yield (component, format, whether it has scales) of an active operator. Compute weights are not included,
+        because they follow from master weights."""
         for name in ("master", "exp_avg", "exp_avg_sq"):
             found: Format = getattr(self, name)
             yield name, found, found.is_scaled

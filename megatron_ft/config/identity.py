@@ -54,7 +54,7 @@ class Difference:
         job.
 
         Data with equal fingerprints are the same data even if paths differ, because files may have been moved. A key
-        that is missing in one of the settings counts as null, so that keys with the default null can be added later.
+        that is missing in one of the settings counts as null. So later versions can add keys with the default null.
         """
         found = _data_differences(stored.get("data", {}), present.get("data", {}))
         for concern in sorted({*stored, *present} - {"data"}):
@@ -91,8 +91,8 @@ class JobIdentity:
     ``run_id``."""
 
     def not_of_run(self, *, run_id: str, run_name: str, format_version: int) -> str | None:
-        """Compare the run that wrote a checkpoint or window with this run. Return None if it is this run, otherwise
-        a description of the difference.
+        """Compare the run that wrote a checkpoint or window with this run. Return None if both are the same run,
+        otherwise a description of the difference.
 
         Args:
             run_id: id in the file; in format 1 the name of the run's folder.

@@ -256,16 +256,16 @@ class RecoveryConfig:
     no node can take the lost place. null: the job needs all nodes."""
     keep_layout: bool = False
     """Whether the job keeps its parallel layout when nodes are lost. A spare node, or the lost node after a restart,
-    replaces the lost one. Its ranks receive their state from living ranks. If this is impossible, only stages that lost
-    a rank replay. With ``recovery.keep_processes=false`` all ranks start again instead. If no node can replace the lost
-    one, the job ends, or continues on fewer nodes as ``recovery.min_nodes`` allows."""
+    replaces the lost node. The new ranks receive their state from living ranks. If this is impossible, only stages that
+    lost a rank replay. With ``recovery.keep_processes=false`` all ranks start again instead. If no node can replace the
+    lost node, the job ends, or continues on fewer nodes as ``recovery.min_nodes`` allows."""
     keep_processes: bool | None = None
     """Whether ranks on the remaining nodes continue in their processes after a loss. With false, which needs
     ``recovery.keep_layout=true``, all ranks start again from the newest window as soon as other nodes have replaced the
-    lost ones. null: true on CPUs; false on CUDA, where NCCL communicators of a living process cannot be aborted."""
+    lost nodes. null: true on CPUs; false on CUDA, where NCCL communicators of a living process cannot be aborted."""
     position_timeout_seconds: float = 10.0
-    """Longest time from the first report to the last when ranks report their positions (newest iterations) after a
-    loss. The node of a rank that reports later also counts as lost. Usually ranks report earlier, because they abort a
+    """Time limit for the position reports (newest iterations) of ranks after a loss. It begins with the first report.
+    The node of a rank that reports later also counts as lost. Usually ranks report earlier, because they abort a
     collective after half a second. Must exceed the time that a rank computes between two collectives."""
     reconfigure_timeout_seconds: float = 60.0
     """Longest time to wait for positions of all remaining ranks and for the new process group after a loss."""
@@ -318,18 +318,18 @@ class DetectorConfig:
     heartbeat_interval_seconds: float = 1.0
     """Seconds between two heartbeats of a rank or of a node's agent."""
     heartbeat_timeout_seconds: float = 10.0
-    """Longest time without a heartbeat. After it, a rank is killed, and an agent's node counts as lost."""
+    """Longest time without a heartbeat. After this time, a rank is killed, and an agent's node counts as lost."""
     vanished_seconds: float | None = 2.0
-    """Longest time without an answer from the kernel of an agent's machine. After it, the machine counts as vanished
-    (no power or no network), and its node as lost. A kernel also answers if its machine is overloaded or processes are
-    suspended. Must be at least 1 and below ``detector.heartbeat_timeout_seconds``. With null, only missing heartbeats
-    reveal a vanished machine."""
+    """Longest time without an answer from the kernel of an agent's machine. After this time, the machine counts as
+    vanished (no power or no network), and its node as lost. A kernel also answers if its machine is overloaded or
+    processes are suspended. Must be at least 1 and below ``detector.heartbeat_timeout_seconds``. With null, only
+    missing heartbeats reveal a vanished machine."""
     lost_controller_seconds: float = 60.0
-    """Longest time without an answer from the controller. After it, a node ends its ranks, because the node is
+    """Longest time without an answer from the controller. After this time, a node ends its ranks, because the node is
     disconnected and may have been replaced. Must be above ``detector.heartbeat_timeout_seconds``."""
     hang_seconds: float | None = 600.0
-    """Longest time in which no rank makes progress. After it, the ranks that are furthest behind are killed, or all
-    ranks if all are at the same point. null never kills ranks for this reason."""
+    """Longest time in which no rank makes progress. After this time, the ranks that are furthest behind are killed, or
+    all ranks if all are at the same point. null never kills ranks for this reason."""
     hang_iterations: float | None = 10.0
     """Shorter limit while ranks train: this number times the median duration of an iteration, but at least
     ``detector.min_hang_seconds``. It does not apply to the first iterations of a membership, to evaluations and to
@@ -363,9 +363,9 @@ class SnapshotConfig:
     outlive_job_seconds: int = 0
     """Seconds for which snapshot servers continue to run after a job has ended, for any reason, without finishing the
     run. If the run is started again on the same nodes (``run.resume``), it takes over these servers and continues from
-    windows in their memory. A server's memory does not grow meanwhile. After this time, at most 604800 (one week), a
-    server ends. 0 ends servers with the job. Not with ``launch.node_launcher=srun``, because Slurm ends all processes
-    of a step."""
+    windows in their memory. The memory of a server does not grow during this time. After this time, at most 604800 (one
+    week), a server ends. 0 ends servers with the job. Must be 0 with ``launch.node_launcher=srun``, because Slurm ends
+    all processes of a step."""
     repay_capacity_share: float | None = None
     """Share of its capacity by which an expert that lost tokens in a recovery may exceed it, as long as other experts
     leave as much unused, until it has processed as many tokens in addition as it lost (MoEtion uses 0.1). Needs
@@ -421,9 +421,8 @@ class TelemetryConfig:
     wandb_entity: str | None = None
     """Entity (user or team) in wandb; null means the default entity of the user."""
     alert_single_loss_survival: float | None = 1.0
-    """Alert if the probability that the job survives the loss of one failure domain without a restart is below this
-    limit. The probability is known only for jobs that recover by expert replicas (``recovery.min_nodes``). null: no
-    alert."""
+    """Alert if the job survives the loss of one failure domain without a restart with a probability below this limit.
+    The probability is known only for jobs that recover by expert replicas (``recovery.min_nodes``). null: no alert."""
     alert_stall_share: float | None = 0.05
     """Alert if training waits for captures for more than this share of the time, over five windows. null: no alert."""
     alert_windows_behind: float | None = 3.0
@@ -448,8 +447,8 @@ class RunConfig:
     """Name of the run and of its folder in ``run.dir``. null: the model's name and a number (``moe_tiny-001``)."""
     resume: str = "never"
     """``never``: the run must not exist yet. ``must``: the run must exist and have saved state, from which it
-    continues. Keys that are not given have the values of its newest job (``config.yaml``). ``auto``: it continues from
-    its newest usable state, or starts at iteration 0 if it has saved none."""
+    continues. ``auto``: the run continues from its newest usable state, or starts at iteration 0 if it has no saved
+    state. If the run exists, keys that are not given have the values of its newest job (``config.yaml``)."""
     allow_change: list[str] = field(default_factory=list)
     """Keys of data, model, optimizer or schedule that a resumed run may change, e.g. ``[optimizer.lr]``. A resumed run
     continues with the configuration of its newest job; other keys may be changed without being listed here."""
@@ -565,7 +564,8 @@ class JobConfig:
     @property
     def may_change_layout(self) -> bool:
         """Return whether the job may continue with fewer lanes (model replicas), or grow again, after a loss or on
-        request: ``recovery.keep_layout`` only if ``recovery.min_nodes`` is below ``launch.num_nodes``, too."""
+        request. A job with ``recovery.keep_layout`` may do so only if ``recovery.min_nodes`` is below
+        ``launch.num_nodes``."""
         if self.recovery.keep_layout:
             return self.fewest_nodes < self.launch.num_nodes
         return self.may_change_nodes

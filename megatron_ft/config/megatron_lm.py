@@ -40,8 +40,8 @@ class Answer:
     given: str
     """The flag with its values, as given."""
     kind: str
-    """``key``: overrides replace the flag. ``always``: the project behaves so without an override. ``none``: there is
-    no counterpart. ``refused``: this is not a correct flag of Megatron-LM."""
+    """``key``: overrides replace the flag. ``always``: every job behaves as the flag requests. ``none``: there is no
+    counterpart. ``refused``: this is not a correct flag of Megatron-LM."""
     overrides: tuple[str, ...] = ()
     note: str = ""
 
@@ -64,7 +64,7 @@ class Translation:
     answers: tuple[Answer, ...]
     """One answer for each flag, in the order of the command line."""
     defaults: tuple[Answer, ...] = ()
-    """Overrides for flags that are not given and whose default in Megatron-LM differs from the key's default."""
+    """Overrides for flags that are not given, if their default in Megatron-LM differs from the default of the key."""
     launcher: tuple[str, ...] = ()
     """Words of the command line before the Python file, e.g. ``torchrun --nnodes 8``."""
 
@@ -166,7 +166,7 @@ def _answer(name: str, values: Sequence[str], given: Given) -> Answer:
 
 
 def _shape(flag: Flag) -> str:
-    """Return the flag with its keys and a placeholder for its value."""
+    """Return the flag, the keys that replace it, and a placeholder for its value."""
     keys = [key.removesuffix("=*") for key in flag.answer.split(" in ")[0].split() if "." in key]
     return " ".join(f"{key}=<value>" for key in keys) or f"--{flag.name}=<value>"
 
@@ -225,8 +225,9 @@ _LIST = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d+))?")
 
 
 def moe_pattern(text: str, num_layers: int) -> list[int] | None:
-    """Return one number per layer, 1 for an MoE layer, from the value of ``--moe-layer-freq``: a distance, or a sum of
-    lists such as ``([0]*3+[1]*58)``. Return None if the text is neither, or has another number of layers."""
+    """Return one number per layer (1 for an MoE layer) for ``--moe-layer-freq``. The value of this flag is a distance,
+    or a sum of lists such as ``([0]*3+[1]*58)``. Return None if the text is neither, or has another number of
+    layers."""
     if text.isdigit() and int(text) > 0:
         return [int(layer % int(text) == 0) for layer in range(num_layers)]
     pattern: list[int] = []

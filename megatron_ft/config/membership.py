@@ -133,8 +133,8 @@ def config_of(job: JobConfig, nodes: Sequence[int], *, keeps_layout: bool | None
     In any other membership of a job with ``recovery.keep_layout``, this key is false in the result.
 
     Args:
-        keeps_layout: whether the membership has the layout with which the job starts, in a job with
-            ``recovery.keep_layout``. None: it has if it has as many ranks.
+        keeps_layout: whether a membership of a job with ``recovery.keep_layout`` has the layout with which the job
+            starts. None means: if it has the same number of ranks.
     """
     if keeps_layout is None:
         keeps_layout = len(nodes) == job.world_size

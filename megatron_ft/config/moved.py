@@ -1,4 +1,5 @@
-"""Keys that were moved to other groups. They are refused on command lines but read in recorded files."""
+"""Keys that were moved to other groups. Command lines with the old names are refused; recorded files with the old names
+can be read."""
 
 from typing import Any
 

@@ -86,7 +86,8 @@ def _known_keys() -> dict[str, KeyDoc]:
 
 
 def open_key(key: str) -> str | None:
-    """Return the mapping that ``key`` names or is in, if it accepts any subkeys, e.g. those of a policy; else None."""
+    """Return the key of the mapping that ``key`` names or is in, if this mapping accepts any subkeys, e.g. those of a
+    policy. Otherwise return None."""
     opened = [doc.key for doc in _known_keys().values() if doc.type.startswith("dict")]
     return next((name for name in opened if key == name or key.startswith(f"{name}.")), None)
 
@@ -98,7 +99,7 @@ def override_words(default: Mapping[str, Any], wanted: Mapping[str, Any], *, alw
     with free keys is merged with its default and cannot lose keys.
 
     Args:
-        always: keys that are given also if they have their default value.
+        always: keys whose overrides are returned even if they have their default value.
     """
     words = []
     for group, values in wanted.items():

@@ -34,8 +34,8 @@ class PlacementConfig:
     """Smallest gain for which a new placement is used. The gain is the share of the busiest ranks' tokens that other
     ranks would process instead."""
     rebalance_bytes_per_token: float = 65536.0
-    """Largest number of bytes moved per saved token. Saved tokens are those that the busiest ranks no longer have to
-    process before the next rebalancing."""
+    """Largest number of bytes moved per saved token. Saved tokens are tokens that the busiest ranks no longer have to
+    process before the next rebalance."""
     load_smoothing: float = 0.5
     """Weight of older iterations in the smoothed loads: at least 0 (only the newest iteration counts) and below 1."""
     loads_file: str | None = None

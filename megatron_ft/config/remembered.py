@@ -1,4 +1,5 @@
-"""Configuration with which a run continues: that of its newest job, with the overrides of the command line on top."""
+"""Configuration with which a run continues: the configuration of its newest job, changed by the overrides of the
+command line."""
 
 import copy
 import json
@@ -16,28 +17,28 @@ _OF_ONE_JOB = (
     *("training.exit_at_iteration", "training.evaluate_only", "launch.forkserver_socket", "launch.master_port"),
     *("testing.failpoints", "testing.membership_schedule", "checkpoint.allow_other_data"),
 )
-"""Keys that concern one job, and that a later job of the run does not take over."""
+"""Keys that apply to one job only. A later job of the run does not use their values."""
 _FREE_MODEL_KEYS = (
     *("training.seed", "model.hidden_dropout", "model.attention_dropout", "model.init_method_std"),
     *("model.moe_aux_loss_coeff", "model.moe_z_loss_coeff", "model.moe_router_load_balancing_type"),
     *("model.moe_router_bias_update_rate", "model.moe_expert_capacity_factor", "model.moe_token_drop_policy"),
     *("model.moe_pad_expert_input_to_capacity", "model.seq_length"),
 )
-"""Keys of the model that do not determine which weights there are."""
+"""Keys of the model that do not determine which weights exist."""
 _SCHEDULE_KEYS = (
     *("optimizer.min_lr", "optimizer.lr_decay_iterations", "optimizer.lr_wsd_decay_iterations"),
     "optimizer.lr_wsd_decay_style",
 )
 """Keys that have an effect only with some values of ``optimizer.lr_decay_style``."""
 _FORMAT_KEYS = ("parallel.use_distributed_optimizer", "precision.params_dtype")
-"""Keys that determine which state of the optimizer there is."""
+"""Keys that determine which optimizer state exists."""
 _DERIVED = "# Derived; as given: "
-"""Begin of the line in ``config.yaml`` with the given values of keys whose values were derived at the start."""
+"""First words of the line in ``config.yaml`` that contains the values which the user gave for derived keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A key whose value differs from the one of the run's newest job."""
+    """A key whose value differs from its value in the run's newest job."""
 
     key: str
     before: Any
@@ -46,7 +47,7 @@ class Change:
     """``data``, ``model``, ``optimizer`` or ``schedule`` if the key determines the result of training, otherwise
     None."""
     follows: bool = False
-    """Whether the key only begins or ceases to have an effect, because another key changes."""
+    """Whether the key has only gained or lost its effect, because another key has changed."""
 
     @property
     def can_be_allowed(self) -> bool:
@@ -77,7 +78,7 @@ def continued(recorded: JobConfig, given: JobConfig, defaults: JobConfig, named:
 
     Args:
         recorded: configuration of the run's newest job.
-        given: configuration that the command line alone would have.
+        given: configuration that the command line would give without a recorded configuration.
         defaults: configuration without any override.
         named: keys and groups that the command line names, e.g. ``optimizer.lr`` or ``model``.
     """
@@ -98,7 +99,7 @@ def continued(recorded: JobConfig, given: JobConfig, defaults: JobConfig, named:
 
 
 def _with_entry(present: Any, given: Any, path: Sequence[str]) -> Any:
-    """Return the mapping ``present`` with the entry at ``path`` of ``given``."""
+    """Return the mapping ``present``, but with the entry that ``given`` has at ``path``."""
     merged = copy.deepcopy(present) if isinstance(present, dict) else {}
     target = merged
     for name in path[:-1]:
@@ -137,7 +138,7 @@ def _flat_settings(config: JobConfig) -> dict[str, tuple[str, Any]]:
 
 
 def check_allowed(found: Sequence[Change], allowed: Collection[str]) -> list[str]:
-    """Refuse changes that would make the rest of the run another training, unless the user allows them.
+    """Refuse changes of what the run trains (data, model, optimizer, schedule), unless the user allows them.
 
     Args:
         allowed: ``run.allow_change`` of the command line.
@@ -169,7 +170,7 @@ def check_allowed(found: Sequence[Change], allowed: Collection[str]) -> list[str
 
 
 def with_given_values(config_yaml: str, given: JobConfig, used: JobConfig) -> str:
-    """Return the text of ``config.yaml`` with a comment that contains the given values of derived keys.
+    """Return the text of ``config.yaml``, with a comment that contains the values which the user gave for derived keys.
 
     A later job derives them again, because it may have other nodes and devices.
     """
@@ -179,7 +180,7 @@ def with_given_values(config_yaml: str, given: JobConfig, used: JobConfig) -> st
 
 
 def given_values(config_yaml: str) -> Mapping[str, Any]:
-    """Return the given values of derived keys, from the text of ``config.yaml``.
+    """Return the values that the user gave for derived keys, from the text of ``config.yaml``.
 
     Raises:
         ValueError: the comment is damaged.

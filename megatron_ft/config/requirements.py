@@ -43,7 +43,8 @@ class Requirement:
     unless: Callable[[JobConfig], bool] = lambda config: False
     """Returns whether other keys of a configuration make the requirement unnecessary."""
     remedy: KeyChange | None = None
-    """Change that meets the requirement without a change of model, parallel layout or device; None if there is none."""
+    """Change that meets the requirement, but does not change model, parallel layout or device; None if no such change
+    exists."""
 
     def is_met(self, config: JobConfig) -> bool:
         """Return whether ``config`` meets the requirement."""
@@ -110,7 +111,8 @@ def _windows(reason: str, *, unless: Callable[[JobConfig], bool] = lambda config
 
 
 def _processes(reason: str, *, on_cuda: str = "") -> tuple[Requirement, ...]:
-    """Require that processes continue, because of ``reason``. ``on_cuda`` is added to the reason for refusing CUDA."""
+    """Require that ranks continue in their processes, because of ``reason``. The reason for refusing CUDA also contains
+    ``on_cuda``."""
     return (
         Requirement(
             key="recovery.keep_processes",
@@ -214,7 +216,7 @@ LIVING_PLACES: tuple[Requirement, ...] = (
     *_processes("ranks that are not lost keep their state in their processes"),
     *_REPLACED_NODES,
 )
-"""Values that keys must have so that ranks that replace lost ranks can receive state from living ranks."""
+"""Values that keys must have so that joining ranks can receive the state of lost ranks from living ranks."""
 
 REPLAYS: tuple[Requirement, ...] = (
     *LIVING_PLACES,

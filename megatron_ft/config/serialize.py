@@ -41,7 +41,7 @@ def close_matches(word: str, known: typing.Iterable[str]) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """Return the name of a field's type in terms of YAML, e.g. ``int or null`` or ``list of str``."""
+    """Return the name of a field's type as users of YAML call it, e.g. ``int or null`` or ``list of str``."""
     if annotation is type(None):
         return "null"
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):

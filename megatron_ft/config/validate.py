@@ -1,4 +1,4 @@
-"""All checks of a configuration that need no files and no hardware, for one type of device or for each of them."""
+"""All checks of a configuration that need no files and no hardware, for one device type or for every possible one."""
 
 import dataclasses
 

@@ -17,14 +17,14 @@ from megatron_ft.serde import Length, decode, parse_json
 
 CONTROLLER_FILE = "controller.json"
 STATUS_SECONDS = 10.0
-"""Longest wait for the job's status. It is long because a busy controller accepts connections late."""
+"""Longest wait for the job's status. The wait is long because a busy controller accepts connections late."""
 REQUEST_SECONDS = ACCEPT_SECONDS + 10.0
 """Longest wait for the answer to a request to add or drain a node. A busy controller answers after at most
 ``ACCEPT_SECONDS``, and it may accept the connection late."""
 
 
 class JobNotRunning(ControlError):
-    """No job runs in the folder, or its controller does not answer."""
+    """Raised if no job runs in the run's folder, or if the job's controller does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

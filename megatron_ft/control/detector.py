@@ -1,5 +1,4 @@
-"""Detects by missing heartbeats that a node is lost, and by missing progress that a rank hangs although its process
-exists. Pure: callers pass the time."""
+"""Detects lost nodes by missing heartbeats, and ranks that hang by missing progress. Pure: callers pass the time."""
 
 import statistics
 from collections import deque
@@ -28,7 +27,8 @@ class DetectorPolicy:
 
 
 class SignsOfLife(Generic[Key]):
-    """Finds senders, named by keys, whose last heartbeat is too old. The caller passes all times, from one clock."""
+    """Finds senders whose last heartbeat is too old. Senders are named by keys. The caller passes all times, which must
+    come from one clock."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
@@ -158,7 +158,8 @@ class Detector:
         ]
 
     def _limit(self) -> tuple[float | None, str]:
-        """Return the longest time without progress, and a text that names the key from which it follows."""
+        """Return the longest allowed time without progress, and a text that names the key from which this limit
+        follows."""
         policy = self._policy
         if policy.hang_seconds is None:
             return None, ""

@@ -91,7 +91,7 @@ def launch(
             default: the entry that trains the model.
         preload: modules to import, or ``module:function`` to call, before ranks are forked; default: depends on device.
         command: the user's command, shown in the advice on how to resume; default: the command of this process.
-        sidecars: maps the name of each sidecar that nodes run to its module, see ``node/sidecars.py``.
+        sidecars: maps the name of each sidecar (a process that every node runs beside its ranks) to its module.
 
     Raises:
         ConfigError: the run folder, the interface or the launcher cannot be used. Nothing was started.
@@ -354,11 +354,11 @@ class _Job:
 
 _GENERATIONS_FILE = "window_generations"
 _GENERATIONS_OF_JOB = 1_000_000
-"""Distance between the first generations of two jobs of a run; no job has as many generations."""
+"""Difference between the first generations of two consecutive jobs of a run. No job has as many generations."""
 
 
 def _kept_servers(config: JobConfig, run_dir: Path) -> KeptServers:
-    """Describe the snapshot servers that this job leaves behind, and those of earlier jobs that it takes over."""
+    """Describe the snapshot servers that outlive this job, and the servers of earlier jobs that this job takes over."""
     seconds, first_generation = config.snapshot.outlive_job_seconds, 0
     if seconds:
         path = run_dir / FOLDER / _GENERATIONS_FILE

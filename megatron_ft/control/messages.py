@@ -65,7 +65,7 @@ class Poll:
     node: Integer
     session: Count
     after: Count
-    """Number of orders to skip, because the agent already has them or because they are older than its registration."""
+    """Number of orders to skip, because the agent already has them or because they were given before it registered."""
     wait_seconds: Seconds
 
 

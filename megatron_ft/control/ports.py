@@ -17,7 +17,8 @@ _PORT_TRIES = 100
 def free_port(interface: str) -> int:
     """Return a port that is unused on ``interface`` now, outside the range of ephemeral ports.
 
-    The process that serves the port binds it later. Until then, no outgoing connection can get it: it is not ephemeral.
+    The process that serves the port binds it later. Until then, no outgoing connection can get this port, because it is
+    not an ephemeral port.
 
     Raises:
         ConfigError: ``interface`` is not an address of this machine.

@@ -7,7 +7,8 @@ connections, which a living kernel accepts or refuses by itself. So a closed or 
 machine is alive.
 
 TCP's own timeouts are not used. Keepalive packets are at least one second apart, so a single lost packet could make a
-node count as lost. Retransmissions follow at growing intervals, so none may be sent soon after the network works again.
+node count as lost. The intervals between retransmissions grow, so it may take long until a packet is sent after the
+network works again.
 """
 
 import contextlib
@@ -49,8 +50,9 @@ class PresenceEndpoint:
 
 
 class PresencePort:
-    """Port of an agent at which the kernel of its machine answers the controller. Data that arrives is discarded, so no
-    token is needed. Connections from hosts other than the controller's are closed at once."""
+    """Port of an agent. The kernel of the agent's machine answers the controller at this port. The agent discards all
+    data that arrives there, so no token is needed. Connections from hosts other than the controller's are closed at
+    once."""
 
     def __init__(self, interface: str, controller_address: str) -> None:
         """Listen at an address of this machine.
@@ -130,7 +132,7 @@ class _Machine:
     open_since: float = 0.0
     """Time at which the present connection was opened. After ``DOUBT_SECONDS`` without an answer, it is closed."""
     is_reported: bool = False
-    """Whether the message was printed that reports that this machine has never answered."""
+    """Whether a message has reported that this machine has never answered."""
 
     def has_answered_since(self, past: float) -> bool:
         """Whether the machine has answered every probe since ``past``."""

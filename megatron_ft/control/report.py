@@ -266,8 +266,8 @@ class InjectedFaults:
         """Pairs of a failpoint, as configured, and the node whose process it ended."""
 
     def is_news(self, record: Message) -> bool:
-        """Process a record. Return False if it wrongly reports that a fault was not injected: the fault has ended an
-        earlier process.
+        """Process a record. Return False if the record reports that a fault was not injected, although the fault has
+        ended an earlier process.
 
         The process that replaces the ended one has the same failpoint, but does not know that it was hit before.
         """
@@ -316,8 +316,8 @@ def _death(failure: Failure, details: Message | None) -> Message:
 
 
 def _failed_records(end: JobResult, policy: MembershipPolicy) -> list[RankFailed]:
-    """Return a record for each rank that failed by itself, beginning with the first failure. Ranks that the launcher
-    ended have none."""
+    """Return a record for each rank that failed by itself, beginning with the first failure. There is no record for
+    ranks that the launcher ended."""
     first = end.first_failure.rank if end.first_failure else None
     failed = [item for item in end.details.items() if not item[1]["caused_by_us"] and not item[1].get("done")]
     return [

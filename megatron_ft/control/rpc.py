@@ -36,12 +36,12 @@ Method = Callable[[Message], Message | bytes]
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 ACCEPT_SECONDS = 20.0
-"""Longest time for which a call waits until a busy controller has processed its content. Then the caller tries
-again."""
+"""Longest time for which a call waits until a busy controller has processed the call. Then the caller tries again."""
 HANDSHAKE_SECONDS = 10
 """Time after which a connection without an HTTP/2 handshake is closed."""
 _PING_SECONDS = 3
-"""A client pings its connection after this time without data, and replaces it if the ping has no answer for as long."""
+"""Time without data after which a client pings its connection. If the ping is not answered within the same time, the
+client replaces the connection."""
 _TOKEN_KEY = "x-megatron-ft-token"
 
 
@@ -85,8 +85,8 @@ class RpcServer:
 
         Args:
             num_reserved_descriptors: descriptors that the process needs beside those of this server.
-            certificates: with these, the channel is encrypted, and callers without a certificate of the same authority
-                are refused; with None, neither is done.
+            certificates: certificates of this process. The channel is then encrypted, and callers without a certificate
+                of the same authority are refused. With None, the channel is not encrypted.
 
         Raises:
             ConfigError: ``interface`` is a wildcard.
@@ -233,7 +233,7 @@ class RpcClient:
         yet.
 
         Raises:
-            RpcError: the peer did not answer in time, is gone, or refused the call.
+            RpcError: the peer did not answer in time, has ended, or refused the call.
         """
         stub = self._channel.unary_unary(f"/{self._service}/{method}")
         try:
@@ -271,7 +271,7 @@ class ControllerClient:
         """Call the controller, see ``RpcClient.call``. The answer of a controller that has been replaced is rejected.
 
         Raises:
-            RpcError: the controller did not answer in time, is gone, refused the call, or has a stale epoch.
+            RpcError: the controller did not answer in time, has ended, refused the call, or has a stale epoch.
         """
         answer = self._client.call(method, body, timeout_seconds=timeout_seconds, wait_for_peer=wait_for_peer)
         epoch = int(answer["epoch"])
@@ -349,7 +349,7 @@ def raise_descriptor_limit() -> int:
 
 
 def max_connections(num_reserved_descriptors: int = 0) -> int:
-    """Return how many connections a server may have, so that enough descriptors are left for everything else.
+    """Return the largest number of connections of a server that leaves enough descriptors for everything else.
 
     Args:
         num_reserved_descriptors: descriptors to keep free beside ``RESERVED_DESCRIPTORS``.

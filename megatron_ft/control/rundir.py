@@ -29,10 +29,10 @@ _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
 def read_run_config(run_dir: Path, *, as_given: bool = False) -> JobConfig:
-    """Read the configuration of the run in ``run_dir`` as its newest job was started.
+    """Read the configuration with which the newest job of the run in ``run_dir`` was started.
 
     Args:
-        as_given: whether keys whose values the job derived have the values that were given.
+        as_given: whether keys whose values the job has derived get the values that the user gave.
 
     Raises:
         DataError: the file is missing, or contains no configuration.

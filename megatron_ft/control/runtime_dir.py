@@ -5,8 +5,9 @@ The name of every socket of a node contains the process id of its agent: ``003-4
 path, and two living processes never use the same path.
 
 Every process that uses the folder has a shared lock on a file in the folder. The kernel releases the lock when the
-process ends in any way. The last process to leave gets the lock exclusively and removes the folder, also if the process
-that made it was killed. If all were killed at the same moment, the next job on the machine removes the folder.
+process ends in any way. The last process gets the lock exclusively and removes the folder, even if the process that
+made the folder was killed. If all processes were killed at the same moment, the next job on the machine removes the
+folder.
 """
 
 import contextlib
@@ -123,7 +124,8 @@ def socket_path(runtime_dir: Path, node: int, service: str = "") -> Path:
 
 
 def remove_stale_sockets(runtime_dir: Path, node: int) -> None:
-    """Remove the sockets of earlier agents of ``node`` and of their sidecars; call it before the agent makes its own.
+    """Remove the sockets of earlier agents of ``node`` and of their sidecars. Call this before the agent makes its own
+    sockets.
 
     Only sockets of agents that have ended are removed. A sidecar may outlive its agent for a moment. No rank connects
     to it any more, because the ranks of the node end with the agent. Sockets of snapshot servers that stay for the next

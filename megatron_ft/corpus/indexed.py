@@ -58,7 +58,7 @@ def check_tokenizer(prefix: str | Path, fingerprint: str) -> None:
     """Compare the tokenizer that wrote a dataset, if it is recorded, with that of a job.
 
     Raises:
-        DataError: it is another one, or the record cannot be read.
+        DataError: the tokenizers differ, or the record of the tokenizer cannot be read.
     """
     path = tokenizer_path(prefix)
     try:

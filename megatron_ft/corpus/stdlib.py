@@ -1,6 +1,6 @@
 """The built-in corpus ``python-stdlib``: source code and docstrings of the running Python's standard library.
 
-It is real text that exists on every machine. Files are sorted by a digest of their paths and used until ``MAX_BYTES``
+This is real text that exists on every machine. Files are sorted by a digest of their paths and used until ``MAX_BYTES``
 are reached, so that every part of the corpus is a mixture of the whole library.
 """
 

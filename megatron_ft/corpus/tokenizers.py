@@ -90,7 +90,8 @@ def byte_letters() -> list[str]:
 
 
 def _check_byte_letters(path: Path, vocabulary: dict[str, int]) -> None:
-    """Check that every byte has an entry; the tokenizer would drop a byte without one. Raises DataError if not."""
+    """Check that every byte has an entry, because the tokenizer would drop a byte without an entry. Raises DataError if
+    not."""
     for byte, letter in enumerate(byte_letters()):
         if letter not in vocabulary:
             raise DataError(f"{path}: has no entry {letter!r}, which byte {byte} needs")

@@ -30,7 +30,7 @@ _COMMAND_SECONDS = 10.0
 
 
 class CannotCut(ControlError):
-    """A node's network cannot be disconnected from here; the message gives the reason."""
+    """Raised if a node's network cannot be disconnected from this process. The message gives the reason."""
 
 
 def _links_to(process_ids: Iterable[int]) -> list[str]:
@@ -102,7 +102,7 @@ _PAUSE_SECONDS = 0.05
 
 
 class NotInjected(ControlError):
-    """A fault could not be injected; the message gives the reason."""
+    """Raised if a fault could not be injected. The message gives the reason."""
 
 
 class _Operator(Protocol):

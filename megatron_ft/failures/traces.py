@@ -118,8 +118,8 @@ class MembershipTrace:
     def read(cls, path: Path) -> "MembershipTrace":
         """Read a trace from a file.
 
-        A repeated row counts once. Impossible content is refused: a node that is added although it is present, or
-        removed although it is absent; times that descend; a last line without a line end.
+        A repeated row counts once. Impossible content is refused: an added node that is already present, a removed node
+        that is absent, descending times, or a last line without a line end.
 
         Raises:
             DataError: the trace is malformed; the message gives the number of the line.

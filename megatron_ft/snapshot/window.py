@@ -239,13 +239,13 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLevel:
-    """Content of the file of a window with one slice, if the file has an earlier state of some experts than the window
-    in memory (MoC-System, section 5.1)."""
+    """Content of a file whose state of some experts is older than in memory (MoC-System, section 5.1). The window of
+    the file has one slice."""
 
     captured_at: tuple[int, ...]
-    """Iteration of the state of each piece in the file; at most that of the piece in memory."""
+    """Iteration after which each piece in the file was captured; not later than for the piece in memory."""
     header: Mapping[str, str]
-    """Entries of the slice's header that are other in the file than in memory: JSON texts by name."""
+    """Entries of the slice's header that differ between the file and memory: JSON texts by name."""
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values."""

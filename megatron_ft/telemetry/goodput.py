@@ -130,7 +130,7 @@ class Goodput:
 
 @dataclass(slots=True, kw_only=True)
 class _Gap:
-    """Facts from the records since the newest metrics of an iteration."""
+    """Facts from the records that follow the newest metrics of an iteration."""
 
     begin: float
     """Time of the newest metrics of an iteration."""
@@ -159,8 +159,8 @@ class _Gap:
 
 @dataclass(slots=True)
 class _Counted:
-    """Useful iterations so far. The lists have one entry for each reported iteration, which also covers the unreported
-    iterations before it, back to the previous report."""
+    """Useful iterations so far. The lists have one entry for each reported iteration. An entry includes the unreported
+    iterations since the previous report."""
 
     newest: "array[int]" = field(default_factory=lambda: array("q"))
     counts: "array[int]" = field(default_factory=lambda: array("q"))

@@ -63,7 +63,8 @@ class RunFigures:
                 self._lasting["upstream_log/node_bytes"] = record.node_bytes
 
     def hand_out(self) -> dict[str, float]:
-        """Return all current figures by name. The duration of a recovery is returned once, by the next call."""
+        """Return all current figures by name. The duration of a recovery is returned only once: by the first call after
+        the recovery."""
         found, recovered, self._recovered = self.goodput, self._recovered, {}
         goodput = {
             "goodput/ettr": found.ettr,

@@ -1,9 +1,9 @@
 """Sidecar of a node for tests. It sends its process id to ranks over its unix socket.
 
-The environment variable ``DUMMY_SERVICE`` makes it misbehave. ``mute``: it prints no address. A key of ``FIRST_LINES``:
-it prints that line in place of its address. ``fails``: it ends before it prints its address. ``fails_if_full``: the
-same, if a file ``full`` is beside its log. ``brittle``: it kills itself when the first rank connects. ``stubborn``: it
-does not end when its standard input closes.
+The environment variable ``DUMMY_SERVICE`` makes the sidecar misbehave. ``mute``: it prints no address. A key of
+``FIRST_LINES``: it prints that line in place of its address. ``fails``: it ends before it prints its address.
+``fails_if_full``: the same, if a file ``full`` is beside its log. ``brittle``: it kills itself when the first rank
+connects. ``stubborn``: it does not end when its standard input closes.
 """
 
 import json

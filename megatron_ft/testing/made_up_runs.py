@@ -75,7 +75,7 @@ class MadeUpRun:
         return at
 
     def decide(self, at: float, generation: int, reason: str, **about: object) -> None:
-        """Write a decision of the controller, including positions and votes, which a report page does not show."""
+        """Write a decision of the controller. It also has positions and votes, which a report page does not show."""
         positions = [{"rank": 0, "generation": generation, "completed": 4, "contributed": 4, "vote": None}]
         head = {"generation": generation, "time_unix_seconds": ZERO + at, "reason": reason, "positions": positions}
         self.line("decisions.jsonl", head | about)

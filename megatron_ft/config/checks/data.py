@@ -1,4 +1,4 @@
-"""Checks of the keys of ``data``. The files that they name are checked in ``megatron_ft.corpus.samples``."""
+"""Checks of the keys of ``data``. ``megatron_ft.corpus.samples`` checks the files that these keys name."""
 
 from megatron_ft.config.checks.primitives import one_of, require
 from megatron_ft.config.job import DataConfig

@@ -35,7 +35,8 @@ def check(config: JobConfig) -> None:
 
 
 def valid_model(values: Mapping[str, Any]) -> ModelConfig:
-    """Return the model with these values of keys, which come from a file. Other keys have their default values.
+    """Return the model whose keys have the given ``values``, which come from a file. Other keys have their default
+    values.
 
     Raises:
         ConfigError: a key is unknown, or a value has another type or is not valid.

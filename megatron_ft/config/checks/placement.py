@@ -9,7 +9,7 @@ from megatron_ft.topology import Topology
 
 BACKENDS = ("auto", "reference", "cpp", "cuda")
 _OTHER_DEVICE = {"cpp": "cuda", "cuda": "cpu"}
-"""The device with which a backend cannot be used."""
+"""Maps a dispatch backend to the device on which it cannot be used."""
 
 
 def check_placement(config: JobConfig) -> None:

@@ -44,8 +44,8 @@ def divides(divisor: int, key: str, value: int, of_what: str) -> None:
 
 
 def within_limit(limit: int | None, key: str, needed: int, advice: str) -> None:
-    """Check that ``needed`` does not exceed ``limit``, the value of ``key``; None means no limit. ``advice`` ends the
-    message; it names what needs that much, and how to lower it."""
+    """Check that ``needed`` does not exceed ``limit``, the value of ``key``; None means no limit. The message ends with
+    ``advice``, which names the consumers and how to lower their need."""
     require(limit is None or needed <= limit, key, limit, f"must be at least {needed}, {advice}")
 
 

@@ -12,7 +12,7 @@ from megatron_ft.records import FORMER_STRATEGIES
 from megatron_ft.topology import Topology
 
 MAX_OUTLIVE_SECONDS = 7 * 24 * 3600
-"""Largest value of ``snapshot.outlive_job_seconds``: servers that no job takes over must end some time."""
+"""Largest value of ``snapshot.outlive_job_seconds``, so that servers that no job takes over do not run forever."""
 _OUTLIVE = "snapshot.outlive_job_seconds"
 _REPAY = "snapshot.repay_capacity_share"
 
@@ -71,7 +71,8 @@ def _check_survival(config: JobConfig) -> None:
 
 
 def _check_strategies(config: JobConfig) -> None:
-    """Check ``recovery.strategies``: known names, their requirements, and keys that need a strategy to be named.
+    """Check ``recovery.strategies``: its names, the requirements of each strategy, and keys that need a certain
+    strategy.
 
     Raises:
         ConfigError: a rule is violated; the message names key, value and constraint.

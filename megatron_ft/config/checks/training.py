@@ -49,7 +49,7 @@ def _check_training(training: TrainingConfig) -> None:
 
 
 def _check_evaluate_only(config: JobConfig) -> None:
-    """Check that a job that only evaluates has state to load, and is not to capture any."""
+    """Check that a job that only evaluates has state to load, and does not capture state."""
     if not config.training.evaluate_only:
         return
     checkpoint = config.checkpoint

@@ -67,7 +67,7 @@ class Controller:
         detection: DetectorPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Bind the controller's service to its address; ``run`` begins to serve.
+        """Bind the controller's service to its address. It does not serve calls before ``run`` is called.
 
         Args:
             launch_spec: called for each start of ranks and for each next membership, in the thread of ``run``.

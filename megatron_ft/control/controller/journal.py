@@ -7,7 +7,7 @@ survive a power failure.
 A controller acts only on what is on disk: its journal, the decisions, the epoch. On a full disk it waits, reports the
 wait, and continues as soon as space is free. Its clock is stopped meanwhile, so the wait causes no timeout. Training
 continues, but lost ranks or nodes are not replaced. If the run's folder was deleted or moved away, the job ends with
-that reason, because a new controller could not find what is written. Logs, metrics and events never delay a decision.
+this reason, because a new controller could not find the journal. Logs, metrics and events never delay a decision.
 """
 
 import errno
@@ -65,10 +65,10 @@ class StandingClock:
 
 
 class EssentialWrites:
-    """Carries out writes of one thread, in order, and repeats a write while the disk is full."""
+    """Carries out the writes of one thread in order. Repeats a write as long as the disk is full."""
 
     def __init__(self, run_dir: Path, on_wait: Callable[[str], None], on_go_on: Callable[[float], None]) -> None:
-        """Remember the run's folder as it is now, to notice when it is moved or deleted.
+        """Remember the run's folder, to detect later that it was moved or deleted.
 
         Args:
             on_wait: called when a wait for disk space begins, with the run's folder and the error.
@@ -88,7 +88,7 @@ class EssentialWrites:
         """Call ``write``, and repeat the call while the disk is full. A call that fails must leave no partial effect.
 
         Raises:
-            CannotDecide: the run's folder is gone, or the job must end while the disk is full.
+            CannotDecide: the run's folder was moved or deleted, or the job must end while the disk is full.
             OSError: the disk fails in another way.
         """
         problem = self._try(write)
@@ -118,7 +118,7 @@ class EssentialWrites:
             return error
 
     def check_place(self) -> None:
-        """Raise CannotDecide if the run's folder is gone."""
+        """Raise CannotDecide if the run's folder is not at its path any more."""
         try:
             # The inode is compared, because another folder may be at the path now.
             is_there = self._look() == self._place

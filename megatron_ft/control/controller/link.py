@@ -24,7 +24,7 @@ from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 
 MAX_FAILED_STARTS = 5
-"""The job fails when this number of consecutive controllers have failed without a new message to the launcher."""
+"""Number of consecutive controllers that may fail without a new message to the launcher. Then the job fails."""
 # A new controller imports its modules and reads the whole journal before it sends anything.
 LEAST_SILENCE_SECONDS = 10.0
 _PING_SECONDS = 2.0
@@ -66,7 +66,7 @@ class ControllerLink:
         self._process: Process | None = None
         self._reader: FrameReader | None = None
         self._last_record: dict[int, list[int]] = {}
-        """Maps each node to the session and the number of the node's last record that was passed on."""
+        """Maps each node to the session and the number of its last record that was passed on to the sinks."""
         self._to_grant: bytes | None = None
         """Content for the access file that has not been written yet."""
         self._num_events = 0

@@ -2,8 +2,8 @@
 
 The process reads one line of JSON from standard input (``ControllerSpec``); when standard input closes, the launcher
 has ended. Inputs on which decisions depend are in the journal before they have any effect, so the launcher can replace
-the process at any time. Over a Unix socket, the process receives events from the launcher and sends it records and
-decisions, with numbers by which the launcher drops duplicates.
+the process at any time. Over a Unix socket, the process receives events from the launcher, and sends records and
+decisions to the launcher. These have numbers, so that the launcher can drop duplicates.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ from megatron_ft.framing import FrameReader, Message, read_line, send
 def _launch_spec(
     first: LaunchSpec, generation: int, nodes: Sequence[int], stores: Mapping[int, StoreEndpoint]
 ) -> LaunchSpec:
-    """Return the specification that is common to all ranks that start in ``generation``.
+    """Return the part of the specification that is the same for all ranks that start in ``generation``.
 
     Args:
         first: specification of the first generation on this machine. Its port is 0 if none is configured.

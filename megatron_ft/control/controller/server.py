@@ -1,4 +1,5 @@
-"""Serves calls of agents and administrators. A call with an input waits for the controller's thread to process it."""
+"""Serves calls of agents and administrators. If a call brings an input, it returns only after the controller's thread
+has processed the input."""
 
 import json
 import queue
@@ -80,7 +81,7 @@ class _Inbox:
         self._arriving = threading.Lock()
         self._is_closed = False
         self._first: Item | Posted | None = None
-        """The next item, if ``take`` has removed it from ``_queue`` but has not returned it yet."""
+        """Item that ``take`` has removed from ``_queue`` but has not returned yet; None if there is no such item."""
 
     # --- any thread ------------------------------------------------------------------------------------------------
 
@@ -145,14 +146,14 @@ class _AgentSession:
     number: int
     process_id: int
     first_order: int
-    """Number of orders given before the registration; this agent does not receive them."""
+    """Number of orders that were given before the agent registered. The agent does not receive these orders."""
     is_over: bool = False
     """Whether the agent was lost, so that its process may not register again."""
     next_item: int = 0
     """Number of the first item that has not been processed."""
     next_arrival: int = 0
-    """Number of the first item that has not arrived. Items from ``next_item`` up to, but not including, this number
-    wait for the controller."""
+    """Number of the first item that has not arrived. The items from ``next_item`` to the item before this one wait for
+    the controller."""
     num_fetched: int = 0
     """Number of orders that the agent had when it last fetched orders."""
     is_inherited: bool = False
@@ -185,7 +186,8 @@ class _AgentSessions:
         """End the session of a node's agent process: its later calls are refused.
 
         Returns:
-            False if nothing changes: this process was lost before, or another process of the node has a living session.
+            False if nothing changes, because this process was lost before or another process of the node has a living
+            session.
         """
         session = self._sessions.get(node)
         if session is None:
@@ -211,8 +213,8 @@ class _AgentSessions:
         return [session for session in list(self._sessions.values()) if not session.is_over]
 
     def replaced(self, node: int, process_id: int) -> int | None:
-        """Return the process id of the living agent that the agent ``process_id`` replaces when it registers. Return
-        None if there is no other agent."""
+        """Return the process id of the living agent of the node that is replaced when the agent ``process_id``
+        registers. Return None if there is no other agent."""
         session = self._sessions.get(node)
         if session is None or session.process_id == process_id or session.is_over:
             return None
@@ -275,7 +277,7 @@ class ControllerServer:
                 thread.
             clock: the controller's clock, for arrival times.
             sign_seconds: interval between two calls of ``sign_of_life`` while a call waits.
-            others: further methods, by name.
+            others: further methods that the service has, by name.
             epoch: number of the controller, which every answer contains.
         """
         self._policy, self._layouts, self._epoch = policy, layouts, epoch
@@ -284,7 +286,7 @@ class ControllerServer:
         self._inbox = _Inbox(clock)
         self._orders: list[Message] = []
         self._encoded_orders: list[bytes] = []
-        """The orders as JSON, so that each order is encoded only once and not for every agent."""
+        """The orders as JSON. Each order is encoded only once, and not for every agent."""
         self._new_order = threading.Condition()
         """Notifies all calls that wait for orders."""
         self._last_fetch = threading.Condition()
@@ -361,7 +363,7 @@ class ControllerServer:
         session.next_item = origin.number + 1
 
     def done(self, item: Item) -> None:
-        """Let the call that delivered an item return."""
+        """Let the call that delivered ``item`` return, because the item has been processed."""
         item.has_effect.set()
 
     def give(self, order: Message) -> None:

@@ -64,7 +64,8 @@ class NodeLauncher(Protocol):
         data with which they join.
 
         Args:
-            spec: spec of node 0. Specs of other nodes differ in the number and in values that only their machine knows.
+            spec: spec of node 0. Specs of other nodes have another node number, and values that only their machine
+                knows.
         """
 
     def start(self, node: int, spec: AgentSpec, on_end: OnEnd) -> None:

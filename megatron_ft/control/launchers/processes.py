@@ -40,7 +40,7 @@ class Processes:
 
         Args:
             descriptors: further descriptors that the process inherits.
-            through: command before ``python``, for example an ``srun`` command that runs it on a node.
+            through: command before ``python``, for example an ``srun`` command that runs Python on a node.
         """
         with (self.log_dir / log).open("ab") as output:
             return subprocess.Popen(

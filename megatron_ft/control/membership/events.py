@@ -38,8 +38,8 @@ class RankReported:
 
 @dataclass(frozen=True, slots=True)
 class RankRaised:
-    """A rank is about to end with an exception in ``iteration``. ``final`` means that another attempt would fail in the
-    same way."""
+    """A rank is about to end with an exception in ``iteration``. ``final`` means that every other attempt would fail in
+    the same way."""
 
     rank: int
     at_seconds: float
@@ -144,8 +144,9 @@ MachineEvent = (
 class Moment(NamedTuple):
     """The two times of an event, both on the controller's clock.
 
-    A controller with a backlog processes an event long after its arrival. Deadlines are compared with the arrival;
-    otherwise a slow controller would lose healthy nodes. Time limits for the effect of a decision begin with it.
+    A controller with a backlog processes an event long after its arrival. Deadlines are compared with the time of
+    arrival; otherwise a slow controller would lose healthy nodes. Time limits for the effect of a decision begin at the
+    time of the decision.
     """
 
     seconds: float

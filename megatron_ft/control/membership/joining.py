@@ -1,19 +1,19 @@
 """Rules for nodes that join a running job, leave it on request, or replace lost nodes.
 
-When the agent of a node that is not a member registers, or an administrator adds the node, the node is wanted: the job
-is to let it join (``is_wanted``). Its ranks are started (``START_NODES``), and when all have connected, the node waits.
-When the first such node has waited for ``join_window_seconds``, or a member has to leave, the members are ordered to
-stop at an iteration boundary (``CHANGE``). When all have stopped, the next membership begins (``reconfigure``). Nodes
-beyond ``most_members`` wait as spares until a member is lost or leaves.
+A node that is not a member becomes *wanted* (``is_wanted``) when its agent registers or an administrator adds it: the
+job must let it join. Its ranks are started (``START_NODES``), and when all have connected, the node waits. When the
+first waiting node has waited for ``join_window_seconds``, or when a member has to leave, the members are ordered to
+stop at an iteration boundary (``CHANGE``). When all members have stopped, the next membership begins (``reconfigure``).
+Nodes beyond ``most_members`` wait as spares until a member is lost or leaves.
 
 In a job that keeps its layout (``recovery.keep_layout``), every membership has the same places, one for each node, and
 other nodes take the places of lost nodes. After all remaining ranks have reported their positions, the next membership
-begins if a joining node or spare is ready for each lost place. If there are too few, lost nodes are started again:
-first the agent, if it has ended (``START_AGENTS``), then the ranks, when the old ranks have ended (``START_NODES``). A
-node that ends or does not become ready in time is killed and started again, as often as ``max_node_restarts`` allows.
-If a place cannot be filled, the job stops, like a job that needs all its nodes. If ``recovery.min_nodes`` allows fewer
-nodes, the job instead continues with fewer lanes, and all later changes follow the rules of a job that does not keep
-its layout (``State.has_changed_layout``).
+begins if a joining node or spare is ready for each lost place. If too few nodes are ready, lost nodes are started
+again: first the agent, if it has ended (``START_AGENTS``), then the ranks, when the old ranks have ended
+(``START_NODES``). A node that ends or does not become ready in time is killed and started again, as often as
+``max_node_restarts`` allows. If a place cannot be filled, the job stops, like a job that needs all its nodes. If
+``recovery.min_nodes`` allows fewer nodes, the job instead continues with fewer lanes, and all later changes follow the
+rules of a job that does not keep its layout (``State.has_changed_layout``).
 
 All ranks of such a job may end, for example because they do not continue in their processes after a loss
 (``keeps_processes``). The job then waits for agents instead of ranks (``REPLACING``). As soon as there is a node with
@@ -89,8 +89,8 @@ class NodeRules:
         return (1 if is_uncounted else max(1, record.num_losses)) <= self.policy.max_node_restarts
 
     def _fail_start(self, state: State, node: int, reason: str, now: Moment, *, num_losses: int = 1) -> State:
-        """Count a failed start as ``num_losses`` losses; the node is started again after a pause unless it was lost too
-        often."""
+        """Count a failed start as ``num_losses`` losses of the node. The node is started again after a pause, unless it
+        was lost too often."""
         num_losses += state.nodes[node].num_losses
         # Without the pause, a disturbance of a few seconds would use up all starts, and the node would never return.
         pause_seconds = min(FIRST_PAUSE_SECONDS * 2.0 ** (num_losses - 1), LONGEST_PAUSE_SECONDS)
@@ -103,7 +103,7 @@ class NodeRules:
         )
 
     def _give_up_agent(self, state: State, node: int, now: Moment) -> State:
-        """Count an agent that did not register in time as a failed start. The next start of the node ends this
+        """Count a failed start, because the node's agent did not register in time. The next start of the node ends this
         agent."""
         late = f"its agent did not register (launch.start_timeout_seconds={self.policy.start_timeout_seconds:g})"
         state = self._fail_start(state, node, late, now)
@@ -142,7 +142,7 @@ class NodeRules:
         return replace(state, nodes=nodes)
 
     def lose_rank(self, state: State, rank: int, reason: str, now: Moment) -> State:
-        """Record that a rank of a node that is not a member has ended: the node cannot join with its present ranks."""
+        """Record that a rank has ended on a node that is not a member. The node cannot join with its present ranks."""
         node = self.policy.node_of(rank)
         state = replace(state, gone=state.gone | {rank})
         return self._dismiss(state, node, reason, now) if node in state.nodes.waiting else state
@@ -231,7 +231,7 @@ class NodeRules:
         return self._kill(state, now) or self._start(state, now)
 
     def _unregistered(self, state: State) -> list[NodeRecord]:
-        """Return the nodes whose agent was started by the job but has not registered; empty if nodes start by
+        """Return the nodes whose agent the job has started, but which has not registered; empty if nodes start by
         themselves."""
         return [r for r in state.nodes.records if r.agent is AgentState.STARTING] if self.policy.starts_nodes else []
 
@@ -321,7 +321,7 @@ class NodeRules:
         return replace(state, nodes=_stop_joining(state.nodes, node).change(node, is_dismissed=True))
 
     def can_fill_places(self, state: State) -> bool:
-        """Whether a node is ready for every lost place; always true if no lost places are filled."""
+        """Whether a node is ready for every lost place; always true in a job that does not fill lost places."""
         return not keeps_layout(self.policy, state) or len(_ready(state)) == len(_lost_places(state))
 
     def why_place_stays_empty(self, state: State) -> str | None:
@@ -377,7 +377,8 @@ class NodeRules:
         return Step(state, Decision.WAIT, "waiting for nodes that take the places of lost ones")
 
     def why_agents_are_missing(self, state: State, now: Moment) -> str:
-        """Return the reason why ``await_agents`` does not wait any longer."""
+        """Return the reason why ``await_agents`` stops waiting: a time limit, or a place that cannot be
+        filled."""
         empty = [place for place, node in enumerate(state.members) if node not in state.nodes.registered]
         if state.phase is Phase.REPLACING and state.is_late(now):
             limit = f"launch.start_timeout_seconds={self.policy.start_timeout_seconds:g}"
@@ -446,7 +447,8 @@ class NodeRules:
 
 
 def count_loss(record: NodeRecord, iteration: int) -> int:
-    """Return how often a node that was just lost has been lost in a row. The job continues after ``iteration``."""
+    """Return how often in a row a node has been lost, including the present loss. The job continues after
+    ``iteration``."""
     # After so much training, a loss has a new reason. Only losses in quick succession count as repetitions.
     has_settled = iteration - record.joined_iteration >= SETTLED_ITERATIONS
     return 1 if has_settled else record.num_losses + 1

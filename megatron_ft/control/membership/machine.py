@@ -48,7 +48,7 @@ from megatron_ft.errors import RecoveryError
 _REASONS = {Outcome.FINISHED: "all ranks have finished", Outcome.INTERRUPTED: "the job was asked to stop"}
 
 Transition = Callable[[MembershipPolicy, State, MachineEvent, Moment], Step | None]
-"""A rule: takes the state after the event was recorded, and returns a step, or None if the rule does not apply."""
+"""A rule: gets the state in which the event is recorded, and returns a step, or None if the rule does not apply."""
 
 
 def initial(policy: MembershipPolicy, now_seconds: float) -> State:

@@ -5,9 +5,9 @@ positions (``RankBroken``); a rank whose collective fails reports without an ord
 reported, the next membership begins (``REFORM``), together with nodes that are ready to join. A job that keeps its
 layout first waits until a node is ready for every lost place (``joining``), or until a place is certain to stay empty.
 If the job cannot continue, it stops
-(``STOP``) and ends or restarts, like a job that needs all nodes. A change on request (``joining``) follows the same
-rules without a failure, when all members have stopped at the boundary. If a rank fails meanwhile, this failure is
-handled first, and the change is ordered again.
+(``STOP``) and ends or restarts, like a job that needs all nodes. A change on request (``joining``) has no failure, but
+follows the same rules when all members have stopped at the boundary. If a rank fails meanwhile, this failure is handled
+first, and the change is ordered again.
 """
 
 from dataclasses import replace
@@ -212,8 +212,8 @@ def _keeps_next(policy: MembershipPolicy, state: State) -> bool:
 
 
 def _why_not_in_place(policy: MembershipPolicy, state: State) -> str | None:
-    """Return the reason why a job that keeps its layout cannot continue, neither in this layout nor with fewer lanes;
-    None if it can."""
+    """Return the reason why a job that keeps its layout can continue neither in this layout nor with fewer lanes; None
+    if it can continue."""
     empty = NodeRules(policy).why_place_stays_empty(state)
     if empty is None or policy.fewest_nodes >= policy.num_nodes:
         return empty

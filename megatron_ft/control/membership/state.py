@@ -96,7 +96,7 @@ class Nodes:
 
     members: tuple[int, ...] = ()
     """Nodes of this generation, ascending; in a job that keeps its layout, the node at each place. A lost member stays
-    in the list until the next membership, also if its ranks have been started again (``STARTING``, ``READY``)."""
+    in the list until the next membership, even if its ranks have been started again (``STARTING``, ``READY``)."""
     records: tuple[NodeRecord, ...] = ()
     """Records by node number; nodes beyond the last record are ``ABSENT``."""
 
@@ -119,7 +119,7 @@ class Nodes:
         return Nodes(self.members, tuple(records))
 
     def lose(self, nodes: Iterable[int]) -> "Nodes":
-        """Return a copy in which those of ``nodes`` that are members are marked as lost."""
+        """Return a copy in which all members among ``nodes`` are marked as lost."""
         found = self
         for node in nodes:
             record = found[node]
@@ -428,7 +428,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class FailedStart:
-    """A failed attempt to start a node that was to join: its agent or a rank ended, or was late."""
+    """A failed attempt to start a node: its agent or one of its ranks has ended, or did not report in time."""
 
     node: int
     reason: str
@@ -454,8 +454,8 @@ class State:
     begun_iteration: int = 0
     """Iteration after which this generation began."""
     has_changed_layout: bool = False
-    """Whether a membership since the newest start of all ranks had another layout than the job's first one. From then
-    on, nodes join and leave as in a job that does not keep its layout."""
+    """Whether a membership since the newest start of all ranks had another layout than the job's first membership. From
+    then on, nodes join and leave as in a job that does not keep its layout."""
     deadline_seconds: float | None = None
     """Time at which the present phase exceeds its limit; None if it has no limit."""
     reform_by_seconds: float | None = None
@@ -478,7 +478,7 @@ class State:
     failures: tuple[Failure, ...] = ()
     """Failures in this generation."""
     survived: tuple[tuple[Failure, ...], ...] = ()
-    """Failures of each earlier generation; empty if it ended because nodes joined or left on request."""
+    """Failures of each earlier generation; none for a generation that ended because nodes joined or left on request."""
     num_reforms: int = 0
     """Number of generations after which ranks continued in their processes, without a restart."""
     interrupted: bool = False
@@ -566,8 +566,8 @@ class Step:
     reform: Reform | None = None
     """Next membership, for the decision ``REFORM``."""
     nodes: tuple[int, ...] = ()
-    """Nodes that the decision is about: nodes that leave (``CHANGE``), are started or are killed. For ``BREAK`` and
-    ``REFORM``, lost nodes whose remaining ranks must be killed; nodes whose ranks were started again are left out."""
+    """Nodes to which the decision applies: nodes that leave (``CHANGE``), are started or are killed. For ``BREAK`` and
+    ``REFORM``, these are the lost nodes whose ranks must be killed and were not started again."""
 
 
 def remaining_ranks(policy: MembershipPolicy, state: State) -> frozenset[int]:

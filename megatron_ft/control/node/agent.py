@@ -49,13 +49,13 @@ class AgentSpec:
     """Directory (mode 0700) for the node's sockets. The last process of the job that uses it removes it."""
     forkserver_socket: str
     lost_controller_seconds: float = 60.0
-    """Time without an answer from any controller after which the node ends its ranks. A new controller would have
-    answered by then. Time in which the node itself was suspended does not count."""
+    """Time after which the node ends its ranks if no controller answers. A new controller would have answered by then.
+    Time in which the node itself was suspended does not count."""
     sidecars: dict[str, str] = field(default_factory=dict)
     """Maps the name of each sidecar to its module. The node runs sidecars beside its ranks, see ``sidecars``."""
     kept_servers: KeptServers | None = None
-    """Time for which the snapshot server outlives the agent, and the servers that the agent may take over. With null,
-    the server starts and ends with the agent."""
+    """Time for which the snapshot server outlives the agent, and a description of the servers that the agent may take
+    over. With null, the server starts and ends with the agent."""
     interface: str = ""
     """Address that the sidecars bind to."""
     log_dir: str = ""
@@ -70,7 +70,7 @@ class AgentSpec:
     tls_dir: str | None = None
     """Value of ``control.tls_dir``."""
     process_id: int | None = None
-    """Number that identifies this agent's process at the controller; null means the agent's own process id."""
+    """Number by which the controller identifies this agent's process; null means the agent's own process id."""
     store: StoreEndpoint | None = None
     """Endpoint at which this node can serve the rendezvous store; null if the controller's machine serves it."""
 

@@ -35,8 +35,8 @@ MAX_CLIENTS = 512
 """Largest number of open connections; further ones are closed at once."""
 
 HELD_SIGNALS = (signal.SIGTERM,)
-"""Signals that a new rank blocks until its handlers are installed. So an early stop request waits, and does not kill
-the rank."""
+"""Signals that a new rank blocks until its handlers are installed. So a stop request that arrives earlier waits, and
+does not kill the rank."""
 
 UNSTARTED_EXIT_CODE = 1
 """Exit code that is reported for a rank that could not be forked."""

@@ -4,8 +4,8 @@ ARRAY_JOB_ID``.
 This process waits until a launcher has published its file for nodes (``join_file``), the launcher's controller answers,
 and no living process has the node's number. Then it starts ``node.main`` and writes the spec, which contains the job's
 token, to its standard input. When this process ends for any reason, the pipe closes and the node ends. If the node ends
-before the job, this process starts it again: for the same launcher as often as the file allows, and for each later
-launcher, which has another token. When the marker of the job's end exists, this process exits with 0.
+before the job, this process starts it again: as often as the file allows for the same launcher, and also for each later
+launcher. A later launcher has another token. When the marker of the job's end exists, this process exits with 0.
 """
 
 import argparse
@@ -153,8 +153,8 @@ def _wait(process: _Process, seconds: float) -> int | None:
 
 
 def _nodes_of(found: JoinFile) -> set[int] | None:
-    """Ask the controller that ``found`` names which nodes have a living agent. Return None if this controller does not
-    answer: the file may be from a launcher that has died.
+    """Ask the controller that the file ``found`` names for the nodes with a living agent. Return None if this
+    controller does not answer: the file may be from a launcher that has died.
 
     Raises:
         ConfigError: the certificates cannot be read on this machine.

@@ -1,8 +1,8 @@
 """The file that a launcher publishes for nodes that start by themselves (``launch.node_launcher=none``).
 
-``<run>/control/join.json`` (mode 0600) contains everything that a node needs to join, including the job's token. It
-exists from the start of the controller until the job has ended. A launcher that dies leaves it behind, so a node calls
-the controller before it relies on the file.
+``<run>/control/join.json`` (mode 0600) contains everything that a node needs to join, including the job's token. The
+file exists from the start of the controller until the job has ended. A launcher that dies does not remove it, so a node
+calls the controller before it relies on the file.
 """
 
 import json

@@ -1,8 +1,9 @@
 """Snapshot servers that outlive their agent, so that the run's next job on this machine continues from their memory.
 
-An agent leaves a record (mode 0600) beside the server's socket: process, address, and the token with which the server
-can be taken over. The agent of the next job finds the record in the folder of temporary files and checks that the
-process is the recorded one. The server checks the token, and ends if the run, the layout or the address differs.
+An agent leaves a record (mode 0600) beside the server's socket. The record contains the server's process, its address,
+and the token with which the server can be taken over. The agent of the next job finds the record in the folder of
+temporary files, and checks that the process is the recorded one. The server checks the token, and ends if the run, the
+layout or the address differs.
 """
 
 import contextlib
@@ -35,7 +36,8 @@ _START_TIME_FIELD = 19
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptServers:
-    """Time for which snapshot servers outlive their job, and description of the servers that the job can take over."""
+    """Time for which snapshot servers outlive their job, and a description of the servers that the job can take
+    over."""
 
     seconds: int
     """0 means that servers end with their agents, and that servers left by earlier jobs of the run are ended."""

@@ -29,7 +29,7 @@ from megatron_ft.framing import read_line
 from megatron_ft.serde import decode, encode, parse_json
 
 _FORKSERVER_SECONDS = 60.0
-"""Longest wait for a fork server to listen: a cold file system first has to load Python's files."""
+"""Longest wait until a fork server listens. If Python's files are not in the page cache, they are loaded first."""
 _EXIT_SECONDS = 5.0
 
 

@@ -44,7 +44,7 @@ class _Sidecar:
 
     name: str
     process: "subprocess.Popen[bytes] | None"
-    """None for a server of an earlier job, which has another parent."""
+    """Process of the sidecar; None for a snapshot server of an earlier job, which is not a child of this process."""
     pidfd: int
     socket_path: Path
     log: Path
@@ -83,7 +83,7 @@ class _Sidecar:
         return address
 
     def request_end(self) -> None:
-        """Ask the sidecar to end. Only for sidecars that may outlive this process."""
+        """Ask the sidecar to end. Call this only for a sidecar that may outlive this process."""
         if self.adopted is not None:
             send(self.adopted.connection, {"op": "end", "reason": "the job has finished"})
         else:
@@ -91,7 +91,7 @@ class _Sidecar:
             self.process.stdin.write(b"end\n")
 
     def hang_up(self) -> None:
-        """Close the connection to the sidecar, which the sidecar takes for the end of this process."""
+        """Close the connection to the sidecar. For the sidecar, this means that this process has ended."""
         if self.adopted is not None:
             self.adopted.connection.close()
         else:
@@ -222,8 +222,8 @@ class Sidecars:
         """Ask all sidecars to end and wait for them; kill those that do not end in time.
 
         Args:
-            has_finished: whether the job needs no saved state any more. If not, sidecars that may outlive this process
-                are not ended.
+            has_finished: whether the job needs its saved state no longer. If false, sidecars that may outlive this
+                process are not ended.
         """
         # All sidecars are asked before the first wait, so that they end at the same time.
         for service in self._all:

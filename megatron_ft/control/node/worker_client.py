@@ -45,7 +45,7 @@ class WorkerClient(Protocol):
         """Report the present phase of the iteration; cheap enough to call in every phase."""
 
     def stop_requested(self) -> bool:
-        """Whether this rank was requested to stop: to finish the iteration, write a checkpoint and return.
+        """Whether this rank must stop: finish the iteration, write a checkpoint and return.
 
         Ranks receive the request at different times, so they must agree in the commit vote on the last iteration.
         """
@@ -233,7 +233,7 @@ class Identity:
     number: int
     """Number of the process during its whole life: ``node * ranks_per_node + local_rank``."""
     rank: int
-    """Number of the rank in the membership ``generation``; has no meaning on a joining node."""
+    """Number of the rank in the membership ``generation``. It has no meaning on a joining node."""
     node: int
     local_rank: int
     generation: int

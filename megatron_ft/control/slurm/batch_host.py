@@ -1,8 +1,8 @@
 """Lets the nodes of a Slurm job requeue the job when its batch host is dead.
 
 With ``--no-kill``, Slurm does not end an allocation when its batch host dies, but keeps it until the time limit
-(measured with 22.05). No process in it can end or continue the job, but the living nodes can request a requeue. A node
-does this only when its controller no longer answers.
+(measured with 22.05). No process in the allocation can then end or continue the job, but the living nodes can request a
+requeue. A node does this only when its controller no longer answers.
 """
 
 import random
@@ -20,11 +20,12 @@ _GROWTH = 1.5
 def watch(job_id: str, is_over: threading.Event, *, report: Callable[[str], None]) -> bool:
     """Query Slurm until the batch host no longer belongs to the job, then requeue the job.
 
-    Slurm decides whether the host is dead (``SlurmdTimeout``): a node that is cut off from the network cannot know
-    this, and gets no answer from Slurm.
+    Slurm decides whether the host is dead (``SlurmdTimeout``). The node itself cannot decide this, because it may be
+    cut off from the network; in that case it gets no answer from Slurm.
 
     Args:
-        report: logs a message; needed because the process that reads this process's output may be dead.
+        report: function that logs a message. Standard output is not used, because the process that reads it may be
+            dead.
         is_over: set when another process continues the job, or ends it.
 
     Returns:

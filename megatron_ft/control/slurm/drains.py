@@ -46,8 +46,8 @@ def watch_drains(run_dir: Path, hosts: Sequence[str], *, poll_seconds: float) ->
 
 
 def _watch(run_dir: Path, hosts: _Hosts, poll_seconds: float, is_over: threading.Event) -> None:
-    """Ask the controller to release each drained node. If the controller refuses, report the reason once and ask again
-    at the next poll. If Slurm does not answer, report this once and try again."""
+    """Ask the controller to release each drained node. If the controller refuses, report the reason once, and ask again
+    at the next poll. If Slurm does not answer, report this once, and try again at the next poll."""
     leaving: set[int] = set()
     refused: dict[int, str] = {}
     is_silent = False

@@ -37,7 +37,7 @@ class RankLevels:
     """Experts of which a rank has parts, and their states in its memory."""
 
     stored: Mapping[Expert, int]
-    """For each expert of which the rank has a part, the iteration after which its state in the file was captured."""
+    """Iteration after which the state in the file was captured, for each expert of which the rank has a part."""
     in_memory: Mapping[Expert, tuple[ExpertState, ...]]
     """States of these experts in memory."""
 

@@ -63,7 +63,7 @@ class Demand:
 
     @cached_property
     def rounding_bytes(self) -> Matrix:
-        """If operators are split into equal parts: the most bytes by which a part exceeds its equal share,
+        """Largest number of bytes by which a part exceeds its equal share when an operator is split into parts,
         ``[operators, ranks]``.
 
         Ranges are rounded to whole elements, and components that are not per element are captured with every part.

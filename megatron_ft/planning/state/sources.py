@@ -16,7 +16,7 @@ from megatron_ft.planning.state.intervals import distinct, expand, split, union
 from megatron_ft.planning.state.tensors import Column, TensorIndex
 
 ENOUGH_SENDERS = 64
-"""If a set of possible senders has more ranks than this, further holders of the element are not added to the set."""
+"""Further holders of an element are not added to a set of possible senders that has more ranks than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

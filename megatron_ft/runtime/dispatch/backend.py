@@ -90,7 +90,8 @@ class DispatchBackend(Protocol):
         ...
 
     def row_probs(self, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Return the probability of each sent row, [S], from ``probs`` [T, E]. It is sent with the row."""
+        """Return the probability of each sent row, [S], from ``probs`` [T, E]. A row is sent together with its
+        probability."""
         ...
 
 

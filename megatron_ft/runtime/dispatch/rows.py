@@ -358,7 +358,8 @@ class RowOperations:
         return _WeightedSum.apply(rows, _RowProbs.apply(probs, handle), handle, self)
 
     def row_probs(self, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Return the probability of each sent row, [S], from ``probs`` [T, E]. It is sent with the row."""
+        """Return the probability of each sent row, [S], from ``probs`` [T, E]. A row is sent together with its
+        probability."""
         return _RowProbs.apply(probs, handle)
 
 

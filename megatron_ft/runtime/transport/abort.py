@@ -122,7 +122,7 @@ class WaitAbandoned(RuntimeError):
 
 
 class WaitLimit:
-    """Time limit of the waits of one membership. Waits are unlimited until any thread calls ``end``."""
+    """Time limit of the waits in one membership. Waits have no limit until any thread calls ``end``."""
 
     def __init__(self, grace_seconds: float = GRACE_SECONDS) -> None:
         self._grace_seconds = grace_seconds
@@ -136,8 +136,8 @@ class WaitLimit:
         return self._end is not None
 
     def end(self, reason: str) -> None:
-        """Let waits continue for the grace period, then abandon them because of ``reason``. Later calls have no effect,
-        so that they do not prolong the grace period."""
+        """Let waits continue for the grace period, then abandon them because of ``reason``. Later calls have no effect:
+        they do not prolong the grace period."""
         if self._end is None:
             self._end = (time.monotonic() + self._grace_seconds, reason)
 

@@ -206,7 +206,7 @@ def connect(targets: Sequence[Handle], store: dist.Store, *, is_shared: bool = T
     """Give each handle of ``targets`` an inner gloo group, which exchanges addresses through ``store``.
 
     If ``is_shared``, handles of the same ranks share one inner group, which saves connections and threads. All ranks
-    must then use these handles in the same order. Handles of one rank always share an inner group.
+    must then use these handles in the same order. Handles that contain only one rank always share an inner group.
 
     All ranks of the handles must call this function, with the handles in the order of their creation. This order must
     be the same on all ranks. Each call needs another store or prefix.

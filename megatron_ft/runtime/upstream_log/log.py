@@ -118,7 +118,7 @@ class UpstreamLog:
 
     def append(self, direction: Direction, tensor: torch.Tensor) -> None:
         """Copy ``tensor``, which is being sent in ``direction``, to the log. Do nothing if no iteration is being
-        logged: during an evaluation, or when no slot was free."""
+        logged, because this is an evaluation or no slot was free."""
         logged = self._open
         if logged is None:
             return

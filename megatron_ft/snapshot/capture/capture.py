@@ -20,7 +20,8 @@ from megatron_ft.snapshot.window import Slice
 
 _PROBE_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 _NUM_PIECES = 4
-"""Number of copies in a measurement of bandwidth. All copy the same tensor, so that it needs less device memory."""
+"""Number of copies in a measurement of bandwidth. All copies have the same source, so that the measurement needs less
+device memory."""
 _NUM_PROBES = 3
 
 
@@ -143,7 +144,8 @@ class _StreamCopier:
     """Copies on a separate CUDA stream into pinned memory. The methods are those of ``_ThreadCopier``.
 
     ``start`` copies sources in host memory at once, on the CPU. The ``step`` of PyTorch's Adam is such a source. Only
-    the CPU changes them, so they are of the same iteration as device tensors whose copies ``start`` queues.
+    the CPU changes these sources, so their values belong to the same iteration as the device tensors whose copies
+    ``start`` queues.
 
     This object references the batch until ``wait``, so that the memory of the sources is not reused during the copies.
     ``Tensor.record_stream`` would block this memory for longer, and would cost time for each source.
@@ -325,7 +327,7 @@ class WindowCapture:
         # Prepare the batches once for every buffer, so that the time to start a slice does not grow with its pieces.
         self._batches = [[self._batch(part, buffer, source) for part in self._slices] for buffer in buffers]
         self._bytes_under_way: int | None = None
-        """Size of the slice that is being copied; None if no slice is."""
+        """Size of the slice that is being copied; None if no slice is being copied."""
 
     @property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:

@@ -41,9 +41,9 @@ and server would wait for each other."""
 """Indices of fields of the status page. The server writes ``COMMITTED_START`` after ``PINNED_BUFFERS``."""
 BUFFER_REPLICATED = 10
 BUFFER_GIVEN_UP = BUFFER_REPLICATED + NUM_BUFFERS
-"""Index of the first of ``NUM_BUFFERS`` fields, one per buffer: the start iteration of the buffer's window if some peer
-will never have this window, otherwise -1. From index ``BUFFER_REPLICATED`` on, as many fields contain the start
-iteration of the buffer's window if all peers have this window, otherwise -1."""
+"""Index of the first of ``NUM_BUFFERS`` fields, one per buffer. A field contains the start iteration of the buffer's
+window if some peer will never have this window, otherwise -1. The fields from index ``BUFFER_REPLICATED`` on contain
+the start iteration if all peers have the window, otherwise -1."""
 
 
 class KeeperRefused(ControlError):
@@ -123,8 +123,8 @@ class KeeperClient:
     def allocate(self, window_bytes: int, *, new: bool = False) -> Arena:
         """Return this rank's memory for windows, with buffers of at least ``window_bytes`` bytes.
 
-        If an earlier process of the rank has left memory on the server, and this memory is large enough, it is returned
-        with its windows. If it is too small, or if ``new``, it is freed, so fetch its windows before.
+        If the server still has large enough memory of an earlier process of the rank, this memory is returned with its
+        windows. If the memory is too small, or if ``new`` is true, it is freed. Fetch its windows before that.
 
         Raises:
             KeeperRefused: there is not enough memory.
@@ -160,7 +160,8 @@ class KeeperClient:
 
         The server refuses this if its copy of the window is incomplete. ``captured_in`` is the generation that captured
         the window; None means the generation of this client. If ``is_written``, the server writes the window to storage
-        now, whatever it counts; ``level`` is the content of the file, None for that of the window in memory.
+        now, regardless of its count of commits. ``level`` is the content of the file; None if the file contains what
+        the window contains in memory.
         """
         captured = {} if captured_in is None else {"captured_in": captured_in}
         stored = {"stored": None if level is None else level.to_json()} if is_written else {}

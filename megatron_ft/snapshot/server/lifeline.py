@@ -1,8 +1,8 @@
 """Decides when a snapshot server ends: with its agent, or later, so that the next job can take it over.
 
-The connection of the agent is the server's standard input. If an agent of a later job has taken the server over, it is
-a socket of that agent. When it closes, the agent has ended. Bytes on standard input, or a message ``end`` on the
-socket, end the server at once.
+The connection of the agent is the server's standard input, or a socket if an agent of a later job has taken the server
+over. When this connection closes, the agent has ended. Bytes on standard input, or a message ``end`` on the socket, end
+the server at once.
 """
 
 import threading
@@ -44,7 +44,8 @@ def _seconds(content: Mapping[str, Any]) -> int:
 
 
 class Unusable(Refused):
-    """The job whose agent tries to take the server over cannot use the server's windows, so the server must end."""
+    """Raised if the job whose agent tries to take the server over cannot use the server's windows. The server then
+    ends."""
 
 
 class Lifeline:
@@ -69,7 +70,7 @@ class Lifeline:
 
     @property
     def initial_holder(self) -> object:
-        """Object that stands for standard input in ``release``, until an agent takes the server over."""
+        """Object that represents the agent's connection in ``release``. At first this is standard input."""
         return self
 
     def seconds_left(self) -> float | None:

@@ -21,7 +21,7 @@ from megatron_ft.snapshot.window import Slice, Window
 MAX_UNAUTHENTICATED = 64
 """Largest number of open connections that have not presented the token. If there is one more, the oldest is closed."""
 GREETING_SECONDS = 10.0
-"""Time limit for a connection to present the token; after it the connection is closed, even if bytes still arrive."""
+"""Time limit for a connection to present the token. After this time, it is closed even if bytes still arrive."""
 REPLACE_SECONDS = 10.0
 KEEPALIVE_SECONDS = 5.0
 _ARRIVING_BYTES = 1 << 20
@@ -39,7 +39,8 @@ class PeerSessions:
         """Connections that have not presented the token, the oldest first, with the time of their start."""
 
     def accept(self, sock: socket.socket, store: Store) -> None:
-        """Serve a new connection in a thread. If too many have not presented the token, close the oldest of them."""
+        """Serve a new connection in a thread. If too many connections have not presented the token, close the oldest of
+        these."""
         session = _PeerSession(sock, store, self)
         with self._lock:
             oldest = next(iter(self._unauthenticated)) if len(self._unauthenticated) >= MAX_UNAUTHENTICATED else None
@@ -169,11 +170,12 @@ class _PeerSession(threading.Thread):
         answers[operation](message)
 
     def _slice(self, message: Message) -> None:
-        """Receive a slice, compare its hashes with the sender's, and acknowledge it. After an error it is not stored.
+        """Receive a slice, compare its hashes with the sender's, and acknowledge the slice. After an error the slice is
+        not stored.
 
-        The bytes follow the announcement ``message`` directly. If it has ``waits``, memory may have to be allocated, so
-        the sender first waits for the message ``go``. The sender computes the hashes while it sends, and sends them
-        last.
+        The bytes follow the announcement ``message`` directly, unless the announcement contains ``waits``. In that case
+        memory may have to be allocated, so the sender first waits for the message ``go``. The sender computes the
+        hashes while it sends, and sends them last.
         """
         index = fields.integer(message, "slice", most=fields.MAX_SLICES)
         window_bytes = fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES)

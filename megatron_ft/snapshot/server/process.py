@@ -53,7 +53,8 @@ class _KeeperSpec:
     outlive: Outlive | None = None
     """Whether and how long the server outlives its agent."""
     lock_descriptor: int | None = None
-    """File descriptor with a shared lock on the socket's directory, which the last process with a lock removes."""
+    """File descriptor with a shared lock on the socket's directory. The last process with such a lock removes the
+    directory."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "_KeeperSpec":

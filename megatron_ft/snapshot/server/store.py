@@ -39,7 +39,8 @@ from megatron_ft.snapshot.window import Origin, Slice
 # Use less than ``MemAvailable``, which is an estimate: when memory runs out, the kernel may kill ranks.
 _USABLE_SHARE = 0.9
 _CHUNK_BYTES = 1 << 28
-"""Number of bytes that one call allocates. Between calls, the number of bytes still to be allocated is updated."""
+"""Number of bytes that one system call allocates. After each call, the number of bytes still to be allocated is
+updated."""
 
 
 class Segment:
@@ -341,7 +342,8 @@ class Store:
             raise Refused(f"generation={generation}: is stale; the newest generation is {self.generation}", "stale")
 
     def register(self, settings: Settings, abort: Callable[[], None]) -> OwnRank:
-        """Let a new connection act for a rank of this node, and end the earlier connection of the rank, if any.
+        """Let a new connection act for a rank of this node, and end the earlier connection of the rank, if there is
+        one.
 
         The lock must be held.
 
@@ -473,8 +475,7 @@ class Store:
                 return self.copies[rank]
 
     def free_older(self, generation: int) -> None:
-        """Free memory that has only windows of earlier generations than ``generation``, in which a window was
-        committed.
+        """Free memory that has only windows of earlier generations, because a window of ``generation`` was committed.
 
         Call this only for a commit of a rank of this node. A node without a rank in ``generation`` must free nothing,
         because its windows may be the only complete ones if a restart uses this node again. The lock must be held.

@@ -1,4 +1,4 @@
-"""Bookkeeping of buffers: which window is in each buffer, which window may be dropped, which slice is sent next.
+"""Records which window is in each buffer, and decides which window may be dropped and which slice is sent next.
 
 A rank of this node has three buffers: one for its newest committed window, one for the window that is being replicated,
 and one for the window that is being captured. For a rank of another node there are two buffers for copies. The sender
@@ -51,8 +51,8 @@ class HeldWindow(Window):
 
 
 def _is_superseded(old: WindowKey, was_committed: bool, by: WindowKey) -> bool:
-    """Return whether window ``old`` may be dropped after window ``by`` was committed. It may be dropped if it was
-    committed before, is of an earlier generation, or starts earlier."""
+    """Return whether window ``old`` may be dropped after window ``by`` was committed. This is so if ``old`` was
+    committed before ``by``, is of an earlier generation, or starts earlier."""
     is_older = old.generation < by.generation or old.start_iteration < by.start_iteration
     return old != by and (was_committed or is_older)
 
@@ -95,7 +95,8 @@ def _carried(part: Slice, window: HeldWindow, sources: Iterable[HeldWindow]) -> 
 
 
 MAX_PARTIAL_FILES = 8
-"""Largest number of consecutive files that omit pieces. A damaged file makes at most as many later windows unusable."""
+"""Largest number of consecutive files that omit pieces. A damaged file makes at most this number of later windows
+unusable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,8 @@ class OnStorage:
     def after(
         cls, former: "OnStorage | None", window: HeldWindow, places: Sequence[WindowKey | None]
     ) -> "OnStorage | None":
-        """Return the next record, after ``window`` was written without pieces for which ``places`` names a window."""
+        """Return the record after ``window`` was written. Pieces for which ``places`` names an earlier window were not
+        written."""
         if window.num_slices != 1:
             return None
         found = tuple(place or window.key for place in places) or (window.key,) * len(window.slices[0].pieces)
@@ -134,8 +136,9 @@ class OnStorage:
 def file_of(
     former: OnStorage | None, window: HeldWindow, level: StoredLevel | None
 ) -> tuple[HeldWindow, list[WindowKey | None]]:
-    """Return the description of the next file of a rank, and for each piece the earlier window whose file contains it,
-    or None if the piece is written from memory; an empty list if all pieces are written from memory.
+    """Return the description of the next file of a rank, and a list. The list contains, for each piece, the earlier
+    window whose file contains the piece, or None if the piece is written from memory. It is empty if all pieces are
+    written from memory.
 
     Args:
         former: the newest file of the rank; None if there is none.
@@ -252,8 +255,8 @@ class OwnWindows:
         window.slices.append(part)
 
     def next_unhashed(self) -> tuple[HeldWindow, Slice] | None:
-        """Return the oldest slice without hashes, and its window, or None if all slices have hashes. Windows that were
-        given up are skipped."""
+        """Return the oldest slice without hashes, and its window. Return None if all slices have hashes. Skip windows
+        that were given up."""
         windows = (window for window in self._order if not window.given_up)
         return next(((window, part) for window in windows for part in window.slices if part.hashes is None), None)
 
@@ -317,8 +320,8 @@ class OwnWindows:
         return persist_every > 0 and self._is_new_commit and self._num_commits % persist_every == 0
 
     def find(self, start_iteration: int, generation: int | None = None) -> HeldWindow:
-        """Return the complete window that starts at ``start_iteration``. A committed one is preferred, because every
-        rank has it; otherwise the newest one is returned.
+        """Return a complete window that starts at ``start_iteration``: the committed one, which every rank has, or
+        otherwise the newest one.
 
         Raises:
             ControlError: there is no such window.

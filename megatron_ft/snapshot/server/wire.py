@@ -92,8 +92,8 @@ acknowledgements between calls."""
 
 
 class Refused(ControlError):
-    """The other side refused a request. ``kind`` is ``stale`` for an old generation, ``hash`` for a damaged slice,
-    ``carry`` if it cannot copy a piece that was not sent, and otherwise ``refused``."""
+    """Raised if the other side refused a request. ``kind`` is ``stale`` for an old generation, ``hash`` for a damaged
+    slice, ``carry`` if the other side cannot copy a piece that was not sent, and otherwise ``refused``."""
 
     def __init__(self, reason: str, kind: str = "refused") -> None:
         super().__init__(reason)
@@ -121,7 +121,7 @@ class Wire:
         self._stall_seconds = stall_seconds
 
     def send(self, message: Message, *, goes_on: bool = False) -> None:
-        """Send one message. With ``goes_on``, the kernel may put the message and the data that follow into one packet.
+        """Send one message. With ``goes_on``, further data follow, and the kernel may send them in the same packet.
 
         Raises OSError if the connection is broken or makes no progress.
         """
@@ -240,5 +240,5 @@ def abort(sock: socket.socket) -> None:
 
 
 def is_token(given: Any, token: str) -> bool:
-    """Return whether ``given`` is the token, in a time that does not depend on where the first difference is."""
+    """Return whether ``given`` is the token. The time does not depend on the position of the first difference."""
     return hmac.compare_digest(str(given).encode(errors="replace"), token.encode())

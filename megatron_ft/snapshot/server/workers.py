@@ -27,7 +27,7 @@ from megatron_ft.snapshot.window import Slice, StoredLevel
 # Slices are sent in order, without waiting for the previous acknowledgement. Answers are read as they arrive.
 
 AWAY_SECONDS = 2.0
-"""Time without a connection to the peer after which a problem is reported, if slices have to be sent."""
+"""Time after which a problem is reported if slices have to be sent and there is no connection to the peer."""
 FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 1.0
 MAX_DAMAGED = 3
@@ -364,7 +364,7 @@ class _Write:
     payload: list[memoryview]
     url: str
     level: StoredLevel | None
-    """Content of the file, if it is not that of the window."""
+    """Content of the file; None if the file contains what the window contains in memory."""
 
 
 class Persister(threading.Thread):

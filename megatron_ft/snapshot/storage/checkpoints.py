@@ -166,7 +166,8 @@ def newest_valid(
 
 
 def other_iteration(path: Path, manifest: Manifest) -> str | None:
-    """Describe how the iterations in a directory's name and manifest differ. Return None if they agree."""
+    """Describe the difference between the iteration in a directory's name and the iteration in its manifest. Return
+    None if they are equal."""
     named = iteration_of(path)
     if named == manifest.iteration:
         return None
@@ -177,7 +178,7 @@ def other_iteration(path: Path, manifest: Manifest) -> str | None:
 
 
 def move_latest(folder: Path, path: Path, iteration: int) -> None:
-    """Point ``latest`` at the checkpoint ``path`` in one atomic step. The checkpoint must be complete."""
+    """Let the file ``latest`` name the checkpoint ``path``. The checkpoint must be complete. The change is atomic."""
     assert (path / MANIFEST_NAME).is_file(), f"{path}: cannot become latest without a manifest"
     content = json.dumps({"checkpoint": path.name, "iteration": iteration}) + "\n"
     write_atomically(folder, LATEST_NAME, content.encode())
@@ -228,7 +229,7 @@ def newest_of_megatron(folder: Path) -> Path | None:
 def set_aside(path: Path, kind: Literal["damaged", "foreign"] = "damaged") -> Path:
     """Rename a checkpoint so that it no longer counts as a checkpoint of the run. Its files stay unchanged.
 
-    ``latest`` then points to the newest remaining complete checkpoint; it is removed if there is none.
+    After that, ``latest`` names the newest remaining complete checkpoint; if there is none, ``latest`` is removed.
     """
     for attempt in range(1_000_000):
         target = path.with_name(f"{_SET_ASIDE_PREFIX[kind]}{path.name}" + (f"_{attempt}" if attempt else ""))
@@ -256,10 +257,9 @@ def delete(path: Path) -> None:
 
 
 def sweep(folder: Path, *, before_iteration: int) -> list[Path]:
-    """Delete what unfinished saves and deletions have left: partly deleted directories, and incomplete checkpoints of
-    ``before_iteration`` and earlier iterations. Return the deleted directories.
-
-    Call it when a checkpoint of ``before_iteration`` is complete and no save is in progress.
+    """Delete the remains of unfinished saves and deletions: partly deleted directories, and incomplete checkpoints of
+    ``before_iteration`` and earlier iterations. Return the deleted directories. Call this when a checkpoint of
+    ``before_iteration`` is complete and no save is in progress.
     """
     removed = []
     for entry in list(os.scandir(folder)) if folder.is_dir() else []:

@@ -51,8 +51,8 @@ class HashedFile(io.RawIOBase):
     """A new file that hashes and counts the bytes written to it.
 
     The constructor fails if the file exists. :meth:`commit` syncs the content. ``failure`` is the error of a failed
-    write. It is for callers that write through a library which replaces this error by another exception.
-    With ``writes_back``, the disk begins to write while the file is still being written, so the sync is short.
+    write. Callers need it if they write through a library that replaces this error by another exception. With
+    ``writes_back``, the disk begins to write while the file is still being written, so the sync is short.
     """
 
     def __init__(self, directory: Path, name: str, *, writes_back: bool = False) -> None:
@@ -117,7 +117,7 @@ def fsync_directory(directory: Path) -> None:
 def write_atomically(directory: Path, name: str, content: bytes | Iterable[bytes | memoryview]) -> FileEntry:
     """Write ``content``, bytes or chunks, to the file ``name``. Readers see the old content or the new one.
 
-    Raises OSError if the disk is full or fails, and errors of chunks. Then an existing file is unchanged.
+    Raises OSError if the disk is full or fails, and errors of chunks. After an error, an existing file is unchanged.
     """
     temporary, entry = write_temporary(directory, name, content)
     try:
@@ -133,9 +133,9 @@ def write_atomically(directory: Path, name: str, content: bytes | Iterable[bytes
 def write_temporary(
     directory: Path, name: str, content: bytes | Iterable[bytes | memoryview]
 ) -> tuple[Path, FileEntry]:
-    """Write and sync ``content``, bytes or chunks, to a file that can be renamed to ``name``. Return its path, and the
-    manifest entry that it has after the renaming. Raises OSError if the disk is full or fails, and errors of chunks.
-    Then there is no such file."""
+    """Write and sync ``content``, bytes or chunks, to a file that can be renamed to ``name``. Return its path, and its
+    manifest entry under the name ``name``. Raises OSError if the disk is full or fails, and errors of chunks. After an
+    error the file does not exist."""
     temporary = f".{name}.{os.getpid()}.tmp"
     (directory / temporary).unlink(missing_ok=True)
     try:
@@ -173,8 +173,8 @@ def hash_file(file: IO[bytes]) -> str:
 def read_chunks(file: IO[bytes], num_bytes: int | None = None) -> Iterator[memoryview]:
     """Yield the content of ``file`` from its present position: ``num_bytes`` bytes, or all up to the end.
 
-    Each chunk is valid until the next one is read, because all share one buffer; new memory for each chunk would cost
-    more than the reading. Fewer bytes are yielded if the file ends before.
+    Each chunk is valid until the next one is read, because all chunks share one buffer; new memory for each chunk would
+    cost more time than the reading. Fewer bytes are yielded if the file ends earlier.
     """
     view = memoryview(bytearray(CHUNK_BYTES if num_bytes is None else min(CHUNK_BYTES, num_bytes)))
     left = num_bytes

@@ -103,8 +103,8 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
-        """Read the manifest in ``directory``. Raises CheckpointError, which names the directory, if it cannot be
-        read."""
+        """Read the manifest in ``directory``. Raises CheckpointError if it cannot be read; the error names the
+        directory."""
         path = directory / MANIFEST_NAME
         try:
             status = os.lstat(path)
@@ -128,7 +128,7 @@ class Manifest:
     def verified(cls, directory: Path, *, part: int = 0, num_parts: int = 1, known: Collection[str] = ()) -> "Manifest":
         """Compare the files of a checkpoint with its manifest, and return the manifest.
 
-        Every caller checks the names and sizes of all files. So that ranks can share the reading, a caller computes the
+        Every caller checks the names and sizes of all files. Ranks can share the reading: a caller computes the
         checksum of only every ``num_parts``-th file in the order of size, beginning with file ``part``. Files in
         ``known`` are not read, because the caller has compared their content with the checksums in the manifest.
 

@@ -128,8 +128,8 @@ def refuse_other_folder(directory: Path, name: str) -> None:
         name: beginning of the error, which names the directory.
 
     Raises:
-        CheckpointError: it is a run, a folder of runs or of checkpoints, a window, a Hugging Face folder, a checkpoint
-            whose save was interrupted, or none of all. The error names what to use instead.
+        CheckpointError: the directory is a run, a folder of runs or of checkpoints, a window, a Hugging Face folder, a
+            checkpoint whose save was interrupted, or none of these. The error names what to use instead.
     """
     has_metadata = (directory / ".metadata").exists()
     if (directory / "config.yaml").is_file() and not has_metadata:
@@ -183,8 +183,8 @@ def _newest_states(run_dir: Path) -> str:
 
 
 def other_model(stored: Settings, present: Settings, *, keys: Sequence[str] | None = None) -> list[Difference]:
-    """List the ``keys`` of the model in which two settings differ. None stands for all keys that determine the shapes
-    of weights or the outputs."""
+    """List those of ``keys``, keys of the model, in which two settings differ. None means all keys that determine the
+    shapes of weights or the outputs."""
     names = keys or _FUNCTION
     one, other = ({key: _normal(key, each.get("model", {})) for key in names} for each in (stored, present))
     return Difference.between({"model": one}, {"model": other})
@@ -194,7 +194,7 @@ _EQUAL_IF_NULL = {
     "model.num_query_groups": "model.num_attention_heads",
     "model.moe_ffn_hidden_size": "model.ffn_hidden_size",
 }
-"""Keys that have the value of another key if they are null, with this other key."""
+"""Maps each key that, if it is null, has the value of another key, to this other key."""
 _FUNCTION = tuple(
     f"model.{name}"
     for name in (
@@ -218,7 +218,7 @@ _SHAPES = tuple(key for key in _FUNCTION if key.removeprefix("model.") not in _O
 
 
 def _other_optimizer(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[Difference]:
-    """List the keys by which the optimizer of a checkpoint has other tensors than that of this job."""
+    """List the keys because of which the optimizer of a checkpoint has other tensors than the optimizer of this job."""
     keys: list[str] = []
     if _master_weights(stored) != _master_weights(present):
         names = (_SHARDED, _DTYPE)
@@ -232,7 +232,7 @@ _SHARDED, _DTYPE, _FROZEN = "parallel.use_distributed_optimizer", "precision.par
 
 
 def _master_weights(optimizer: Mapping[str, Any]) -> str | None:
-    """Return Megatron's name of the master weights in a checkpoint; None if it stores none besides the weights."""
+    """Return Megatron's name of the master weights in a checkpoint; None if the checkpoint stores only the weights."""
     if optimizer.get(_SHARDED):
         return "param"
     return None if optimizer.get(_DTYPE) == "fp32" else "fp32_param"

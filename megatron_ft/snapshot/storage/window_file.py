@@ -56,8 +56,8 @@ class StoredIn:
 
     @classmethod
     def of(cls, places: Sequence[WindowKey | None]) -> "StoredIn | None":
-        """Create the record. ``places`` has for each piece the earlier window whose file contains it, or None if the
-        piece is in the file itself. Return None if all pieces are in the file itself."""
+        """Create the record; return None if all pieces are in the file itself. ``places`` names, for each piece, the
+        earlier window whose file contains it; None for a piece in the file itself."""
         windows = tuple(sorted({key for key in places if key is not None}))
         if not windows:
             return None
@@ -120,8 +120,8 @@ def write_window(
     kept, and a damaged one is replaced.
 
     Args:
-        payload: the bytes of each slice; slice i has ``window.slices[i].num_bytes`` bytes. Those of pieces that are in
-            an earlier file are not read.
+        payload: the bytes of each slice; slice i has ``window.slices[i].num_bytes`` bytes. The bytes of pieces that are
+            in an earlier file are not read.
         places: for each piece of a window with one slice, the earlier window whose file contains the piece, or None if
             the piece must be written; empty if all pieces must be written.
 
@@ -385,7 +385,8 @@ def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bo
 
 
 def _read_head(source: Source) -> tuple[Window, int, StoredIn | None]:
-    """Check the file's size. Return its window, where its payload begins, and the record of pieces in other files."""
+    """Check the file's size. Return its window, the position at which its payload begins, and the record of pieces in
+    other files."""
     size = source.num_bytes
     if size < _HEADER.size:
         raise CheckpointError(f"{size} bytes are too few for a window file")

@@ -36,7 +36,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectedWindow:
-    """A window that must not be replayed again."""
+    """A window that must not be replayed again, because a replay gave other results than the logged ones."""
 
     start_iteration: int
     generation: int
@@ -146,8 +146,8 @@ class WindowFolder:
     def verify(self, stored: WindowKey, world_size: int, *, part: int = 0, num_parts: int = 1) -> Window:
         """Check that a window is complete, and return the part of it that belongs to rank ``part``.
 
-        Every caller opens the files of all ranks and compares their descriptions. To share the reading, each caller
-        reads the payload of only every ``num_parts``-th file, beginning with file ``part``.
+        Every caller opens the files of all ranks and compares their descriptions. Ranks can share the reading: each
+        caller reads the payload of only every ``num_parts``-th file, beginning with file ``part``.
 
         Raises:
             CheckpointError: a file is missing, damaged, or of another window; the message names the first such file.
@@ -163,7 +163,8 @@ class WindowFolder:
     def newest(
         self, world_size: int, refuse: Callable[[Window], str | None] = lambda _: None
     ) -> tuple[WindowKey | None, list[DamageReport]]:
-        """Return the newest complete window for which ``refuse`` returns None, and a report on each newer window."""
+        """Return the newest complete window that ``refuse`` accepts by returning None, and a report on each newer
+        window."""
         return self._first_sound(self.list_windows()[::-1], world_size, refuse=refuse)
 
     def retain(self, num_windows: int, world_size: int, *, part: int = 0, num_parts: int = 1) -> list[WindowKey]:

@@ -70,7 +70,7 @@ class Recovery:
     course: Course | None = None
     """Times of the recovery; None if the records have no times."""
     num_again: int | None = None
-    """Number of reported iterations that were trained again; None if it is not known."""
+    """Number of reported iterations that were trained again; None if the number is not known."""
 
     def every(self, kind: type[_Kind]) -> list[_Kind]:
         """Return all records of class ``kind``."""
@@ -92,8 +92,8 @@ class Recovery:
 
     @property
     def is_failure(self) -> bool:
-        """Return whether the recovery follows a loss of ranks or nodes. It does not if nodes joined or left on request,
-        or if another job continued the run."""
+        """Return whether the recovery follows a loss of ranks or nodes. The result is false if nodes joined or left on
+        request, or if another job continued the run."""
         if self.is_new_job or self.every(events.RankFailed):
             return bool(self.every(events.RankFailed))
         lost = self.decision is not None and bool(self.decision.lost_nodes)

@@ -1,4 +1,5 @@
-"""Shows what each rank did during a recovery, and when. The result is a drawing with one lane per rank, and tables."""
+"""Shows what each rank did during a recovery, and when. The result is a drawing with one row for each rank, and
+tables."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -64,7 +65,7 @@ class Lane:
     """Row of a rank in the drawing, or row of a process that ended in the recovery."""
 
     rank: int | None
-    """Rank after the recovery; None if the process is gone."""
+    """Rank after the recovery; None if the process has ended."""
     previous: int | None
     """Rank before the recovery; None for a new process in a place that no process had before."""
     node: int | None
@@ -80,7 +81,8 @@ class Lane:
 
     @property
     def name(self) -> str:
-        """Return the name of the lane, e.g. ``rank 3``: the rank before the recovery if the process is gone."""
+        """Return the name of the row, e.g. ``rank 3``. If the process has ended, this is its rank before the
+        recovery."""
         return f"rank {self.previous if self.rank is None else self.rank}"
 
     @property
@@ -92,7 +94,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Instant:
-    """Moment that is the same for all ranks, such as the first failure."""
+    """Moment that the drawing marks for all ranks, such as the first failure."""
 
     seconds: float
     words: str
@@ -106,7 +108,7 @@ class Timeline:
     begin: float
     end: float
     lanes: tuple[Lane, ...]
-    """Lanes ordered by stage, then by rank. Processes that are gone come last."""
+    """Rows ordered by stage, then by rank. Processes that have ended come last."""
     instants: tuple[_Instant, ...]
     """Marked moments. Times are measured from the first of them."""
 
@@ -385,7 +387,7 @@ def _steps_of(recovery: Recovery) -> list[tuple[float | None, str]]:
 
 
 def _timeline_plot(name: str, timeline: Timeline, title: str) -> Element:
-    """Draw one lane per rank, ordered by stage. ``name`` must be unique on the page."""
+    """Draw one row for each rank, ordered by stage. ``name`` must be unique on the page."""
     lanes = timeline.lanes[:MAX_LANES]
     most = max((lane.work.bytes_moved for lane in lanes if lane.work is not None), default=0)
     right = RIGHT - (BYTES_WIDTH if most else 0)

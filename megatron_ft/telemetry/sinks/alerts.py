@@ -1,4 +1,5 @@
-"""Reports an alert when a metric of the run passes its limit, and the alert's end when the metric is back within it."""
+"""Reports an alert when a metric of the run passes its limit, and the alert's end when the metric is within its limit
+again."""
 
 import shutil
 import statistics
@@ -32,7 +33,8 @@ def _free_share(folder: Path) -> float:
 
 
 class AlertSink(Sink):
-    """Computes figures that have limits. Reports when a figure passes its limit, and when it is within it again."""
+    """Computes figures that have limits. Reports when a figure passes its limit, and when the figure is within its
+    limit again."""
 
     name = "alerts"
 

@@ -19,8 +19,8 @@ class JsonlSink(Sink):
     """Appends one line per record. When ``write`` returns, the operating system has the line.
 
     Durable records (see ``events.Record.durable``) are forced to disk with all lines before them. If the disk does not
-    accept lines, they stay in memory and every later ``write`` tries again. An incomplete line is never left in the
-    file; ``open`` removes one that a crash left.
+    accept lines, they stay in memory, and every later ``write`` tries again. A failed write leaves no incomplete line
+    in the file; ``open`` removes an incomplete line that a crash left.
     """
 
     def __init__(self, path: Path, *, metrics: bool) -> None:

@@ -41,7 +41,7 @@ _ALPHABET = string.ascii_lowercase + string.digits
 class WandbSink(Sink):
     """Queues records for a thread, which sends one wandb step per iteration.
 
-    The wandb step is the number of the iteration, and it only rises. Iterations that an earlier attempt has sent are
+    The wandb step is the number of the iteration, and it never falls. Iterations that an earlier attempt has sent are
     not sent again. Iterations that an earlier attempt reported but did not send are sent first.
     """
 
