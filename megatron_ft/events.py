@@ -481,6 +481,6 @@ def _alert(record: AlertRaised | AlertCleared, rank: str = "the slowest rank") -
         "windows_behind": f"no window was committed while {value:.1f} windows were due (peers or storage are too slow)",
         "free_disk_share": f"{100 * value:.1f} % of the file system of the run's folder is free",
         "slowest_rank_over_median": f"{rank} needs {value:.1f} times as long as the median rank for the same work",
-        "lost_token_share": f"recoveries lost, or would lose, updates of experts from {value:.2%} of the tokens",
+        "lost_token_share": f"updates of experts by {value:.2%} of the tokens are lost, or would be in a recovery",
     }
     return f"{figures.get(record.alert, record.alert)} (telemetry.alert_{record.alert}={limit:g})"

@@ -20,7 +20,7 @@ from megatron_ft.errors import EXIT_OK, ConfigError, MegatronFtError
 
 _MEANINGS = {
     "key": "translated",
-    "always": "always so, nothing to set",
+    "always": "every job behaves like this, nothing to set",
     "none": "no counterpart",
     "refused": "not correct flags",
 }

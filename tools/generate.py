@@ -57,7 +57,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError.of("--tokens", arguments.tokens, "must be at least 1")
     temperature = arguments.temperature
     if temperature is not None and not 0 < temperature < float("inf"):
-        raise ConfigError.of("--temperature", temperature, "must be greater than 0; without it, nothing is drawn")
+        raise ConfigError.of("--temperature", temperature, "must be greater than 0, or be left out")
     if arguments.seed is not None and temperature is None:
         raise ConfigError.of("--seed", arguments.seed, "has an effect only with --temperature")
 

@@ -51,7 +51,7 @@ class Answer:
             note = f"; {self.note}" if self.note else ""
             return f"{self.given}: must be written as {' '.join(self.overrides)}{note} (docs/from-megatron-lm.md)"
         if self.kind == "always":
-            return f"{self.given}: must be left out, because it is always so: {self.note or 'there is no key'}"
+            return f"{self.given}: must be left out: every job behaves like this: {self.note or 'there is no key'}"
         if self.kind == "none":
             return f"{self.given}: has no counterpart: {self.note}; leave it out"
         return f"{self.given}: {self.note}"

@@ -246,8 +246,8 @@ class PresenceWatch:
             machine.is_reported = True
             where = f"{machine.endpoint.address} port {machine.endpoint.port}"
             print(
-                f"node {machine.node}: nothing answers at {where}. If this machine vanishes, only missing heartbeats "
-                f"will show it. Permit connections from {self._interface}, or set detector.vanished_seconds=null",
+                f"node {machine.node}: nothing answers at {where}. If this machine vanishes, it is detected only by "
+                f"missing heartbeats. Permit connections from {self._interface}, or set detector.vanished_seconds=null",
                 file=sys.stderr,
                 flush=True,
             )

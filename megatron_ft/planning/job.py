@@ -367,7 +367,7 @@ def _fewer_lanes(config: JobConfig) -> tuple[str, ...]:
         return ()
     return (
         f"recovery.min_nodes={config.recovery.min_nodes}: if no node can take a lost place, the job continues with "
-        "fewer lanes (living_state). From then on nodes that join add lanes, and no stage replays alone",
+        "fewer lanes (living_state). After that, joining nodes add lanes, and single stages do not replay",
     )
 
 

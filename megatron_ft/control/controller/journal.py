@@ -166,7 +166,7 @@ class Journal:
         if lines and lines[0].get("format") != FORMAT:
             raise ControlError(
                 f"{path}: has format {lines[0].get('format', 1)}, must have format {FORMAT}: another version "
-                "of this package wrote it; start the job again, which continues from its newest checkpoint"
+                "of this package wrote it; start the job again; it continues from the newest checkpoint"
             )
         self.entries = lines[1:]
         # Not O_APPEND: a write that failed in part is repeated at the same offset.

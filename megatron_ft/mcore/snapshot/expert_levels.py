@@ -157,7 +157,7 @@ def _left_out(window: LocalWindow, part: Slice) -> dict[Expert, list[int]]:
     for index, piece in enumerate(part.pieces):
         if not part.is_captured(index):
             operator = operator_of(piece.parameter, max(layers, default=0))
-            assert operator.expert is not None, f"{piece.parameter} is of an earlier iteration but of no expert"
+            assert operator.expert is not None, f"{piece.parameter} is from an earlier iteration but no expert"
             found.setdefault((row_of[operator.layer], operator.expert), []).append(index)
     return found
 

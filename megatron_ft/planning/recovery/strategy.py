@@ -314,7 +314,7 @@ class Cost:
         undisturbed = "within a tolerance of the undisturbed run"
         if self.keeps_processes:
             return f"every bit equals that of a run in which the same nodes leave by a schedule; {undisturbed}"
-        return f"{undisturbed}, because fewer ranks add in another order"
+        return f"{undisturbed}, because fewer ranks compute sums in another order"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
