@@ -134,12 +134,11 @@ def _run(arguments: list[str]) -> int:
 def _continue_run(
     run_dir: Path, config: JobConfig, config_yaml: str, options: "hydra_entry.Options"
 ) -> tuple[JobConfig, str]:
-    """Return the configuration with which the run in ``run_dir`` continues, as ``JobConfig`` and as YAML text: that of
-    its newest job, with the overrides of the command line on top. Print which keys differ from the newest job.
+    """Return the configuration with which the run in ``run_dir`` continues, as ``JobConfig`` and as YAML text. It is
+    the configuration of the run's newest job, changed by the overrides of the command line. Print the changed keys.
 
     Raises:
-        ConfigError: an override would make the rest of the run another training, and ``run.allow_change`` does not list
-            its key.
+        ConfigError: an override changes what the run trains, and ``run.allow_change`` does not list its key.
         DataError: the configuration of the newest job cannot be read.
     """
     import hydra_entry
@@ -249,8 +248,8 @@ def _known_run(config: JobConfig) -> Path | None:
 
 
 def _choose_checkpoint(config: JobConfig, config_yaml: str) -> tuple[JobConfig, str]:
-    """Set ``checkpoint.load`` or ``checkpoint.load_weights`` to the newest checkpoint in a folder of Megatron-LM, if it
-    names such a folder, so that all ranks load the same one. Return the configuration as ``JobConfig`` and as YAML.
+    """Replace a folder of Megatron-LM in ``checkpoint.load`` or ``checkpoint.load_weights`` by the newest checkpoint in
+    this folder, so that all ranks load the same checkpoint. Return the configuration as ``JobConfig`` and as YAML.
 
     Raises:
         CheckpointError: the newest checkpoint of the folder cannot be determined or loaded.

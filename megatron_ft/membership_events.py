@@ -72,9 +72,9 @@ class StageRecovery(Record):
     stage: int
     """Pipeline stage of the rank, counted from 0."""
     role: str
-    """Role of the rank: ``replays`` (its stage loads a window and computes iterations again), ``receives`` (it gets its
-    state from living ranks), ``serves`` (sends its log to a stage that replays, or its state to a rank of its stage) or
-    ``waits``."""
+    """Role of the rank. ``replays``: its stage loads a window and computes iterations again. ``receives``: it gets its
+    state from living ranks. ``serves``: it sends its log to a stage that replays, or its state to a rank of its stage.
+    ``waits``: none of these."""
     start_iteration: int
     """Newest iteration of the state from which the stage replays, or ``iteration`` if the stage does not replay."""
     iteration: int

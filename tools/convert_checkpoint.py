@@ -238,7 +238,7 @@ SHOWN = tuple(
         *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
     )
 )
-"""Keys that are printed for the command line of a run."""
+"""Keys of the model that commands print, so that they can be copied to the command line of a run with the weights."""
 
 
 def _word(value: Any) -> str:
@@ -256,8 +256,8 @@ def _tell(line: str) -> None:
 
 
 class Progress:
-    """Prints lines of progress. On a terminal these are all lines, otherwise at most one every ten seconds and the last
-    one, so that the log of a batch job stays short. Used as a context manager, whose end prints the last line."""
+    """Prints lines of progress. A terminal shows all lines. Otherwise at most one line every ten seconds is printed, so
+    that the log of a batch job stays short. Used as a context manager; the end of the block prints the last line."""
 
     SECONDS = 10.0
 

@@ -94,7 +94,7 @@ def grouped_linear(
 ) -> torch.Tensor:
     """Apply one linear layer per expert to ``rows [m, k]``, which are sorted by expert; return ``[m, n]``.
 
-    Every expert scales its own rows, so that the result is that of separate calls of :func:`linear`. Experts without
+    Every expert scales its own rows, so the result equals that of separate calls of :func:`linear`. Experts without
     rows get weight gradients of zero.
     """
     assert sum(rows_per_expert) == len(rows), f"{rows_per_expert} rows per expert of {len(rows)} rows"

@@ -85,7 +85,7 @@ class JobIdentity:
     settings: Settings
     """Settings of the job that ``settings_of`` returns."""
     allow_change: tuple[str, ...] = ()
-    """Keys whose values may differ from the settings with which a state was saved (``run.allow_change``)."""
+    """Keys whose values may differ from the settings in the saved state (``run.allow_change``)."""
     takes_format_1: bool = False
     """Whether checkpoints and windows of format 1 can belong to the run, because the run began before runs had a
     ``run_id``."""

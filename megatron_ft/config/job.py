@@ -216,7 +216,7 @@ class LaunchConfig:
 
 @dataclass
 class NodesConfig:
-    """Nodes besides those with which the job starts: spares, nodes that join, and lost nodes that are restarted."""
+    """Additional nodes: spares, nodes that join the running job, and lost nodes that are restarted."""
 
     max_nodes: int | None = None
     """Largest number of nodes, including spares. Nodes with numbers from ``launch.num_nodes`` up can join while the job
@@ -229,7 +229,8 @@ class NodesConfig:
     have different experts. null: as many as fit in ``limits.host_memory_bytes``, or 1 if that key is null. 0: a spare
     builds its part when it replaces a node."""
     join_window_seconds: float = 5.0
-    """Time that the job waits after a node is ready to join, so that other nodes can join at the same time."""
+    """Time that the job waits after a node is ready to join. Other nodes that become ready in this time join together
+    with it."""
     max_node_restarts: int = 3
     """Largest number of consecutive failed restarts of a lost node. A restart fails if the node does not start, or ends
     within ten iterations."""
@@ -462,12 +463,13 @@ class TestingConfig:
     """Injected faults and scheduled membership changes, for tests."""
 
     failpoints: list[str] = field(default_factory=list)
-    """Faults that are injected, e.g. ``kill(rank=1,at_iteration=7,phase="backward")`` (docs/testing.md)."""
+    """Faults that are injected, e.g. ``kill(rank=1,at_iteration=7,phase="backward")`` (docs/launch.md, "Injecting
+    faults")."""
     membership_schedule: list[str] = field(default_factory=list)
     """Membership changes before given iterations, e.g. ``lose(nodes=[2],before_iteration=5)``,
     ``join(nodes=[2],before_iteration=9)`` or both in ``change(lose=[1],join=[2],before_iteration=12)``. A node in both
-    lists is restarted. Tests compare a run that lost nodes with a run in which the same changes are scheduled. The
-    event ``membership_changed`` contains the entries for that (docs/elastic.md)."""
+    lists is restarted. Tests compare a run that lost nodes with a run that has the same changes in its schedule. The
+    event ``membership_changed`` contains the entries of such a schedule (docs/elastic.md)."""
 
 
 @dataclass

@@ -510,7 +510,7 @@ _DEFAULTS = (
 
 
 def _defaults(given: Given) -> list[Answer]:
-    """Return Megatron-LM's defaults of flags that are not given, where the defaults here differ."""
+    """Return Megatron-LM's defaults that differ from the defaults here, for flags that are not given."""
     found = [
         Answer(given=f"--{each.flags[0]} is not given", kind="key", overrides=each.overrides)
         for each in _DEFAULTS

@@ -139,9 +139,11 @@ class ModelConfig:
     mscale: float | None = None
     """Coefficient of the correction of rotated channels; null means 1."""
     mscale_all_dim: float | None = None
-    """Coefficient of the correction of all channels, by which that of rotated channels is divided; null means 0."""
+    """Coefficient of the correction of all channels. The correction of rotated channels is divided by it; null means
+    0."""
     published_parameters: int | None = None
-    """Parameter count that the authors published, with which ``dry_run`` compares its result; null if unknown."""
+    """Parameter count that the authors published; null if unknown. ``dry_run`` compares its own count with this
+    number."""
     published_active_parameters: int | None = None
     """Active parameters per token that the model's authors published; null if there is no such count."""
     published_parameters_source: str = ""

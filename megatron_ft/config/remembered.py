@@ -33,7 +33,7 @@ _SCHEDULE_KEYS = (
 _FORMAT_KEYS = ("parallel.use_distributed_optimizer", "precision.params_dtype")
 """Keys that determine which optimizer state exists."""
 _DERIVED = "# Derived; as given: "
-"""First words of the line in ``config.yaml`` that contains the values which the user gave for derived keys."""
+"""First words of a line in ``config.yaml``. The line contains the values that the user gave for derived keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

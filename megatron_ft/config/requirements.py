@@ -179,8 +179,8 @@ REPLICAS: tuple[Requirement, ...] = (
         on_cuda="; recovery.keep_layout=true starts all ranks again instead",
     ),
 )
-"""Values that keys must have so that a job can continue on fewer nodes: experts have replicas, and non-expert state is
-on every rank or each shard of it has copies on several nodes."""
+"""Required values of keys for a job that continues on fewer nodes. Experts have replicas. Non-expert state is on every
+rank, or each of its shards has copies on several nodes."""
 
 _REPLACED_NODES = (
     *_AGENTS,
@@ -210,22 +210,22 @@ KEPT_LAYOUT: tuple[Requirement, ...] = (
         remedy=KeyChange("recovery.max_restarts", 3),
     ),
 )
-"""Values that keys must have so that a job can keep its layout: other nodes replace the lost nodes."""
+"""Required values of keys for a job that keeps its layout: other nodes replace the lost nodes."""
 
 LIVING_PLACES: tuple[Requirement, ...] = (
     *_processes("ranks that are not lost keep their state in their processes"),
     *_REPLACED_NODES,
 )
-"""Values that keys must have so that joining ranks can receive the state of lost ranks from living ranks."""
+"""Required values of keys for joining ranks that receive the state of lost ranks from living ranks."""
 
 REPLAYS: tuple[Requirement, ...] = (
     *LIVING_PLACES,
     _windows("a stage that replays begins with a window"),
 )
-"""Values that keys must have so that, in the same layout, only the pipeline stages that lost a rank replay."""
+"""Required values of keys for a localized replay: in the same layout, only stages that lost a rank replay."""
 
 ROLLBACK: tuple[Requirement, ...] = (_windows("ranks go back to a window"),)
-"""Values that keys must have so that all ranks can go back to a window."""
+"""Required values of keys for a rollback: all ranks go back to a window."""
 
 REQUIREMENTS: Mapping[str, tuple[Requirement, ...]] = MappingProxyType(
     {"living_state": REPLICAS, "localized_replay": REPLAYS, "rollback": ROLLBACK, "checkpoint": ()}

@@ -1,8 +1,8 @@
 """Types of every message between agents and the controller; other messages are refused.
 
 An agent registers (``Join``), fetches orders (``Poll`` -> ``Order``) and delivers reports of its ranks (``Deliver`` ->
-``Report``). On the wire and in the journal, a message is a JSON object with its kind as ``op``. A rank is named by the
-number with which it was started, not by its number in a membership, which can change.
+``Report``). On the wire and in the journal, a message is a JSON object with its kind as ``op``. Messages name a rank by
+the number with which it was started. Its number in a membership is not used, because it can change.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""The result of a job that has ended, as the controller sends it to the launcher, and the messages and records that
-describe this result. Pure."""
+"""The result of a job that has ended, in the form that the controller sends to the launcher. Makes the messages and
+records that describe this result. Pure."""
 
 import shlex
 import time

@@ -32,7 +32,7 @@ def read_run_config(run_dir: Path, *, as_given: bool = False) -> JobConfig:
     """Read the configuration with which the newest job of the run in ``run_dir`` was started.
 
     Args:
-        as_given: whether keys whose values the job has derived get the values that the user gave.
+        as_given: whether to return the values that the user gave instead of the values that the job derived from them.
 
     Raises:
         DataError: the file is missing, or contains no configuration.
@@ -93,8 +93,8 @@ class RunId:
 
 
 _CHECKPOINT_MANIFEST = "manifest.json"
-"""Name of the file that is written last into a checkpoint's folder (``snapshot/storage/manifest.py``, which this
-package does not import)."""
+"""Name of the last file that is written into a checkpoint's folder. It must equal the name in
+``snapshot/storage/manifest.py``, which this package does not import."""
 _LOCK_FILE = ".lock"
 _LOOK_SECONDS = 1.0
 _RESUME = ("never", "must", "auto")

@@ -55,7 +55,7 @@ def tokenizer_path(prefix: str | Path) -> Path:
 
 
 def check_tokenizer(prefix: str | Path, fingerprint: str) -> None:
-    """Compare the tokenizer that wrote a dataset, if it is recorded, with that of a job.
+    """Compare the tokenizer of a job with the tokenizer that wrote a dataset, if a record of it exists.
 
     Raises:
         DataError: the tokenizers differ, or the record of the tokenizer cannot be read.
@@ -91,8 +91,8 @@ class IndexedWriter:
     def __init__(
         self, prefix: str | Path, dtype: np.dtype, *, overwrite: bool = False, tokenizer: str | None = None
     ) -> None:
-        """Open a dataset for writing. ``tokenizer`` is the fingerprint of the tokenizer, which a job compares with that
-        of its own tokenizer; None records nothing."""
+        """Open a dataset for writing. ``tokenizer`` is the fingerprint of the tokenizer; None records nothing. A job
+        compares the recorded fingerprint with that of its own tokenizer."""
         self.prefix = Path(prefix)
         self._tokenizer = tokenizer
         self.dtype = np.dtype(dtype)

@@ -18,8 +18,8 @@ from megatron_ft.doctor.needs import JobNeeds
 USABLE_SHARE = 0.9
 """Largest share of the available memory that a snapshot server allocates (``snapshot/server/memory.py``)."""
 NCCL_SHARED_BYTES = 1 << 30
-"""Size of ``/dev/shm`` that NVIDIA recommends for containers in which NCCL connects several GPUs: ``--shm-size=1g
---ulimit memlock=-1``. Source: NCCL user guide, "Troubleshooting", "Shared memory"."""
+"""Size of ``/dev/shm`` that NVIDIA recommends for containers with several GPUs: ``--shm-size=1g --ulimit memlock=-1``.
+Source: NCCL user guide, "Troubleshooting", "Shared memory"."""
 SPARE_DESCRIPTORS = 256
 """Estimated number of descriptors that a rank uses for other purposes than connections to other ranks."""
 GLOO_GROUPS = 25

@@ -31,8 +31,8 @@ _NEEDED_LATER = (
 
 
 def warm() -> None:
-    """Import all modules that a rank on a CPU needs, in the process from which ranks are forked. Import nothing if a
-    GPU is visible: Megatron cannot run on a CPU then, and each rank will report this error."""
+    """Import all modules that a rank on a CPU needs. Call this in the process from which ranks are forked. Import
+    nothing if a GPU is visible: Megatron cannot run on a CPU then, and each rank will report this error."""
     from megatron_ft.mcore.device import common, cpu
 
     if not common.num_visible_gpus():
@@ -41,7 +41,8 @@ def warm() -> None:
 
 
 def warm_cuda() -> None:
-    """Import all modules that a rank on a GPU needs, in the process from which ranks are forked, without using CUDA.
+    """Import all modules that a rank on a GPU needs, without using CUDA. Call this in the process from which ranks are
+    forked.
 
     Megatron imports Transformer Engine if it is installed, and some versions of Transformer Engine initialise CUDA at
     import. So if it is installed, this function does not import Megatron, and each rank imports it after the fork.

@@ -57,7 +57,7 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _JobMemory:
-    """Memory that a job needs on devices and hosts, with the plans from which it is computed."""
+    """Memory that a job needs on devices and hosts. The plans in the other fields determine this memory."""
 
     stages: tuple[StagePlan, ...]
     snapshot: SnapshotReport | None

@@ -47,7 +47,7 @@ def equal_experts(num_operators: int, num_elements: int = 100) -> Demand:
 
 
 def one_huge_embedding() -> Demand:
-    """Make a demand in which most of the state belongs to one operator, which both ranks have."""
+    """Make a demand in which most of the state belongs to one operator. Both ranks have this operator."""
     small = [expert(layer, number) for layer in (1, 2) for number in range(4)]
     return Demand(
         shards_by_rank=tuple(

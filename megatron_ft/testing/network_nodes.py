@@ -1,4 +1,4 @@
-"""Jobs whose nodes have networks of their own on this machine, so that a node can be cut off while its processes live.
+"""Jobs on this machine whose nodes have separate networks. So a node can be cut off while its processes live.
 
 Each node and the machine of the launcher are network namespaces that one bridge connects. Cutting a node off is like a
 loss of power: the other machines receive no notice. This module needs root and the program ``ip``.

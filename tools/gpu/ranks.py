@@ -1,7 +1,7 @@
 """Runs a function on every rank of a small job on one device. Most stages run ``train``, which runs a few iterations.
 
-``python -m tools.gpu.ranks SPEC OUT`` runs a job in another interpreter. A machine with a GPU needs this for the
-reference job on the CPU, because a process that is set up for one device cannot use another one.
+``python -m tools.gpu.ranks SPEC OUT`` runs a job in another interpreter. On a machine with a GPU, the reference job on
+the CPU needs this, because one process cannot use both devices.
 """
 
 import dataclasses

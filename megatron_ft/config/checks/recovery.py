@@ -12,7 +12,7 @@ from megatron_ft.records import FORMER_STRATEGIES
 from megatron_ft.topology import Topology
 
 MAX_OUTLIVE_SECONDS = 7 * 24 * 3600
-"""Largest value of ``snapshot.outlive_job_seconds``, so that servers that no job takes over do not run forever."""
+"""Largest value of ``snapshot.outlive_job_seconds``. Servers that no job takes over must not run forever."""
 _OUTLIVE = "snapshot.outlive_job_seconds"
 _REPAY = "snapshot.repay_capacity_share"
 

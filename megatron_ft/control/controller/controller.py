@@ -37,7 +37,7 @@ from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.serde import encode
 
 RecordSink = Callable[[Message, Origin], None]
-"""Function that receives a record and its origin, by which a second delivery of the record is recognized."""
+"""Function that receives a record and its origin. By the origin, a second delivery of the record is recognized."""
 
 StepSink = Callable[[Step], None]
 

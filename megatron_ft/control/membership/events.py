@@ -63,9 +63,9 @@ class RankBroken:
 
 @dataclass(frozen=True, slots=True)
 class RankExited:
-    """A rank's process ended. ``returncode`` is negative if a signal killed the process, ``done`` means that the rank
-    had finished its work, and ``iteration`` is the last iteration that it reached (0 before the first). ``last_line``
-    is the last line of its log; empty if it is unknown or if the rank had finished its work."""
+    """A rank's process ended. ``returncode`` is negative if a signal killed the process. ``done`` means that the rank
+    had finished its work. ``iteration`` is the last iteration that the rank reached (0 before the first). ``last_line``
+    is the last line of the rank's log; it is empty if this line is unknown or the rank had finished its work."""
 
     rank: int
     returncode: int

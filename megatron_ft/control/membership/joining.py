@@ -231,7 +231,7 @@ class NodeRules:
         return self._kill(state, now) or self._start(state, now)
 
     def _unregistered(self, state: State) -> list[NodeRecord]:
-        """Return the nodes whose agent the job has started, but which has not registered; empty if nodes start by
+        """Return the nodes whose agent was started by the job and has not registered; empty if nodes start by
         themselves."""
         return [r for r in state.nodes.records if r.agent is AgentState.STARTING] if self.policy.starts_nodes else []
 

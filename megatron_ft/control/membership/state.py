@@ -470,7 +470,7 @@ class State:
     has_reported: frozenset[int] = frozenset()
     """Ranks with a report in ``broken``."""
     has_errors: bool = False
-    """Whether ``broken`` contains an error, that is a report that is not ``planned``."""
+    """Whether ``broken`` contains an error: a report with ``planned`` false."""
     connected: frozenset[int] = frozenset()
     """Ranks that have connected to their agent."""
     gone: frozenset[int] = frozenset()
@@ -551,7 +551,7 @@ class Reform:
     layout: "MembershipLayout"
     """Ranks and hot spares of the next membership."""
     base: "MembershipLayout | None"
-    """``State.base`` in the next membership."""
+    """Value of ``State.base`` in the next membership."""
     keeps_layout: bool = False
     """``NextMembership.keeps_layout``."""
 

@@ -43,9 +43,9 @@ class KeptServers:
     """0 means that servers end with their agents, and that servers left by earlier jobs of the run are ended."""
     run_id: str
     fingerprint: str
-    """Hash of the layout and of the settings that must be equal, so that the next job can use the windows."""
+    """Hash of the layout and of further settings. The next job can use the windows only if its own hash is equal."""
     first_generation: int
-    """Number that is added to generations in windows, so that they rise over all jobs of the run."""
+    """Number that is added to the generations in windows, so that generations of later jobs of the run are larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

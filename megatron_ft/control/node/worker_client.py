@@ -152,9 +152,10 @@ class RankContext:
     members: tuple[int, ...] = ()
     """Nodes of the membership, including nodes without a rank; empty means the nodes of ranks."""
     is_joining: bool = False
-    """Whether this process was started while the job was running. Before it joins any group, it must call
-    ``worker.await_membership()``, which returns its rank. Until then, ``rank``, ``world_size``, ``num_nodes``,
-    ``nodes`` and the master describe a membership to which this process does not belong."""
+    """Whether this process was started while the job was running. Such a process must call
+    ``worker.await_membership()`` before it joins any group; the call returns its rank. Until then, ``rank``,
+    ``world_size``, ``num_nodes``, ``nodes`` and the master describe a membership to which the process does not
+    belong."""
 
 
 class StopFlag:

@@ -271,7 +271,8 @@ class CheckpointManager:
         return self.folder / name
 
     def _prepare(self, state: DenseState, directory: Path) -> tuple[WriteJob, CopyBatch]:
-        """Return the job that writes this rank's files, and the copies that must be made before it is submitted."""
+        """Return the job that writes this rank's files, and the copies that must be made before the job is
+        submitted."""
         addresses = state.addresses()
         # The engine's scheduler is at the beginning of the iteration, and Megatron expects the end in a checkpoint.
         adamw.set_position(state.scheduler, state.consumed_samples)

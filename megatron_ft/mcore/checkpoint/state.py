@@ -178,7 +178,7 @@ def load_shards(
     Args:
         frame: result of ``DenseState.build_shards``: Megatron's description of the model and the optimizer.
         wanted: other sharded objects to load, by key.
-        ignored: beginnings of keys that the checkpoint may have and the model does not have.
+        ignored: beginnings of keys that the checkpoint may have although the model does not have them.
 
     Returns:
         The loaded values by key; those of the optimizer are under ``optimizer_shards``.

@@ -201,7 +201,7 @@ def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> _Frame:
 
 
 class _Sparse(io.RawIOBase):
-    """File in memory in which a range that is skipped needs no memory."""
+    """File in memory. If a range of the file is skipped instead of written, it needs no memory."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -250,7 +250,7 @@ class FolderWriter:
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Check that the file system of ``folder``, which exists, has ``num_bytes`` free bytes. Raises ConfigError."""
+    """Check that the file system of the existing ``folder`` has ``num_bytes`` free bytes. Raises ConfigError if not."""
     free = free_bytes(folder)
     if num_bytes > free:
         raise ConfigError.of(

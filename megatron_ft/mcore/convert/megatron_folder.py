@@ -35,13 +35,13 @@ _TOKENIZERS = {"gpt2": "GPT2BPETokenizer", "huggingface": "HuggingFaceTokenizer"
 def export_to_megatron(checkpoint: Path, out: Path, *, progress: Callable[[str], None] = print) -> Path:
     """Write the folder ``out``, from which Megatron-LM loads ``checkpoint`` with ``--load``.
 
-    The data files are links to those of ``checkpoint``, or copies if ``out`` is on another file system. ``common.pt``
-    also contains ``args``, as Megatron-LM expects. A checkpoint that contains only weights is exported as a *release*,
-    which belongs to no iteration. The exported checkpoint has a manifest, and is verified at the end. ``out`` has its
-    name only when it is complete.
+    The data files are links to the files of ``checkpoint``, or copies if ``out`` is on another file system. Megatron-LM
+    expects its arguments in ``common.pt``, so this file also contains ``args``. A checkpoint that contains only weights
+    is exported as a *release*, which belongs to no iteration. The exported checkpoint has a manifest, and is verified
+    at the end. ``out`` has its name only when it is complete.
 
     Args:
-        progress: receives a line that says how the files were written.
+        progress: receives a line that states whether the files were linked or copied.
 
     Returns:
         The exported checkpoint, a directory in ``out``.
@@ -126,8 +126,9 @@ def _verify(target: Path, common: dict[str, Any]) -> None:
 
 
 def megatron_arguments(model: ModelConfig, manifest: Manifest) -> argparse.Namespace:
-    """Return the arguments of Megatron-LM that describe ``model`` and the job that saved the checkpoint, by the names
-    of Megatron-LM, which compares some of them with its command line. ``--use-checkpoint-args`` takes the others."""
+    """Return the arguments of Megatron-LM that describe ``model`` and the job that saved the checkpoint, by
+    Megatron-LM's names. Megatron-LM compares some of them with its command line, and uses the others with
+    ``--use-checkpoint-args``."""
     topology, settings = manifest.topology, {k: v for each in manifest.settings.values() for k, v in each.items()}
     dtype, heads = settings.get("precision.params_dtype", "fp32"), model.num_attention_heads
     tp, pp, cp = (topology.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context"))

@@ -1,5 +1,6 @@
-"""Qwen1.5-MoE and Qwen2-MoE (``qwen2_moe``), which have a gated shared expert, and Qwen3-MoE (``qwen3_moe``), which has
-norms of queries and keys instead (arXiv 2407.10671, section 2.2.2; arXiv 2505.09388, section 2)."""
+"""The families ``qwen2_moe`` (Qwen1.5-MoE, Qwen2-MoE) and ``qwen3_moe`` (Qwen3-MoE). Models of the first have a gated
+shared expert; models of the second have norms of queries and keys instead (arXiv 2407.10671, section 2.2.2; arXiv
+2505.09388, section 2)."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -177,8 +177,8 @@ def _verify(folder: WindowFolder, key: WindowKey, run_id: RunId, run_dir: Path, 
 
 
 def _job(config: JobConfig, window: Window, work: Path, name: str, default: JobConfig) -> JobConfig:
-    """Return the configuration of the job: the run's configuration, with the values that were valid when the window was
-    captured, and without settings that only matter for training."""
+    """Return the configuration of the job: the run's configuration, with the values from the time when the window was
+    captured. Settings that matter only for training are left out."""
     config = _as_captured(config, window)
     launch, placement, topology = config.launch, config.placement, config.topology
     num_nodes, rest = divmod(window.world_size, launch.ranks_per_node)

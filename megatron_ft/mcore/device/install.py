@@ -156,8 +156,8 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def ignore_missing_packages() -> None:
-    """Hide the warnings that Megatron gives at import about Apex and Transformer Engine, for a command that uses
-    neither. Other warnings are shown."""
+    """Hide the warnings about Apex and Transformer Engine that Megatron gives at import. Commands that use neither call
+    this. Other warnings are shown."""
     packages = r".*(Apex|Transformer Engine|transformer_engine)"
     warnings.filterwarnings("ignore", packages, category=UserWarning, module=r"megatron\.")
 

@@ -37,7 +37,7 @@ class _Built:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """An engine that was built in advance and that this process uses from now on, with its groups."""
+    """An engine that was built in advance, with its groups. This process uses it from now on."""
 
     engine: TrainingEngine
     groups: Groups
@@ -47,7 +47,7 @@ class Taken:
 
 
 class Prebuilder:
-    """Builds engines on a rank of a spare, and returns the one that matches a place.
+    """Builds engines on a rank of a spare, and returns the engine that matches the place of a lost rank.
 
     Args:
         config: configuration with which the job was started.
@@ -63,8 +63,8 @@ class Prebuilder:
         """Reason why ``take`` has returned None."""
 
     def build(self) -> None:
-        """Build the parts of this node, until all are built or a membership with this node has begun. A part that is
-        being built at that time is completed, because it is often the one that is needed.
+        """Build the parts of this node, until all are built or a membership with this node has begun. If a part is
+        being built at that time, complete it, because the membership often needs this part.
 
         Raises:
             RankLost: a part could not be built, so this node cannot join.

@@ -3,7 +3,7 @@
 Experts of lost ranks have replicas on other ranks of the stage. All other state is the same on all ranks of a model
 part (pipeline stage and tensor coordinate). A rank that stays in its model part keeps its state and random number
 generators. Ranks that join, or that change to another model part, receive the state of this part from other ranks. A
-membership that keeps the layout of the one before (``NextMembership.keeps_layout``) restores state with
+membership with the same layout as the previous one (``NextMembership.keeps_layout``) restores state with
 ``kept_layout.py`` instead.
 """
 

@@ -233,7 +233,8 @@ class SnapshotRestorer:
 
     def set_aside_later(self, iteration: int, *, is_new_job: bool) -> None:
         """Rename persisted windows that must not be used again, so that this job can write windows with their names.
-        These are windows of other runs and, if the job is new or a window was rejected, windows after ``iteration``."""
+        These are windows of other runs. If the job is new or a window was rejected, they include windows after
+        ``iteration``."""
 
         def rename(folder: WindowFolder) -> None:
             folder.set_aside(self._other_runs)

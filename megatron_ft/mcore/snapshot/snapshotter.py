@@ -109,8 +109,8 @@ Rows = tuple[tuple[int, ...], ...]
 """Number of tokens of each expert, by layer."""
 
 SliceHeader = Callable[[int], Header]
-"""Function that captures the values for the header of a slice, given the index of the slice, and returns a function
-that encodes them. The vote is added later."""
+"""Function that captures the values for the header of a slice. Its argument is the index of the slice. It returns a
+function that encodes the values. The vote is added later."""
 
 _MEASURED_ITERATIONS = 3
 _MAX_LOAD_RECORDS = 32
@@ -452,9 +452,9 @@ class Snapshotter:
 
     def _take_memory(self, iteration: int, plan: WindowPlan, view: OperatorView, *, is_resumed: bool) -> WindowMemory:
         """Return memory for windows of ``plan``. This is the current memory if it is large enough on all ranks, and
-        otherwise new memory. If ``is_resumed``, an earlier process has allocated memory that contains the window from
-        which the job continues. Then exactly the needed size is requested, without the usual reserve, because the
-        server would replace this memory if it were smaller than the request."""
+        otherwise new memory. If ``is_resumed``, the job continues from a window in memory that an earlier process has
+        allocated. The server would replace this memory if the request were larger. So exactly the needed size is
+        requested, without the usual reserve."""
         exact = window_bytes(plan, view.shards)
         needed = exact if is_resumed else buffer_bytes(plan, view.shards, plans_again=self._plans_again)
         is_outgrown = self._memory is not None

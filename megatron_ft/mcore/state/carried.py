@@ -32,8 +32,8 @@ Moved = tuple[int, frozenset[tuple[int, int]]]
 """Model part of a rank, and its experts of this part, as pairs (layer number, expert)."""
 
 _ITERATION_STRIDE = 1_000_003
-"""Difference between the seeds of ranks that join after consecutive iterations. It is larger than the numbers that are
-added to a seed for ranks and pipeline stages, so that no two seeds are equal."""
+"""Difference between the seeds of ranks that join after consecutive iterations. A number is also added to a seed for
+the rank and the pipeline stage. The difference is larger than these numbers, so that no two seeds are equal."""
 
 
 @dataclass(kw_only=True)
@@ -51,8 +51,8 @@ class Carried:
     former: Mapping[int, tuple[NamedState, TrainState]] = field(default_factory=dict)
     """Tensors and other state of model parts that this rank had in earlier memberships, after the same iteration."""
     finished: IterationResult | None
-    """Result of the iteration that was finished after the membership had ended, and that is not reported yet. None if
-    there is no such iteration."""
+    """Result of an iteration that was finished after the membership had ended and is not reported yet. None if there is
+    no such iteration."""
     batch: BatchPlan
     """Batch plan with which the iteration in ``finished`` ran."""
     shards: Shards | None = None
@@ -63,8 +63,8 @@ class Carried:
     plan: WindowPlan | None = None
     """Plan of snapshot windows, or None before the first plan."""
     has_moved: bool = False
-    """Whether a migration has replaced experts since the placements in ``holdings``, so that only ``state`` shows which
-    experts this rank has."""
+    """Whether a migration has replaced experts since the placements in ``holdings``. If so, only ``state`` shows the
+    experts of this rank."""
     has_whole_weights: bool = True
     """Whether all weights on this rank are up to date. If not, the optimizer is sharded and the newest iteration was
     finished after the membership had ended, so that only this rank's shard of the weights was updated."""
@@ -180,8 +180,8 @@ def _num_bytes(row: Sequence[Any]) -> int:
 
 def seed_newcomer(seed: int, iteration: int, groups: Groups) -> None:
     """Seed the random number generators of a rank that joins after ``iteration``. The seeds depend on the run's seed,
-    the iteration and the rank, but not on the generation, so that memberships that could not be formed have no effect
-    on the results."""
+    the iteration and the rank. They do not depend on the generation, because memberships that could not be formed must
+    have no effect on the results."""
     own = seed + (iteration + 1) * _ITERATION_STRIDE
     random.seed(own + groups.vote.rank())
     np.random.seed((own + groups.vote.rank()) % 2**32)

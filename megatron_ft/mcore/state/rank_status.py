@@ -15,8 +15,8 @@ from megatron_ft.planning.recovery.membership import Position, Target
 
 
 def position_of(engine: TrainingEngine, rank: int) -> Position:
-    """Return the position of ``engine``, the engine of ``rank``: the newest iteration that it completed, the newest on
-    which it voted, and the newest vote that it knows.
+    """Return the position of ``rank``, whose engine is ``engine``: the newest iteration that the rank has completed,
+    the newest iteration on which it has voted, and the newest vote that it knows.
 
     Raises:
         RecoveryError: an iteration failed in the middle of its update, so the state is unusable.
@@ -79,8 +79,9 @@ Key = tuple[int, bool]
 class Holding:
     """Record that a rank has all state that one placement assigns to it, after the newest committed iteration.
 
-    A rank can have several holdings: one of the membership that committed the iteration, one of each later membership
-    that failed before it committed an iteration, and one of an evacuation (see ``is_evacuation``).
+    A rank can have several holdings: one of the membership that committed the iteration, one of an evacuation (see
+    ``is_evacuation``), and one of each later membership. These later memberships have failed before they committed an
+    iteration.
     """
 
     generation: int

@@ -106,8 +106,8 @@ class LayerwisePlacement(PlacementBase):
 
     @abstractmethod
     def assign(self, replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None) -> Counts:
-        """Return the number of replicas of each expert in each domain, ``[E, D]``, for one layer, from the number of
-        replicas of each expert, ``[E]``, and the number of slots of each domain, ``[D]``."""
+        """Return the number of replicas of each expert in each domain, ``[E, D]``, for one layer. The arguments are the
+        number of replicas of each expert, ``[E]``, and the number of slots of each domain, ``[D]``."""
 
     def assign_layers(
         self,

@@ -1,4 +1,5 @@
-"""Plans the migration from the present placement to a new one: which rank gets which slots, and which experts move."""
+"""Plans the migration from the present placement to a new one: the slots that each rank gets, and the experts that
+move."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -151,7 +152,7 @@ def replacement_steps(now: PlacementPlan, migration: MigrationPlan) -> list[Step
     it needs memory for only one more expert.
 
     An expert is overwritten only if another rank had it before the step, so every expert always has a copy. If
-    possible, an expert is sent by the rank that ``migration`` names; otherwise, another rank that holds it sends it.
+    possible, the rank that ``migration`` names sends an expert. Otherwise another rank with the expert sends it.
 
     Returns:
         Steps in order. None if such steps do not exist. This happens in two cases: the migration changes the number of

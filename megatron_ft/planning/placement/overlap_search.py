@@ -1,5 +1,5 @@
-"""Placement by search: base copies are placed so that survival is at least that of maximum rank overlap. Extra copies
-are placed by load."""
+"""Placement by search. Base copies are placed for survival, which is at least as high as with maximum rank overlap.
+Extra copies are placed by load."""
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,20 +36,21 @@ MAX_SWEEPS = 4
 """Largest number of sweeps of ``_align`` over all layers."""
 MAX_EXCHANGES = 100
 NEGLIGIBLE = 1e-9
-"""``_even_out`` makes an exchange only if it lowers the sum of the squared loads of domains by more than this fraction
-of the square of their total load."""
+"""Smallest gain for which ``_even_out`` makes an exchange: the decrease of the sum of the squared loads of domains, as
+a fraction of the square of their total load."""
 Column = tuple[int, ...]
 """Experts in the slots of one domain, ascending; an empty slot has the number of experts as its id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapSearch(PlacementBase):
-    """Finds domains for base copies that survive more often than maximum rank overlap; places extra copies by load.
+    """Searches domains for base copies, so that they survive more losses than with maximum rank overlap. Places extra
+    copies by load.
 
     * Every expert is in ``min_domains`` distinct failure domains, or in as many as its replicas and the cluster allow.
-    * If loads are given and there are more slots than the smallest replica count of every expert needs, the search
-      places base copies for survival, and other copies are placed by load (``allocation.py``). ``survival_share``
-      divides the slots between base copies and extra copies.
+    * If loads are given, and not all slots are needed for the smallest replica count of every expert, only base copies
+      are placed for survival. All other copies are placed by load (``allocation.py``). ``survival_share`` divides the
+      slots between base copies and extra copies.
     * If a domain has slots for all experts, or its number of slots divides the number of experts, maximum rank overlap
       is optimal and is used. Otherwise, a small layer is solved by enumeration of all placements, a medium layer by
       exchanges of replicas, and a large layer by the best of several groupings.

@@ -101,8 +101,8 @@ def why_no_living_places(loss: Loss, facts: RecoveryFacts) -> str:
 
 
 def _moved_bytes(loss: Loss, facts: RecoveryFacts, place: Place) -> tuple[int, int] | Declined:
-    """Return the bytes of expert state that the remaining ranks send in all stages together, and the most bytes that
-    one rank sends or receives for one stage."""
+    """Return two numbers of bytes of expert state: the bytes that the remaining ranks send in all stages together, and
+    the most bytes that one rank sends or receives for one stage."""
     after = facts.layouts.on(loss.remaining, facts.layout)
     assert facts.placements and isinstance(after, MembershipLayout), "this was checked before"
     topology = Topology.of(config_of(facts.config, after.rank_nodes).parallel, len(after.processes))

@@ -84,8 +84,9 @@ class PrebuildPlan:
 
 
 def can_prebuild(config: JobConfig) -> bool:
-    """Return whether spares can build parts of the model in advance. This needs spares, a kept layout (so the ranks of
-    a lost node are known) and experts without replicas (so the experts of a rank are known), but not ``cuda``."""
+    """Return whether spares can build parts of the model in advance. The job must have spares, keep its layout (so that
+    the ranks of a lost node are known), have experts without replicas (so that the experts of a rank are known), and
+    not run on ``cuda``."""
     kept = config.recovery.keep_layout and config.placement.algorithm is None
     return kept and config.nodes.num_spare_nodes > 0 and config.training.device != "cuda"
 

@@ -1,1 +1,1 @@
-"""Snapshots: which operators are captured in which iteration, and which nodes keep copies."""
+"""Snapshots: decides which operators each iteration captures, and which nodes keep copies."""

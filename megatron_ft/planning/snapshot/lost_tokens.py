@@ -1,7 +1,7 @@
-"""Counts lost tokens: tokens that the router assigned to an expert and whose updates of this expert were lost.
+"""Counts lost tokens. A token is lost if the router assigned it to an expert, and its update of this expert was lost.
 
-Updates are lost if a window leaves out an expert. A recovery from this window sets the expert back to an earlier
-iteration than the rest of the model, and the updates of the expert between the two iterations are lost.
+Updates are lost if a window leaves out an expert. A recovery from this window restores an older state of the expert
+than of the rest of the model. The updates of the expert between the two iterations are then lost.
 """
 
 from collections.abc import Mapping, Sequence

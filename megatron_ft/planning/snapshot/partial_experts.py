@@ -77,8 +77,8 @@ class ExpertBytes:
 
     @cached_property
     def num_groups(self) -> int:
-        """Number of groups into which consecutive experts are divided, if all groups have the same size and the experts
-        of each group are on the same ranks; otherwise 1."""
+        """Number of groups of consecutive experts, where the experts of a group are on the same ranks. It is 1 unless
+        all groups have the same size."""
         places = [tuple(np.flatnonzero(of_expert.any(axis=0)).tolist()) for of_expert in self.left_out.swapaxes(0, 1)]
         number = len(set(places))
         size = self.num_experts // max(1, number)
@@ -453,8 +453,8 @@ def planned_tokens(config: JobConfig) -> int:
 
 
 def _filled(state: ExpertBytes, chosen: Mask, at_risk: Counts) -> Mask:
-    """Add experts to ``chosen``, those with the most tokens at risk first, as long as no rank captures more bytes than
-    the busiest rank captures of ``chosen``."""
+    """Add experts to ``chosen``, the experts with the most tokens at risk first. No rank may then capture more bytes
+    than the busiest rank captures for ``chosen`` alone."""
     used = state.captured(chosen)
     room, found = used.max() - used, chosen.copy()
     layers, experts = np.nonzero(~chosen & (at_risk > 0))

@@ -71,8 +71,8 @@ class ModuleSharding:
         return self.shares_of_experts(saved, whole=whole) + modules
 
     def adaptive(self, saved: Mask, *, whole: bool = True) -> Matrix:
-        """Return the bytes of each rank if each module outside experts, the largest first, goes to the rank with the
-        fewest bytes so far, counting experts (section 4.3)."""
+        """Return the bytes of each rank if modules outside experts are assigned one by one, the largest first. Each
+        goes to the rank with the fewest bytes so far, including the bytes of experts (section 4.3)."""
         return _assign(self.module_bytes, self.shares_of_experts(saved, whole=whole))
 
     def is_uneven(self, num_experts: int, num_moe_layers: int) -> bool:

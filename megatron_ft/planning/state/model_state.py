@@ -80,7 +80,7 @@ class _BufferLayout:
 
         Args:
             sizes: number of elements of each parameter, in the order of the module.
-            padded_for: data-parallel sizes that must divide every bucket size; Megatron uses only the current one.
+            padded_for: data-parallel sizes that must divide every bucket size; Megatron pads only for the current size.
             bucket_size: number of elements at which a bucket is full; None for one bucket.
             alone: numbers of the parameters that get a separate bucket, such as embeddings that two stages share.
         """

@@ -202,8 +202,8 @@ class _RowKernels(Protocol):
         ...
 
     def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """Sum, for each token, the ``rows`` [S, H] that ``rows_of_token`` [T, K] lists, in that order, to [T, H].
-        ``weights`` [S], of type ``sum_dtype(rows)``, are factors of the rows; None means no factors."""
+        """Sum the ``rows`` [S, H] of each token to [T, H]. ``rows_of_token`` [T, K] lists these rows, in the order of
+        the sum. ``weights`` [S], of type ``sum_dtype(rows)``, are factors of the rows; None means no factors."""
         ...
 
     def weigh(

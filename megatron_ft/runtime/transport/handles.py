@@ -164,7 +164,7 @@ _MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag
 
 @dataclass(frozen=True, slots=True)
 class PutAway:
-    """The groups that torch knew when ``put_away`` was called, in the form in which torch stores them."""
+    """The groups that torch knew when ``put_away`` was called. Their form is that of torch's own tables."""
 
     default: ProcessGroup
     maps: dict[str, dict[Any, Any]]

@@ -284,9 +284,9 @@ class OwnWindows:
     def commit(self, start_iteration: int, generation: int, captured_in: int | None = None) -> HeldWindow:
         """Record that all ranks have a window, and drop the windows that it supersedes.
 
-        If ``captured_in`` is an earlier generation, the call confirms that the job has continued from the window. Such
-        a call does not count as a commit in ``is_persist_due``, because ranks that continued from another source make
-        no such call. Windows of the same iterations from different generations are different windows, each with its own
+        If ``captured_in`` is an earlier generation, the call confirms that the job has continued from the window.
+        ``is_persist_due`` does not count such a call as a commit, because ranks that continued from another source do
+        not make it. Windows of the same iterations from different generations are different windows, each with its own
         copies.
 
         Raises:

@@ -370,8 +370,8 @@ class _Write:
 class Persister(threading.Thread):
     """Thread that writes requested windows to storage, in the order of the requests.
 
-    It writes from the memory into which the window was captured. This memory must not be overwritten from the request
-    until the window is written.
+    The thread writes from the memory into which the window was captured. From the request until the end of the write,
+    this memory must not be overwritten.
     """
 
     def __init__(self, store: Store) -> None:

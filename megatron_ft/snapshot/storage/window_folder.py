@@ -168,11 +168,11 @@ class WindowFolder:
         return self._first_sound(self.list_windows()[::-1], world_size, refuse=refuse)
 
     def retain(self, num_windows: int, world_size: int, *, part: int = 0, num_parts: int = 1) -> list[WindowKey]:
-        """Delete old windows. Keep the newest ``num_windows`` complete and undamaged windows, all windows that are
-        newer than the oldest of these, and the windows whose files contain pieces of a window that is kept.
+        """Delete old windows. Keep the newest ``num_windows`` complete and undamaged windows, and all windows that are
+        newer than the oldest of these. Also keep windows whose files contain pieces of a kept window.
 
-        Nothing is deleted while fewer than ``num_windows`` are complete and undamaged. Only one process of the job may
-        call this. ``part`` and ``num_parts`` limit the payload that it reads, as in :meth:`verify`.
+        Nothing is deleted while fewer than ``num_windows`` windows are complete and undamaged. Only one process of the
+        job may call this. ``part`` and ``num_parts`` limit the payload that this method reads, as in :meth:`verify`.
 
         Returns:
             The deleted windows.
