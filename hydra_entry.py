@@ -29,7 +29,7 @@ _NO_EFFECT = {
     "hydra.job_logging": "logs are in the run's folder",
     "hydra.hydra_logging": "logs are in the run's folder",
 }
-"""Keys of Hydra that would have no effect, and what to use instead."""
+"""Keys of Hydra that would have no effect, each with a text that names the key to use instead, or the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

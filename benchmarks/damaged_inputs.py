@@ -33,8 +33,8 @@ class Damage:
 
     name: str
     apply: Callable[[Path], Path]
-    """Changes a checkpoint, the window of iteration ``NEW`` or a Hugging Face folder, whose parent directory is the
-    argument, and returns a path that the error must contain."""
+    """Damages an input: a checkpoint, the window of iteration ``NEW`` or a Hugging Face folder. The argument is its
+    parent directory. The result is a path that the error must contain."""
     part: str = "all"
     """Part that was changed. Commands that do not read the part may accept the input."""
 

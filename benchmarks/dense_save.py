@@ -171,9 +171,9 @@ class _Bench:
         }
 
     def _blocked(self, save: Callable[[], None], poll: Callable[[], None], drain: Callable[[], None]) -> list[float]:
-        """Return the seconds for which each call blocks training: first the one that begins a save, then those before
-        updates and between iterations. The rest of the save is not counted. All ranks begin each call together, so that
-        no rank counts the time for which it waits for the iteration of another rank."""
+        """Return the seconds for which each call blocks training: first the call that begins a save, then the calls
+        before updates and between iterations. The rest of the save is not counted. All ranks begin each call together,
+        so that no rank counts time in which it waits for another rank's iteration."""
         self._barrier()
         blocked = [_seconds(save)]
         for _ in range(ITERATIONS_AFTER):

@@ -1,12 +1,12 @@
 """Claim ``elastic-bitwise``: a job that loses nodes and gets them back continues in its processes with unchanged bits.
 
-Jobs of eight nodes are of three kinds. In most, nodes are killed one after the other, each in a random phase; each
-starts again and joins between two iterations before the next one dies. In some, four nodes die one by one and do not
-come back. In others, two or three nodes die at the same time. Then the strategy ``living_state`` must recover if the
-placement still has a copy of every expert and, with the distributed optimizer, of every shard. If not, the newest
-checkpoint must be loaded. Some jobs of each kind use the distributed optimizer with two copies of each shard. Whole
-nodes are killed from outside: agent, snapshot server and rank at one instant. In every third job whose nodes come back,
-only ranks are lost, which kill themselves.
+There are three kinds of jobs, all with eight nodes. In most jobs, nodes are killed one after the other, each in a
+random phase; each node starts again and joins between two iterations before the next one dies. In some jobs, four nodes
+die one by one and do not come back. In other jobs, two or three nodes die at the same time. The strategy
+``living_state`` must then recover if every expert and, with the distributed optimizer, every shard still has a copy.
+Otherwise the newest checkpoint must be loaded. Some jobs of each kind use the distributed optimizer with two copies of
+each shard. Whole nodes are killed from outside: agent, snapshot server and rank at one instant. In every third job
+whose nodes come back, only ranks are lost, which kill themselves.
 
 A reference run repeats the recorded history of memberships by a schedule. Losses and the digests of every rank's whole
 state after every iteration must be equal, with ``atol=0``. (If survivors finish an iteration after a loss, its digest
@@ -295,8 +295,8 @@ def outcome_of(
 
 
 def _why_not_killed(killed: Recorded, kill_number: int, nodes: Sequence[Any]) -> list[str]:
-    """Return what the record of kills from outside lacks as proof that one kill hit all these nodes, each with its
-    agent and its rank; empty if nothing is missing."""
+    """Check the record of kills from outside. It must prove that one kill hit all these nodes, each with its agent and
+    its rank. Return a description of what is missing; empty if nothing is."""
     if kill_number >= len(killed.kills):
         return [f"no kill of nodes {list(nodes)} from outside is recorded"]
     kill = killed.kills[kill_number]

@@ -226,7 +226,7 @@ def prospects() -> Mapping[Cell, Prospect]:
 
 
 def covered() -> list[Cell]:
-    """Return surviving cells that together contain every pair of two factors' values that a surviving cell has."""
+    """Return surviving cells that together contain every pair of factor values which occurs in any surviving cell."""
 
     def survives(row: Row) -> bool:
         return has_meaning(row) and prospects()[Cell.of({**row, "dtype": "fp32"})].survives

@@ -1,4 +1,4 @@
-"""Claim ``no-false-losses``: load costs no node, although a vanished machine is found within seconds.
+"""Claim ``no-false-losses``: no node is lost because of high load, although a vanished machine is found within seconds.
 
 A job with expert replicas trains on three machines (network namespaces) beside 20 processes that use all the processor
 time that they get. For two hours no node is lost and no rank is stopped for missing heartbeats or progress. Then one

@@ -29,7 +29,7 @@ from megatron_ft.runtime.transport.abort import Opening, open_sockets
 NUM_ELEMENTS = 60 * 279_621
 """Number of float32 values in a payload: slightly more than 64 MiB, and divisible by 2 to 6 ranks."""
 GROUP_TIMEOUT_SECONDS = 120.0
-"""Time after which gloo itself ends an operation that it would otherwise wait for without end."""
+"""Timeout of gloo, which ends an operation that would otherwise wait forever."""
 FORM_SECONDS = 60.0
 STRIDE = 3
 """Each membership begins this many operations further in the list of operations than the previous membership."""

@@ -109,8 +109,8 @@ def _to_peers(is_sharded: bool, number: int) -> dict[str, Any]:
 
 
 def _placed(sharding: Sharding) -> dict[str, Any]:
-    """Return the bytes that nodes send for two copies if peers that hold the state count as copies, as a share of the
-    bytes if they do not count. The model has 8 data-parallel ranks, one for each node, and two expert-parallel groups.
+    """Return a ratio of bytes that nodes send for two copies: if peers that hold the state count as copies, divided by
+    the bytes if they do not. The model has 8 data-parallel ranks, one for each node, and two expert-parallel groups.
     """
     config = compose("model=gpt_s", "launch.num_nodes=8", "parallel.expert_model_parallel_size=4", "precision=bf16")
     operators = operators_of(config.model)

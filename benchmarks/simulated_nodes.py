@@ -95,7 +95,8 @@ class Nodes:
     # -- agents -------------------------------------------------------------------------------------------
 
     def begin_agent(self, node: int) -> None:
-        """Start a node's agent process. If the node still has one, that process ends first, which is reported first."""
+        """Start a node's agent process. If the node still has an agent, that agent ends first, and its end is reported
+        first."""
         self.end_agent(node)
         self.later(0.0, lambda: self.lose_agent(node))
         self.later(0.0, lambda: self._begin(node))

@@ -135,8 +135,7 @@ def committed(iterations: Sequence[Event], events: Sequence[Event]) -> History:
 
 
 def unproven(injected: Sequence[Event], events: Sequence[Event]) -> list[str]:
-    """Return nodes that were killed as members, but for which the job's events do not prove that it continued without
-    them.
+    """Return killed members without a proof: the job's events do not show that the job continued without them.
 
     A kill of a node that has not joined yet needs no such proof.
     """

@@ -157,7 +157,8 @@ class RankFailed(Record):
     first: bool = False
     """Whether this rank was the first rank of the job to fail."""
     is_consequence: bool = False
-    """Whether the rank's error only states that another rank closed a connection, so that another failure caused it."""
+    """Whether another failure has caused the rank's error: the error only states that another rank closed a
+    connection."""
     phase: str | None = None
     """Last phase that the rank reported."""
     iteration: int | None = None

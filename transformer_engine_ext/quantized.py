@@ -111,8 +111,8 @@ def largest_finite(values: torch.Tensor) -> torch.Tensor:
 
 
 def scales_for(amax: torch.Tensor, target: Format) -> torch.Tensor:
-    """Return the smallest scales with which magnitudes up to ``amax`` (FP32, finite) do not exceed ``target.largest``:
-    biased exponents, uint8, in the shape of ``amax``. The scale of zero is 1.
+    """Return, for each magnitude ``amax`` (FP32, finite), the smallest scale with which it does not exceed
+    ``target.largest``. The result contains biased exponents, uint8, in the shape of ``amax``. The scale of zero is 1.
 
     Scales are limited so that FP32 can hold every decoded value. Magnitudes near the largest FP32 number are clamped.
     """
@@ -154,7 +154,7 @@ def quantize_blocks(
 
     Args:
         draws: random numbers for stochastic rounding; None rounds to nearest.
-        start: number of the first element in the flattened parameter, of which ``values`` is a range.
+        start: ``values`` is a range of a flattened parameter; this is the number of its first element there.
         keeps_nonzero: whether values above zero become at least the smallest value of the format. A second moment
             that underflows to zero would divide the first moment by epsilon alone.
     """

@@ -58,8 +58,8 @@ def run_restarted(config: JobConfig, context: RankContext) -> None:
 def run_surviving(config: JobConfig, context: RankContext) -> None:
     """Count iterations in one membership after another, and report the start of each membership.
 
-    Failpoints of phase ``replay`` are hit before a rank reports its position, those of phase ``build`` when it
-    continues.
+    Failpoints of phase ``replay`` are hit before a rank reports its position. Failpoints of phase ``build`` are hit
+    when the rank continues.
     """
     record = failpoints.append_to(context.run_dir / "failpoints.jsonl")
     if context.is_joining:

@@ -102,8 +102,8 @@ def run_ranks(
     """Run all ranks until they end. Return their results in rank order.
 
     Raises:
-        RuntimeError: a rank raised an exception, ended or took longer than ``seconds``. The message is that of the
-            first such rank.
+        RuntimeError: a rank raised an exception, ended or took longer than ``seconds``. The message describes the first
+            such rank.
     """
     deadline = time.monotonic() + seconds
     ranks = start_ranks(entry, world_size=world_size, arguments=arguments, environments=environments)

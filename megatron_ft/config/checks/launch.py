@@ -232,7 +232,7 @@ def _check_telemetry(telemetry: TelemetryConfig) -> None:
 
 
 def _check_names(config: JobConfig) -> None:
-    """Check ``model.name``, with which generated run names begin, and ``dry_run_format``."""
+    """Check ``model.name``, because generated run names begin with it, and ``dry_run_format``."""
     require(
         RUN_NAME.fullmatch(config.model.name) is not None,
         "model.name",

@@ -124,7 +124,7 @@ class Prebuilder:
 
     def finish(self, groups: Groups, group_keys: GroupKeys) -> str | None:
         """Use ``groups``, which are now connected, in the engine that ``take`` has returned. Return the value of
-        ``StageRecovery.built``; None if ``take`` has returned no engine, or if this is not the first call.
+        ``StageRecovery.built``; None if ``take`` has returned no engine, and at every later call.
 
         Args:
             group_keys: ``group_keys`` of another rank's engine.

@@ -26,10 +26,10 @@ def select_restore_source(
         (checkpoint, window), of which at most one is not None. Both are None if the run starts at iteration 0.
 
     Raises:
-        CheckpointError: a checkpoint is required and there is no undamaged one; all checkpoints belong to other runs;
-            the newest state was written with other data, or another model, optimizer or schedule, than this job has;
-            the run has saved state, but none of it is usable and ``run.start_over`` is false; or there is no state, and
-            ``training.evaluate_only`` is true.
+        CheckpointError: one of five cases. A checkpoint is required, and no undamaged one exists. All checkpoints
+            belong to other runs. The newest state has other data, or another model, optimizer or schedule, than this
+            job. The run has saved state, but none of it is usable, and ``run.start_over`` is false. There is no state,
+            and ``training.evaluate_only`` is true.
     """
     found, run = None, config.run
     not_chosen: tuple[str, ...] = ()

@@ -82,7 +82,7 @@ def newest_states(by_rank: Sequence[RankLevels], start: int) -> dict[Expert, Exp
 def take_newer_experts(
     window: LocalWindow, in_memory: Sequence[tuple[Window, memoryview]], collectives: Collectives
 ) -> LocalWindow:
-    """Return ``window``, which was read from a file, with the experts that are newer in memory. All ranks must call
+    """Return ``window``, which was read from a file, but with newer states of experts from memory. All ranks must call
     this.
 
     Args:

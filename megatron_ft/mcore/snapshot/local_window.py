@@ -287,7 +287,7 @@ class Replayer:
         """Restore slice ``index`` on every rank that has any of its elements. Slice 0 also restores the ``TrainState``.
 
         Raises:
-            RecoveryError: the captured bytes or the ``TrainState`` are those of another parallel layout.
+            RecoveryError: the captured bytes or the ``TrainState`` belong to another parallel layout.
         """
         captured = self._slices[index]
         self.staged_bytes = max(self.staged_bytes, self._view.restore(self._window, index, captured.payload))

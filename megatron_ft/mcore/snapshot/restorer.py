@@ -90,8 +90,8 @@ class SnapshotRestorer:
             only: the only window to consider; None to consider all windows.
 
         Raises:
-            CheckpointError: the list of rejected windows cannot be read. Or this run captured a window that is newer
-                than the found state, but with other data, or another model, optimizer or schedule than this job has.
+            CheckpointError: the list of rejected windows cannot be read. Or this run has a window that is newer than
+                the found state, but was captured with other data, or another model, optimizer or schedule.
         """
         if self._client is None and self._folder is None:
             return None

@@ -72,9 +72,9 @@ class Carried:
     """Digest of each tensor, if a replay may have overwritten the tensors in the engine; None if they are intact."""
 
     def after(self, before: "Carried | None") -> "Carried":
-        """Return this state together with ``before``, the state after the same iteration with which the rank began the
-        membership. Return ``self`` if ``before`` is None. ``finished`` is taken from ``before``, because that result
-        must still be reported."""
+        """Return this state together with ``before``, the state with which the rank began the membership. Both are
+        after the same iteration. Return ``self`` if ``before`` is None. ``finished`` is taken from ``before``, because
+        that result must still be reported."""
         if before is None:
             return self
         earlier = {**before.former, before.part: (before.state, before.host)}

@@ -176,8 +176,8 @@ def stage_holders(
         plans: previous placement of each stage.
         previous: for each rank of the membership, its rank in ``plans``; None if it has no state.
         topology: positions of the ranks of the membership.
-        changed: experts (layer number, expert) of each rank on which an interrupted migration has left other experts
-            than those of ``plans``.
+        changed: for each rank whose experts differ from ``plans`` because a migration was interrupted, its experts
+            (layer number, expert).
     """
     stage_of = {rank: stage for stage, plan in enumerate(plans) for rank in plan.ranks}
     before = [None if rank is None else stage_of[rank] for rank in previous]
@@ -213,7 +213,7 @@ def lost_experts(
     others: OtherHoldings | None = None,
 ) -> tuple[OperatorId, ...]:
     """Return the experts of ``plan`` that neither the surviving ranks ``previous_ranks`` nor the ranks ``others`` have.
-    Surviving ranks have the experts in ``owned``, ``[layer][rank]``; if it is None, those of ``plan``."""
+    ``owned``, ``[layer][rank]``, has the experts of surviving ranks; None means the experts in ``plan``."""
     return tuple(
         OperatorId(layer=number, kind="expert", expert=expert)
         for layer, (number, of_layer) in enumerate(

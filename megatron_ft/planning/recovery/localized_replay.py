@@ -312,7 +312,8 @@ def needs_of(rank: int, topology: Topology, *, plan: PlacementPlan | None, is_sh
 
 
 def units_of(rank: int, topology: Topology, *, plan: PlacementPlan | None, is_sharded: bool) -> tuple[str, ...]:
-    """Return the units of state of the place of ``rank``: parts that have equal bits on all ranks that have them.
+    """Return the units of state of the place of ``rank``. A unit is a part of the state whose bits are equal on all its
+    ranks.
 
     Args:
         plan: placement of expert replicas in the rank's stage; None if Megatron assigns experts to ranks.

@@ -20,8 +20,8 @@ from megatron_ft.planning.state.declined import Declined
 NOT_RUNNING = "the job is not running"
 
 Place = Callable[[tuple[int, ...], int, Holdings], PlacementPlan]
-"""Function that plans the placement of expert replicas in the given pipeline stage of a membership, from the experts
-that its ranks hold. The first argument is the node of each rank of the membership."""
+"""Function that plans the placement of expert replicas in one pipeline stage of a membership. Its arguments are the
+node of each rank of the membership, the stage, and the experts that the ranks of the stage hold."""
 
 Medium = Literal["memory", "persisted"]
 """Location of a window: the memory of nodes, or storage."""

@@ -22,7 +22,8 @@ class PeerAssignment:
     num_copies: int
     """Number of other failure domains that must contain the windows of a node."""
     already_held: tuple[tuple[int, ...], ...] = ()
-    """Other nodes that capture the same bytes as each node, so that it needs fewer copies; empty if there are none."""
+    """Other nodes that capture the same bytes, for each node, which then needs fewer copies. Empty if there are
+    none."""
 
     def sources_of(self, node: int) -> tuple[int, ...]:
         """Return the nodes of which ``node`` stores copies."""

@@ -41,8 +41,8 @@ class PartialWindows:
         """Iteration after which each expert's state in the newest file was captured, ``[MoE layers, experts]``; None
         before the first file. A file that is still being written counts too."""
         self._stored_start = self._whole_start = -1
-        """Start of the window of the newest file, and start of the window of the newest file that has everything that
-        its window has."""
+        """Starts of two windows: the window of the newest file, and the window of the newest complete file. A complete
+        file has the whole content of its window."""
         self.stored_share: float | None = None
         """Share of the planned tokens that a recovery from the newest file would lose; None if it is not known."""
         self._places: tuple[Sequence[Piece], Counts] | None = None

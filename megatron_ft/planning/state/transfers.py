@@ -47,8 +47,9 @@ class _Shares:
 
         At most ``demand // min_piece_bytes`` ranks of a set send, but at least one, because many small pieces cost more
         than a busier sender. Sets with one rank are assigned first. Every other demand is then spread over the least
-        busy ranks of its set. It is spread again as long as the totals of these ranks differ by more than the slack and
-        this lowers the sum of the squared totals. Every pass lowers this integer, so the passes end.
+        busy ranks of its set. The demand is spread again as long as the totals of these ranks differ by more than the
+        slack, and a new distribution lowers the sum of the squared totals. Every pass lowers this integer, so the
+        passes end.
 
         Args:
             demands: bytes that each set must send.

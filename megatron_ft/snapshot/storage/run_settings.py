@@ -72,9 +72,9 @@ def check_source(directory: Path, settings: Settings, *, weights_only: bool, tru
         trust: ``checkpoint.trust``.
 
     Raises:
-        CheckpointError: ``directory`` is no checkpoint; it has no manifest and ``trust`` is false; its tensors or, if
-            only weights are loaded, its model differ from those of the job; or it contains only weights, and more is to
-            be loaded.
+        CheckpointError: one of four cases. ``directory`` is no checkpoint. It has no manifest, and ``trust`` is false.
+            Its tensors (its model, with ``weights_only``) differ from those of the job. It contains only weights, and
+            ``weights_only`` is false.
     """
     key = "checkpoint.load_weights" if weights_only else "checkpoint.load"
     name = f"{key}={directory}"

@@ -23,7 +23,7 @@ _Beginning = events.RanksRestarted | events.RecoveryStarted | events.MembershipC
 """Records that begin a generation, and contain the number of this generation."""
 _FAILURES = (events.RankFailed, events.FailpointHit)
 _SOURCES = (events.CheckpointLoaded, events.WindowReplayed, events.SnapshotProblem)
-"""Records about the state that ranks continue from. They do not say to which recovery they belong."""
+"""Records about the state from which ranks continue. They do not name the recovery to which they belong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
