@@ -15,7 +15,7 @@ LOCKED := $(PIP) --require-hashes --no-deps --no-build-isolation --use-pep517
 UV := uv==0.13.9
 STRICT := $(wildcard $(addprefix megatron_ft/,errors.py reading.py topology.py operators.py events.py membership_events.py records.py formatting.py serde.py durable.py framing.py operator_state.py snapshot_events.py failpoints.py expert_loads.py failures corpus config planning)) transformer_engine_ext
 SLURM_PACKAGES := slurmctld slurmd slurm-client munge
-KERNELS := $(wildcard $(addprefix csrc/,*.cpp *.cu) $(addprefix csrc/dispatch/,*.hpp *.cuh *.cpp *.cu))
+KERNELS := $(wildcard $(foreach folder,csrc/ csrc/adamw/ csrc/dispatch/,$(addprefix $(folder),*.hpp *.cuh *.cpp *.cu)))
 
 export PIP_NO_WARN_SCRIPT_LOCATION := 1
 

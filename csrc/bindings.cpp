@@ -1,12 +1,14 @@
-// The functions that megatron_ft/runtime/dispatch/cpp.py calls. The caller has checked all arguments,
-// but not the values of counts and replicas: dispatch_schedule checks these.
+// The functions that megatron_ft/runtime/dispatch/cpp.py and transformer_engine_ext/kernels.py call. The caller has
+// checked all arguments, but not the values of counts and replicas: dispatch_schedule checks these.
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include "adamw/update.hpp"
 #include "dispatch/plan.hpp"
 #include "dispatch/rows.hpp"
 #include "dispatch/schedule.hpp"
 
+namespace adamw = megatron_ft::adamw;
 namespace dispatch = megatron_ft::dispatch;
 
 namespace {
@@ -85,6 +87,42 @@ void dispatch_weigh(int64_t row_type, const void* grad, const void* rows, const 
                         static_cast<const Sum*>(weights), num_rows, hidden, static_cast<T*>(grad_rows),
                         static_cast<Sum*>(dots));
     });
+}
+
+// Updates one range of a parameter. Returns 0, or 1 if the formats belong to no regime.
+int64_t adamw_update(const adamw::Range* range, int64_t master, int64_t exp_avg, int64_t exp_avg_sq) {
+    const bool is_known =
+        adamw::with_formats(master, exp_avg, exp_avg_sq, [&](auto of_master, auto of_exp_avg, auto of_exp_avg_sq) {
+            const int64_t num_blocks = (range->num_elements + adamw::kBlockElements - 1) / adamw::kBlockElements;
+            for (int64_t block = 0; block < num_blocks; ++block) {
+                adamw::update_block<decltype(of_master), decltype(of_exp_avg), decltype(of_exp_avg_sq), 1>(
+                    *range, block, 0, [](uint32_t largest) { return largest; });
+            }
+        });
+    return is_known ? 0 : 1;
+}
+
+// Casts `count` values to codes (for tests of the casts). `random` has one number per value; null rounds to nearest.
+int64_t adamw_cast(int64_t format, const float* values, const uint32_t* random, int64_t count, void* codes) {
+    const auto run = [=](auto unit) {
+        using Format = decltype(unit);
+        for (int64_t each = 0; each < count; ++each) {
+            static_cast<typename Format::Code*>(codes)[each] =
+                random == nullptr ? adamw::cast<Format>(values[each])
+                                  : adamw::cast_stochastically<Format>(values[each], random[each]);
+        }
+    };
+    switch (static_cast<adamw::FormatCode>(format)) {
+        case adamw::FormatCode::kFp32:
+            return 1;
+        case adamw::FormatCode::kFp16:
+            run(adamw::Fp16());
+            return 0;
+        case adamw::FormatCode::kE4m3:
+            run(adamw::E4m3());
+            return 0;
+    }
+    return 1;
 }
 
 }  // extern "C"

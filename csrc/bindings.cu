@@ -1,7 +1,10 @@
-// The functions that megatron_ft/runtime/dispatch/cuda.py calls. The caller has checked all arguments.
+// The functions that megatron_ft/runtime/dispatch/cuda.py and transformer_engine_ext/kernels.py call. The caller has
+// checked all arguments.
 // Every function makes `device` the current device, launches kernels on `stream` and returns a CUDA error code.
+#include "adamw/update.cuh"
 #include "dispatch/kernels.cuh"
 
+namespace adamw = megatron_ft::adamw;
 namespace dispatch = megatron_ft::dispatch;
 
 namespace {
@@ -77,6 +80,16 @@ int dispatch_combine(int64_t device, cudaStream_t stream, int64_t row_type, cons
         dispatch::cuda::combine(static_cast<dispatch::RowType>(row_type), rows, rows_of_token, weights, num_tokens,
                                 width, hidden, out, stream);
     });
+}
+
+const char* adamw_error(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
+
+// Updates one range of a parameter. `range` is in host memory, its pointers are to device memory.
+int adamw_update(int64_t device, cudaStream_t stream, const adamw::Range* range, int64_t master, int64_t exp_avg,
+                 int64_t exp_avg_sq) {
+    bool is_known = false;
+    const int code = on(device, [&] { is_known = adamw::cuda::update(*range, master, exp_avg, exp_avg_sq, stream); });
+    return code == cudaSuccess && !is_known ? cudaErrorInvalidValue : code;
 }
 
 }  // extern "C"

@@ -1,14 +1,16 @@
-"""AdamW on quantized master weights (masters) and moments: the reference implementation in plain torch.
+"""AdamW on quantized master weights (masters) and moments: the state, the update, and the reference of its arithmetic in
+plain torch.
 
 An update decodes a range of the state to FP32, computes AdamW, and encodes the result. It only uses sums, products,
-quotients and square roots of FP32 numbers, whose results IEEE 754 defines exactly, and scales of fixed blocks. So the
-bits do not depend on the device, on the number of threads, or on how a parameter is cut into shards. Nothing is
-communicated. ``torch.optim.AdamW`` uses fused operations whose last bit depends on the length of a tensor.
+quotients and correctly rounded square roots of FP32 numbers, whose results IEEE 754 defines exactly, and scales of fixed
+blocks. So the bits do not depend on the device, on the number of threads, or on how a parameter is cut into shards.
+Nothing is communicated. ``torch.optim.AdamW`` uses fused operations whose last bit depends on the length of a tensor.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -29,6 +31,40 @@ class Hyperparameters:
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factors:
+    """Numbers of one update, which all backends round from FP64 to FP32."""
+
+    beta1: float
+    rest1: float
+    """1 - beta1."""
+    beta2: float
+    rest2: float
+    correction: float
+    """Factor of the square root of the second moment, which corrects the bias."""
+    eps: float
+    rate: float
+    """Learning rate, divided by the correction of the first moment."""
+    decay: float
+    """Factor of the masters, for weight decay."""
+
+    @classmethod
+    def of(cls, values: Hyperparameters, step: int) -> "Factors":
+        """Compute the numbers of update ``step``, counted from 1."""
+        return cls(
+            beta1=values.beta1,
+            rest1=1.0 - values.beta1,
+            beta2=values.beta2,
+            rest2=1.0 - values.beta2,
+            # Factors, because CUDA replaces a quotient with a number by a product with its reciprocal, and a CPU does
+            # not.
+            correction=1.0 / math.sqrt(1.0 - values.beta2**step),
+            eps=values.eps,
+            rate=values.lr / (1.0 - values.beta1**step),
+            decay=1.0 - values.lr * values.weight_decay,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -118,6 +154,49 @@ def compute_weights(regime: Regime, master: QuantizedTensor, start: int = 0) -> 
     return QuantizedTensor(codes=cast(values, regime.compute), scales=none, block_elements=BLOCK_ELEMENTS)
 
 
+class Backend(Protocol):
+    """Computes the arithmetic of an update. All backends give the same bits."""
+
+    @property
+    def name(self) -> str:
+        """Name of the backend: ``torch``, ``cpp`` or ``cuda``."""
+
+    def compute(self, state: ScaledState, gradient: torch.Tensor, factors: Factors, draws: Draws | None) -> None:
+        """Update ``state`` in place from the finite FP32 ``gradient [elements]``. ``draws`` rounds masters
+        stochastically; None rounds them to nearest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchBackend:
+    """The reference, on every device of torch. It allocates temporary FP32 tensors."""
+
+    name: str = "torch"
+
+    def compute(self, state: ScaledState, gradient: torch.Tensor, factors: Factors, draws: Draws | None) -> None:
+        """Update ``state``; see :class:`Backend`."""
+        # Clamp the gradient, not its square: with a clamped second moment alone, the update would be far too large.
+        gradient = gradient.clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
+        exp_avg = state.exp_avg.decode() * factors.beta1 + gradient * factors.rest1
+        exp_avg_sq = state.exp_avg_sq.decode() * factors.beta2 + (gradient * gradient) * factors.rest2
+        denominator = _root(exp_avg_sq) * factors.correction + factors.eps
+        move = (exp_avg / denominator) * factors.rate
+        master = state.master.decode() * factors.decay - move
+        start, regime = state.start, state.regime
+        state.master.copy_(quantize_blocks(master, regime.master, draws=draws, start=start))
+        state.exp_avg.copy_(quantize_blocks(exp_avg, regime.exp_avg, start=start))
+        state.exp_avg_sq.copy_(quantize_blocks(exp_avg_sq, regime.exp_avg_sq, start=start, keeps_nonzero=True))
+
+
+def _root(values: torch.Tensor) -> torch.Tensor:
+    # The FP32 square root of torch is not correctly rounded on every CPU: with MKL, one of six results is the neighbour.
+    # No square root of an FP32 number is closer than 2**-50 to the middle of two FP32 numbers (relative to its
+    # binade), so an FP64 root that is off by one unit still rounds to the right one.
+    return values.to(torch.float64).sqrt().to(torch.float32)
+
+
+REFERENCE = TorchBackend()
+
+
 @torch.no_grad()
 def update(
     state: ScaledState,
@@ -127,6 +206,7 @@ def update(
     step: int,
     seed: int | None = None,
     iteration: int | None = None,
+    backend: Backend = REFERENCE,
 ) -> None:
     """Update ``state`` in place.
 
@@ -137,6 +217,7 @@ def update(
         step: number of this update, from 1, for the correction of the bias.
         seed: seed of stochastic rounding of masters; None rounds to nearest. FP32 masters are not rounded.
         iteration: iteration that keys stochastic rounding; ``step`` if None.
+        backend: computes the update; see ``kernels.backend_for``.
 
     Raises:
         ValueError: a gradient is infinite or NaN. Nothing has been changed. The commit vote skips such updates.
@@ -146,17 +227,7 @@ def update(
     gradient = gradient.to(torch.float32)
     if not bool(gradient.isfinite().all()):
         raise ValueError(f"{state.name}: a gradient is infinite or NaN; skip the update")
-    # Clamp the gradient, not its square: with a clamped second moment alone, the update would be far too large.
-    gradient = gradient.clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
-    exp_avg = state.exp_avg.decode() * values.beta1 + gradient * (1.0 - values.beta1)
-    exp_avg_sq = state.exp_avg_sq.decode() * values.beta2 + (gradient * gradient) * (1.0 - values.beta2)
-    # Products, because CUDA replaces a quotient with a number by a product with its reciprocal, and a CPU does not.
-    denominator = exp_avg_sq.sqrt() * (1.0 / math.sqrt(1.0 - values.beta2**step)) + values.eps
-    move = (exp_avg / denominator) * (values.lr / (1.0 - values.beta1**step))
-    master = state.master.decode() * (1.0 - values.lr * values.weight_decay) - move
     draws = None
     if seed is not None and state.regime.master.is_scaled:
         draws = Draws(seed=seed, name=state.name, iteration=step if iteration is None else iteration)
-    state.master.copy_(quantize_blocks(master, state.regime.master, draws=draws, start=state.start))
-    state.exp_avg.copy_(quantize_blocks(exp_avg, state.regime.exp_avg, start=state.start))
-    state.exp_avg_sq.copy_(quantize_blocks(exp_avg_sq, state.regime.exp_avg_sq, start=state.start, keeps_nonzero=True))
+    backend.compute(state, gradient, Factors.of(values, step), draws)

@@ -81,14 +81,18 @@ class Draws:
     """Global name of the parameter."""
     iteration: int
 
+    @property
+    def key(self) -> int:
+        """Number that is added to the counter of each element: a digest of seed, iteration and name, as int64."""
+        digest = hashlib.blake2b(f"{self.seed}/{self.iteration}/{self.name}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
+
     def bits(self, start: int, count: int, device: torch.device) -> torch.Tensor:
         """Return 32 random bits for each of the elements [start, start + count) of the flattened parameter, as int64
         ``[count]``."""
-        digest = hashlib.blake2b(f"{self.seed}/{self.iteration}/{self.name}".encode(), digest_size=8).digest()
-        key = int.from_bytes(digest, "little", signed=True)
         # SplitMix64 (Steele, Lea and Flood, 2014): a counter and a finalizer. Products in int64 wrap as in uint64.
         mixed = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=device)
-        mixed = mixed * _signed(0x9E3779B97F4A7C15) + key
+        mixed = mixed * _signed(0x9E3779B97F4A7C15) + self.key
         mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
         return _shifted(mixed ^ _shifted(mixed, 31), 32)

@@ -1,0 +1,117 @@
+"""Backends of scaled AdamW whose arithmetic is a fused kernel of ``csrc/adamw``: ``cpp`` and ``cuda``.
+
+A kernel reads codes, scales and gradients once, and writes codes and scales once. ``csrc/adamw/update.hpp`` lists every
+rounding. The caller builds and loads the library, because this package does not import the project.
+"""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+
+from transformer_engine_ext.adamw import REFERENCE, Backend, Factors, ScaledState
+from transformer_engine_ext.formats import E4M3, FP16, FP32, Draws
+from transformer_engine_ext.quantized import QuantizedTensor
+
+BACKENDS = ("torch", "cpp", "cuda")
+"""Names of the backends."""
+FORMAT_CODES = (FP32, FP16, E4M3)
+"""Formats in the order of ``FormatCode`` in ``csrc/adamw/update.hpp``."""
+_DEVICES = {"cpp": "cpu", "cuda": "cuda"}
+
+
+class BackendError(RuntimeError):
+    """A backend that is unknown or cannot be used on the device."""
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p))
+
+
+class _Factors(ctypes.Structure):
+    _fields_ = tuple((found.name, ctypes.c_float) for found in fields(Factors))
+
+
+class _Range(ctypes.Structure):
+    # The members of ``Range`` in csrc/adamw/update.hpp.
+    _fields_ = (
+        ("gradient", ctypes.c_void_p),
+        ("master", _Tensor),
+        ("exp_avg", _Tensor),
+        ("exp_avg_sq", _Tensor),
+        ("num_elements", ctypes.c_int64),
+        ("start", ctypes.c_int64),
+        ("is_stochastic", ctypes.c_int64),
+        ("key", ctypes.c_int64),
+        ("factors", _Factors),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelBackend:
+    """Updates with the kernel of a loaded library, on the current stream with ``cuda``."""
+
+    name: str
+    """``cpp`` or ``cuda``."""
+    library: ctypes.CDLL
+    """Library of ``csrc/`` for this name."""
+
+    def compute(self, state: ScaledState, gradient: torch.Tensor, factors: Factors, draws: Draws | None) -> None:
+        """Update ``state``; see :class:`~transformer_engine_ext.adamw.Backend`.
+
+        Raises:
+            BackendError: the tensors are on another device than the kernel's, or the launch failed.
+        """
+        device = gradient.device
+        if device.type != _DEVICES[self.name]:
+            raise BackendError(f"backend={self.name}: {state.name} is on {device}; use the backend torch there")
+        gradient = gradient.contiguous()
+        tensors = (state.master, state.exp_avg, state.exp_avg_sq)
+        content = _Range(
+            gradient=gradient.data_ptr(),
+            **{kind: _pointers(getattr(state, kind), device) for kind in ("master", "exp_avg", "exp_avg_sq")},
+            num_elements=state.num_elements,
+            start=state.start,
+            is_stochastic=int(draws is not None),
+            key=0 if draws is None else draws.key,
+            factors=_Factors(**{found.name: getattr(factors, found.name) for found in fields(Factors)}),
+        )
+        formats = [ctypes.c_int64(FORMAT_CODES.index(tensor.format)) for tensor in tensors]
+        where: list[ctypes.c_int64 | ctypes.c_void_p] = []
+        if self.name == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            where = [ctypes.c_int64(index), ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)]
+        code = self.library.adamw_update(*where, ctypes.byref(content), *formats)
+        if code:
+            raise BackendError(f"backend={self.name}: the update of {state.name} failed: {self._message(code)}")
+
+    def _message(self, code: int) -> str:
+        if self.name == "cpp":
+            return "its formats are those of no regime"
+        self.library.adamw_error.restype = ctypes.c_char_p
+        return str(self.library.adamw_error(code).decode())
+
+
+def _pointers(tensor: QuantizedTensor, device: torch.device) -> _Tensor:
+    for part in (tensor.codes, tensor.scales):
+        assert part.device == device and part.is_contiguous(), f"parts must be contiguous and on {device}"
+    return _Tensor(codes=tensor.codes.data_ptr(), scales=tensor.scales.data_ptr())
+
+
+def backend_for(name: str, device: torch.device, load: Callable[[str], ctypes.CDLL]) -> Backend:
+    """Return the backend ``name``, which can update state on ``device``. Nothing falls back to another backend.
+
+    Args:
+        load: builds and loads the library of ``cpp`` or ``cuda``. It may raise errors of its own.
+
+    Raises:
+        BackendError: there is no such backend, or it cannot update tensors on ``device``.
+    """
+    if name not in BACKENDS:
+        raise BackendError(f"backend={name}: must be one of {', '.join(BACKENDS)}")
+    if name == REFERENCE.name:
+        return REFERENCE
+    if device.type != _DEVICES[name]:
+        raise BackendError(f"backend={name}: updates state on {_DEVICES[name]}, not on {device.type}; use torch")
+    return KernelBackend(name=name, library=load(name))
