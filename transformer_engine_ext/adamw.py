@@ -188,9 +188,9 @@ class TorchBackend:
 
 
 def _root(values: torch.Tensor) -> torch.Tensor:
-    # The FP32 square root of torch is not correctly rounded on every CPU: with MKL, one of six results is the neighbour.
-    # No square root of an FP32 number is closer than 2**-50 to the middle of two FP32 numbers (relative to its
-    # binade), so an FP64 root that is off by one unit still rounds to the right one.
+    # The FP32 square root of torch is not correctly rounded on every CPU: with MKL, one of six results is the next
+    # number. No square root of an FP32 number is closer than 2**-50 (relative to its binade) to the middle of two FP32
+    # numbers, so an FP64 root that is off by one unit still rounds to the right one.
     return values.to(torch.float64).sqrt().to(torch.float32)
 
 

@@ -62,6 +62,8 @@ class JobNeeds:
     """Whether ``control.interface`` belongs to the host of a batch job and may name one of its network interfaces."""
     kernels: str = ""
     """Kernels of the token dispatch that the ranks build: ``cpp``, ``cuda`` or empty."""
+    uses_fp8: bool = False
+    """Whether linear layers have FP8 operands (``precision.fp8``)."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that the job sets for ranks on CUDA, unless they are already set."""
 
@@ -114,6 +116,7 @@ class JobNeeds:
             other_device=plan.other_device,
             is_refused_there=plan.is_refused_there,
             kernels=config.placement.kernels_on(plan.device),
+            uses_fp8=config.precision.fp8 is not None,
             environment=rank_environment(on_device(config, plan.device)),
             is_batch_job=launch.mode == "local" and launch.node_launcher in ("srun", "none"),
             starts_elsewhere=launch.mode != "local" or launch.node_launcher != "local",

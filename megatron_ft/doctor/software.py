@@ -126,6 +126,19 @@ def check_compiler(kernels: str, variables: Mapping[str, str], which: Which = sh
     return [Finding.info("compiler", f"{' '.join(found)} builds the kernels of the token dispatch ({kernels})")]
 
 
+def name_update_backends(device: str, variables: Mapping[str, str], which: Which = shutil.which) -> Finding:
+    """Return a finding that names the backends of scaled AdamW (``transformer_engine_ext.kernels``) which can update
+    state on ``device``, ``cpu`` or ``cuda``, and the reason why a kernel cannot be built."""
+    kernels = "cuda" if device == "cuda" else "cpp"
+    found = find_compiler(kernels, variables, which)
+    if found is None:
+        reason, _, _ = no_compiler(kernels, variables).partition("; ")
+        return Finding.info("update", f"the only backend of scaled AdamW on {device} is torch: {reason}")
+    return Finding.info(
+        "update", f"backends of scaled AdamW on {device}: torch, and {kernels}, which {' '.join(found)} builds"
+    )
+
+
 def _fits(version: str, versions: str) -> bool:
     from packaging.specifiers import SpecifierSet
 

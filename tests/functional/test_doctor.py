@@ -34,6 +34,14 @@ def test_a_machine_that_has_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_fp8_jobs_are_told_the_backends_of_their_update(tmp_path: Path) -> None:
+    done = doctor(*JOB, f"run.dir={tmp_path}/runs", "precision=fp8_blockwise", "--json")
+    (found,) = [each["what"] for each in findings(done, "info") if each["check"] == "update"]
+    assert found.startswith(
+        ("backends of scaled AdamW on cpu: torch, and cpp, which ", "the only backend of scaled AdamW")
+    )
+
+
 def test_what_would_break_the_job_is_named_with_its_mend(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from megatron_ft.doctor.software import SoftwareFacts, check_compiler
+from megatron_ft.doctor.software import SoftwareFacts, check_compiler, name_update_backends
 from megatron_ft.doctor.supported import PACKAGES, PYTHON, TRANSFORMER_ENGINE
 from megatron_ft.mcore.device.install import TRANSFORMER_ENGINE_END, TRANSFORMER_ENGINE_MIN
 from tests.helpers.machines import SOFTWARE, judged
@@ -113,6 +113,17 @@ def test_a_missing_compiler_is_an_error_for_jobs_with_replicas() -> None:
     assert finding.fix == "install a C++17 compiler or name it in CXX, or set placement.dispatch_backend=reference"
     (finding,) = check_compiler("cpp", {}, lambda name: f"/bin/{name}")
     assert (finding.level, finding.what) == ("info", "/bin/c++ builds the kernels of the token dispatch (cpp)")
+
+
+def test_the_backends_of_scaled_adamw_are_named() -> None:
+    """The reference needs no compiler, so that a missing compiler is no error."""
+    for device, kernels, compiler in (("cpu", "cpp", "/bin/c++"), ("cuda", "cuda", "/bin/nvcc")):
+        found = name_update_backends(device, {}, lambda name: f"/bin/{name}")
+        assert (found.level, found.check) == ("info", "update")
+        assert found.what == f"backends of scaled AdamW on {device}: torch, and {kernels}, which {compiler} builds"
+        missing = name_update_backends(device, {}, lambda _: None)
+        start = f"the only backend of scaled AdamW on {device} is torch: no compiler found for {kernels} (tried "
+        assert missing.level == "info" and missing.what.startswith(start) and "placement" not in missing.what
 
 
 def test_this_environment_is_supported() -> None:
