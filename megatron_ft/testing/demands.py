@@ -1,7 +1,9 @@
 """Makes snapshot demands (the state that each rank has to capture) of made-up jobs, for tests of snapshot policies."""
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from megatron_ft.operator_state import Component, StateShard
 from megatron_ft.operators import OperatorId
@@ -25,6 +27,38 @@ def shard(
         full=full,
         frozen=(WEIGHT,),
     )
+
+
+class Stored(Protocol):
+    """Number format of stored values, as ``transformer_engine_ext.formats.Format``."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def item_bytes(self) -> int: ...
+
+
+def quantized(parts: Iterable[tuple[str, Stored, bool]]) -> tuple[Component, ...]:
+    """Return the components of quantized state. ``parts`` are name, format, and whether there are scales: what ``full``
+    and ``frozen`` of a regime of ``transformer_engine_ext`` yield."""
+    found = []
+    for name, target, has_scales in parts:
+        found.append(Component(name=name, dtype=target.name, item_bytes=target.item_bytes))
+        if has_scales:
+            found.append(Component(name=f"{name}_scales", dtype="uint8", item_bytes=1, per_block=True))
+    return tuple(found)
+
+
+def algorithm_1(full_bytes: float, frozen_bytes: float, budget_bytes: float, num_operators: int) -> int:
+    """Compute W with algorithm 1 of MoEvement for operators of one size. All sizes are bytes per parameter of the whole
+    model; the budget is what one iteration can copy."""
+    active = num_operators
+    while active > 2:
+        if full_bytes * active + frozen_bytes * (num_operators - active) <= budget_bytes * num_operators:
+            break
+        active -= 1
+    return math.ceil(num_operators / active)
 
 
 def expert(layer: int, number: int) -> OperatorId:

@@ -1,6 +1,5 @@
 """Tests windows of quantized state: pieces that divide no block of a scale, and W of the five regimes of MoEvement."""
 
-import math
 import random
 
 import pytest
@@ -12,7 +11,8 @@ from megatron_ft.planning.snapshot.plan import Piece, Unit, WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
 from megatron_ft.snapshot.window import _check_piece
-from megatron_ft.testing.demands import STEP, expert
+from megatron_ft.testing import demands
+from megatron_ft.testing.demands import STEP, expert, quantized
 from transformer_engine_ext.quantized import BLOCK_ELEMENTS
 from transformer_engine_ext.regimes import REGIMES, Regime
 
@@ -24,12 +24,7 @@ NUM_LAYERS, NUM_EXPERTS, SIZE = 28, 64, 6400
 
 
 def components(regime: Regime, *, is_full: bool) -> tuple[Component, ...]:
-    found = []
-    for name, target, has_scales in regime.full() if is_full else regime.frozen():
-        found.append(Component(name=name, dtype=target.name, item_bytes=target.item_bytes))
-        if has_scales:
-            found.append(Component(name=f"{name}_scales", dtype="uint8", item_bytes=1, per_block=True))
-    return (*found, STEP) if is_full else tuple(found)
+    return (*quantized(regime.full()), STEP) if is_full else quantized(regime.frozen())
 
 
 def shard(regime: Regime, layer: int, number: int, start: int, stop: int) -> StateShard:
@@ -106,14 +101,7 @@ def test_wrong_sizes_and_cut_blocks_are_refused() -> None:
 
 
 def algorithm_1(regime: Regime, budget: float) -> int:
-    """Compute W with MoEvement's algorithm 1 for operators of one size, in bytes per parameter of the whole model."""
-    num_operators = active = NUM_LAYERS * NUM_EXPERTS
-    while active > 2:
-        size = regime.full_bytes * active + regime.frozen_bytes * (num_operators - active)
-        if size <= budget * num_operators:
-            break
-        active -= 1
-    return math.ceil(num_operators / active)
+    return demands.algorithm_1(regime.full_bytes, regime.frozen_bytes, budget, NUM_LAYERS * NUM_EXPERTS)
 
 
 def bandwidths(number: int) -> set[int]:
