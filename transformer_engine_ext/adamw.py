@@ -20,6 +20,7 @@ from transformer_engine_ext.quantized import BLOCK_ELEMENTS, QuantizedTensor, qu
 from transformer_engine_ext.regimes import Regime
 
 _LARGEST_GRADIENT = 2.0**63
+_LEAST_EPSILON = 2.0**-126
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,14 @@ class Factors:
 
     @classmethod
     def of(cls, values: Hyperparameters, step: int) -> "Factors":
-        """Compute the numbers of update ``step``, counted from 1."""
+        """Compute the numbers of update ``step``, counted from 1.
+
+        Raises:
+            ValueError: epsilon is no normal FP32 number above zero.
+        """
+        # Without a gradient both moments are zero, and with epsilon zero their quotient would be NaN.
+        if not values.eps >= _LEAST_EPSILON:
+            raise ValueError(f"eps={values.eps}: must be at least 2**-126, the smallest normal FP32 number")
         return cls(
             beta1=values.beta1,
             rest1=1.0 - values.beta1,
@@ -220,7 +228,8 @@ def update(
         backend: computes the update; see ``kernels.backend_for``.
 
     Raises:
-        ValueError: a gradient is infinite or NaN. Nothing has been changed. The commit vote skips such updates.
+        ValueError: a gradient is infinite or NaN (the commit vote skips such updates), or epsilon is zero in FP32.
+            Nothing has been changed.
     """
     assert gradient.shape == state.master.codes.shape, f"{tuple(gradient.shape)} gradients for {state.num_elements}"
     assert step >= 1, f"step={step}: updates are counted from 1"

@@ -60,7 +60,7 @@ class QuantizedTensor:
         if self.scales.numel() == 0:
             return values.to(dtype)
         if self.block_elements is None:
-            return (values * self.factors).to(dtype)
+            return (values * self.factors.reshape(())).to(dtype)
         rows = to_blocks(values.reshape(-1), self.block_elements)
         return (rows * self.factors[:, None]).reshape(-1)[: values.numel()].reshape(values.shape).to(dtype)
 
@@ -137,7 +137,8 @@ def inverse_factors_of(scales: torch.Tensor) -> torch.Tensor:
 
 def quantize_tensor(values: torch.Tensor, target: Format, scale: torch.Tensor) -> QuantizedTensor:
     """Quantize FP32 ``values`` with one given ``scale`` (uint8 ``[1]``). Larger values are clamped."""
-    codes = cast(values.to(torch.float32) * inverse_factors_of(scale), target)
+    # A factor of shape [1] would give a tensor without dimensions one.
+    codes = cast(values.to(torch.float32) * inverse_factors_of(scale).reshape(()), target)
     return QuantizedTensor(codes=codes, scales=scale, block_elements=None)
 
 

@@ -217,6 +217,26 @@ def test_random_numbers_of_large_parameters_are_equal(kernel: KernelBackend) -> 
     assert_same_bits(one, other)
 
 
+def test_fp8_masters_follow_fp32_masters_on_average(kernel: KernelBackend) -> None:
+    """FP8 masters cannot follow a single trajectory: 16 updates move a weight by less than the distance of two codes.
+    Stochastic rounding is unbiased, so that the mean of 128 seeds moves as FP32 masters do, within 2 %."""
+    torch.manual_seed(0)
+    weight = torch.full((64 * 64,), 0.8125)
+    given = [torch.rand(weight.shape) + 0.5 for _ in range(16)]
+    moved = {}
+    for name, seeds in (("fp8_fp32_fp32_fp32", range(1)), ("fp8_fp8_fp8_fp16", range(128))):
+        total = torch.zeros_like(weight)
+        for seed in seeds:
+            state = ScaledState.of(REGIMES[name], weight, name="w")
+            for step, gradient in enumerate(given, 1):
+                update(state, gradient, Hyperparameters(lr=2e-3), step=step, seed=seed, backend=kernel)
+            total += state.master.decode() - weight
+        moved[name] = float(total.mean()) / len(seeds)
+    exact = moved["fp8_fp32_fp32_fp32"]
+    assert -0.0625 < exact < -0.02
+    assert moved["fp8_fp8_fp8_fp16"] == pytest.approx(exact, rel=0.02)
+
+
 def test_cuda_rounds_every_operation_and_contracts_none(tmp_path: Path) -> None:
     """The instructions of the kernel are those of IEEE 754, even if the compiler may contract products and sums."""
     try:
