@@ -198,6 +198,9 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     given = config
     config, config_yaml = read_failure_domains(config, config_yaml)
     config, config_yaml = _choose_checkpoint(config, config_yaml)
+    from megatron_ft.telemetry import check_sinks
+
+    check_sinks(config)
     if config.dry_run:
         plan = resolve_plan(config)
         _check_resume(config, plan.data.vocab_size)

@@ -334,6 +334,10 @@ def _timeout(values: Sequence[str], given: Given) -> Computed:
     return "key", [f"training.distributed_timeout_seconds={60 * float(values[0])}"], ""
 
 
+def _tensorboard(values: Sequence[str], given: Given) -> Computed:
+    return "key", ["telemetry=tensorboard"], "event files are in the run's folder; needs the package tensorboard"
+
+
 def _exit_interval(values: Sequence[str], given: Given) -> Computed:
     return "key", [f"training.exit_at_iteration={values[0]}"], "the job stops once, not at every multiple"
 
@@ -435,6 +439,7 @@ _SPECIAL: dict[str, Callable[[Sequence[str], Given], Computed]] = {
     "lr-wsd-decay-samples": _in_batches("optimizer.lr_wsd_decay_iterations"),
     "lr-warmup-fraction": _warmup_fraction,
     "exit-interval": _exit_interval,
+    "tensorboard-dir": _tensorboard,
     "data-path": _sources("train"),
     "train-data-path": _sources("train"),
     "valid-data-path": _sources("valid"),

@@ -1,5 +1,5 @@
 """Metrics and events of a run, and the sinks that write them. ``open_sinks`` opens the sinks."""
 
-from megatron_ft.telemetry.sink_set import SinkSet, open_sinks
+from megatron_ft.telemetry.sink_set import SinkSet, check_sinks, open_sinks
 
-__all__ = ["SinkSet", "open_sinks"]
+__all__ = ["SinkSet", "check_sinks", "open_sinks"]

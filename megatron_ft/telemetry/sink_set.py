@@ -1,5 +1,6 @@
 """Writes records to all sinks of a run. A sink that fails does not affect the others."""
 
+import importlib.util
 import inspect
 import threading
 import time
@@ -152,11 +153,31 @@ def open_sinks(
     return SinkSet([sink for name in names if (sink := opened[name]) is not None], clock=clock)
 
 
-def open_sink(name: str, spec: Mapping[str, Any], context: SinkContext) -> Sink | None:
-    key = f"telemetry.sinks.{name}"
+def check_sinks(config: JobConfig) -> None:
+    """Check, before the job has a run folder, that every sink exists and that the packages that it needs are installed.
+
+    Raises:
+        ConfigError: ``_target_`` names no subclass of ``Sink``, or a package is missing.
+    """
+    for name, spec in config.telemetry.sinks.items():
+        for package in () if spec is None else _sink_class(f"telemetry.sinks.{name}", spec).needs:
+            if importlib.util.find_spec(package) is None:
+                raise ConfigError(
+                    f"telemetry.sinks.{name}: needs the package {package}, which is not installed. Install it with "
+                    f"'pip install -c requirements/constraints.txt {package}', or set telemetry.sinks.{name}=null"
+                )
+
+
+def _sink_class(key: str, spec: Mapping[str, Any]) -> type[Sink]:
     found = find_target(key, spec)
     if not (isinstance(found, type) and issubclass(found, Sink)):
         raise ConfigError.of(f"{key}._target_", spec["_target_"], f"must name a subclass of {Sink.__qualname__}")
+    return found
+
+
+def open_sink(name: str, spec: Mapping[str, Any], context: SinkContext) -> Sink | None:
+    key = f"telemetry.sinks.{name}"
+    found = _sink_class(key, spec)
     options = {option: value for option, value in spec.items() if option != "_target_"}
     try:
         # Arguments are checked before the call, so that a TypeError inside ``open`` is not reported as a configuration

@@ -14,10 +14,12 @@ from megatron_ft.telemetry.sink_set import open_sink
 from megatron_ft.telemetry.sinks.base import Outcome, Sink, SinkContext
 from tests.helpers.example_records import example_of
 
+CONF = Path(__file__).parents[2] / "conf" / "telemetry"
 OUTSIDE = Path(__file__).parents[1] / "helpers" / "counting_sink.yaml"
 SINKS = {
     **TelemetryConfig().sinks,
     "terminal-live": TelemetryConfig().sinks["terminal"],
+    **yaml.safe_load((CONF / "tensorboard.yaml").read_text())["sinks"],
     **yaml.safe_load(OUTSIDE.read_text())["sinks"],
 }
 """All sinks of the project, each as an entry of ``telemetry.sinks``, and one sink that is not part of the package."""
@@ -48,6 +50,8 @@ def sink(request: pytest.FixtureRequest, tmp_path: Path) -> Sink:
     if request.param == "wandb":
         request.applymarker(pytest.mark.wandb)
         pytest.importorskip("wandb")
+    if request.param == "tensorboard":
+        pytest.importorskip("tensorboard")
     context = SinkContext(
         config=config, run_dir=tmp_path, world_size=2, clock=time.time, stream=io.StringIO(), first_loss=None
     )
@@ -80,5 +84,4 @@ def test_a_record_costs_less_than_a_millisecond(sink: Sink) -> None:
 
 
 def test_the_default_file_names_the_same_sinks() -> None:
-    file = Path(__file__).parents[2] / "conf" / "telemetry" / "default.yaml"
-    assert yaml.safe_load(file.read_text(encoding="utf-8"))["sinks"] == TelemetryConfig().sinks
+    assert yaml.safe_load((CONF / "default.yaml").read_text(encoding="utf-8"))["sinks"] == TelemetryConfig().sinks

@@ -53,6 +53,8 @@ class Sink:
 
     name: str
     """Name of the sink in events and messages."""
+    needs: tuple[str, ...] = ()
+    """Optional packages that the sink imports. A job is refused if one of them is not installed."""
     retries: bool = True
     """Whether ``write`` may succeed again after a failed call. If False, the only call after a failure is ``close``."""
     num_lost_records: int = 0

@@ -62,6 +62,8 @@ def test_recorded_flags_are_answered() -> None:
         ("--train-samples 99 --global-batch-size 8", ["training.train_iterations=12", "training.global_batch_size=8"]),
         ("--lr-warmup-fraction .1 --train-iters 50",
          ["optimizer.lr_warmup_iterations=5", "training.train_iterations=50"]),
+        ("--tensorboard-dir d --tensorboard-log-interval 5",
+         ["telemetry=tensorboard", "telemetry.log_interval_iterations=5"]),
         ("--distributed-timeout-minutes 2", ["training.distributed_timeout_seconds=120.0"]),
         ("--save a/b --load a/b", ["run.dir=a", "run.name=b", "run.resume=auto"]),
         ("--save a/b --load c", ["run.dir=a", "run.name=b", "checkpoint.load=c"]),
@@ -127,7 +129,7 @@ def test_the_entry_point_answers_all_flags_at_once(capsys: pytest.CaptureFixture
         "12",
         "launch.ranks_per_node=2",
         "--sequence-parallel",
-        "--tensorboard-dir=x",
+        "--tensorboard-queue-size=1",
         "--nonsense",
     ]
     assert pretrain_moe.main(words) == ConfigError.exit_code
@@ -135,7 +137,7 @@ def test_the_entry_point_answers_all_flags_at_once(capsys: pytest.CaptureFixture
     starts = (
         "error: --num-layers=12: must be written as",
         "--sequence-parallel: must be left out",
-        "--tensorboard-dir=x: has no",
+        "--tensorboard-queue-size=1: has no",
         "--nonsense: must be --help",
     )
     assert len(lines) == 4 and all(line.startswith(start) for line, start in zip(lines, starts, strict=True))

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from megatron_ft.events import Evaluation, ExpertLoad, Metrics, Record
-from megatron_ft.telemetry.sinks.wandb import _Step, _Steps
+from megatron_ft.telemetry.sinks.queued import Step, Steps
 from tests.unit.telemetry.test_goodput import decided, failed, started, trained
 
 
@@ -13,7 +13,7 @@ def loaded(iteration: int) -> Record:
     return ExpertLoad(iteration=iteration, layers=((1, 3), (2, 2)), layer_numbers=(2, 4))
 
 
-def taken(steps: _Steps, records: Iterable[Record], *, live: bool = True) -> list[_Step]:
+def taken(steps: Steps, records: Iterable[Record], *, live: bool = True) -> list[Step]:
     """Return the steps that ``records`` complete. With ``live``, each step is sent at once."""
     found = []
     for record in records:
@@ -24,7 +24,7 @@ def taken(steps: _Steps, records: Iterable[Record], *, live: bool = True) -> lis
     return found
 
 
-def iterations(found: Iterable[_Step]) -> list[int]:
+def iterations(found: Iterable[Step]) -> list[int]:
     return [step.iteration for step in found]
 
 
@@ -33,7 +33,7 @@ def train(first: int, last: int, at: float) -> list[Record]:
 
 
 def test_a_step_has_all_of_its_iteration_and_comes_when_the_next_begins() -> None:
-    steps = _Steps(sent=0)
+    steps = Steps(sent=0)
     assert taken(steps, [started(0.0), trained(1, 1.0), loaded(1), Evaluation(iteration=1, loss=2.5)]) == []
     (step,) = taken(steps, [loaded(2)])
     assert step.iteration == 1 and step.figures["evaluation_loss"] == 2.5 and step.figures["loss"] == 1.0
@@ -45,7 +45,7 @@ def test_a_step_has_all_of_its_iteration_and_comes_when_the_next_begins() -> Non
 
 
 def test_what_was_sent_is_not_given_again_and_what_was_not_is_replaced() -> None:
-    steps = _Steps(sent=0)
+    steps = Steps(sent=0)
     first = [*train(1, 5, 0.0), failed(6.0), decided(7.0, 3)]
     assert iterations(taken(steps, first)) == [1, 2, 3, 4]
     changed = Metrics(iteration=5, values={"loss": 9.0}, time_unix_seconds=None)
@@ -55,20 +55,20 @@ def test_what_was_sent_is_not_given_again_and_what_was_not_is_replaced() -> None
 
 
 def test_a_recovery_whose_iteration_is_void_is_reported_with_the_next() -> None:
-    steps = _Steps(sent=0)
+    steps = Steps(sent=0)
     first = [started(0.0), *train(1, 4, 0.0), failed(5.0), decided(6.0, 4), *train(5, 5, 8.0)]
     again = [failed(15.0), decided(16.0, 4), *train(5, 6, 20.0)]
     *_, fifth = taken(steps, [*first, *again])
     assert fifth.iteration == 5
     assert fifth.figures["recovery/rollback_seconds"] == pytest.approx(steps.run.goodput.recovery_seconds)
-    read_again = _Steps(sent=5)
+    read_again = Steps(sent=5)
     assert taken(read_again, [*first, *again], live=False) == []
     (sixth,) = taken(read_again, train(7, 7, 20.0), live=False)
     assert sixth.iteration == 6 and "recovery/rollback_seconds" not in sixth.figures, "it is in the fifth"
 
 
 def test_a_start_that_goes_back_voids_the_iteration_at_hand_and_one_that_does_not_completes_it() -> None:
-    steps = _Steps(sent=0)
+    steps = Steps(sent=0)
     assert iterations(taken(steps, [started(0.0), *train(1, 5, 0.0), started(9.0, 4)])) == [1, 2, 3, 4]
     found = taken(steps, [*train(5, 6, 9.0), started(20.0, 6)])
     assert iterations(found) == [5, 6] and [step.figures["job/attempt"] for step in found] == [2, 2]
@@ -76,7 +76,7 @@ def test_a_start_that_goes_back_voids_the_iteration_at_hand_and_one_that_does_no
 
 def test_history_gives_what_the_tracker_lost_and_no_recovery_twice() -> None:
     history = [started(0.0), *train(1, 3, 0.0), started(9.0, 3), *train(4, 8, 9.0), failed(18.0)]
-    steps = _Steps(sent=6)
+    steps = Steps(sent=6)
     missed = taken(steps, history, live=False)
     assert iterations(missed) == [7] and not any(name.startswith("recovery") for name in missed[0].figures)
     (eighth,) = taken(steps, [started(30.0, 8)])
@@ -87,7 +87,7 @@ def test_history_gives_what_the_tracker_lost_and_no_recovery_twice() -> None:
 
 
 def test_history_that_went_back_gives_the_newest_of_each() -> None:
-    steps = _Steps(sent=2)
+    steps = Steps(sent=2)
     history = [started(0.0), *train(1, 6, 0.0), started(9.0, 3), *train(4, 5, 9.0)]
     found = taken(steps, history, live=False)
     assert iterations(found) == [3, 4, 5, 4], "a later one replaces an earlier one"

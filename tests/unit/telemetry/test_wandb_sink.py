@@ -14,7 +14,8 @@ import pytest
 from megatron_ft.config.job import JobConfig
 from megatron_ft.telemetry import open_sinks
 from megatron_ft.telemetry.read import read_events
-from megatron_ft.telemetry.sinks.wandb import ID_FILE, _Reported, _wandb_mode, run_id
+from megatron_ft.telemetry.sinks.queued import Reported
+from megatron_ft.telemetry.sinks.wandb import ID_FILE, _wandb_mode, run_id
 from megatron_ft.testing.made_up_runs import RUN_STARTED, run_records
 from tests.helpers.disk import note_steps
 
@@ -123,14 +124,14 @@ def test_history_ends_where_this_attempt_begins(config: JobConfig, run_dir: Path
     sinks = open_sinks(config, run_dir, world_size=2, clock=FakeClock(), stream=io.StringIO())
     for record in [RUN_STARTED, *run_records(1, 3)]:
         sinks.write(record)
-    reported = _Reported.so_far(run_dir)
+    reported = Reported.so_far(run_dir)
     for record in run_records(4, 5):
         sinks.write(record)
     sinks.close(0, "done")
     kinds = [(record.kind, getattr(record, "iteration", None)) for record in reported.records(loads_after=2)]
     assert kinds == [("run_started", None), *(("metrics", iteration) for iteration in (1, 2, 3)), ("expert_load", 3)]
-    assert len(list(_Reported.so_far(run_dir).records(loads_after=5))) == 8, "with an evaluation and the end"
-    assert list(_Reported.so_far(run_dir / "none").records(loads_after=0)) == []
+    assert len(list(Reported.so_far(run_dir).records(loads_after=5))) == 8, "with an evaluation and the end"
+    assert list(Reported.so_far(run_dir / "none").records(loads_after=0)) == []
 
 
 @pytest.mark.slow
