@@ -83,6 +83,8 @@ class RunStarted(Record):
     void."""
     run_dir: str | None = None
     """Folder of the run, as the first rank names it."""
+    peak_tflops: float | None = None
+    """Peak rate of a GPU in TFLOP/s with which ``mfu`` is computed; absent if it is unknown."""
     schema_version: int = SCHEMA_VERSION
     """Version of the format of the records."""
 
@@ -93,7 +95,9 @@ class RunStarted(Record):
         resumed = self.resumed_from_iteration
         origin = "" if resumed is None else f", continues after iteration {resumed}"
         folder = "" if self.run_dir is None else f"; folder of the run: {self.run_dir}"
-        return Note("info", f"{self.run_name}: {self.model}, {ranks}{nodes}{device}{origin}{folder}")
+        is_unknown = self.peak_tflops is None and (self.device or "").startswith("cuda")
+        no_mfu = "; no MFU, because the GPU's peak is unknown: set telemetry.peak_tflops" if is_unknown else ""
+        return Note("info", f"{self.run_name}: {self.model}, {ranks}{nodes}{device}{origin}{folder}{no_mfu}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

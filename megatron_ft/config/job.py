@@ -411,6 +411,9 @@ class TelemetryConfig:
     ``events`` cannot be removed."""
     log_interval_iterations: int = 1
     """Number of iterations between two reports of metrics."""
+    peak_tflops: float | None = None
+    """Peak rate of a GPU (of a rank on CPUs) in TFLOP/s, for the metric ``mfu``. null: the rate of the data sheet, for
+    GPUs in ``planning/cost/flops.py``. Without a known rate there is no ``mfu``, and the start of the run says so."""
     expert_load_interval_iterations: int = 1
     """Number of iterations between two reports of the tokens per expert and layer; 0 never reports them."""
     progress: str = "auto"

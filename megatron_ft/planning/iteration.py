@@ -134,6 +134,10 @@ class Ballot(WindowReport):
     change_requested: int = 0
     pass_seconds: float = 0.0
     """Time of this rank for work that is the same on every rank; 0 if unknown. It is not part of ``Vote``."""
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+    peak_bytes: int = 0
+    """Memory of this rank, see ``MemoryUse``; 0 if unknown. It is not part of ``Vote``."""
 
     def to_row(self) -> tuple[float, ...]:
         """Return the fields as numbers that float64 represents exactly."""
@@ -150,6 +154,31 @@ class Ballot(WindowReport):
 
 
 BALLOT_FIELDS = len(fields(Ballot))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Largest memory of any rank, in bytes."""
+
+    allocated_bytes: int
+    """Memory of tensors on a GPU; on a CPU, resident memory of the process."""
+    reserved_bytes: int
+    """Memory that PyTorch has taken from the GPU, including unused blocks; 0 on a CPU."""
+    peak_bytes: int
+    """Largest value of ``allocated_bytes`` since the process began."""
+    peak_rank: int
+    """Rank with the largest ``peak_bytes``."""
+
+    @classmethod
+    def largest(cls, ballots: Sequence[Ballot]) -> "MemoryUse":
+        """Take the largest values of all ranks. ``ballots`` are in rank order."""
+        peaks = [ballot.peak_bytes for ballot in ballots]
+        return cls(
+            allocated_bytes=max(ballot.allocated_bytes for ballot in ballots),
+            reserved_bytes=max(ballot.reserved_bytes for ballot in ballots),
+            peak_bytes=max(peaks),
+            peak_rank=peaks.index(max(peaks)),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ class _Metric:
     required: bool = False
     """Whether every ``metrics`` record must contain the metric."""
     is_timed: bool = False
-    """Whether the metric depends on the clock, so that it differs between runs that are otherwise equal in every
-    bit."""
+    """Whether the metric depends on the clock or the machine, so that it differs between runs that are otherwise equal
+    in every bit."""
 
 
 _ALL = (
@@ -40,6 +40,39 @@ _ALL = (
         "iteration_seconds", "s", "Wall time from the first microbatch to the end of the iteration.", is_timed=True
     ),
     _Metric("tokens_per_second", "tokens/s", "tokens / iteration_seconds, over all ranks.", is_timed=True),
+    _Metric("tokens_per_second_per_gpu", "tokens/s", "tokens_per_second per GPU; on CPUs, per rank.", is_timed=True),
+    _Metric(
+        "tflops_per_gpu",
+        "TFLOP/s",
+        "Floating-point operations of the model's products (`planning/cost/flops.py`) per second and GPU, or rank on "
+        "CPUs. Recomputation and padding do not count.",
+        is_timed=True,
+    ),
+    _Metric(
+        "mfu",
+        "1",
+        "Model FLOPs utilization: `tflops_per_gpu` divided by the GPU's peak (`telemetry.peak_tflops`).",
+        is_timed=True,
+    ),
+    _Metric(
+        "memory_allocated_bytes",
+        "bytes",
+        "Memory of tensors on the GPU of the rank that has most; on CPUs, resident memory of a rank's process.",
+        is_timed=True,
+    ),
+    _Metric(
+        "memory_reserved_bytes",
+        "bytes",
+        "Memory that PyTorch has reserved on a GPU, of the rank that has most.",
+        is_timed=True,
+    ),
+    _Metric(
+        "memory_peak_bytes",
+        "bytes",
+        "Largest `memory_allocated_bytes` since the processes of the ranks began.",
+        is_timed=True,
+    ),
+    _Metric("memory_peak_rank", "rank", "Rank with `memory_peak_bytes`.", is_timed=True),
     _Metric("num_microbatches", "microbatches", "Microbatches of one pipeline in this iteration, including padding."),
     _Metric(
         "num_padding_microbatches",

@@ -220,6 +220,7 @@ def _check_telemetry(telemetry: TelemetryConfig) -> None:
         require(is_given, f"telemetry.sinks.{name}", "null", why)
     at_least(1, "telemetry.log_interval_iterations", telemetry.log_interval_iterations)
     at_least(0, "telemetry.expert_load_interval_iterations", telemetry.expert_load_interval_iterations)
+    above(0, "telemetry.peak_tflops", telemetry.peak_tflops)
     one_of(("live", "plain", "auto"), "telemetry.progress", telemetry.progress)
     one_of(("online", "offline", "disabled", "auto"), "telemetry.wandb", telemetry.wandb)
     require(bool(telemetry.wandb_project), "telemetry.wandb_project", "''", "must not be empty")

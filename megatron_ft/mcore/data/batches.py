@@ -1,8 +1,9 @@
 """Makes the microbatches of a rank from samples."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_ft import failpoints
 from megatron_ft.config.job import TrainingConfig
 from megatron_ft.planning.iteration import BatchPlan
 
@@ -176,3 +178,15 @@ def padding_mask(batch: Microbatch) -> torch.Tensor | None:
     if batch.tokens is None:
         return torch.ones((1, 1), dtype=torch.bool)
     return torch.ones_like(batch.tokens, dtype=torch.bool)
+
+
+def forward_step(
+    microbatches: Iterator[Microbatch], model: torch.nn.Module, *, iteration: int
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossResult]]:
+    """Run the next microbatch through one model chunk. Return its output and the loss function for this output."""
+    failpoints.hit("forward", iteration)
+    batch = next(microbatches)
+    output = model(batch.tokens, batch.position_ids, None, labels=batch.labels, padding_mask=padding_mask(batch))
+    if output.requires_grad:
+        output.register_hook(lambda gradient: failpoints.hit("backward", iteration))
+    return output, partial(sum_of_losses, batch.is_padding)

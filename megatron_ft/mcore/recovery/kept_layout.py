@@ -16,10 +16,11 @@ from megatron_ft.mcore.optimizer.adamw import set_position
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.recovery.localized import Built, KeptLayoutRecovery
 from megatron_ft.mcore.recovery.prebuilt import Prebuilder
+from megatron_ft.mcore.snapshot.restorer import SNAPSHOT_SERVICE
 from megatron_ft.mcore.state.carried import Carried, MembershipStart
 from megatron_ft.mcore.state.rank_status import Holding
 from megatron_ft.mcore.state.tensors import put_state, take_state
-from megatron_ft.mcore.training.trainer import SNAPSHOT_SERVICE, Trainer
+from megatron_ft.mcore.training.trainer import Trainer
 from megatron_ft.planning.recovery.prebuild import can_prebuild
 from megatron_ft.snapshot.server.client import KeeperClient
 

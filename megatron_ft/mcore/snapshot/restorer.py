@@ -1,12 +1,14 @@
 """Finds the newest window that all ranks can load, verifies it and replays it."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_ft.config.identity import JobIdentity
+from megatron_ft.config.job import JobConfig
+from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.errors import CheckpointError, ControlError, RecoveryError
 from megatron_ft.events import ExpertUpdatesLost, Record, RecoveryStarted, SnapshotProblem, WindowReplayed
 from megatron_ft.mcore.groups import Collectives
@@ -15,16 +17,59 @@ from megatron_ft.mcore.snapshot.local_window import CONFIG, LocalWindow, Replaye
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow
 from megatron_ft.planning.snapshot.lost_tokens import Rows
-from megatron_ft.planning.snapshot.partial_experts import planned_tokens
+from megatron_ft.planning.snapshot.memory import PeerAssignment
+from megatron_ft.planning.snapshot.partial_experts import planned_tokens, stores_fewer_experts
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.serde import parse_json
 from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.storage.checkpoints import is_named, iteration_of
 from megatron_ft.snapshot.storage.run_settings import other_window
-from megatron_ft.snapshot.storage.window_folder import RejectedWindow, WindowFolder, window_digest
+from megatron_ft.snapshot.storage.window_folder import RejectedWindow, WindowFolder, persist_url, window_digest
 from megatron_ft.snapshot.window import Window
 
+SNAPSHOT_SERVICE = "keeper"
 _Result = TypeVar("_Result")
+
+
+def open_client(
+    config: JobConfig,
+    context: RankContext,
+    nodes: Sequence[int],
+    *,
+    assignment: PeerAssignment,
+    topology: Mapping[str, Any],
+    run_id: str,
+) -> KeeperClient:
+    """Connect to the snapshot server of this rank's node. ``snapshot.policy`` must be given.
+
+    Args:
+        nodes: node number of each rank.
+        assignment: the nodes that store copies of each node's windows.
+        topology: parallel sizes of this membership, as JSON values.
+
+    Raises:
+        ControlError: the snapshot server does not answer, or refuses this rank.
+    """
+    service = context.sidecars[SNAPSHOT_SERVICE]
+    # Nodes have the same order as in ``config_of``.
+    present = list(dict.fromkeys(nodes)) if config.recovery.keep_layout else sorted(set(nodes))
+    peers = assignment.peers[present.index(context.node)]
+    hello = {
+        "token": service["token"],
+        "rank": context.rank,
+        "world_size": context.world_size,
+        "node": context.node,
+        # The server may have windows of an earlier job, so generations of windows rise over all jobs of the run.
+        "generation": int(service.get("first_generation", 0)) + context.generation,
+        "run_id": run_id,
+        "topology": topology,
+        "peers": service["addresses"],
+        "peer_nodes": [present[peer] for peer in peers],
+        "persist_every": 0 if stores_fewer_experts(config) else config.snapshot.persist_interval_windows,
+        "persist_url": persist_url(config, context.run_dir),
+        "num_persisted": config.snapshot.keep_persisted,
+    }
+    return KeeperClient(service["socket"], hello=hello)
 
 
 class SnapshotRestorer:

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_ft.errors import RecoveryError
 from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.mcore.optimizer.adamw import grad_scalers, sub_optimizers
-from megatron_ft.planning.iteration import Decision, History, Vote
+from megatron_ft.planning.iteration import Decision, History, MemoryUse, Vote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,8 @@ class IterationResult:
     not needed."""
     pass_seconds: tuple[float, ...] = ()
     """Seconds of the measured work of ``StragglerTimer`` on each rank, from the ballots."""
+    memory: MemoryUse | None = None
+    """Largest memory of any rank; None if the ballots are not known on this rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +195,8 @@ class IterationState:
     """The vote; None until it is complete on this rank."""
     pass_seconds: tuple[float, ...] = ()
     """Seconds of the measured work of ``StragglerTimer`` on each rank; empty until the vote is complete."""
+    memory: MemoryUse | None = None
+    """Largest memory of any rank, from the ballots; None until the vote is complete."""
     update: Literal["none", "begun", "done"] = "none"
     """Progress of the update of master weights, moments and compute weights."""
 

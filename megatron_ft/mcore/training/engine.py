@@ -4,7 +4,6 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +17,10 @@ from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.data.batches import (
     BatchReader,
-    LossResult,
     Microbatch,
     Samples,
-    padding_mask,
+    forward_step,
     plan_batches,
-    sum_of_losses,
 )
 from megatron_ft.mcore.groups import Groups, exchange
 from megatron_ft.mcore.model.build import build_model, forget_iteration, forget_shards, release_caches
@@ -49,25 +46,12 @@ from megatron_ft.mcore.state.tensors import (
     take_state,
 )
 from megatron_ft.mcore.state.train_state import IterationResult, IterationState, TrainState, generators_digest, seed_rng
-from megatron_ft.mcore.training.reporting import StragglerTimer
-from megatron_ft.planning.iteration import Ballot, CommitPolicy, Decision, History, Vote, WindowReport
+from megatron_ft.mcore.training.reporting import StragglerTimer, memory_use
+from megatron_ft.planning.iteration import Ballot, CommitPolicy, Decision, History, MemoryUse, Vote, WindowReport
 from megatron_ft.planning.placement.copies import StateCopyPlan
 from megatron_ft.planning.placement.migration import MigrationPlan, Replacement, Step
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.snapshot.partial_experts import counted_layers
-
-
-def forward_step(
-    microbatches: Iterator[Microbatch], model: torch.nn.Module, *, iteration: int
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossResult]]:
-    """Run the next microbatch through one model chunk. Return its output and the loss function for this output."""
-    failpoints.hit("forward", iteration)
-    batch = next(microbatches)
-    output = model(batch.tokens, batch.position_ids, None, labels=batch.labels, padding_mask=padding_mask(batch))
-    if output.requires_grad:
-        output.register_hook(lambda gradient: failpoints.hit("backward", iteration))
-    return output, partial(sum_of_losses, batch.is_padding)
-
 
 _BUILT = ("model_chunks", "optimizer", "scheduler", "p2p", "transformer_config", "_mixture_layers")
 _OPTIONAL = ("replica_gradients",)
@@ -380,6 +364,7 @@ class TrainingEngine:
             median_loss=self.history.median_loss,
             expert_load=self._of(vote.iteration).expert_load,
             pass_seconds=self._of(vote.iteration).pass_seconds,
+            memory=self._of(vote.iteration).memory,
         )
 
     def apply(self, result: IterationResult) -> None:
@@ -458,6 +443,7 @@ class TrainingEngine:
             stop_requested=int(self.stop_requested()),
             change_requested=int(self.change_requested()),
             pass_seconds=self._straggler_timer.end_iteration(),
+            **memory_use(self.device),
             **asdict(self.window_report()),
         )
 
@@ -471,6 +457,7 @@ class TrainingEngine:
         in_progress.contributed = True
         ballots = exchange(ballot, self.groups.vote)
         in_progress.pass_seconds = tuple(each.pass_seconds for each in ballots)
+        in_progress.memory = MemoryUse.largest(ballots)
         in_progress.vote = self.tally(ballots)
         failpoints.hit("vote_after", iteration)
         return in_progress.vote

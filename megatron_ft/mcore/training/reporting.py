@@ -3,13 +3,16 @@
 import hashlib
 import importlib.metadata
 import json
+import resource
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import psutil
 import torch
 
 from megatron_ft.config.job import JobConfig
@@ -22,6 +25,7 @@ from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager
 from megatron_ft.mcore.state.train_state import IterationResult
 from megatron_ft.operator_state import StateShard
 from megatron_ft.planning.alerts import Slowest
+from megatron_ft.planning.cost.flops import Throughput
 from megatron_ft.planning.iteration import BatchPlan
 from megatron_ft.planning.snapshot.plan import WindowPlan, window_bytes
 from megatron_ft.planning.snapshot.report import dense_plan
@@ -43,6 +47,25 @@ def _config_digest(config: JobConfig) -> str:
     """Return a checksum of the job's configuration."""
     content = json.dumps(to_dict(config), sort_keys=True).encode()
     return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def device_name(device: torch.device) -> str | None:
+    """Return the name of a GPU as CUDA reports it; None for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+def memory_use(device: torch.device) -> dict[str, int]:
+    """Return the memory of this rank in bytes, as fields of ``Ballot``."""
+    if device.type == "cuda":
+        return {
+            "allocated_bytes": torch.cuda.memory_allocated(device),
+            "reserved_bytes": torch.cuda.memory_reserved(device),
+            "peak_bytes": torch.cuda.max_memory_allocated(device),
+        }
+    resident = psutil.Process().memory_info().rss
+    # Linux and macOS count the peak in different units; the peak of a process is never below its present memory.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {"allocated_bytes": resident, "peak_bytes": max(resident, peak)}
 
 
 def planned_record(
@@ -69,7 +92,11 @@ def planned_record(
 
 
 def run_started(
-    config: JobConfig, context: RankContext, device: torch.device, resumed: tuple[str, int] | None
+    config: JobConfig,
+    context: RankContext,
+    device: torch.device,
+    resumed: tuple[str, int] | None,
+    throughput: Throughput,
 ) -> RunStarted:
     """Return the event of a run's start. ``resumed`` is the checkpoint or window from which the run continues, with its
     iteration; None for a new run."""
@@ -80,9 +107,10 @@ def run_started(
         world_size=context.world_size,
         num_nodes=context.num_nodes,
         train_iterations=config.training.train_iterations,
-        device=f"cuda: {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu",
+        device="cpu" if (name := device_name(device)) is None else f"cuda: {name}",
         versions={name: importlib.metadata.version(name) for name in _PACKAGES},
         config_digest=_config_digest(config),
+        peak_tflops=throughput.peak_tflops,
         resumed_from=None if resumed is None else resumed[0],
         resumed_from_iteration=None if resumed is None else resumed[1],
     )
@@ -101,12 +129,18 @@ def evaluation_record(engine: Evaluates) -> Evaluation:
 
 
 def metrics_record(
-    config: JobConfig, result: IterationResult, batch: BatchPlan, seconds: float, nodes: Sequence[int]
+    config: JobConfig,
+    result: IterationResult,
+    batch: BatchPlan,
+    seconds: float,
+    nodes: Sequence[int],
+    throughput: Throughput,
 ) -> Metrics:
     """Return the metrics of one iteration that took ``seconds``. ``telemetry/metrics.py`` explains names and units.
 
     Args:
         nodes: node number of each rank.
+        throughput: computes the rate of floating-point operations.
     """
     vote, model = result.vote, config.model
     values = {
@@ -119,6 +153,7 @@ def metrics_record(
         "consumed_samples": vote.iteration * batch.global_batch_size,
         "iteration_seconds": seconds,
         "tokens_per_second": vote.num_tokens / seconds,
+        **throughput.figures(batch.global_batch_size, vote.num_tokens, seconds, world_size=len(nodes)),
         "num_microbatches": batch.num_microbatches,
         "num_padding_microbatches": batch.num_padding_microbatches,
     }
@@ -128,6 +163,11 @@ def metrics_record(
     if (last := Slowest.of(result.pass_seconds)) is not None:
         values["slowest_rank"], values["slowest_node"] = last.rank, nodes[last.rank]
         values["slowest_rank_over_median"] = last.over_median
+    if (memory := result.memory) is not None and memory.peak_bytes:
+        values["memory_allocated_bytes"] = memory.allocated_bytes
+        if memory.reserved_bytes:
+            values["memory_reserved_bytes"] = memory.reserved_bytes
+        values["memory_peak_bytes"], values["memory_peak_rank"] = memory.peak_bytes, memory.peak_rank
     return Metrics(iteration=vote.iteration, values=values)
 
 

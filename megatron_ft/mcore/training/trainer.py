@@ -32,31 +32,30 @@ from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.recovery.restart import recorded_placement, select_restore_source
 from megatron_ft.mcore.recovery.upstream_log import keep_log, replay_window
 from megatron_ft.mcore.snapshot.local_window import LocalWindow, first_header, replay_config
-from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
+from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer, open_client
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.mcore.state.carried import MembershipStart
 from megatron_ft.mcore.state.tensors import NamedState, SavedExperts, state_digest
 from megatron_ft.mcore.state.train_state import IterationResult
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.mcore.training.reporting import (
+    device_name,
     evaluation_record,
     expert_load_record,
     metrics_record,
     placement_record,
     run_started,
 )
+from megatron_ft.planning.cost.flops import Throughput
 from megatron_ft.planning.iteration import BatchPlan
 from megatron_ft.planning.placement.report import plan_shard_copies
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.memory import PeerAssignment
-from megatron_ft.planning.snapshot.partial_experts import stores_fewer_experts
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.snapshot.capture.capture import Header
 from megatron_ft.snapshot.server.client import KeeperClient
-from megatron_ft.snapshot.storage.window_folder import WindowFolder, persist_url
+from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.topology import Topology
-
-SNAPSHOT_SERVICE = "keeper"
 
 
 class Trainer:
@@ -79,12 +78,14 @@ class Trainer:
         self.device = device
         self.samples = open_splits(config)
         self.identity = job_identity(config, context.run_dir, self.samples["train"])
+        vocab_size = resolve_vocab_size(config)
+        self.throughput = Throughput.of(config, vocab_size, device_name(device))
         self.make_engine = partial(
             TrainingEngine,
             config,
             device=device,
             transformer_impl=transformer_impl,
-            vocab_size=resolve_vocab_size(config),
+            vocab_size=vocab_size,
             samples=self.samples,
             stop_requested=context.worker.stop_requested,
             change_requested=context.worker.change_requested,
@@ -156,7 +157,7 @@ class Trainer:
         self.keep_copies()
         origin = source if window is None else f"window of iteration {window.window.start_iteration}"
         resumed = None if origin is None else (str(origin), self.engine.iteration)
-        self.report(run_started(self.config, self.context, self.device, resumed))
+        self.report(run_started(self.config, self.context, self.device, resumed, self.throughput))
         if self.placement is not None:
             self.report_placement("resumed" if source is not None or window is not None else "first")
         # Only after the replay, because new windows may need the memory of the window that was replayed.
@@ -280,7 +281,8 @@ class Trainer:
         plan of the iteration, if it is not the engine's current plan."""
         iteration, vote, decision = result.vote.iteration, result.vote, result.decision
         if _due(iteration, self.config.telemetry.log_interval_iterations):
-            self.report(metrics_record(self.config, result, batch or self.engine.batch, seconds, self.nodes))
+            plan = batch or self.engine.batch
+            self.report(metrics_record(self.config, result, plan, seconds, self.nodes, self.throughput))
         if result.expert_load is not None and self._reports_load(iteration):
             self.report(expert_load_record(self.config, iteration, result.expert_load))
         if decision.spike:
@@ -476,34 +478,16 @@ class Trainer:
     # -- snapshots ----------------------------------------------------------------------------------------
 
     def _open_snapshot_client(self) -> KeeperClient | None:
-        """Connect to the snapshot server of this rank's node. Return None if ``snapshot.policy`` is null.
-
-        Raises:
-            ControlError: the snapshot server does not answer, or refuses this rank.
-        """
-        config, context = self.config, self.context
-        if config.snapshot.policy is None:
+        if self.config.snapshot.policy is None:
             return None
-        service = context.sidecars[SNAPSHOT_SERVICE]
-        # Nodes have the same order as in ``config_of``.
-        present = list(dict.fromkeys(self.nodes)) if config.recovery.keep_layout else sorted(set(self.nodes))
-        peers = self._peer_assignment().peers[present.index(context.node)]
-        hello = {
-            "token": service["token"],
-            "rank": context.rank,
-            "world_size": context.world_size,
-            "node": context.node,
-            # The server may have windows of an earlier job, so generations of windows rise over all jobs of the run.
-            "generation": int(service.get("first_generation", 0)) + context.generation,
-            "run_id": self.identity.run_id,
-            "topology": self.topology_record,
-            "peers": service["addresses"],
-            "peer_nodes": [present[peer] for peer in peers],
-            "persist_every": 0 if stores_fewer_experts(config) else config.snapshot.persist_interval_windows,
-            "persist_url": persist_url(config, context.run_dir),
-            "num_persisted": config.snapshot.keep_persisted,
-        }
-        return KeeperClient(service["socket"], hello=hello)
+        return open_client(
+            self.config,
+            self.context,
+            self.nodes,
+            assignment=self._peer_assignment(),
+            topology=self.topology_record,
+            run_id=self.identity.run_id,
+        )
 
     def _peer_assignment(self) -> PeerAssignment:
         # Assigns to each node the nodes in other failure domains that store copies of its windows. The present nodes

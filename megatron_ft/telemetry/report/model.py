@@ -1,7 +1,8 @@
 """Content of a report page as plain values, computed from the records of a run."""
 
 import math
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ft import events
@@ -62,6 +63,8 @@ class RunReport:
     alerts: tuple[events.AlertRaised | events.AlertCleared, ...]
     goodput: Goodput
     """Wall time of all jobs of the run, divided into useful time and losses."""
+    speed: Mapping[str, float]
+    """Median over the newest iterations of each metric in ``SPEED_METRICS`` that they have."""
     loads: ExpertLoads | None
     """Load of the experts of each layer; None if no record contains any."""
     placements: tuple[events.PlacementInForce, ...]
@@ -103,6 +106,7 @@ class RunReport:
                 record for record in files.events if isinstance(record, events.AlertRaised | events.AlertCleared)
             ),
             goodput=Goodput.measure((*files.metrics, *files.events)),
+            speed=_medians(newest[-SPEED_ITERATIONS:]),
             loads=ExpertLoads.of(files.events),
             placements=tuple(record for record in files.events if isinstance(record, events.PlacementInForce)),
             plans=files.plans,
@@ -112,6 +116,18 @@ class RunReport:
             num_metrics=len(files.metrics),
             newest_unix_seconds=max(times, default=None),
         )
+
+
+SPEED_METRICS = ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "memory_peak_bytes")
+SPEED_ITERATIONS = 100
+
+
+def _medians(metrics: Sequence[Metrics]) -> dict[str, float]:
+    found = {}
+    for name in SPEED_METRICS:
+        if values := [float(record.values[name]) for record in metrics if name in record.values]:
+            found[name] = statistics.median(values)
+    return found
 
 
 def _size(records: Sequence[Record], started: RunStarted | None) -> str | None:

@@ -2,11 +2,11 @@
 table beside it."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 
 from megatron_ft.events import AlertCleared, AlertRaised
-from megatron_ft.formatting import seconds
+from megatron_ft.formatting import seconds, size
 from megatron_ft.records import OtherRecord
 from megatron_ft.telemetry.goodput import Goodput, instant
 from megatron_ft.telemetry.report.drawing import Element, Scale, figure, text, x_axis
@@ -244,6 +244,7 @@ def _run_figures(report: RunReport) -> Iterator[tuple[str, str]]:
         yield "loss", figure(round(report.loss[-1][1], 4))
     if report.evaluations:
         yield "validation loss", figure(round(report.evaluations[-1][1], 4))
+    yield from _speed(report.speed)
     failures = [recovery for recovery in report.recoveries if recovery.is_failure]
     yield "recoveries", str(len(failures))
     pauses = [recovery.pause_seconds for recovery in failures if recovery.pause_seconds is not None]
@@ -251,6 +252,17 @@ def _run_figures(report: RunReport) -> Iterator[tuple[str, str]]:
         yield "all pauses", seconds(sum(pauses))
     if failures:
         yield "iterations again", f"{sum(recovery.num_again or 0 for recovery in failures):,}"
+
+
+def _speed(speed: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    if (rate := speed.get("tokens_per_second_per_gpu")) is not None:
+        yield "tokens/s per GPU", figure(float(f"{rate:.4g}"))
+    if (rate := speed.get("tflops_per_gpu")) is not None:
+        yield "TFLOP/s per GPU", figure(float(f"{rate:.3g}"))
+    if (share := speed.get("mfu")) is not None:
+        yield "MFU", _percent(share)
+    if (peak := speed.get("memory_peak_bytes")) is not None:
+        yield "peak memory of a rank", size(peak)
 
 
 def _alerts(alerts: Sequence[AlertRaised | AlertCleared]) -> Iterator[Element]:

@@ -23,7 +23,7 @@ CLOSE_SECONDS = 60.0
 class QueuedSink(Sink):
     """Queues records for a thread, so that a slow tracker never delays the caller.
 
-    Only the thread uses the tracker's package; it also imports it. After an error of the tracker, no record is accepted.
+    Only the thread uses and imports the tracker's package. After an error of the tracker, no record is accepted.
     """
 
     retries = False

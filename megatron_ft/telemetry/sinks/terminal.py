@@ -212,6 +212,7 @@ def _figures(state: RunState) -> Table:
         "loss": _number(values.get("loss"), ".4f"),
         "evaluation": evaluation,
         "tokens/s": _number(values.get("tokens_per_second"), ",.0f"),
+        "TFLOP/s/GPU": _number(values.get("tflops_per_gpu"), ".3g"),
         "learning rate": _number(values.get("learning_rate"), ".2e"),
         "grad norm": _number(values.get("grad_norm"), ".3f"),
     }

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.errors import TrainingStopped
-from megatron_ft.planning.iteration import BALLOT_FIELDS, Ballot, CommitPolicy, Decision, History, Vote
+from megatron_ft.planning.iteration import BALLOT_FIELDS, Ballot, CommitPolicy, Decision, History, MemoryUse, Vote
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 EXACT = st.integers(0, 2**53)
@@ -247,3 +247,14 @@ def test_history_keeps_the_newest_committed_losses(losses: list[float], window: 
         history = history.after(vote_of(loss=999.0), Decision(action="skip"), window)
     assert list(history.losses) == losses[-window:]
     assert history.num_consecutive_skips == (1 if losses else 0)
+
+
+def test_memory_is_the_largest_of_any_rank() -> None:
+    ballots = [
+        ballot(allocated_bytes=5, reserved_bytes=9, peak_bytes=7),
+        ballot(allocated_bytes=4, reserved_bytes=10, peak_bytes=2**45 + 1),
+    ]
+    read = [Ballot.from_row(each.to_row()) for each in ballots]
+    assert read == ballots
+    found = MemoryUse.largest(read)
+    assert found == MemoryUse(allocated_bytes=5, reserved_bytes=10, peak_bytes=2**45 + 1, peak_rank=1)

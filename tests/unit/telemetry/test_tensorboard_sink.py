@@ -121,7 +121,9 @@ def test_a_missing_package_is_refused_by_name(config: JobConfig, monkeypatch: py
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name))
     check_sinks(config)
     config.telemetry.sinks["tensorboard"] = SINK
-    with pytest.raises(ConfigError, match=r"telemetry\.sinks\.tensorboard: needs the package tensorboard, which is not"):
+    with pytest.raises(
+        ConfigError, match=r"telemetry\.sinks\.tensorboard: needs the package tensorboard, which is not"
+    ):
         check_sinks(config)
     config.telemetry.sinks["tensorboard"] = None
     check_sinks(config)

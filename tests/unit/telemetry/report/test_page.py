@@ -162,3 +162,15 @@ def test_a_membership_of_very_many_ranks_is_cut_short(run: MadeUpRun) -> None:
     run.say(2.0, events.MembershipChanged(generation=1, seconds=0.5, **about))
     page = run.page()
     assert "3584 more are not shown" in page and len(page) < 4_000_000
+
+
+def test_speed_and_memory_are_medians_and_left_out_if_not_reported(run: MadeUpRun) -> None:
+    run.say(0.0, started())
+    run.train(1, 1, 0.0)
+    assert "TFLOP/s per GPU" not in run.page() and "MFU" not in run.page()
+    for iteration, rate in ((2, 100.0), (3, 300.0), (4, 320.0)):
+        values = {"loss": 4.0, "tflops_per_gpu": rate, "mfu": rate / 1000, "memory_peak_bytes": 3 * 10**9}
+        run.line("metrics.jsonl", events.Metrics(iteration=iteration, values=values).to_record())
+    page = run.page()
+    assert "<dt>TFLOP/s per GPU</dt><dd>300</dd>" in page and "<dt>MFU</dt><dd>30.0 %</dd>" in page
+    assert "<dt>peak memory of a rank</dt><dd>3.0 GB</dd>" in page
