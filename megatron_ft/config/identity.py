@@ -26,6 +26,8 @@ _IGNORED_MODEL_KEYS = (
 """Keys of ``model`` that do not affect training, and keys that only determine the stored vocabulary size."""
 # Only the fingerprint decides whether data are equal. These keys let a message name what was changed.
 _DATA_KEYS = ("train", "train_weights", "valid_fraction", "tokenizer", "seed")
+DOCUMENT_KEYS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+"""Keys of ``data`` with which the end of a document has an effect. The fingerprint contains those that are true."""
 _OPTIMIZER_KEYS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 
 
@@ -125,6 +127,8 @@ def settings_of(config: JobConfig, *, data_fingerprint: str, vocab_size: int) ->
             FINGERPRINT: data_fingerprint,
             "model.seq_length": config.model.seq_length,
             **{f"data.{name}": data[name] for name in _DATA_KEYS},
+            # False is stored as null, which is also the value of older files without these keys.
+            **{f"data.{name}": data[name] or None for name in DOCUMENT_KEYS},
         },
         "model": {
             "model.vocab_size": vocab_size,

@@ -76,6 +76,13 @@ class DataConfig:
     """Folder for the index of the built-in corpus, which is written when the corpus is first used."""
     seed: int = 1234
     """Seed for the order of samples."""
+    eod_mask_loss: bool = False
+    """Leave the prediction after the end of a document, the first token of the next one, out of the loss."""
+    reset_position_ids: bool = False
+    """Number positions from 0 in each document. Only with ``model.position_embedding_type=learned_absolute``, because
+    rotary positions have an effect only by their distance."""
+    reset_attention_mask: bool = False
+    """Restrict attention to the document of a token. Needs the local layers."""
     mmap: bool = True
     """Map ``.bin`` files into memory instead of reading them."""
 
@@ -154,7 +161,8 @@ class TrainingConfig:
     on a machine without a GPU checks both devices."""
     transformer_impl: str = "auto"
     """Implementation of transformer layers: ``local``, ``transformer_engine`` or ``auto`` (Transformer Engine on CUDA
-    if it is fully installed and ``precision.fp8`` is null, otherwise ``local``)."""
+    if it is fully installed, ``precision.fp8`` is null and ``data.reset_attention_mask`` is false, otherwise
+    ``local``)."""
     non_finite_policy: str = "stop"
     """Action if a loss or gradient norm is NaN or infinite: ``stop`` the run, or ``skip`` the update. With ``fp16`` an
     overflow always skips the update and lowers the loss scale."""

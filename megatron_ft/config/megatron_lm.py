@@ -334,6 +334,13 @@ def _timeout(values: Sequence[str], given: Given) -> Computed:
     return "key", [f"training.distributed_timeout_seconds={60 * float(values[0])}"], ""
 
 
+def _reset_position_ids(values: Sequence[str], given: Given) -> Computed:
+    is_rotary = given.get("position-embedding-type") == ["rope"] or "use-rotary-position-embeddings" in given
+    if is_rotary or "multi-latent-attention" in given:
+        return "always", (), "rotary positions have an effect only by the distance of tokens; Megatron-LM ignores the flag"
+    return "key", ["data.reset_position_ids=true"], ""
+
+
 def _tensorboard(values: Sequence[str], given: Given) -> Computed:
     return "key", ["telemetry=tensorboard"], "event files are in the run's folder; needs the package tensorboard"
 
@@ -440,6 +447,7 @@ _SPECIAL: dict[str, Callable[[Sequence[str], Given], Computed]] = {
     "lr-warmup-fraction": _warmup_fraction,
     "exit-interval": _exit_interval,
     "tensorboard-dir": _tensorboard,
+    "reset-position-ids": _reset_position_ids,
     "data-path": _sources("train"),
     "train-data-path": _sources("train"),
     "valid-data-path": _sources("valid"),

@@ -3,7 +3,7 @@
 import dataclasses
 
 from megatron_ft.config.checks import launch, model, parallel, recovery, training
-from megatron_ft.config.checks.data import check_data_knobs
+from megatron_ft.config.checks.data import check_data_knobs, check_documents
 from megatron_ft.config.checks.placement import check_placement
 from megatron_ft.config.checks.primitives import finite_numbers, show
 from megatron_ft.config.job import JobConfig
@@ -26,6 +26,7 @@ def validate(config: JobConfig) -> None:
     check_data_knobs(config.data)
     model.check(config)
     training.check(config)
+    check_documents(config)
     parallel.check(config)
     check_placement(config)
     recovery.check(config)

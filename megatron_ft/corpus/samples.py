@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_ft.config.identity import DOCUMENT_KEYS
 from megatron_ft.config.job import DataConfig, JobConfig
 from megatron_ft.corpus import stdlib
 from megatron_ft.corpus.indexed import IndexInfo, bin_path, check_tokenizer, idx_path, read_dtype
@@ -171,14 +172,18 @@ class SplitPlan:
     seq_length: int
     spans: tuple[Span, ...]
     order: _SampleOrder
+    document_rules: tuple[str, ...] = ()
+    """Keys of ``data`` that are true and make the end of a document count, with the token that ends documents."""
 
     def fingerprint(self) -> str:
-        """Return a hexadecimal digest of the order of samples, the sizes of the sources, and their first and last
-        tokens.
+        """Return a hexadecimal digest of the order of samples, the sizes of the sources, their first and last
+        tokens, and the rules for documents.
 
         The tokens in between are not read. Sources of equal size that differ only in these tokens have equal digests.
         """
         digest = hashlib.blake2b(repr((self.seq_length, self.order)).encode(), digest_size=8)
+        if self.document_rules:
+            digest.update(repr(self.document_rules).encode())
         for span in self.spans:
             # Read only the ends, because every rank computes this at every start, whatever the size of the sources.
             edge = min(4096, span.num_tokens)
@@ -200,7 +205,13 @@ class SplitPlan:
         prefixes = [_source_prefix(config, source, tokenizer) for source in sources]
         infos = [_read_info(f"{key}[{position}]", prefix) for position, prefix in enumerate(prefixes)]
         found = spans(config, seq_length, split, [(info.prefix, info.num_tokens) for info in infos])
-        return cls(seq_length=seq_length, spans=found, order=_sample_order(config, split, found))
+        rules = tuple(name for name in DOCUMENT_KEYS if getattr(config, name))
+        return cls(
+            seq_length=seq_length,
+            spans=found,
+            order=_sample_order(config, split, found),
+            document_rules=(*rules, f"eod={tokenizer.eod}") if rules else (),
+        )
 
 
 def num_samples(num_tokens: int, seq_length: int) -> int:

@@ -34,6 +34,8 @@ _generations = itertools.count()
 class MadeUpSamples:
     """Made-up samples. Each depends only on its index and repeats a short pattern, so that a model can learn it."""
 
+    eod = 0
+
     def __init__(self, seq_length: int) -> None:
         self.seq_length = seq_length
 

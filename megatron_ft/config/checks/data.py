@@ -1,7 +1,8 @@
 """Checks of the keys of ``data``. ``megatron_ft.corpus.samples`` checks the files that these keys name."""
 
+from megatron_ft.config.checks.parallel import needs_transformer_engine
 from megatron_ft.config.checks.primitives import one_of, require
-from megatron_ft.config.job import DataConfig
+from megatron_ft.config.job import DataConfig, JobConfig
 
 LARGEST_SEED = 2**31 - 1
 
@@ -16,6 +17,30 @@ def check_data_knobs(data: DataConfig) -> None:
     require(0 <= data.seed <= LARGEST_SEED, "data.seed", data.seed, f"must be in 0..{LARGEST_SEED}")
     require(bool(data.cache_dir.strip()), "data.cache_dir", repr(data.cache_dir), "must name a folder")
     _check_tokenizer_files(data)
+
+
+def check_documents(config: JobConfig) -> None:
+    """Check that positions and attention can depend on documents."""
+    embedding = config.model.position_embedding_type
+    require(
+        not config.data.reset_position_ids or (embedding != "rope" and not config.model.multi_latent_attention),
+        "data.reset_position_ids",
+        True,
+        "must be false with rotary positions (model.position_embedding_type=rope, model.multi_latent_attention=true): "
+        "they have an effect only by the distance of tokens, which is the same; set data.reset_attention_mask=true to "
+        "separate documents",
+    )
+    if not config.data.reset_attention_mask:
+        return
+    named = "data.reset_attention_mask=true"
+    for key, value, constraint in needs_transformer_engine(config):
+        require(False, key, value, f"{constraint} with {named}: only Transformer Engine can train this value")
+    require(
+        config.training.transformer_impl != "transformer_engine",
+        "training.transformer_impl",
+        config.training.transformer_impl,
+        f"must be local or auto with {named}: the fused attention of Transformer Engine is only causal",
+    )
 
 
 def _check_sources(split: str, sources: list[str], weights: list[float] | None) -> None:

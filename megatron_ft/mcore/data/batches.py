@@ -12,15 +12,64 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ft import failpoints
-from megatron_ft.config.job import TrainingConfig
+from megatron_ft.config.job import DataConfig, TrainingConfig
 from megatron_ft.planning.iteration import BatchPlan
+
+_COUNTED = 3
+"""Index of the counted tokens in a packed microbatch with ``DocumentRules``."""
 
 
 class Samples(Protocol):
     """Interface of a source of token sequences."""
 
+    eod: int
+    """Token that ends a document."""
+
     def sample(self, index: int) -> npt.NDArray[np.int64]:
         """Return the tokens of sample ``index``: [seq_length + 1]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentRules:
+    """Treatment of the documents within a sample, as with ``--eod-mask-loss``, ``--reset-position-ids`` and
+    ``--reset-attention-mask`` of Megatron-LM. The token that ends a document belongs to this document."""
+
+    eod: int
+    masks_loss: bool
+    """Whether the prediction after the end of a document does not count in the loss."""
+    resets_positions: bool
+    resets_attention: bool
+
+    @classmethod
+    def of(cls, data: DataConfig, samples: Samples) -> "DocumentRules | None":
+        """Return the rules for ``samples``, or None if documents have no effect."""
+        if not (data.eod_mask_loss or data.reset_position_ids or data.reset_attention_mask):
+            return None
+        return cls(
+            eod=samples.eod,
+            masks_loss=data.eod_mask_loss,
+            resets_positions=data.reset_position_ids,
+            resets_attention=data.reset_attention_mask,
+        )
+
+    def counted(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return 1 for tokens whose prediction counts in the loss, and 0 for others: int64, as ``tokens``."""
+        return (tokens != self.eod).long() if self.masks_loss else torch.ones_like(tokens)
+
+    def documents(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the number of each token's document, from 0 in each row: int64, as ``tokens`` [rows, length]."""
+        ends = (tokens == self.eod).long()
+        return ends.cumsum(dim=1) - ends
+
+    def positions(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the position of each token: int64, as ``tokens`` [rows, length]."""
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        if not self.resets_positions:
+            return positions
+        documents = self.documents(tokens)
+        is_first = torch.ones_like(tokens, dtype=torch.bool)
+        is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        return positions - torch.where(is_first, positions, 0).cummax(dim=1).values
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +84,24 @@ class Microbatch:
     labels: torch.Tensor | None
     position_ids: torch.Tensor | None
     is_padding: bool
+    counted: torch.Tensor | None = None
+    """1 for tokens that count in the loss, otherwise 0, as ``tokens``; None if all count."""
+    documents: torch.Tensor | None = None
+    """Number of each token's document, on all stages; None if attention does not depend on documents."""
+
+    @classmethod
+    def unpack(
+        cls, packed: torch.Tensor, is_padding: bool, rules: DocumentRules | None, *, needs_tokens: bool
+    ) -> "Microbatch":
+        """Make a microbatch of the tensor of ``BatchReader._packed``."""
+        tokens, labels, positions, *others = packed
+        counted, documents = others if rules is not None else (None, None)
+        return cls(
+            *((tokens, labels, positions) if needs_tokens else (None, None, None)),
+            is_padding,
+            counted if rules is not None and rules.masks_loss and needs_tokens else None,
+            documents if rules is not None and rules.resets_attention else None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +117,18 @@ class BatchReader:
     device: torch.device
     context_parallel_rank: int = 0
     context_parallel_size: int = 1
+    rules: DocumentRules | None = None
 
     @classmethod
     def of(
-        cls, pg: ProcessGroupCollection, *, samples: Samples, plan: BatchPlan, seq_length: int, device: torch.device
+        cls,
+        pg: ProcessGroupCollection,
+        *,
+        samples: Samples,
+        plan: BatchPlan,
+        seq_length: int,
+        device: torch.device,
+        rules: DocumentRules | None,
     ) -> "BatchReader":
         """Create the reader of this rank, whose place in the layout follows from the process groups ``pg``."""
         return cls(
@@ -65,42 +140,62 @@ class BatchReader:
             device=device,
             context_parallel_rank=pg.cp.rank(),
             context_parallel_size=pg.cp.size(),
+            rules=rules,
         )
 
     def microbatches(self, iteration: int) -> Iterator[Microbatch]:
         """Yield the rank's microbatches of ``iteration`` (counted from 1), in order. On CUDA, the next microbatch is
         read and copied to the device while the current one is computed."""
-        samples = (
-            self.plan.first_sample(iteration, self.data_parallel_rank, number)
-            for number in range(self.plan.num_microbatches)
-        )
-        # Inner stages need no tokens, but must know which microbatches are padding.
-        if not self.needs_tokens:
+        samples = self._first_samples(iteration)
+        # Inner stages need no tokens, but must know which microbatches are padding, and where documents end if
+        # attention depends on it.
+        if not self.needs_tokens and (self.rules is None or not self.rules.resets_attention):
             yield from (Microbatch(None, None, None, first is None) for first in samples)
         elif self.device.type == "cuda":
             yield from self._uploaded(samples)
         else:
-            yield from (Microbatch(*self._packed(first), first is None) for first in samples)
+            yield from (self._unpacked(self._packed(first), first is None) for first in samples)
+
+    def num_loss_tokens(self, iteration: int) -> int:
+        """Return the number of tokens of this rank's microbatches of ``iteration`` that count in the loss."""
+        firsts = [first for first in self._first_samples(iteration) if first is not None]
+        if self.rules is None or not self.rules.masks_loss:
+            return len(firsts) * self.plan.micro_batch_size * self.seq_length // self.context_parallel_size
+        return sum(int(self._packed(first)[_COUNTED].sum()) for first in firsts)
+
+    def _first_samples(self, iteration: int) -> Iterator[int | None]:
+        return (
+            self.plan.first_sample(iteration, self.data_parallel_rank, number)
+            for number in range(self.plan.num_microbatches)
+        )
+
+    def _unpacked(self, packed: torch.Tensor, is_padding: bool) -> Microbatch:
+        return Microbatch.unpack(packed, is_padding, self.rules, needs_tokens=self.needs_tokens)
 
     def _uploaded(self, samples: Iterator[int | None]) -> Iterator[Microbatch]:
         uploads = (_Upload.begin(self._packed(first), first is None, self.device) for first in samples)
         under_way = next(uploads, None)
         while under_way is not None:
             following = next(uploads, None)
-            yield under_way.take()
+            yield self._unpacked(under_way.take(), under_way.is_padding)
             under_way = following
 
     def _packed(self, first_sample: int | None) -> torch.Tensor:
-        """Return tokens, labels and positions as one host tensor, int64 [3, micro_batch_size, length]. ``length`` is
-        the part of the sequence that this rank has. ``first_sample`` is None for padding."""
+        """Return tokens, labels and positions as one host tensor, int64 [3, micro_batch_size, length]. With ``rules``,
+        it also contains the counted tokens and the documents (5 instead of 3). ``length`` is the part of the sequence
+        that this rank has. ``first_sample`` is None for padding."""
         size = self.plan.micro_batch_size
         if first_sample is None:
             rows = torch.zeros((size, self.seq_length + 1), dtype=torch.int64)
         else:
             indices = range(first_sample, first_sample + size)
             rows = torch.from_numpy(np.stack([self.samples.sample(index) for index in indices]))
-        positions = torch.arange(self.seq_length).expand(size, -1)
-        return torch.stack([self._part(part) for part in (rows[:, :-1], rows[:, 1:], positions)])
+        tokens, labels, rules = rows[:, :-1], rows[:, 1:], self.rules
+        if rules is None:
+            parts = [tokens, labels, torch.arange(self.seq_length).expand(size, -1)]
+        else:
+            parts = [tokens, labels, rules.positions(tokens), rules.counted(tokens), rules.documents(tokens)]
+        return torch.stack([self._part(part) for part in parts])
 
     def _part(self, rows: torch.Tensor) -> torch.Tensor:
         if self.context_parallel_size > 1:
@@ -126,12 +221,12 @@ class _Upload:
             tensors = packed.pin_memory().to(device, non_blocking=True)
             return cls(tensors, is_padding, stream.record_event())
 
-    def take(self) -> Microbatch:
-        """Return the microbatch. The current stream waits for the copy."""
+    def take(self) -> torch.Tensor:
+        """Return the copied tensor. The current stream waits for the copy."""
         computing = torch.cuda.current_stream(self.tensors.device)
         computing.wait_event(self.is_there)
         self.tensors.record_stream(computing)  # the tensors were allocated on the other stream
-        return Microbatch(*self.tensors, self.is_padding)
+        return self.tensors
 
 
 @functools.cache
@@ -153,20 +248,32 @@ def plan_batches(training: TrainingConfig, data_parallel_size: int, num_microbat
 LossResult = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def sum_of_losses(is_padding: bool, losses: torch.Tensor) -> LossResult:
+def sum_of_losses(is_padding: bool, counted: torch.Tensor | None, losses: torch.Tensor) -> LossResult:
     """Sum the per-token ``losses`` [micro_batch_size, seq_length] of a microbatch.
+
+    Args:
+        counted: 1 for tokens that count, otherwise 0, as ``losses``; None if all count.
 
     Returns:
         (loss_sum, num_tokens, report): sum of losses, int32 number of tokens, and both as float64 [2]. All are zero for
         a padding microbatch.
     """
-    num_tokens = 0 if is_padding else losses.numel()
+    if is_padding:
+        counted = torch.zeros_like(losses)
     # Not multiplied by zero, because zero times a loss that is not finite is NaN.
-    counted = torch.where(torch.zeros_like(losses, dtype=torch.bool), losses, 0.0) if is_padding else losses
-    loss_sum = counted.float().sum()
-    # Filled on the device, because a copy from the host would wait for all queued work.
-    tokens = losses.new_full((), num_tokens, dtype=torch.int32)
+    summed = losses if counted is None else torch.where(counted != 0, losses, 0.0)
+    loss_sum = summed.float().sum()
+    # Filled and summed on the device, because a copy between host and device would wait for all queued work.
+    tokens = losses.new_full((), losses.numel(), dtype=torch.int32) if counted is None else counted.sum().int()
     return loss_sum, tokens, torch.stack([loss_sum.detach().double(), tokens.double()])
+
+
+def attention_mask(documents: torch.Tensor) -> torch.Tensor:
+    """Return, for ``documents`` [rows, length], where attention is forbidden: bool [rows, 1, length, length]. A token
+    may attend to itself and to earlier tokens of its document."""
+    length = documents.shape[1]
+    later = torch.ones((length, length), dtype=torch.bool, device=documents.device).triu(diagonal=1)
+    return (later | (documents[:, :, None] != documents[:, None, :]))[:, None]
 
 
 def padding_mask(batch: Microbatch) -> torch.Tensor | None:
@@ -186,7 +293,8 @@ def forward_step(
     """Run the next microbatch through one model chunk. Return its output and the loss function for this output."""
     failpoints.hit("forward", iteration)
     batch = next(microbatches)
-    output = model(batch.tokens, batch.position_ids, None, labels=batch.labels, padding_mask=padding_mask(batch))
+    mask = None if batch.documents is None else attention_mask(batch.documents)
+    output = model(batch.tokens, batch.position_ids, mask, labels=batch.labels, padding_mask=padding_mask(batch))
     if output.requires_grad:
         output.register_hook(lambda gradient: failpoints.hit("backward", iteration))
-    return output, partial(sum_of_losses, batch.is_padding)
+    return output, partial(sum_of_losses, batch.is_padding, batch.counted)

@@ -28,8 +28,9 @@ class Samples:
     sample depends only on ``data.seed``, the sources and the index, not on the parallel layout or the length of the
     run."""
 
-    def __init__(self, plan: SplitPlan, vocab_size: int, *, mmap: bool = True) -> None:
+    def __init__(self, plan: SplitPlan, vocab_size: int, *, eod: int, mmap: bool = True) -> None:
         self.plan = plan
+        self.eod = eod
         self.vocab_size = vocab_size
         self._datasets = [IndexedDataset(span.prefix, mmap=mmap) for span in plan.spans]
         for span, dataset in zip(plan.spans, self._datasets, strict=True):
@@ -92,7 +93,7 @@ def open_samples(config: JobConfig, split: str) -> Samples:
     """
     tokenizer = build_tokenizer(config.data)
     plan = SplitPlan.of(config.data, config.model.seq_length, split, tokenizer)
-    return Samples(plan, vocabulary_entries(config, tokenizer), mmap=config.data.mmap)
+    return Samples(plan, vocabulary_entries(config, tokenizer), eod=tokenizer.eod, mmap=config.data.mmap)
 
 
 RUN_DATA_NAME = "data_fingerprint.json"

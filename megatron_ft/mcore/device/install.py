@@ -78,17 +78,17 @@ def _apex() -> bool:
     return True
 
 
-def _choose_transformer_impl(requested: str, device: str, software: _Software, *, has_fp8: bool = False) -> str:
+def _choose_transformer_impl(requested: str, device: str, software: _Software, *, only_local: bool = False) -> str:
     """Return ``local`` or ``transformer_engine`` for ``requested``, a value of ``training.transformer_impl``.
 
-    ``auto`` chooses Transformer Engine if it is installed and the device is ``cuda``. With ``has_fp8``, it chooses
-    ``local``, because only the local layers have FP8 operands.
+    ``auto`` chooses Transformer Engine if it is installed and the device is ``cuda``. With ``only_local``, it chooses
+    ``local``, because only the local layers can do what other keys request.
 
     Raises:
         ConfigError: Transformer Engine was requested, but is not installed or cannot run on the device.
     """
     if requested == "auto":
-        has_engine = device == "cuda" and software.transformer_engine and not has_fp8
+        has_engine = device == "cuda" and software.transformer_engine and not only_local
         return "transformer_engine" if has_engine else "local"
     if requested == "transformer_engine":
         if device != "cuda":
@@ -170,8 +170,11 @@ def install(config: JobConfig) -> tuple[str, str]:
     """
     software = _Software.inspect()
     device = resolve_device(config.training.device)
-    requested, has_fp8 = config.training.transformer_impl, config.precision.fp8 is not None
-    transformer_impl = _choose_transformer_impl(requested, device, software, has_fp8=has_fp8)
+    requested, only_local = (
+        config.training.transformer_impl,
+        (config.precision.fp8 is not None or config.data.reset_attention_mask),
+    )
+    transformer_impl = _choose_transformer_impl(requested, device, software, only_local=only_local)
     _check_provider(config.parallel.context_parallel_size, transformer_impl)
     with warnings.catch_warnings():
         # Megatron warns at import about each missing optional package. They have been checked above.

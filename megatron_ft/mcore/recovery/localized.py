@@ -225,20 +225,13 @@ class _Region:
             # Megatron broadcasts the number of tokens from the last rank of ``pp``. In a region without the last stage,
             # that rank has no labels to count, so each rank computes the number.
             if num_tokens is not None and not is_last_here:
-                num_tokens.fill_(self._num_own_tokens())
+                num_tokens.fill_(self._engine.reader("train").num_loss_tokens(self._engine.iteration + 1))
             # Change a copy, because the schedule still uses the group of the whole pipeline.
             scoped = copy.copy(pg_collection)
             scoped.pp = self._line
             finalize(model, num_tokens, pg_collection=scoped, **others)
 
         return finalize_alone
-
-    def _num_own_tokens(self) -> int:
-        engine, config = self._engine, self._engine.config
-        batch, mine = engine.batch, engine.pg.dp.rank()
-        numbers = range(batch.num_microbatches)
-        num_real = sum(batch.first_sample(engine.iteration + 1, mine, number) is not None for number in numbers)
-        return num_real * batch.micro_batch_size * config.model.seq_length // engine.pg.cp.size()
 
 
 class KeptLayoutRecovery:

@@ -17,6 +17,7 @@ from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.data.batches import (
     BatchReader,
+    DocumentRules,
     Microbatch,
     Samples,
     forward_step,
@@ -550,10 +551,7 @@ class TrainingEngine:
 
     def _run_microbatches(self, split: str, number: int, *, forward_only: bool) -> list[torch.Tensor]:
         """Run batch ``number`` of ``split`` through the pipeline. In training, ``number`` is the iteration."""
-        pg, batch = self.pg, self.batch
-        reader = BatchReader.of(
-            pg, samples=self.samples[split], plan=batch, seq_length=self.config.model.seq_length, device=self.device
-        )
+        pg, batch, reader = self.pg, self.batch, self.reader(split)
         reports: list[torch.Tensor] = self.forward_backward(
             forward_step_func=self._forward_step,
             data_iterator=[reader.microbatches(number) for _ in self.model_chunks],
@@ -566,6 +564,18 @@ class TrainingEngine:
             pg_collection=pg,
         )
         return reports
+
+    def reader(self, split: str) -> BatchReader:
+        """Return the reader of this rank's microbatches of ``split``."""
+        config, samples = self.config, self.samples[split]
+        return BatchReader.of(
+            self.pg,
+            samples=samples,
+            plan=self.batch,
+            seq_length=config.model.seq_length,
+            device=self.device,
+            rules=DocumentRules.of(config.data, samples),
+        )
 
     def _forward_step(self, microbatches: Iterator[Microbatch], model: torch.nn.Module) -> Any:
         self.num_forward_passes += 1

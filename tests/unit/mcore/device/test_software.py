@@ -99,7 +99,7 @@ def test_layers_are_chosen_by_what_is_complete(
     if chosen is not None:
         assert _choose_transformer_impl(requested, device, there) == chosen
         wanted = "local" if requested == "auto" else chosen
-        assert _choose_transformer_impl(requested, device, there, has_fp8=True) == wanted
+        assert _choose_transformer_impl(requested, device, there, only_local=True) == wanted
         return
     with pytest.raises(ConfigError, match=r"training\.transformer_impl=transformer_engine: needs"):
         _choose_transformer_impl(requested, device, there)
