@@ -337,16 +337,12 @@ def _timeout(values: Sequence[str], given: Given) -> Computed:
 def _reset_position_ids(values: Sequence[str], given: Given) -> Computed:
     is_rotary = given.get("position-embedding-type") == ["rope"] or "use-rotary-position-embeddings" in given
     if is_rotary or "multi-latent-attention" in given:
-        return "always", (), "rotary positions have an effect only by the distance of tokens; Megatron-LM ignores the flag"
+        return "always", (), "rotary positions act only by the distance of tokens; Megatron-LM ignores the flag"
     return "key", ["data.reset_position_ids=true"], ""
 
 
 def _tensorboard(values: Sequence[str], given: Given) -> Computed:
     return "key", ["telemetry=tensorboard"], "event files are in the run's folder; needs the package tensorboard"
-
-
-def _exit_interval(values: Sequence[str], given: Given) -> Computed:
-    return "key", [f"training.exit_at_iteration={values[0]}"], "the job stops once, not at every multiple"
 
 
 def _sources(split: str) -> Callable[[Sequence[str], Given], Computed]:
@@ -445,7 +441,6 @@ _SPECIAL: dict[str, Callable[[Sequence[str], Given], Computed]] = {
     "lr-decay-samples": _in_batches("optimizer.lr_decay_iterations"),
     "lr-wsd-decay-samples": _in_batches("optimizer.lr_wsd_decay_iterations"),
     "lr-warmup-fraction": _warmup_fraction,
-    "exit-interval": _exit_interval,
     "tensorboard-dir": _tensorboard,
     "reset-position-ids": _reset_position_ids,
     "data-path": _sources("train"),

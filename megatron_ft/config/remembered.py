@@ -14,7 +14,8 @@ from megatron_ft.errors import ConfigError
 
 _OF_ONE_JOB = (
     *("run.dir", "run.name", "run.resume", "run.start_over", "dry_run", "dry_run_format"),
-    *("training.exit_at_iteration", "training.evaluate_only", "launch.forkserver_socket", "launch.master_port"),
+    *("training.exit_at_iteration", "training.exit_interval_iterations", "training.exit_after_minutes"),
+    *("training.evaluate_only", "launch.forkserver_socket", "launch.master_port"),
     *("testing.failpoints", "testing.membership_schedule", "checkpoint.allow_other_data"),
 )
 """Keys that apply to one job only. A later job of the run does not use their values."""

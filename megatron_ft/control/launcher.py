@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -179,7 +180,7 @@ class _Job:
         with make_runtime_dir() as runtime_dir:
             processes = Processes(runtime_dir, self._run_dir.path / "logs")
             self._controller = self._link(processes)
-            with self._signals():
+            with self._signals(), self._clock():
                 try:
                     return self._serve(processes)
                 finally:
@@ -302,6 +303,27 @@ class _Job:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def _clock(self) -> Iterator[None]:
+        # Stops the job as a signal does when ``training.exit_after_minutes`` have passed.
+        minutes = self._job.training.exit_after_minutes
+        if minutes is None:
+            yield
+            return
+        timer = threading.Timer(minutes * 60, self._exit_after, [f"training.exit_after_minutes={minutes:g}"])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _exit_after(self, source: str) -> None:
+        # A signal after this one ends the job at once. One that arrives at the same moment may only repeat the request.
+        if self._num_interrupts == 0:
+            self._num_interrupts, self._interrupted_by = 1, source
+            self._controller.post(events.StopRequested())
 
     def _interrupt(self, number: int, _frame: FrameType | None) -> None:
         # The handler only posts an event, because it may interrupt the main loop at any instruction.

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_ft.config.job import JobConfig, TelemetryConfig
+from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import find_target
+from megatron_ft.config.telemetry import TelemetryConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.events import Metrics, Record, RecordRefused, RunFinished, RunStopped, SinkFailed, SinkRecovered
 from megatron_ft.telemetry.metrics import check_metrics

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from megatron_ft import events
-from megatron_ft.config.job import JobConfig, TelemetryConfig
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.telemetry import TelemetryConfig
 from megatron_ft.events import Record
 from megatron_ft.telemetry.sink_set import open_sink
 from megatron_ft.telemetry.sinks.base import Outcome, Sink, SinkContext

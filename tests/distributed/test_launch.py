@@ -312,6 +312,18 @@ def test_one_interrupt_lets_ranks_finish_their_iteration(runs: Path) -> None:
     assert_nothing_left(runs)
 
 
+def test_a_duration_ends_the_job_as_a_signal_does(runs: Path) -> None:
+    overrides = {**TWO_NODES, "training.train_iterations": 100000, "training.exit_after_minutes": 0.15}
+    job = start_dummy_job(runs, "run_restarted", overrides=overrides)
+    output = wait(job, LIMIT_SECONDS)
+    assert job.returncode == EXIT_INTERRUPTED, output
+    (requested,) = [record["source"] for record in records(runs) if record["kind"] == "stop_requested"]
+    assert requested == "training.exit_after_minutes=0.15"
+    assert len(list((runs / "dummy" / "checkpoints").glob("iter_*/rank-*"))) == 4, "each rank left its checkpoint"
+    assert "Stopped by training.exit_after_minutes=0.15" in output and "run.name=dummy run.resume=must" in output
+    assert_nothing_left(runs)
+
+
 def test_an_interrupt_before_ranks_exist_ends_the_job(runs: Path) -> None:
     slow = ["megatron_ft.testing.dummy_rank:take_time"]
     job = start_dummy_job(runs, "run_stubborn", overrides=TWO_NODES, preload=slow)

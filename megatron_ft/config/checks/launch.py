@@ -5,8 +5,9 @@ import ipaddress
 import re
 
 from megatron_ft.config.checks.primitives import above, at_least, one_of, require, show
-from megatron_ft.config.job import DetectorConfig, JobConfig, RunConfig, TelemetryConfig
+from megatron_ft.config.job import DetectorConfig, JobConfig, RunConfig
 from megatron_ft.config.requirements import value_of
+from megatron_ft.config.telemetry import TelemetryConfig
 from megatron_ft.reading import means_every_interface
 
 # The name of a run becomes a folder. Without separators and a leading dot, it is always inside ``run.dir``.
@@ -259,6 +260,7 @@ _LOCAL_ONLY = {
     "control.tls_dir": "there is no control channel to encrypt",
     "launch.forkserver_socket": "the launcher starts the ranks",
     "launch.stop_timeout_seconds": "the launcher decides when ranks are killed",
+    "training.exit_after_minutes": "its exit code would count as a failure; let the scheduler send a signal in time",
 }
 """Keys that only the control plane of mode ``local`` reads, each with the reason why other modes ignore it."""
 

@@ -26,6 +26,8 @@ def _check_training(training: TrainingConfig) -> None:
     for name in ("train_iterations", "micro_batch_size", "global_batch_size", "eval_iterations", "num_threads"):
         at_least(1, f"training.{name}", getattr(training, name))
     at_least(1, "training.exit_at_iteration", training.exit_at_iteration)
+    at_least(1, "training.exit_interval_iterations", training.exit_interval_iterations)
+    above(0, "training.exit_after_minutes", training.exit_after_minutes)
     at_least(0, "training.eval_interval_iterations", training.eval_interval_iterations)
     at_least(0, "training.digest_interval_iterations", training.digest_interval_iterations)
     at_least(1, "training.max_consecutive_skips", training.max_consecutive_skips)

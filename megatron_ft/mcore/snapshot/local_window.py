@@ -427,8 +427,8 @@ _REPLAYED_PLACEMENT = ("algorithm", "num_slots_per_rank", "shares")
 
 
 _OF_THE_RUN = (
-    *("exit_at_iteration", "eval_interval_iterations", "eval_iterations", "evaluate_only"),
-    "digest_interval_iterations",
+    *("exit_at_iteration", "exit_interval_iterations", "exit_after_minutes"),
+    *("eval_interval_iterations", "eval_iterations", "evaluate_only", "digest_interval_iterations"),
 )
 """Keys of ``training`` that may change, because they do not affect the results of iterations."""
 

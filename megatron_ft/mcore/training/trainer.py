@@ -87,7 +87,7 @@ class Trainer:
             transformer_impl=transformer_impl,
             vocab_size=vocab_size,
             samples=self.samples,
-            stop_requested=context.worker.stop_requested,
+            stop_requested=self._wants_stop,
             change_requested=context.worker.change_requested,
             wants_load=self._wants_load,
         )
@@ -214,6 +214,13 @@ class Trainer:
 
     def _stop_is_voted(self) -> bool:
         return self.engine.newest_vote is not None and self.engine.newest_vote.stop_requested
+
+    def _wants_stop(self) -> bool:
+        # The end of an interval is part of the vote, because a vote is dropped when a later job resumes: that job
+        # trains on from here.
+        interval, in_progress = self.config.training.exit_interval_iterations, self.engine.in_progress
+        is_end = interval is not None and in_progress is not None and in_progress.iteration % interval == 0
+        return is_end or self.context.worker.stop_requested()
 
     def membership_ends(self) -> bool:
         """Return whether the newest vote requests that nodes join or leave before the next iteration."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron_ft.config.job import TelemetryConfig
+from megatron_ft.config.telemetry import TelemetryConfig
 from megatron_ft.durable import replace_file
 from megatron_ft.events import RunStarted
 from megatron_ft.telemetry.sinks.base import SinkContext

@@ -62,6 +62,8 @@ def test_recorded_flags_are_answered() -> None:
         ("--train-samples 99 --global-batch-size 8", ["training.train_iterations=12", "training.global_batch_size=8"]),
         ("--lr-warmup-fraction .1 --train-iters 50",
          ["optimizer.lr_warmup_iterations=5", "training.train_iterations=50"]),
+        ("--exit-interval 50 --exit-duration-in-mins 230",
+         ["training.exit_interval_iterations=50", "training.exit_after_minutes=230"]),
         ("--reset-position-ids --eod-mask-loss", ["data.reset_position_ids=true", "data.eod_mask_loss=true"]),
         ("--reset-position-ids --position-embedding-type rope --reset-attention-mask",
          ["model.position_embedding_type=rope", "data.reset_attention_mask=true"]),

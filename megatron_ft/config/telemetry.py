@@ -1,0 +1,56 @@
+"""What a run reports and to which sinks (group ``telemetry``)."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _sinks() -> dict[str, Any]:
+    sinks = "megatron_ft.telemetry.sinks"
+    return {
+        "wandb": {"_target_": f"{sinks}.wandb.WandbSink"},
+        "alerts": {"_target_": f"{sinks}.alerts.AlertSink"},
+        "metrics": {"_target_": f"{sinks}.jsonl.JsonlSink", "metrics": True},
+        "summary": {"_target_": f"{sinks}.summary.SummarySink"},
+        "events": {"_target_": f"{sinks}.jsonl.JsonlSink", "metrics": False},
+        "terminal": {"_target_": f"{sinks}.terminal.TerminalSink"},
+    }
+
+
+@dataclass
+class TelemetryConfig:
+    """Sinks of metrics and events, and limits of alerts."""
+
+    sinks: dict[str, Any] = field(default_factory=_sinks)
+    """Sinks that receive records, by name. ``_target_`` names the class of a sink; the other entries are arguments of
+    the class. null removes a sink. ``conf/telemetry/default.yaml`` lists the default sinks, of which ``metrics`` and
+    ``events`` cannot be removed."""
+    log_interval_iterations: int = 1
+    """Number of iterations between two reports of metrics."""
+    peak_tflops: float | None = None
+    """Peak rate of a GPU (of a rank on CPUs) in TFLOP/s, for the metric ``mfu``. null: the rate of the data sheet, for
+    GPUs in ``planning/cost/flops.py``. Without a known rate there is no ``mfu``, and the start of the run says so."""
+    expert_load_interval_iterations: int = 1
+    """Number of iterations between two reports of the tokens per expert and layer; 0 never reports them."""
+    progress: str = "auto"
+    """Progress display: ``live``, ``plain`` or ``auto`` (``live`` on a terminal, otherwise ``plain``)."""
+    wandb: str = "auto"
+    """Mode of wandb: ``online``, ``offline``, ``disabled`` or ``auto`` (``online`` if logged in, else ``offline``)."""
+    wandb_project: str = "megatron-ft"
+    """Project name in wandb."""
+    wandb_entity: str | None = None
+    """Entity (user or team) in wandb; null means the default entity of the user."""
+    alert_single_loss_survival: float | None = 1.0
+    """Alert if the job survives the loss of one failure domain without a restart with a probability below this limit.
+    The probability is known only for jobs that recover by expert replicas (``recovery.min_nodes``). null: no alert."""
+    alert_stall_share: float | None = 0.05
+    """Alert if training waits for captures for more than this share of the time, over five windows. null: no alert."""
+    alert_windows_behind: float | None = 3.0
+    """Alert if more than this number of windows have become due since the last commit of a window. null: no alert."""
+    alert_free_disk_share: float | None = 0.05
+    """Alert if less than this share of the run folder's file system is free. null: no alert."""
+    alert_slowest_rank_over_median: float | None = 2.0
+    """Alert if the slowest rank takes more than this factor times as long as the median rank. null: no alert."""
+    alert_lost_token_share: float | None = 0.0375
+    """Alert if more than this share of the whole training's tokens is lost. A token is lost if its updates of experts
+    were lost in a recovery, or would be lost in a recovery from the newest window. Tokens are lost only if windows
+    leave out experts. null: no alert."""
