@@ -47,8 +47,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--split-on-blank-lines", action="store_true", help="with text inputs: a blank line ends a document"
     )
-    result.add_argument("--tokenizer", choices=("bytes", "huggingface", "gpt2"), default="bytes")
-    result.add_argument("--tokenizer-file", help="tokenizer.json of huggingface")
+    result.add_argument("--tokenizer", choices=("bytes", "huggingface", "gpt2", "sentencepiece"), default="bytes")
+    result.add_argument("--tokenizer-file", help="tokenizer.json of huggingface, or .model of sentencepiece")
     result.add_argument("--vocab-file", help="vocab.json of gpt2")
     result.add_argument("--merges-file", help="merges.txt of gpt2")
     result.add_argument(

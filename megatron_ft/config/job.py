@@ -66,9 +66,10 @@ class DataConfig:
     valid_fraction: float = 0.02
     """Share at the end of each training source that is used only for validation, if ``valid`` is empty."""
     tokenizer: str = "bytes"
-    """``bytes``, ``huggingface`` (reads ``tokenizer_file``) or ``gpt2`` (reads ``vocab_file`` and ``merges_file``)."""
+    """``bytes``, ``huggingface`` or ``sentencepiece`` (they read ``tokenizer_file``), or ``gpt2`` (reads ``vocab_file``
+    and ``merges_file``). ``sentencepiece`` needs the package of this name."""
     tokenizer_file: str | None = None
-    """JSON file of the ``tokenizers`` library, for ``huggingface``."""
+    """JSON file of the ``tokenizers`` library, for ``huggingface``; ``.model`` file, for ``sentencepiece``."""
     vocab_file: str | None = None
     """Vocabulary file (vocab.json), for ``gpt2``."""
     merges_file: str | None = None

@@ -377,19 +377,23 @@ def _tokenizer_type(values: Sequence[str], given: Given) -> Computed:
     if values[0] == "HuggingFaceTokenizer":
         return "key", ["data=huggingface"], ""
     if values[0] == "Llama2Tokenizer":
-        return "key", ["data=huggingface"], "the model's folder has the same tokenizer as tokenizer.json"
+        note = "the model's folder has the same tokenizer as tokenizer.json; data=sentencepiece reads the .model file"
+        return "key", ["data=huggingface"], note
+    if values[0] == "GPTSentencePieceTokenizer":
+        return "key", ["data=sentencepiece"], "needs the package sentencepiece"
     note = (
-        "tokenizers are bytes, GPT-2 and JSON files of the tokenizers library; SentencePiece, tiktoken and WordPiece "
-        "files must be converted to such a JSON file (data=huggingface data.tokenizer_file=FILE)"
+        "tokenizers are bytes, GPT-2, .model files of SentencePiece and JSON files of the tokenizers library; tiktoken "
+        "and WordPiece files must be converted to such a JSON file (data=huggingface data.tokenizer_file=FILE). "
+        "SentencePieceTokenizer adds special tokens of its own; GPTSentencePieceTokenizer is data=sentencepiece"
     )
     return "none", (), note
 
 
 def _tokenizer_model(values: Sequence[str], given: Given) -> Computed:
     kind, path = given.get("tokenizer-type", [""])[0], PurePath(values[0])
-    if kind not in ("HuggingFaceTokenizer", "Llama2Tokenizer", ""):
-        return "none", (), "the file cannot be read: data.tokenizer_file names a JSON file of the tokenizers library"
-    if path.suffix == ".json":
+    if kind not in ("HuggingFaceTokenizer", "Llama2Tokenizer", "GPTSentencePieceTokenizer", ""):
+        return "none", (), "the file cannot be read: data.tokenizer_file names a JSON file or a .model file"
+    if path.suffix == ".json" or kind == "GPTSentencePieceTokenizer":
         return "key", [f"data.tokenizer_file={grammar_value(str(path))}"], ""
     beside = path.parent if path.suffix == ".model" else path
     note = "the JSON file of the same tokenizer, from the model's folder"

@@ -1,9 +1,11 @@
-"""Tokenizers: bytes (built in), a JSON file of the ``tokenizers`` library, or GPT-2's vocab.json and merges.txt.
+"""Tokenizers: bytes (built in), a JSON file of the ``tokenizers`` library, GPT-2's vocab.json and merges.txt, or a
+``.model`` file of SentencePiece.
 
-The ``tokenizers`` library is imported only if the tokenizer is not ``bytes``.
+The libraries ``tokenizers`` and ``sentencepiece`` are imported only for tokenizers that need them.
 """
 
 import hashlib
+import importlib.util
 import string
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -190,6 +192,44 @@ class _LibraryTokenizer:
             return str(self._backend.decode(kept, skip_special_tokens=False))
 
 
+class _SentencePieceTokenizer:
+    """A tokenizer in a ``.model`` file of SentencePiece. It adds no special tokens, and control symbols such as
+    ``</s>`` in a text are plain text, so a text cannot contain the end-of-document token.
+
+    The end-of-document token is the model's end-of-sequence symbol, as in ``GPTSentencePieceTokenizer`` of Megatron-LM.
+    If the model has none, one is added with the next id.
+
+    Raises:
+        DataError: the file is no model of SentencePiece. The message names ``path``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import sentencepiece
+
+        content = read_bytes(path, max_bytes=MAX_BYTES)
+        with reading(path, what="refused by the sentencepiece library"):
+            self._backend: Any = sentencepiece.SentencePieceProcessor(model_proto=content)
+        size = int(self._backend.get_piece_size())
+        eos = int(self._backend.eos_id())
+        self.eod = eos if eos >= 0 else size
+        self.vocab_size = max(size, self.eod + 1)
+        self.fingerprint = _digest(path)
+        # Unknown characters become the unknown token, which says nothing about them; others are removed as white space.
+        unknown = int(self._backend.unk_id())
+        encoded = {letter: self.encode(letter).tolist() for letter in string.printable}
+        self.dropped = "".join(letter for letter, ids in encoded.items() if not ids or unknown in ids)
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        found = self._backend.encode(list(texts), out_type=int, add_bos=False, add_eos=False)
+        return [np.asarray(ids, dtype=np.int64) for ids in found]
+
+    def decode(self, ids: np.ndarray) -> str:
+        return str(self._backend.decode([int(number) for number in ids if number != self.eod]))
+
+
 def losses(tokenizer: Tokenizer) -> str:
     """Return a warning about characters that ``tokenizer`` drops, or an empty text."""
     if not tokenizer.dropped:
@@ -201,7 +241,7 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
     """Create the tokenizer that ``config`` names.
 
     Raises:
-        ConfigError: the tokenizer is unknown, or no path is given for a file that it needs.
+        ConfigError: the tokenizer is unknown, no path is given for a file that it needs, or its package is missing.
         DataError: a file is missing or damaged, or a merge needs an entry that the vocabulary does not have.
     """
     if config.tokenizer == "bytes":
@@ -211,7 +251,15 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
     if config.tokenizer == "gpt2":
         vocab_file = _needed("data.vocab_file", config.vocab_file, config.tokenizer)
         return _gpt2(vocab_file, _needed("data.merges_file", config.merges_file, config.tokenizer))
-    raise ConfigError.of("data.tokenizer", config.tokenizer, "must be bytes, huggingface or gpt2")
+    if config.tokenizer == "sentencepiece":
+        path = _needed("data.tokenizer_file", config.tokenizer_file, config.tokenizer)
+        if importlib.util.find_spec("sentencepiece") is None:
+            raise ConfigError(
+                "data.tokenizer=sentencepiece: needs the package sentencepiece, which is not installed. Install it "
+                "with 'pip install -c requirements/constraints.txt sentencepiece', or convert the file to a tokenizer.json"
+            )
+        return _SentencePieceTokenizer(path)
+    raise ConfigError.of("data.tokenizer", config.tokenizer, "must be bytes, huggingface, gpt2 or sentencepiece")
 
 
 def _needed(key: str, value: str | None, tokenizer: str) -> Path:

@@ -9,7 +9,7 @@ LARGEST_SEED = 2**31 - 1
 
 def check_data_knobs(data: DataConfig) -> None:
     """Check the sources, their weights, the tokenizer, and that the keys of the tokenizer's files are set."""
-    one_of(("bytes", "huggingface", "gpt2"), "data.tokenizer", data.tokenizer)
+    one_of(("bytes", "huggingface", "gpt2", "sentencepiece"), "data.tokenizer", data.tokenizer)
     require(bool(data.train), "data.train", data.train, "must name at least one source")
     for split in ("train", "valid"):
         _check_sources(split, getattr(data, split), getattr(data, f"{split}_weights"))
@@ -58,7 +58,8 @@ def _check_sources(split: str, sources: list[str], weights: list[float] | None) 
 
 
 def _check_tokenizer_files(data: DataConfig) -> None:
-    needed = {"bytes": (), "huggingface": ("tokenizer_file",), "gpt2": ("vocab_file", "merges_file")}[data.tokenizer]
+    files = {"bytes": (), "gpt2": ("vocab_file", "merges_file")}
+    needed = files.get(data.tokenizer, ("tokenizer_file",))
     for name in ("tokenizer_file", "vocab_file", "merges_file"):
         value = getattr(data, name)
         if name in needed:

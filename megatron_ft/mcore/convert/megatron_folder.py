@@ -29,7 +29,11 @@ from megatron_ft.snapshot.storage.manifest import Manifest
 _WEIGHTS_METADATA = {"singleton_local_shards": True, "non_homogeneous_layers": True}
 """Description of the tensors of a checkpoint of weights, which does not contain one."""
 
-_TOKENIZERS = {"gpt2": "GPT2BPETokenizer", "huggingface": "HuggingFaceTokenizer"}
+_TOKENIZERS = {
+    "gpt2": "GPT2BPETokenizer",
+    "huggingface": "HuggingFaceTokenizer",
+    "sentencepiece": "GPTSentencePieceTokenizer",
+}
 
 
 def export_to_megatron(checkpoint: Path, out: Path, *, progress: Callable[[str], None] = print) -> Path:

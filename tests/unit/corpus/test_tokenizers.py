@@ -1,5 +1,7 @@
 """Tests tokenizers, and which of their files are refused."""
 
+import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 
@@ -8,9 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.config.job import DataConfig
+from megatron_ft.config.job import DataConfig, JobConfig
+from megatron_ft.config.validate import validate
+from megatron_ft.corpus.samples import check_data
 from megatron_ft.corpus.tokenizers import ByteTokenizer, build_tokenizer, byte_letters, losses
 from megatron_ft.errors import ConfigError, DataError
+from tools import preprocess_data
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 GPT2 = SHARED / "tokenizer" / "gpt2"
@@ -162,7 +167,8 @@ def test_truncation_in_the_file_does_not_cut_documents(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        (DataConfig(tokenizer="sentencepiece"), ConfigError, "data.tokenizer=sentencepiece: must be bytes"),
+        (DataConfig(tokenizer="wordpiece"), ConfigError, "data.tokenizer=wordpiece: must be bytes"),
+        (DataConfig(tokenizer="sentencepiece"), ConfigError, "data.tokenizer_file=None"),
         (DataConfig(tokenizer="gpt2"), ConfigError, "data.vocab_file=None"),
         (DataConfig(tokenizer="huggingface", tokenizer_file="/nope.json"), DataError, "data.tokenizer_file=/nope.json"),
     ],
@@ -170,3 +176,73 @@ def test_truncation_in_the_file_does_not_cut_documents(tmp_path: Path) -> None:
 def test_config_errors(config: DataConfig, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         build_tokenizer(config)
+
+
+TEXT = ["The quick brown fox jumps over the lazy dog.", "Pack my box with five dozen liquor jugs!", "été 12 + 34 = 46"]
+
+
+def sentencepiece_model(folder: Path, **options: object) -> DataConfig:
+    """Train a model with 300 pieces on a few sentences."""
+    library = pytest.importorskip("sentencepiece")
+    settings = {"vocab_size": 300, "model_type": "bpe", "byte_fallback": True, "num_threads": 1, "minloglevel": 2}
+    library.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT * 50), model_prefix=str(folder / "small"), **(settings | options)
+    )
+    return DataConfig(tokenizer="sentencepiece", tokenizer_file=str(folder / "small.model"))
+
+
+def test_sentencepiece_encodes_as_the_library_does(tmp_path: Path) -> None:
+    config = sentencepiece_model(tmp_path)
+    tokenizer = build_tokenizer(config)
+    library = pytest.importorskip("sentencepiece").SentencePieceProcessor(model_file=config.tokenizer_file)
+    for text, tokens in zip(TEXT, tokenizer.encode_many(TEXT), strict=True):
+        assert tokens.tolist() == library.encode(text) == tokenizer.encode(text).tolist()
+        assert tokens.dtype == np.int64 and tokens.max() < tokenizer.vocab_size == 300
+        assert tokenizer.decode(np.append(tokens, tokenizer.eod)) == text
+    assert tokenizer.eod == library.eos_id() == 2
+    assert tokenizer.eod not in tokenizer.encode("a </s> in the text")
+    assert set(tokenizer.dropped) <= set(" \t\n\r\v\f") and "\n" in tokenizer.dropped
+    other = tmp_path / "other"
+    other.mkdir()
+    assert build_tokenizer(sentencepiece_model(other, vocab_size=310)).fingerprint != tokenizer.fingerprint
+
+
+def test_sentencepiece_without_an_end_gets_one_and_names_what_it_loses(tmp_path: Path) -> None:
+    options = {"vocab_size": 80, "model_type": "char", "byte_fallback": False, "hard_vocab_limit": False}
+    tokenizer = build_tokenizer(sentencepiece_model(tmp_path, eos_id=-1, **options))
+    assert tokenizer.eod == tokenizer.vocab_size - 1
+    assert set("Z#~") <= set(tokenizer.dropped) and "q" not in tokenizer.dropped
+    assert "drops them" in losses(tokenizer)
+
+
+def test_a_file_that_is_no_sentencepiece_model_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    path = tmp_path / "broken.model"
+    path.write_bytes(b"no model" * 10)
+    with pytest.raises(DataError, match=f"{path}: refused by the sentencepiece library"):
+        build_tokenizer(DataConfig(tokenizer="sentencepiece", tokenizer_file=str(path)))
+
+
+def test_sentencepiece_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.model"
+    path.write_bytes(b"x")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sentencepiece" else find(name))
+    with pytest.raises(ConfigError, match="needs the package sentencepiece, which is not installed"):
+        build_tokenizer(DataConfig(tokenizer="sentencepiece", tokenizer_file=str(path)))
+
+
+def test_a_dataset_of_sentencepiece_tokens_can_be_trained_on(tmp_path: Path) -> None:
+    config = sentencepiece_model(tmp_path)
+    (tmp_path / "text.txt").write_text("\n".join(TEXT * 200), encoding="utf-8")
+    arguments = ["--input", str(tmp_path / "text.txt"), "--output-prefix", str(tmp_path / "set"), "--workers", "1"]
+    arguments += ["--tokenizer", "sentencepiece", "--tokenizer-file", str(config.tokenizer_file)]
+    assert preprocess_data.main(arguments) == 0
+    job = JobConfig()
+    job.data = dataclasses.replace(config, train=[str(tmp_path / "set")])
+    validate(job)
+    summary = check_data(job)
+    assert (summary.tokenizer_vocab_size, summary.vocab_size, summary.eod) == (300, 384, 2)
+    job.data.tokenizer, job.data.tokenizer_file = "bytes", None
+    with pytest.raises(DataError, match="tokenizer"):
+        check_data(job)
