@@ -36,6 +36,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4 whole": {},
     "rebalanced": {**SHARDED, **EAGER},
     "dropout": {**SHARDED, **WINDOWS, "model.hidden_dropout": 0.1},
+    "dropout whole": {**WINDOWS, "model.hidden_dropout": 0.1},
     "pp2": {**SHARDED, "parallel.pipeline_model_parallel_size": 2, "placement.num_slots_per_rank": 4},
     "pp2 dropout": {
         **SHARDED,
@@ -67,6 +68,14 @@ FAULTS: dict[str, tuple[str, str, list[str]]] = {
     "rebalanced": ("rebalanced", "2 in 5", [kill(1, 3, "migrate_step"), kill(2, 5, "migrate_step", 1)]),
     "dropout: a replay first": ("dropout", "2 in 9", [kill(1, 8, "forward"), kill(2, 9, "forward", 1)]),
     "pp2 dropout: a replay first": ("pp2 dropout", "2 in 9", [kill(1, 8, "forward"), kill(2, 9, "forward", 1)]),
+    "dropout: in a replay": ("dropout", "1 in 8", [kill(1, 8, "forward"), kill(1, 7, "forward", 1)]),
+    "dropout: a survivor in a replay": (
+        "dropout",
+        "3 in 8 with a new 1",
+        [kill(1, 8, "forward"), kill(3, 7, "backward", 1)],
+    ),
+    "dropout whole: in a replay": ("dropout whole", "1 in 8", [kill(1, 8, "forward"), kill(1, 7, "backward", 1)]),
+    "pp2 dropout: in a replay": ("pp2 dropout", "1 in 8", [kill(1, 8, "forward"), kill(1, 7, "forward", 1)]),
     "pp2": ("pp2", "2 in 5", [kill(1, 3, "backward"), kill(2, 5, "backward", 1)]),
     "tp2": ("tp2", "2 in 5", [kill(1, 3, "backward"), kill(2, 5, "backward", 1)]),
 }
@@ -77,9 +86,11 @@ LOSSES = {
     "3 in 3 with a new 1": "change(lose=[1,3],join=[1],before_iteration=3)",
     "2 and 0 in 5": "lose(nodes=[0,2],before_iteration=5)",
     "2 in 9": "lose(nodes=[2],before_iteration=9)",
+    "1 in 8": "lose(nodes=[1],before_iteration=8)",
+    "3 in 8 with a new 1": "change(lose=[1,3],join=[1],before_iteration=8)",
 }
 """Schedules with the same losses. A substitute that has no state yet joins, as any node does."""
-EXTENDED = ("dp4: joining", "dp4 whole", "dp4: formed")
+EXTENDED = ("dp4: joining", "dp4 whole", "dp4: formed", "dropout whole: in a replay")
 """Faults whose path another fault also takes."""
 
 
@@ -88,20 +99,20 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
     wanted = {name: fault for name, fault in FAULTS.items() if extended or name not in EXTENDED}
     for layout, losses, _ in wanted.values():
         keys = {key: value for key, value in LAYOUTS[layout].items() if not key.startswith("snapshot.")}
-        until = 10 if "9" in losses else 6
+        until = 10 if "dropout" in layout else 6
         jobs[f"{layout} without {losses}"] = job({**keys, **script(LOSSES[losses])}, until=until)
-    for name, (layout, losses, specs) in wanted.items():
+    for name, (layout, _, specs) in wanted.items():
         keys = {**LAYOUTS[layout], **BOTH, "testing.failpoints": specs}
-        until = 10 if "9" in losses else 6
+        until = 10 if "dropout" in layout else 6
         jobs[name] = job(keys, until=until, spares=[4], num_keepers=5 * ("snapshot.policy" in keys))
     faults = [kill(1, 2, "backward"), kill(2, 3, "backward", 1)]
     both = {**SHARDED, **BOTH, **SAVING, "testing.failpoints": faults}
     jobs["grown"] = job(both, until=6, spares=[4], changes={"4": {"join": [2]}})
     jobs["fresh"] = fresh(folder, "grown", (0, 4, 3, 2), 4, **SHARDED)
-    # The substitute dies in its replay, after which the tensors of the other ranks are not those of the target.
-    lost = [kill(1, 8, "forward"), kill(1, 7, "forward", 1)]
-    keys = {**LAYOUTS["dropout"], **BOTH, "testing.failpoints": lost}
-    jobs["in a replay"] = job(keys, until=9, spares=[4], num_keepers=5)
+    # The only owners of a shard are lost together, so only a replay computes the shard. One of the substitutes dies.
+    lost = [kill(1, 8, "forward"), kill(2, 8, "forward"), kill(1, 7, "forward", 1)]
+    keys = {**SHARDED, **WINDOWS, **BOTH, "nodes.num_spare_nodes": 2, "testing.failpoints": lost}
+    jobs["a lost shard in a replay"] = job(keys, until=9, spares=[4, 5], num_keepers=6, keepers_live=True)
     return jobs
 
 
@@ -121,9 +132,9 @@ def test_bits_of_a_scheduled_loss(outcomes: dict[str, Any], name: str) -> None:
 
 @pytest.mark.parametrize("name", chosen(FAULTS, EXTENDED))
 def test_the_layout_changes_with_the_second_loss_only(outcomes: dict[str, Any], name: str) -> None:
-    specs = FAULTS[name][2]
+    _, losses, specs = FAULTS[name]
     formed = {generation: nodes for generation, nodes, _ in memberships(outcomes, name)}
-    lost = 3 if name in ("dp4: joining", "dp4: moving", "dp4: formed") else 2
+    lost = {"1": 4, "2": 2, "3": 3}[losses[0]]
     assert formed.get(1, [0, 4, 2, 3]) == [0, 4, 2, 3]
     assert max(formed) == len(specs)
     assert set(formed[max(formed)]) == {0, 2, 3, 4} - {lost} - ({0} if len(specs) == 3 else set())
@@ -141,8 +152,9 @@ def test_a_node_that_returns_adds_a_lane(outcomes: dict[str, Any]) -> None:
     check_like_fresh(outcomes, "grown", "fresh", (0, 4, 3, 2), 4)
 
 
-def test_a_loss_inside_a_replay_is_refused_by_name(outcomes: dict[str, Any]) -> None:
-    """With one stage, all ranks replay, so after the second loss no rank has the state of the target."""
-    assert len(records(outcomes, "in a replay", "failpoint_hit")) == 2
-    errors = [rank["error"] for rank in outcomes["in a replay"]["ranks"] if rank["error"]]
+def test_a_loss_inside_the_replay_of_lost_state_is_refused_by_name(outcomes: dict[str, Any]) -> None:
+    """No rank has the lost shard before the replay has ended, so copies of living ranks would not be enough."""
+    name = "a lost shard in a replay"
+    assert len(records(outcomes, name, "failpoint_hit")) == 3
+    errors = [rank["error"] for rank in outcomes[name]["ranks"] if rank["error"]]
     assert errors and all("all ranks that had state are lost" in error for error in errors), errors

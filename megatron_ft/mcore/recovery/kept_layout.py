@@ -138,6 +138,8 @@ class KeptLayoutTrainer(Trainer):
             # Do not reuse copies on a joining rank: after an interrupted recovery, they may be of another state.
             self.keep_copies(former=None if carried is None else engine.state_copies)
         self.former_copies = None
+        if carried is not None:
+            carried.before_replay = None
         assert engine.iteration == plan.target, f"the recovery ended at iteration {engine.iteration}, not {plan.target}"
         engine.continue_after(plan.target, state.newest_vote)
         # Each rank keeps its own value, because a save or an evaluation that was due may be done on some ranks only.

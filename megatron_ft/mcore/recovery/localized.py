@@ -31,7 +31,8 @@ from megatron_ft.mcore.recovery.upstream_log import keep_room
 from megatron_ft.mcore.snapshot.local_window import PLACEMENT, LocalWindow, Replayer, carry_out
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.mcore.state.carried import Carried
-from megatron_ft.mcore.state.tensors import is_non_expert, state_bytes, tensor_digests
+from megatron_ft.mcore.state.optimizer_shards import Shards
+from megatron_ft.mcore.state.tensors import is_non_expert, state_bytes, take_state, tensor_digests
 from megatron_ft.mcore.state.train_state import TrainState, generators_digest
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.iteration import Vote
@@ -281,6 +282,7 @@ class KeptLayoutRecovery:
             stage=pp.rank(),
             iteration=None if carried is None else carried.host.iteration,
             is_overwritten=carried is not None and carried.digests is not None,
+            is_copied=carried is not None and carried.before_replay is not None,
             has_whole_weights=carried is None or carried.has_whole_weights,
             window=None if carried is None else carried.kept,
             holds=() if carried is None else held,
@@ -386,6 +388,7 @@ class KeptLayoutRecovery:
                 num_bytes += served_bytes
                 kept = self._stay(client)
             else:
+                self._copy_state()
                 self._note_digests()
                 # A replay cannot update copies of optimizer state, because ranks outside the region send no gradients.
                 engine.end_copies()
@@ -509,6 +512,23 @@ class KeptLayoutRecovery:
         return StoredWindow(
             start_iteration=key.start_iteration, generation=key.generation, num_slices=0, num_held=0, where="copy"
         )
+
+    def _copy_state(self) -> None:
+        # If a further rank is lost in the replay and no process can take its place, the job continues with fewer lanes
+        # from the state of its living ranks. The replay is about to overwrite this state, so it is copied. This costs
+        # memory, so it is only done if this state is enough, and if the job may have fewer lanes.
+        engine, carried, copies = self._engine, self._carried, self._copies
+        config = engine.config
+        is_sharded = config.parallel.use_distributed_optimizer
+        if carried is None or carried.digests is not None or not config.may_change_layout or not self.plan.may_copy:
+            return
+        if is_sharded and copies is None:
+            return
+        state = take_state(engine.model_chunks, engine.optimizer)
+        shards = None
+        if is_sharded and copies is not None:
+            shards = Shards.split_off(state, copies, self._topology.model_parts)
+        carried.before_replay = (state, shards)
 
     def _note_digests(self) -> None:
         # Called before a replay overwrites the tensors. If an earlier replay failed, its digests are kept.

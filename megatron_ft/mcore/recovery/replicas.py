@@ -426,18 +426,22 @@ class ElasticTrainer(KeptLayoutTrainer):
         return carried
 
     def _with_tensors(self, carried: Carried) -> Carried | None:
-        # Adds copies of the tensors that a kept layout has left in the engine. Returns None if they are not the state
-        # after the target: a replay has begun to overwrite them, or has ended but has not copied the new shards. Such a
-        # rank receives its state like a joining rank.
+        # Adds copies of the tensors that a kept layout has left in the engine. They are not the state after the target
+        # if a replay has begun to overwrite them, or has ended but has not copied the new shards. Then the copies from
+        # before the replay are used; without these, returns None, and the rank receives its state like a joining rank.
         engine, placement = self.engine, self.placement
         copies, is_sharded = engine.state_copies or self.former_copies, self.config.parallel.use_distributed_optimizer
-        if carried.digests is not None or (is_sharded and copies is None):
-            return None
         assert placement is not None, "another number of ranks needs expert replicas"
-        state = take_state(engine.model_chunks, engine.optimizer)
+        if carried.before_replay is not None:
+            state, shards = carried.before_replay
+        elif carried.digests is not None or (is_sharded and copies is None):
+            return None
+        else:
+            state = take_state(engine.model_chunks, engine.optimizer)
+            shards = None if copies is None else Shards.split_off(state, copies, self.topology.model_parts)
         in_force = PlacementState(plans=placement.plans, loads=placement.loads)
-        shards = None if copies is None else Shards.split_off(state, copies, self.topology.model_parts)
-        return replace(carried, holdings=(self._holding(in_force),), state=state, shards=shards)
+        holdings = (self._holding(in_force),)
+        return replace(carried, holdings=holdings, state=state, shards=shards, digests=None, before_replay=None)
 
     def _take(self, target: Target, changes: tuple[str, ...], *, in_place: bool) -> Carried:
         # Returns the state of a rank that has all state of its membership. ``changes`` is ``Holding.changes``.

@@ -70,6 +70,9 @@ class Carried:
     finished after the membership had ended, so that only this rank's shard of the weights was updated."""
     digests: dict[str, str] | None = None
     """Digest of each tensor, if a replay may have overwritten the tensors in the engine; None if they are intact."""
+    before_replay: tuple[NamedState, Shards | None] | None = None
+    """Copies of the tensors and shards from before a replay, until the replay has restored them on all ranks; None if
+    no copies were made. With them, the job continues with fewer lanes if another rank is lost meanwhile."""
 
     def after(self, before: "Carried | None") -> "Carried":
         """Return this state together with ``before``, the state with which the rank began the membership. Both are

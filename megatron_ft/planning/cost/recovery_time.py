@@ -21,6 +21,8 @@ class RecoveryWork:
     """Whether all ranks start again in new processes."""
     replaces_nodes: bool
     """Whether other nodes take the places of lost ones while the remaining ranks wait."""
+    starts_ranks: bool = False
+    """Whether new processes on the same nodes take the places of ranks that died, while the remaining ranks wait."""
     sent_bytes: int | None
     """Largest number of bytes that one rank sends or receives; None if the transfers are not planned."""
     again_iterations: int | None
@@ -69,6 +71,9 @@ class RecoveryTimes:
     # faults-from-outside_cpu_2026-11-23: whole nodes in jobs that keep their layout take 0.70 s instead of 0.39 s.
     replacement_seconds: float = 0.31
     """Seconds until a spare or restarted node has taken a lost place."""
+    # As for a replaced node, because no result measures this alone yet.
+    rank_start_seconds: float = 0.31
+    """Seconds until a new process on a node that lives has taken the place of a rank that died."""
     # trace-replay_cpu_2026-11-21: 8.3 s from the start of all processes to the end of an iteration of 0.8 s.
     restart_seconds: float = 7.5
     """Seconds from the start of new processes for all ranks until they train."""
@@ -100,7 +105,8 @@ class RecoveryTimes:
         built = work.state_bytes / self.built_bytes_per_second
         forming = self.forming_seconds + self.forming_rank_seconds * work.num_ranks
         start = self.restart_seconds if work.restarts_processes else 0.0
-        return self.detection_seconds + forming + built + start + self.replacement_seconds * work.replaces_nodes
+        filled = self.replacement_seconds * work.replaces_nodes + self.rank_start_seconds * work.starts_ranks
+        return self.detection_seconds + forming + built + start + filled
 
 
 def _quotient(num_bytes: int | None, speed: float | None) -> float | None:

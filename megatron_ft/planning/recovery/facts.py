@@ -60,6 +60,15 @@ class RecoveryFacts:
     """Whether the job has running ranks, which could continue after a loss."""
     iteration_seconds: float | None = None
     """Duration of an iteration: measured, or ``snapshot.iteration_seconds``; None if it is not known."""
+    has_changed_layout: bool = False
+    """Whether a job that keeps its layout has had fewer nodes since its ranks were started. From then on, lost places
+    stay empty, also if the job has all its nodes again."""
+    num_waiting: int | None = None
+    """Number of nodes that wait to take lost places, according to the running job. None if it is not known: then every
+    spare waits that has not become a member."""
+    worn_nodes: tuple[int, ...] = ()
+    """Members that are not started again after their next loss, because they were lost too often
+    (``nodes.max_node_restarts``), ascending."""
 
     @classmethod
     def of(
@@ -114,18 +123,22 @@ class RecoveryFacts:
     @property
     def has_places(self) -> bool:
         """Return whether other nodes can take the places of lost nodes in the present layout: the job keeps its layout,
-        and still has as many nodes as at its start."""
-        return self.config.recovery.keep_layout and len(self.layout.nodes) == self.config.launch.num_nodes
+        and has always had as many nodes as at its start."""
+        is_full = len(self.layout.nodes) == self.config.launch.num_nodes
+        return self.config.recovery.keep_layout and is_full and not self.has_changed_layout
 
     @property
     def num_spare_nodes(self) -> int:
-        """Return the number of spares that have not taken a place yet."""
+        """Return the number of nodes that wait to take a lost place."""
+        if self.num_waiting is not None:
+            return self.num_waiting
         first = self.config.launch.num_nodes
         return max(0, self.config.nodes.num_spare_nodes - sum(node >= first for node in self.layout.nodes))
 
-    def can_replace(self, num_lost: int) -> bool:
-        """Return whether spares or restarted nodes can take the places of ``num_lost`` nodes."""
-        return self.has_places and (self.config.nodes.restart_lost_nodes or num_lost <= self.num_spare_nodes)
+    def can_replace(self, lost: Collection[int]) -> bool:
+        """Return whether spares or restarted nodes can take the places of the nodes ``lost``."""
+        num_returning = len(set(lost).difference(self.worn_nodes)) if self.config.nodes.restart_lost_nodes else 0
+        return self.has_places and len(lost) <= num_returning + self.num_spare_nodes
 
     @property
     def num_written_windows(self) -> int:
@@ -166,7 +179,7 @@ class RecoveryFacts:
         all ranks on other nodes."""
         remaining = [node for node in self.nodes if node not in lost]
         living = _ranks_on(self.layout, remaining)
-        if self.min_nodes is None or self.can_replace(len(lost)):
+        if self.min_nodes is None or self.can_replace(lost):
             return living
         after = self.layouts.on(remaining, self.layout)
         if isinstance(after, Declined):

@@ -92,6 +92,10 @@ def _why_not(loss: Loss, facts: RecoveryFacts) -> str:
         return f"no remaining node has copies of the windows of nodes {alone}"
     if loss.stored is not None and loss.stored.memory_start is None:
         return "no window has been committed yet"
+    if loss.stored is not None and (start := loss.stored.memory_start or 0) < loss.stored.placed_from:
+        # Then the ranks decline, see ``LocalizedPlan``.
+        moved = f"experts have moved before iteration {loss.stored.placed_from}"
+        return f"{moved}, but after the start of the newest committed window (iteration {start})"
     return ""
 
 
@@ -104,6 +108,8 @@ class Standing:
     """The rank has the state after this iteration, which is the same for all ranks with state; None without state."""
     is_overwritten: bool = False
     """Whether a replay that failed has overwritten the rank's tensors. The rank still has the rest of its state."""
+    is_copied: bool = False
+    """Whether the rank has a copy of its state from before the replay (``LocalizedPlan.may_copy``)."""
     has_whole_weights: bool = True
     """Whether all weights on this rank are up to date; see ``Carried.has_whole_weights``."""
     window: WindowKey | None = None
@@ -158,6 +164,9 @@ class LocalizedPlan:
     reasons: tuple[str, ...] = ()
     """Reasons why stages replay. If the job may not use ``living_state``, stages that lost a rank always replay, and
     this field gives no reason for these stages."""
+    may_copy: bool = False
+    """Whether the living ranks have all units of state, so that copies of this state would be enough to continue with
+    fewer lanes. A replay is then necessary only for the random number generators of lost ranks."""
 
     @property
     def strategy(self) -> str:
@@ -261,6 +270,7 @@ class LocalizedPlan:
             target=targets.pop(),
             placed_from=max(standing.placed_from for standing in standings),
             regions=(),
+            may_copy=needs is not None and _have_all(standings, needs),
         )
         while True:
             plan = replace(
@@ -349,6 +359,12 @@ def expert_unit(layer: int, expert: int) -> str:
 def shard_unit(rank: int) -> str:
     """Return the unit of the shard of the distributed optimizer that ``rank`` updates."""
     return f"the optimizer shard of rank {rank}"
+
+
+def _have_all(standings: Sequence[Standing], needs: Sequence[Collection[str]]) -> bool:
+    # Returns whether living ranks have all units of ``needs``, in their tensors or in copies of them.
+    held = {unit for standing in standings if standing.has_state or standing.is_copied for unit in standing.holds}
+    return all(unit in held for of_rank in needs for unit in of_rank)
 
 
 def _why_no_state(stage: int, standings: Sequence[Standing], needs: Sequence[Collection[str]]) -> str:

@@ -39,6 +39,8 @@ class Stored:
     """Start iteration of the newest complete persisted window."""
     checkpoint: int | None = None
     """Iteration of the newest complete dense checkpoint."""
+    placed_from: int = 0
+    """First iteration with the present placement of experts; 0 without expert replicas."""
 
     def again_from(self, start: int) -> int:
         """Return the number of iterations that run again from the state after iteration ``start``."""
@@ -104,13 +106,20 @@ class Loss:
 
 
 def why_no_replacement(loss: Loss, facts: RecoveryFacts) -> str:
-    """Return the reason why no nodes can take the places of the lost nodes, in a job that keeps its layout. Return an
-    empty text if they can, or if only ranks have died, because no node has to be replaced then."""
+    """Return the reason why no nodes can take the places of the lost ones, in a job that keeps its layout; empty if
+    they can. A node whose ranks have died counts as lost: its ranks start again only if lost nodes do."""
     launch, nodes = facts.config.launch, facts.config.nodes
+    if facts.has_changed_layout:
+        return f"the job has had fewer than launch.num_nodes={launch.num_nodes} nodes, so lost places stay empty"
     if not facts.has_places:
         return f"the job has {len(facts.layout.nodes)} of launch.num_nodes={launch.num_nodes} nodes, so another layout"
-    if not loss.is_gone or facts.can_replace(len(loss.nodes)):
+    if facts.can_replace(loss.nodes):
         return ""
+    if nodes.restart_lost_nodes:
+        worn = [node for node in loss.nodes if node in facts.worn_nodes]
+        return (
+            f"nodes.max_node_restarts={nodes.max_node_restarts}: nodes {worn} were lost too often to be started again"
+        )
     left, spares = facts.num_spare_nodes, f"nodes.num_spare_nodes={nodes.num_spare_nodes}"
     spares = spares if left == nodes.num_spare_nodes else f"{spares}, of which {left} are left,"
     return f"{spares} is less than the number of lost nodes, {len(loss.nodes)}"
@@ -123,7 +132,7 @@ def _restart(
         return None
     if not is_gone:
         return "all"
-    if facts.keeps_layout and facts.can_replace(len(lost)):
+    if facts.keeps_layout and facts.can_replace(lost):
         return "all"  # other nodes first replace the lost ones
     return "fewer" if facts.min_nodes is not None and len(remaining) >= facts.min_nodes else None
 
@@ -172,6 +181,8 @@ class Cost:
     seconds: float | None
     """Predicted seconds from the failure until ranks have replayed all committed iterations and train again (see
     ``RecoveryTimes``). If iterations run again, this is an upper bound. None if it is not known."""
+    work: RecoveryWork | None = None
+    """Work from which ``seconds`` follow; None if the job does not continue by itself."""
     why_no_seconds: tuple[str, ...]
     """Missing inputs without which ``seconds`` cannot be predicted, e.g. ``snapshot.iteration_seconds=null``."""
     is_recoverable: bool = True
@@ -202,6 +213,7 @@ class Cost:
             state_bytes=facts.state_bytes,
             restarts_processes=False,
             replaces_nodes=replaces_nodes,
+            starts_ranks=not loss.is_gone and facts.has_places,
             sent_bytes=sent_bytes,
             again_iterations=max_iterations,
             again_unknown=facts.unmeasured,
@@ -215,6 +227,7 @@ class Cost:
             is_automatic=True,
             max_iterations=max_iterations,
             keeps_processes=True,
+            work=work,
             seconds=predicted.seconds,
             why_no_seconds=predicted.unknown,
             **values,
@@ -252,6 +265,7 @@ class Cost:
             is_bitwise=loss.restart != "fewer" and not given.get("loses_updates"),
             keeps_processes=False,
             restarted_by=restarted_by,
+            work=work if given["is_automatic"] else None,
             seconds=predicted.seconds,
             why_no_seconds=predicted.unknown,
             **given,

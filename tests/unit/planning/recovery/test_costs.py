@@ -449,6 +449,51 @@ def test_localized_replay_declines_without_replacement_or_window(
 
 
 @pytest.mark.parametrize(
+    ("keys", "facts", "nodes", "reason"),
+    [
+        ({"restart_lost_nodes": False, "num_spare_nodes": 1}, {"num_waiting": 0}, [1], "of which 0 are left"),
+        ({"restart_lost_nodes": False, "num_spare_nodes": 1}, {"num_waiting": 2}, [0, 2], ""),
+        ({}, {"worn_nodes": (1,)}, [1], "nodes [1] were lost too often"),
+        ({"num_spare_nodes": 1}, {"worn_nodes": (1,)}, [1], ""),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_running_job_states_which_nodes_can_take_lost_places(
+    keys: dict[str, Any], facts: dict[str, Any], nodes: list[int], reason: str, is_gone: bool
+) -> None:
+    held = dataclasses.replace(keeping(**keys), **facts)
+    cost = cost_of_loss(held, nodes, is_gone=is_gone)
+    reasons = [found.reason for found in cost.declined if found.strategy == "localized_replay"]
+    if reason:
+        assert cost.strategy != "localized_replay" and reason in reasons[0]
+    else:
+        assert (cost.strategy, reasons) == ("localized_replay", [])
+
+
+def test_after_a_change_of_the_layout_a_full_job_takes_lanes_away_again() -> None:
+    config = elastic(recovery={"keep_layout": True}, nodes={"restart_lost_nodes": True})
+    held = facts_of(config)
+    kept = cost_of_loss(held, [1])
+    assert (kept.strategy, kept.is_bitwise) == ("living_state", True)
+    changed = cost_of_loss(dataclasses.replace(held, has_changed_layout=True), [1])
+    assert (changed.strategy, changed.is_bitwise) == ("living_state", False)
+    stored = Stored(iteration=9, checkpoint=4)
+    last = cost_of_loss(dataclasses.replace(held, has_changed_layout=True), [0, 1, 2], stored=stored)
+    assert last.strategy == "checkpoint", "two nodes are too few"
+
+
+def test_windows_from_before_a_move_of_experts_are_not_replayed_by_single_stages() -> None:
+    held = keeping()
+    stored = Stored(iteration=9, memory_start=6, placed_from=7)
+    cost = cost_of_loss(held, [1], stored=stored)
+    assert cost.strategy != "localized_replay"
+    assert any("experts have moved before iteration 7" in found.reason for found in cost.declined)
+    newer = dataclasses.replace(stored, memory_start=7)
+    assert cost_of_loss(held, [1], stored=newer).strategy == "localized_replay"
+
+
+@pytest.mark.parametrize(
     ("max_restarts", "keys", "is_automatic"),
     [
         (2, {}, True),

@@ -277,3 +277,22 @@ def test_ranks_that_replayed_or_joined_lack_copies() -> None:
     plan = served({0, 1, 7}, STAGES)
     standings = [Standing(stage=rank // 2, iteration=TARGET, has_copies=rank != 7) for rank in range(8)]
     assert [plan.lacks_copies(stage, standings) for stage in range(4)] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_state_is_copied_before_a_replay_only_if_the_copies_contain_all_state(is_copied: bool) -> None:
+    """The first replay is necessary for the generators of rank 1; in the second one, rank 0 is overwritten already."""
+
+    def may_copy(*standings: Standing) -> bool:
+        plan = LocalizedPlan.of(standings, num_stages=1, is_ring=False, needs=[("a",), ("a", "b"), ("b",)])
+        assert isinstance(plan, LocalizedPlan) and plan.regions == ((0,),), plan
+        return plan.may_copy
+
+    def rank(*holds: str, **changes: object) -> Standing:
+        known = {"iteration": TARGET, "window": WINDOW, "logged": LOGGED, "voted": LOGGED, "holds": holds}
+        return Standing(**{"stage": 0, **known, **changes})  # type: ignore[arg-type]
+
+    lost = Standing(stage=0, iteration=None)
+    assert may_copy(rank("a"), lost, rank("b", has_first_generators=False))
+    assert not may_copy(rank("a", has_first_generators=False), lost, rank("a"))
+    assert may_copy(rank("a", is_overwritten=True, is_copied=is_copied), lost, rank("b")) is is_copied
