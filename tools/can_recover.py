@@ -13,7 +13,7 @@ import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,8 @@ class Run:
     layout: MembershipLayout
     """Layout of the present membership."""
     is_running: bool
+    status: Mapping[str, Any]
+    """Status of the job according to its controller; empty if the job is not running."""
 
     @classmethod
     def of(cls, path: Path, *, as_if_running: bool) -> "Run":
@@ -110,15 +112,32 @@ class Run:
             events = read_events(path)
         except (OSError, ValueError) as error:
             raise DataError(f"run_dir={path}: must have events.jsonl: {error}") from None
-        members, is_running = None, as_if_running
+        status: Mapping[str, Any] = {}
         try:
             with AdminClient(path) as operator:
-                members, is_running = operator.status()["members"], True
+                status = operator.status()
         except JobNotRunning:
             pass  # not an error: the result shows that strategies which need live ranks decline
         config = _on_its_device(config, events)
-        layout = layout_of(config, events, members)
-        return cls(path=path, config=config, events=events, layout=layout, is_running=is_running)
+        layout = layout_of(config, events, status.get("members"))
+        is_running = as_if_running or bool(status)
+        return cls(path=path, config=config, events=events, layout=layout, is_running=is_running, status=status)
+
+    def facts(self, plans: Sequence[PlacementPlan], snapshot: SnapshotReport | None) -> RecoveryFacts:
+        """Return the facts of the job, with those that only its controller and its events show."""
+        facts, status = RecoveryFacts.of(self.config, plans, snapshot, self.layout), self.status
+        num_nodes = self.config.launch.num_nodes
+        has_changed = any(len(nodes) != num_nodes for nodes in nodes_since_restart(self.events))
+        return dataclasses.replace(
+            facts,
+            is_running=self.is_running,
+            iteration_seconds=iteration_seconds_of(self) or facts.iteration_seconds,
+            # Controllers of earlier versions do not report these fields.
+            has_changed_layout=self.config.recovery.keep_layout
+            and (has_changed or not status.get("keeps_layout", True)),
+            num_waiting=len(status["replacements"]) if "replacements" in status else None,
+            worn_nodes=tuple(status.get("worn", ())),
+        )
 
     def placement(self) -> tuple[list[PlacementPlan], list[Any] | None]:
         """Return the current placement of each stage, and the loads that each placement was planned for.
@@ -169,12 +188,13 @@ class Run:
             entry, reports = folder.newest(world_size, lambda window: _not_own(identity, window))
             persisted = None if entry is None else entry.start_iteration
             notes += [f"{report.path}: skipped: {report.reason}" for report in reports]
-        committed = [event for event in since_start(self.events) if isinstance(event, WindowCommitted)]
+        committed = windows_in_memory(self.events)
         stored = Stored(
             iteration=metrics[-1].iteration if metrics else 0,
             memory_start=committed[-1].start_iteration if committed else None,
             persisted_start=persisted,
             checkpoint=None if path is None else iteration_of(path),
+            placed_from=placed_from(self.events),
         )
         return stored, tuple(notes)
 
@@ -229,6 +249,43 @@ def since_start(events: Sequence[Record]) -> Sequence[Record]:
     return events[first:]
 
 
+def nodes_since_restart(events: Sequence[Record]) -> list[tuple[int, ...]]:
+    """Return the nodes of each membership since the ranks were started, or started again, most recently."""
+    found: list[tuple[int, ...]] = []
+    for event in since_start(events):
+        if isinstance(event, RanksRestarted):
+            found = [event.nodes] if event.nodes else []
+        elif isinstance(event, MembershipChanged):
+            found.append(event.nodes)
+    return found
+
+
+def windows_in_memory(events: Sequence[Record]) -> list[WindowCommitted]:
+    """Return the windows that were committed since the number of ranks changed: only as many ranks can load a
+    window."""
+    found: list[WindowCommitted] = []
+    num_ranks = None
+    for event in since_start(events):
+        if isinstance(event, RanksReady | MembershipChanged):
+            found = found if event.world_size == num_ranks else []
+            num_ranks = event.world_size
+        elif isinstance(event, WindowCommitted):
+            found.append(event)
+    return found
+
+
+def placed_from(events: Sequence[Record]) -> int:
+    """Return the first iteration with the present placement of experts, if experts have moved since the ranks were
+    started, or started again; otherwise 0."""
+    first = 0
+    for event in since_start(events):
+        if isinstance(event, RanksReady | RanksRestarted):
+            first = 0
+        elif isinstance(event, PlacementInForce) and event.reason not in ("first", "resumed", "membership"):
+            first = event.iteration
+    return first
+
+
 def layout_of(config: JobConfig, events: Sequence[Record], members: Sequence[int] | None = None) -> MembershipLayout:
     """Return the layout of the newest recorded membership, or of the start if no change is recorded. ``members`` are
     the current nodes of a job that runs. If they differ from the records, the layout is computed for these nodes."""
@@ -265,11 +322,8 @@ def ask_run(path: Path, lost: Sequence[int] | None, *, is_gone: bool, as_if_runn
     """Analyse the loss of nodes ``lost`` for the run in a folder. If ``lost`` is None, analyse the death of all
     processes of the job. Raise a MegatronFtError if the folder cannot be read or ``lost`` is invalid."""
     run = Run.of(path, as_if_running=as_if_running)
-    snapshot = SnapshotReport.of(run.config, _VOCABULARY)
     plans, loads = run.placement()
-    facts = RecoveryFacts.of(run.config, plans, snapshot, run.layout)
-    pace = iteration_seconds_of(run)
-    facts = dataclasses.replace(facts, is_running=run.is_running, iteration_seconds=pace or facts.iteration_seconds)
+    facts = run.facts(plans, SnapshotReport.of(run.config, _VOCABULARY))
     stored, notes = run.stored()
     place = placer(run.config, JobInputs.read(run.config), loads or None)
     nodes, ends_job = (facts.nodes, True) if lost is None else (lost, False)

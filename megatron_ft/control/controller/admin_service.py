@@ -1,11 +1,11 @@
 """Serves the calls with which administrators read the job's status, or let a node leave or join."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from megatron_ft.control.detector import Detector
+from megatron_ft.control.detector import Detector, Place
 from megatron_ft.control.membership.events import AddRequested, DrainRequested, MachineEvent
 from megatron_ft.control.membership.joining import NodeRules
-from megatron_ft.control.membership.state import MembershipPolicy, State
+from megatron_ft.control.membership.state import MembershipPolicy, State, keeps_layout
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
 
@@ -38,7 +38,8 @@ class AdminService:
 
     # ``State`` is immutable, so a call reads a consistent state without a lock, even if the controller replaces it.
     def _status(self, _request: Message) -> Message:
-        state = self._read_state()
+        state, rules = self._read_state(), NodeRules(self._policy)
+        iteration = max((place.iteration for place in self._places(state.members)), default=0)
         return {
             "generation": state.generation,
             "phase": state.phase.value,
@@ -48,18 +49,23 @@ class AdminService:
             "draining": sorted(state.nodes.draining),
             "nodes": {str(node): self._node(node) for node in sorted(state.nodes.registered)},
             "num_reforms": state.num_reforms,
+            "keeps_layout": keeps_layout(self._policy, state),
+            "replacements": sorted(rules.replacements(state)),
+            "worn": [node for node in state.members if rules.is_worn(state, node, iteration)],
         }
 
     def _node(self, node: int) -> Message:
-        places = [self._detector.place(rank) for rank in self._policy.ranks_of(node)]
-        known = [place for place in places if place is not None]
-        behind = min(known, key=lambda place: (place.iteration, place.step), default=None)
+        behind = min(self._places([node]), key=lambda place: (place.iteration, place.step), default=None)
         seconds = self._detector.seconds_since_word(node, self._clock())
         return {
             "iteration": None if behind is None else behind.iteration,
             "phase": None if behind is None else behind.phase,
             "seconds_since_word": None if seconds is None else max(0.0, seconds),
         }
+
+    def _places(self, nodes: Sequence[int]) -> list[Place]:
+        places = [self._detector.place(rank) for node in nodes for rank in self._policy.ranks_of(node)]
+        return [place for place in places if place is not None]
 
     def _drain(self, request: Message) -> Message:
         node = self._known(request)

@@ -334,6 +334,25 @@ class NodeRules:
             return None
         return self._describe_empty(next(place for place in places if state.members[place] not in coming), state)
 
+    def replacements(self, state: State) -> frozenset[int]:
+        """Return the nodes that can take a place if a further member is lost, in a job that keeps its layout."""
+        if not keeps_layout(self.policy, state):
+            return frozenset()
+        found = self._coming(state) | self._returning(state)
+        if self.policy.restart_lost_nodes:
+            away = [state.nodes[node] for node in range(self.policy.most_nodes) if not state.nodes.is_member(node)]
+            found |= {record.node for record in away if self._may_start(state, record)}
+        # If all ranks restart after a loss, spares have only agents.
+        return (found | (state.nodes.registered if self.policy.replaces_by_restart else frozenset())) - {
+            node for node in state.members if state.nodes.is_member(node)
+        }
+
+    def is_worn(self, state: State, node: int, iteration: int) -> bool:
+        """Return whether a member that is lost after ``iteration`` is not started again, because it was lost too
+        often."""
+        # A node whose losses do not count any more may be started again, also after its next loss.
+        return count_loss(state.nodes[node], iteration) > self.policy.max_node_restarts
+
     def _describe_empty(self, place: int, state: State) -> str:
         why = "nodes.restart_lost_nodes=false"
         if self.policy.restart_lost_nodes:

@@ -233,6 +233,41 @@ def test_nodes_and_windows_in_memory_outlive_a_restart_of_the_ranks(run: MadeUpR
     assert can_recover.layout_of(run.config, [*events, ready]).nodes == (0, 1, 2, 3), "another job has started"
 
 
+def test_events_show_which_windows_and_places_are_still_in_use() -> None:
+    def placed(iteration: int, reason: str) -> Record:
+        return PlacementInForce(iteration=iteration, reason=reason, stages=("x",))
+
+    def window(start: int) -> WindowCommitted:
+        sizes = {"captured_bytes": 1, "replicated_bytes": 1, "persisted_bytes": 0}
+        return WindowCommitted(
+            iteration=start + 4, start_iteration=start, num_iterations=3, stalled_seconds=0.0, **sizes
+        )
+
+    def changed(*nodes: int) -> Record:
+        about = {"reason": "lost", "generation": 1, "seconds": 1.0, "iteration": 3}
+        return MembershipChanged(nodes=nodes, world_size=len(nodes), **about)  # type: ignore[arg-type]
+
+    ready = RanksReady(seconds=1.0, world_size=4)
+    events = [ready, placed(1, "first"), window(4), changed(0, 4, 2, 3)]
+    assert can_recover.windows_in_memory(events) == [window(4)], "a spare has taken a place"
+    assert can_recover.placed_from(events) == 0
+    assert can_recover.nodes_since_restart(events) == [(0, 4, 2, 3)]
+    events += [placed(9, "imbalance 1.5 -> 1.0"), changed(0, 2, 3), placed(10, "membership"), changed(0, 2, 3, 4)]
+    assert can_recover.windows_in_memory(events) == [], "another number of ranks has captured this window"
+    assert can_recover.placed_from(events) == 9
+    assert can_recover.nodes_since_restart(events)[1] == (0, 2, 3), "since then, lost places stay empty"
+    events += [
+        window(12),
+        RanksRestarted(
+            generation=3, reason="killed", failed_ranks=(), iteration=15, num_restarts_left=1, nodes=(0, 2, 3, 4)
+        ),
+        ready,
+    ]
+    assert can_recover.windows_in_memory(events) == [window(12)]
+    assert can_recover.placed_from(events) == 0
+    assert can_recover.nodes_since_restart(events) == [(0, 2, 3, 4)]
+
+
 def test_a_placement_of_another_membership_is_refused(run: MadeUpRun, ask: Ask) -> None:
     run.say(RanksReady(seconds=1.0, world_size=4))
     found = ask(str(run.path), "--lose", "2")

@@ -508,6 +508,7 @@ def test_operators_see_the_job_and_have_nodes_leave_and_join(job: Running) -> No
         "epoch": 1,
     }
     assert (status["lost"], status["draining"]) == ([], [])
+    assert (status["keeps_layout"], status["replacements"], status["worn"]) == (False, [], [])
     assert sorted(status["nodes"]) == ["0", "1", "2"]
     assert (status["nodes"]["1"]["iteration"], status["nodes"]["1"]["phase"]) == (6, "data")
     assert status["nodes"]["2"]["iteration"] is None

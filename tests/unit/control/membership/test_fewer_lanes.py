@@ -94,6 +94,37 @@ def test_a_node_that_comes_back_grows_the_job_again_and_spares_replace_without_p
     assert job.state.has_changed_layout, "from now on, ranks exchange state as in an elastic job"
 
 
+def test_the_nodes_that_could_take_a_further_place_are_known() -> None:
+    job = Job(BOTH)
+    rules = NodeRules(job.policy)
+    assert rules.replacements(job.state) == {4}, "the spare may have been started together with the job"
+    ready(job, 4)
+    assert rules.replacements(job.state) == {4}
+    lose(job, 1)
+    assert job.state.members == (0, 4, 2, 3) and rules.replacements(job.state) == frozenset()
+    job.see(NodeJoined(1))
+    assert rules.replacements(job.state) == {1}, "a former member that registers again waits as a spare"
+
+
+def test_a_spare_that_died_takes_no_place_unless_it_is_started_again() -> None:
+    for restarts, expected in ((False, frozenset[int]()), (True, frozenset({4}))):
+        job = Job(replace(BOTH, restart_lost_nodes=restarts))
+        ready(job, 4)
+        job.see(NodeLost(4, 0.0, "cable"))
+        assert NodeRules(job.policy).replacements(job.state) == expected
+
+
+def test_a_member_that_was_lost_too_often_is_not_started_again() -> None:
+    job = Job(replace(BOTH, num_spare_nodes=0, restart_lost_nodes=True, max_node_restarts=1))
+    assert not NodeRules(job.policy).is_worn(job.state, 1, 5)
+    lose(job, 1)
+    report(job, 1)
+    assert [NodeRules(job.policy).is_worn(job.state, node, 5) for node in (0, 1)] == [False, True]
+    assert not NodeRules(job.policy).is_worn(job.state, 1, 50), "it has trained for long enough since"
+    step = lose(job, 1)
+    assert not keeps(step)
+
+
 def test_nodes_leave_on_request_only_after_the_layout_has_changed() -> None:
     job = Job(replace(BOTH, num_spare_nodes=0, restart_lost_nodes=True, max_node_restarts=0))
     refused = NodeRules(job.policy).refuse_drain(job.state, 0)
