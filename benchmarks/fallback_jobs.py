@@ -9,11 +9,12 @@ import contextlib
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from megatron_ft.failures.processes import HeldProcess, controllers_of, processe
 from megatron_ft.planning.recovery.costs import STRATEGIES
 from megatron_ft.planning.recovery.strategy import Cost
 from megatron_ft.testing.jobs import REPOSITORY, start, wait
-from tools.can_recover import ask_run
+from tools.can_recover import NUM_MEASURED, ask_run
 
 Event = Mapping[str, Any]
 FALLBACK_FILE = "fallback.jsonl"
@@ -44,6 +45,7 @@ _PAUSE_SECONDS = 0.02
 _PROOF_SECONDS = 5.0
 _KEEPER = "-keeper.log"
 """End of the name of a snapshot server's log."""
+LINK_BYTES_PER_SECOND = 1e9
 _COMMON = (
     "model=moe_micro",
     "optimizer.lr_warmup_iterations=3",
@@ -62,7 +64,7 @@ _COMMON = (
     "recovery.max_restarts=1000",
     "nodes.restart_lost_nodes=true",
     "nodes.max_node_restarts=1000",
-    "topology.link_bytes_per_second=1e9",
+    f"topology.link_bytes_per_second={LINK_BYTES_PER_SECOND:g}",
 )
 _KEPT = ("recovery.keep_layout=true", "snapshot.outlive_job_seconds=300", "training.global_batch_size=8")
 _REPLICAS = (
@@ -218,6 +220,8 @@ class Driver:
             "is_automatic": cost.is_automatic,
             "predicted_seconds": cost.seconds,
             "no_prediction": list(cost.why_no_seconds),
+            "work": None if cost.work is None else asdict(cost.work),
+            "iteration_seconds": self._pace(),
             "summary": cost.summary(),
             "committed": committed,
             "load": os.getloadavg()[0],
@@ -300,6 +304,11 @@ class Driver:
     def _newest(self) -> int:
         return max((record["iteration"] for record in self.metrics.read() if "loss" in record), default=0)
 
+    def _pace(self) -> float:
+        """Return the median duration of the newest iterations, from which ``can_recover`` predicts."""
+        newest = [m["iteration_seconds"] for m in self.metrics.read() if "iteration_seconds" in m][-NUM_MEASURED:]
+        return statistics.median(newest)
+
     def _is_ready(self) -> bool:
         """Return whether all nodes are members, and the membership has trained and committed a window."""
         began, nodes = self._membership()
@@ -337,13 +346,14 @@ class Driver:
         recoveries = [found for found in self._recoveries(killed_at) if found[0] < trained["time_unix_seconds"]]
         # Interrupted memberships and later joins report the cheaper ``living_state``, which must not count.
         order = [strategy.name for strategy in STRATEGIES]
-        _, strategy, source = max(recoveries, key=lambda found: order.index(found[1]))
+        _, strategy, source, declined = max(recoveries, key=lambda found: order.index(found[1]))
         seconds = trained["time_unix_seconds"] - trained["iteration_seconds"] - killed_at
-        return {"served": [strategy, source], "seconds": seconds, "trained": trained["iteration"]}
+        served = {"served": [strategy, source], "declined": declined}
+        return {**served, "seconds": seconds, "trained": trained["iteration"]}
 
-    def _recoveries(self, since: float) -> list[tuple[float, str, str | None]]:
+    def _recoveries(self, since: float) -> list[tuple[float, str, str | None, list[str]]]:
         return [
-            (event["time_unix_seconds"], event["strategy"], event.get("source"))
+            (event["time_unix_seconds"], event["strategy"], event.get("source"), list(event["declined"]))
             for event in self.events.read()
             if event["kind"] == "recovery_started" and event["time_unix_seconds"] > since
         ]
