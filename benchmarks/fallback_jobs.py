@@ -1,7 +1,8 @@
 """Jobs of ``fallback-order``, and the driver that causes losses of growing size in one of them.
 
-Before each loss, the driver asks ``can_recover`` for the strategy that will serve. Then it kills the processes from
-outside, all at one instant, and waits until the job trains again. A job that ends, as predicted, is started again with
+Before each loss, the driver stops all ranks, so that no window or checkpoint is completed meanwhile, and asks
+``can_recover`` for the strategy that will serve. Then it kills the processes from outside, all at one instant,
+continues the other ranks, and waits until the job trains again. A job that ends, as predicted, is started again with
 the same command. ``<run>/fallback.jsonl`` has a line for each loss before it happens, and one after it.
 """
 
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ FALLBACK_FILE = "fallback.jsonl"
 WHOLE_SECONDS = 120.0
 """Longest time to wait until a job is ready for a loss, or trains again after it."""
 STOP_SECONDS = 60.0
+PAUSED_SECONDS = 10.0
+"""Longest time to wait for an answer while all ranks are stopped. It is shorter than the time after which the job takes
+ranks without progress for lost."""
 SETTLED = 4
 """Number of iterations of a membership before its next loss."""
 COMPARED_AFTER = 5
@@ -115,10 +119,18 @@ class FallbackJob:
 class Choice:
     """Loss that happens next, and the answer of ``can_recover`` about it."""
 
+    kind: str
     nodes: tuple[int, ...]
     is_gone: bool
     """Whether the nodes are lost with their agents and snapshot servers; otherwise only their ranks die."""
     cost: Cost
+    is_wanted: Callable[[Cost], bool] = lambda _: True
+    """Returns whether a loss with this cost has the effect that its kind demands."""
+
+    @property
+    def asked(self) -> tuple[int, ...] | None:
+        """Return the nodes about which ``can_recover`` is asked; None for all processes of the job."""
+        return None if self.ends_job else self.nodes
 
     @property
     def ends_job(self) -> bool:
@@ -209,11 +221,43 @@ class Driver:
             MegatronFtError: ``can_recover`` gives no answer.
         """
         self._wait(self._is_ready, f"a whole job before the loss of {kind}")
-        choice = self._choose(kind)
+        deadline = time.monotonic() + WHOLE_SECONDS
+        while (record := self._lose_paused(number, self._choose(kind))) is None:
+            if time.monotonic() > deadline:
+                raise NotWhole(f"{kind}: the nodes were no such loss any more when they were to be killed")
+        if not record["is_automatic"]:
+            self._wait_for_end()
+            self._start()
+        return record | self._wait_until_trained(record["killed_at"], record["committed"])
+
+    def _lose_paused(self, number: int, choice: "Choice") -> dict[str, Any] | None:
+        """Stop all ranks, ask once more, and cause the loss. Return a record of it; None if the loss does not have the
+        wanted effect any more, because the job has trained since it was chosen."""
+        with self._paused():
+            # Without the pause, a window or checkpoint could be completed between the answer and the loss.
+            cost = self._ask(choice.asked, is_gone=choice.is_gone, seconds=PAUSED_SECONDS)
+            if not choice.is_wanted(cost):
+                return None
+            return self._lose_now(number, replace(choice, cost=cost))
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Stop all ranks, and continue those that live at the end."""
+        with processes_of(self.run_dir, range(self.job.num_nodes), 1) as by_node:
+            ranks = [found for of_node in by_node.values() for found in of_node if found.log.startswith("rank-")]
+            try:
+                for rank in ranks:
+                    rank.send(signal.SIGSTOP)
+                yield
+            finally:
+                for rank in ranks:
+                    rank.send(signal.SIGCONT)
+
+    def _lose_now(self, number: int, choice: "Choice") -> dict[str, Any]:
         cost, committed = choice.cost, self._newest()
         record: dict[str, Any] = {
             "fault": number,
-            "kind": kind,
+            "kind": choice.kind,
             "nodes": list(choice.nodes),
             "is_gone": choice.is_gone,
             "named": [cost.strategy, cost.medium],
@@ -228,11 +272,7 @@ class Driver:
         }
         append_to(self.run_dir / FALLBACK_FILE)({"before": True, **record})
         with self._held(choice) as processes:
-            record |= self._kill(choice, processes)
-        if not cost.is_automatic:
-            self._wait_for_end()
-            self._start()
-        return record | self._wait_until_trained(record["killed_at"], committed)
+            return record | self._kill(choice, processes)
 
     def _choose(self, kind: str) -> Choice:
         """Choose the nodes of a loss. If the kind demands an effect, e.g. the loss of all copies of an expert, choose
@@ -251,17 +291,18 @@ class Driver:
             "all ranks": ([tuple(nodes)], False, lambda _: True),
         }
         if kind == "all processes":
-            return Choice(nodes=tuple(range(self.job.num_nodes)), is_gone=False, cost=self._ask(None, is_gone=False))
+            cost = self._ask(None, is_gone=False)
+            return Choice(kind=kind, nodes=tuple(range(self.job.num_nodes)), is_gone=False, cost=cost)
         candidates, is_gone, is_wanted = by_kind[kind]
         for candidate in candidates:
             lost = tuple(sorted(candidate))
             cost = self._ask(lost, is_gone=is_gone)
             if is_wanted(cost):
-                return Choice(nodes=lost, is_gone=is_gone, cost=cost)
+                return Choice(kind=kind, nodes=lost, is_gone=is_gone, cost=cost, is_wanted=is_wanted)
         raise NotWhole(f"{kind}: no choice of nodes is such a loss")
 
-    def _ask(self, lost: Sequence[int] | None, *, is_gone: bool) -> Cost:
-        deadline = time.monotonic() + WHOLE_SECONDS
+    def _ask(self, lost: Sequence[int] | None, *, is_gone: bool, seconds: float = WHOLE_SECONDS) -> Cost:
+        deadline = time.monotonic() + seconds
         while True:
             try:
                 return ask_run(self.run_dir, lost, is_gone=is_gone, as_if_running=False).cost

@@ -57,10 +57,12 @@ def _check_survival(config: JobConfig) -> None:
     if not changes and not config.may_change_nodes:
         return
     feature = config.why_nodes_change or "a testing.membership_schedule"
+    instead = ""
     if recovery.keep_layout:
         # Other nodes take the lost places first. Without them, the job has fewer lanes, which needs expert replicas.
         feature = f"recovery.keep_layout=true and recovery.min_nodes={recovery.min_nodes}"
-    instead = ""
+        if config.placement.algorithm is None:
+            instead = f"; {_why_no_fewer_lanes(config)}"
     if feature.startswith("nodes.num_spare_nodes="):
         instead = "; if spares are to replace lost nodes in the same layout, set recovery.keep_layout=true"
     _check_requirements(config, REPLICAS, feature, instead)
@@ -68,6 +70,23 @@ def _check_survival(config: JobConfig) -> None:
     rates = ((config.placement.algorithm or {}).get("objective") or {}).get("failure_rates")
     constraint = f"must be empty with {feature}: the number of failure domains changes when nodes are lost or join"
     require(not rates, "placement.algorithm.objective.failure_rates", rates, constraint)
+
+
+def _why_no_fewer_lanes(config: JobConfig) -> str:
+    """Return what a job without replica slots lacks to continue with fewer lanes after a loss."""
+    parallel = config.parallel
+    num_expert_ranks = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or 1)
+    windows = "the windows of the lost lane can be loaded only by as many ranks as have captured them"
+    if num_expert_ranks * parallel.pipeline_model_parallel_size >= config.world_size:
+        return (
+            f"one expert-parallel group (parallel.expert_model_parallel_size={parallel.expert_model_parallel_size}) "
+            "contains all ranks of a pipeline stage, so without replica slots no remaining rank has a place for the "
+            f"experts of a lost rank; {windows}"
+        )
+    return (
+        "without replica slots, fewer lanes must be whole expert-parallel groups, which are formed only when ranks "
+        f"start; {windows}"
+    )
 
 
 def _check_strategies(config: JobConfig) -> None:

@@ -272,7 +272,13 @@ def test_a_kept_layout_may_change_if_a_place_stays_empty() -> None:
         (
             {"recovery.min_nodes": 2},
             "placement.algorithm",
-            "given with recovery.keep_layout=true and recovery.min_nodes=2",
+            "without replica slots, fewer lanes must be whole expert-parallel groups",
+        ),
+        (
+            {"recovery.min_nodes": 2, "parallel.expert_model_parallel_size": 2, "launch.ranks_per_node": 1}
+            | {"parallel.pipeline_model_parallel_size": 2, "launch.num_nodes": 4, "model.num_layers": 4},
+            "placement.algorithm",
+            "no remaining rank has a place for the experts",
         ),
         ({"nodes.max_nodes": 5}, "nodes.max_nodes", "no nodes can join"),
         ({"nodes.num_spare_nodes": 0}, "recovery.keep_layout", "needs nodes that replace lost ones"),
