@@ -1,17 +1,27 @@
 # Every command of the project. `make help` lists them.
 VENV ?= .venv
-IN_RANGE := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
-PYTHON ?= $(shell for name in python3 python3.12 python3.11 python3.10; do \
+IN_RANGE := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for name in python3 python3.12 python3.13 python3.11 python3.10; do \
   $$name -c '$(IN_RANGE)' 2>/dev/null && echo $$name && break; done)
 # What pip installs as torch, e.g. TORCH="torch==2.13.0 --index-url <index of the build you want>".
 # TORCH=skip keeps the torch that the environment in VENV already has.
 TORCH ?= torch==2.13.0
+# Another release of Megatron-Core than the one in train.lock, for which there is a requirements/megatron-*.lock. Use it
+# with a VENV of its own, and name it in each call.
+MEGATRON ?=
 ARGS ?=
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --quiet
 # Every package but torch is compared with the hashes in requirements/*.lock. Nothing is resolved: a lock is complete.
 LOCKED := $(PIP) --require-hashes --no-deps --no-build-isolation --use-pep517
+# Stamps name the release, so that a call with another one installs it.
+TRAIN := $(VENV)/installed-train$(MEGATRON:%=-%)
+DEV := $(VENV)/installed-dev$(MEGATRON:%=-%)
+DOCS := $(VENV)/installed-docs$(MEGATRON:%=-%)
+MEGATRON_LOCK := $(MEGATRON:%=requirements/megatron-%.lock)
+# After each lock, because each includes train.lock.
+install_megatron = $(if $(MEGATRON),@echo "installing $(MEGATRON_LOCK)"; $(LOCKED) -r $(MEGATRON_LOCK))
 UV := uv==0.13.9
 STRICT := $(wildcard $(addprefix megatron_ft/,errors.py reading.py topology.py operators.py events.py membership_events.py records.py formatting.py serde.py durable.py framing.py operator_state.py snapshot_events.py failpoints.py expert_loads.py failures corpus config planning)) transformer_engine_ext
 SLURM_PACKAGES := slurmctld slurmd slurm-client munge
@@ -27,7 +37,7 @@ help:  ## list the commands
 
 $(PY):
 	@$(or $(PYTHON),false) -c '$(IN_RANGE)' 2>/dev/null || { \
-	  echo "PYTHON=$(PYTHON): must be Python 3.10, 3.11 or 3.12 with venv and ensurepip; install one or name it" >&2; exit 1; }
+	  echo "PYTHON=$(PYTHON): must be Python 3.10 to 3.13 with venv and ensurepip; install one or name it" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 # torch goes first; what it needs is installed before it, so that it brings nothing along that has no hash here, except
@@ -43,26 +53,34 @@ else
 endif
 	@$(PY) -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > $@.tmp && mv $@.tmp $@
 
-$(VENV)/installed-train: requirements/train.lock requirements/torch.lock $(VENV)/torch-constraint.txt
+requirements/megatron-%.lock:
+	@echo "MEGATRON=$*: must be empty (the release in requirements/train.lock) or one of" \
+	  $(patsubst requirements/megatron-%.lock,%,$(wildcard requirements/megatron-*.lock)) >&2; exit 1
+
+$(TRAIN): requirements/train.lock requirements/torch.lock $(MEGATRON_LOCK) $(VENV)/torch-constraint.txt
+	@rm -f $(VENV)/installed-*
 	@echo "installing requirements/train.lock"
 	@$(LOCKED) -r requirements/torch.lock
 	@$(LOCKED) -r requirements/train.lock
+	$(install_megatron)
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/installed-dev: requirements/dev.lock requirements/docs.lock $(VENV)/installed-train
+$(DEV): requirements/dev.lock requirements/docs.lock $(TRAIN)
 	@echo "installing requirements/dev.lock"
 	@$(LOCKED) -r requirements/dev.lock
+	$(install_megatron)
 	@touch $@
 
-$(VENV)/installed-docs: requirements/docs.lock $(VENV)/installed-train
+$(DOCS): requirements/docs.lock $(TRAIN)
 	@echo "installing requirements/docs.lock"
 	@$(LOCKED) -r requirements/docs.lock
+	$(install_megatron)
 	@touch $@
 
-install: $(VENV)/installed-train  ## what training needs, pinned, into VENV
+install: $(TRAIN)  ## what training needs, pinned, into VENV
 
-train: $(VENV)/installed-train  ## train the small default model (ARGS="model=... key=value")
+train: $(TRAIN)  ## train the small default model (ARGS="model=... key=value")
 	$(PY) pretrain_moe.py $(ARGS)
 
 # Much of a run is waiting, which leaves cores free: two workers more than there are cores.
@@ -72,7 +90,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n $(WORKERS) --durations=0 -
 # Of every run its durations are kept, of all tests.
 test_run = @mkdir -p .cache/tests; $(PYTEST) --junitxml=.cache/tests/$@.xml
 
-test: $(VENV)/installed-dev  ## what every change has to pass (ARGS="-k name")
+test: $(DEV)  ## what every change has to pass (ARGS="-k name")
 ifeq ($(strip $(ARGS)),)
 	$(test_run) -m "not extended"
 else
@@ -80,7 +98,7 @@ else
 endif
 
 # What is judged by times comes last, with no other worker beside it. (No $(MAKE) here: make -n would run it.)
-test-all: $(VENV)/installed-dev  ## test, then what repeats it (other phases and layouts), then claims judged by times
+test-all: $(DEV)  ## test, then what repeats it (other phases and layouts), then claims judged by times
 	@mkdir -p .cache/tests; failed=0; \
 	  $(PYTEST) --junitxml=.cache/tests/test.xml -m "not extended" || failed=1; \
 	  $(PYTEST) --junitxml=.cache/tests/extended.xml -m "extended and not timed" || failed=1; \
@@ -88,16 +106,16 @@ test-all: $(VENV)/installed-dev  ## test, then what repeats it (other phases and
 
 MAX_AGAIN := 5
 FAILED := import json, pathlib; print(*json.loads(pathlib.Path(".pytest_cache/v/cache/lastfailed").read_text()), sep="\n")
-test-again: $(VENV)/installed-dev  ## what failed in the last run, alone; refused where it is much
+test-again: $(DEV)  ## what failed in the last run, alone; refused where it is much
 	@failed=$$($(PY) -c '$(FAILED)') && number=$$(printf '%s\n' "$$failed" | grep -c .); \
 	  printf 'failed beside others, run again alone (%s):\n%s\n' "$$number" "$$failed"; \
 	  [ "$$number" -le $(MAX_AGAIN) ] || { echo "more than $(MAX_AGAIN) tests failed: none is run again" >&2; exit 1; }
 	$(PY) -m pytest --last-failed --last-failed-no-failures none -m "not extended"
 
-test-fast: $(VENV)/installed-dev  ## unit tests that start no training
+test-fast: $(DEV)  ## unit tests that start no training
 	$(PYTEST) tests/unit benchmarks/tests --ignore=benchmarks/tests/test_claims_quick.py -m "not slow and not gpu and not distributed and not wandb" $(ARGS)
 
-test-slurm: $(VENV)/installed-dev slurm-packages  ## tests on a real Slurm cluster that they start on this machine (root)
+test-slurm: $(DEV) slurm-packages  ## tests on a real Slurm cluster that they start on this machine (root)
 	$(PY) -m pytest tests/slurm $(ARGS)
 
 # Debian's packages start nothing by themselves where services are not run; elsewhere, stop them after this.
@@ -108,7 +126,7 @@ slurm-packages:  ## install Debian's Slurm for test-slurm, where this user may
 	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES) >/dev/null; \
 	  else echo "no Slurm here, and nothing that could install it (root, apt-get): tests/slurm skip themselves"; fi
 
-checks: $(VENV)/installed-dev  ## format, lint, types, import rules, conventions, sizes, tables
+checks: $(DEV)  ## format, lint, types, import rules, conventions, sizes, tables
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/clang-format --dry-run --Werror $(KERNELS)
@@ -118,18 +136,18 @@ checks: $(VENV)/installed-dev  ## format, lint, types, import rules, conventions
 	$(PY) -m tools.code_size
 	$(PY) -m benchmarks.tables --check
 
-format: $(VENV)/installed-dev  ## rewrite files to the project's format
+format: $(DEV)  ## rewrite files to the project's format
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/clang-format -i $(KERNELS)
 
-bench: $(VENV)/installed-dev  ## measure every claim this machine's hardware class can measure
+bench: $(DEV)  ## measure every claim this machine's hardware class can measure
 	$(PY) -m benchmarks.prove --all $(if $(QUICK),--quick)
 
-prove: $(VENV)/installed-dev  ## measure one claim: ID=<id> [QUICK=1]
+prove: $(DEV)  ## measure one claim: ID=<id> [QUICK=1]
 	@$(PY) -m benchmarks.prove $(if $(ID),$(ID),--list) $(if $(QUICK),--quick)
 
-tables: $(VENV)/installed-dev  ## write the tables of README and docs from benchmarks/results
+tables: $(DEV)  ## write the tables of README and docs from benchmarks/results
 	$(PY) -m benchmarks.tables
 
 .cache/lock: Makefile
@@ -140,7 +158,7 @@ tables: $(VENV)/installed-dev  ## write the tables of README and docs from bench
 lock: $(PY) .cache/lock  ## write requirements/*.lock from constraints.txt, with the hashes that the package index lists
 	$(PY) tools/lock_requirements.py --uv .cache/lock/bin/uv
 
-docs-deps: $(VENV)/installed-docs  ## install what draws the pictures
+docs-deps: $(DOCS)  ## install what draws the pictures
 
 gpu-site: | $(PY)  ## unpack what a GPU machine without a network lacks into .gpu-site, for Python 3.12
 	$(PY) tools/gpu_site.py .gpu-site

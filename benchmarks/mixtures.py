@@ -21,6 +21,7 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.model.transformer_config import build_transformer_config
 from megatron_ft.mcore.moe.replica_layer import ReplicaGradients, ReplicaMixtureLayer, Replicas
 from megatron_ft.mcore.moe.router import PaddingAwareRouter
+from megatron_ft.mcore.versions import submodules_of
 from megatron_ft.planning import dispatch as rule
 from megatron_ft.planning.placement.overlap_search import OverlapSearch
 from megatron_ft.planning.placement.plan import PlacementPlan
@@ -203,7 +204,7 @@ class _ForcedRouter(_Forced, PaddingAwareRouter):
 
 def _submodules(config: TransformerConfig) -> MoESubmodules:
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
-    return block.layer_specs[0].submodules.mlp.submodules
+    return submodules_of(block.layer_specs[0].submodules.mlp)
 
 
 def _fill(module: torch.nn.Module, seed: int) -> None:

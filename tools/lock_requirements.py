@@ -3,7 +3,7 @@
 Versions come from requirements/constraints.txt. ``uv`` finds the packages of an installation on each supported Python
 version, and reads their hashes from the package index. No lock contains torch, because users choose its build.
 torch.lock contains the packages that CPU builds of torch need, and the packages needed to build packages without a
-wheel.
+wheel. megatron-*.lock contain other releases of Megatron-Core than the one in train.lock (``make MEGATRON=...``).
 """
 
 import argparse
@@ -18,10 +18,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "requirements"
-PYTHONS = ("3.10", "3.11", "3.12")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 SETS: Mapping[str, str] = {"torch": "torch-needs.txt", "train": "train.txt", "docs": "docs.txt", "dev": "dev.txt"}
 """Requirements file of each lock. Each lock includes the previous one."""
 HEADER = "# Written by `make lock` from constraints.txt; do not edit it by hand.\n"
+MEGATRON = ("0.17.1", "0.18.2", "0.19.0")
+"""Supported releases of Megatron-Core besides the one in constraints.txt. They have the same requirements."""
 _PLATFORM = "x86_64-manylinux_2_28"
 _PIN = re.compile(r'([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)(?:\s*;\s*python_version\s*(<|>=)\s*"3\.11")?')
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
@@ -94,6 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         (FOLDER / f"{name}.lock").write_text(text)
         print(f"requirements/{name}.lock: {len(members - done)} packages, {text.count('--hash')} files")
         done, before = done | members, name
+    for release in MEGATRON:
+        pin = Pin("megatron-core", release)
+        text = render([pin], _hashes(uv, [pin], "3.12", ("",)))
+        (FOLDER / f"megatron-{release}.lock").write_text(text)
+        print(f"requirements/megatron-{release}.lock: 1 package, {text.count('--hash')} files")
     return 0
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_ft.doctor.findings import Finding
 from megatron_ft.doctor.supported import (
+    MEGATRON,
     NCCL,
     PACKAGES,
     PYTHON,
@@ -52,6 +53,7 @@ class SoftwareFacts:
             *lacking,
             *_check_python(self),
             *_check_versions(self),
+            *_check_megatron(self),
             *_check_transformer_engine(self, wanted=needs_transformer_engine),
             *_check_apex(self),
             *_check_torch(self, device),
@@ -167,6 +169,21 @@ def _check_versions(facts: SoftwareFacts) -> list[Finding]:
         reason = f"must be {package.versions}" if package.breaks else f"only {package.versions} is tested"
         found.append(judge("versions", f"{package.name} {version}: {reason}", _mend(package)))
     return found
+
+
+def _check_megatron(facts: SoftwareFacts) -> list[Finding]:
+    name = "megatron-core"
+    version = facts.versions.get(name)
+    (package,) = (each for each in PACKAGES if each.name == name)
+    if version is None or not _fits(version, package.versions):
+        return []
+    fix = f"make train MEGATRON={next(reversed(MEGATRON))} VENV=.venv-megatron PYTHON=python3.12"
+    pythons = MEGATRON.get(_public(version))
+    if pythons is None:
+        return [Finding.warning("versions", f"{name} {version}: only {', '.join(MEGATRON)} are tested", fix)]
+    if not _fits(facts.python, pythons):
+        return [Finding.error("versions", f"{name} {version} with Python {facts.python}: must be {pythons}", fix)]
+    return []
 
 
 def _check_transformer_engine(facts: SoftwareFacts, *, wanted: bool) -> list[Finding]:

@@ -1,10 +1,14 @@
 """Supported versions of required and optional software. A test compares them with ``pyproject.toml``, ``requirements/``
 and ``mcore/device/install.py``."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-PYTHON = ">=3.10,<3.13"
+PYTHON = ">=3.10,<3.14"
 """Supported Python versions, for which grpcio, scipy and Megatron-Core 0.16.1 have wheels."""
+MEGATRON: Mapping[str, str] = {"0.16.1": PYTHON, "0.17.1": ">=3.12", "0.18.2": ">=3.12", "0.19.0": ">=3.12"}
+"""Python versions of each supported release of Megatron-Core, oldest first. ``make`` installs the oldest one unless
+MEGATRON names another. ``mcore/versions.py`` handles their differences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +47,7 @@ NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 PACKAGES = (
     TORCH,
-    Package(name="megatron-core", versions="==0.16.1", breaks=True),
+    Package(name="megatron-core", versions=">=0.16.1,<0.20", breaks=True),
     Package(name="numpy", versions=""),
     Package(name="scipy", versions="==1.15.3"),
     Package(name="hydra-core", versions="==1.3.8"),

@@ -48,6 +48,7 @@ def run_job(
     runs: Path,
     timeout_seconds: float = 120.0,
     environment: Mapping[str, str] | None = None,
+    python: Path | None = None,
 ) -> JobResult:
     """Run ``pretrain_moe.py`` until it ends.
 
@@ -55,6 +56,7 @@ def run_job(
         overrides: Hydra overrides. ``run.dir`` is set to ``runs``.
         forkserver: Socket of a fork server that has already imported its modules; the fixture ``warm_forkserver``
             starts one.
+        python: Interpreter of another environment; None for the one of this process.
 
     Raises:
         AssertionError: the job did not end in time. It has been killed, and the message contains its output.
@@ -63,7 +65,8 @@ def run_job(
     if forkserver is not None:
         words.append(f"launch.forkserver_socket={forkserver}")
     known = set(runs.iterdir()) if runs.exists() else set()
-    process = start([sys.executable, str(REPOSITORY / "pretrain_moe.py"), *words], environment=environment)
+    command = [str(python or sys.executable), str(REPOSITORY / "pretrain_moe.py"), *words]
+    process = start(command, environment=environment)
     output = wait(process, timeout_seconds)
     return JobResult(process.returncode, _run_dir(runs, known, overrides), output)
 

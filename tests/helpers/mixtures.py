@@ -11,6 +11,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ft.config.job import JobConfig
+from megatron_ft.mcore import versions
 from megatron_ft.mcore.model.transformer_config import build_transformer_config
 from megatron_ft.mcore.moe.replica_layer import ReplicaMixtureLayer
 from megatron_ft.mcore.moe.router import PaddingAwareRouter
@@ -20,7 +21,7 @@ from megatron_ft.runtime.dispatch.backend import open_backend
 def submodules_of(config: TransformerConfig) -> MoESubmodules:
     """Return Megatron's submodules of an MoE layer, with the project's router."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
-    return replace(block.layer_specs[-1].submodules.mlp.submodules, router=PaddingAwareRouter)
+    return replace(versions.submodules_of(block.layer_specs[-1].submodules.mlp), router=PaddingAwareRouter)
 
 
 def pair(

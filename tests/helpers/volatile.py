@@ -8,8 +8,8 @@ def volatile_state(engine: Any) -> dict[str, str]:
     import torch
     import xxhash
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
+    from megatron_ft.mcore import versions
     from megatron_ft.mcore.model.parameters import unwrap
     from megatron_ft.mcore.moe.router import routers
     from megatron_ft.mcore.optimizer.adamw import _parts
@@ -17,9 +17,9 @@ def volatile_state(engine: Any) -> dict[str, str]:
     state = {"cpu_rng": torch.get_rng_state(), "device_rng": torch.cuda.get_rng_state()}
     state |= {f"tracker.{name}": value for name, value in get_cuda_rng_tracker().get_states().items()}
     state |= {f"load.{number}": router.load for number, router in enumerate(routers(engine.model_chunks))}
-    for name, entry in get_moe_layer_wise_logging_tracker().items():
-        if entry["values"].any():
-            state[f"auxiliary.{name}"] = entry["values"]
+    for name, values in versions.auxiliary_losses().items():
+        if values.any():
+            state[f"auxiliary.{name}"] = values
     for number, chunk in enumerate(engine.model_chunks):
         state |= {f"buffer.{number}.{name}": value for name, value in unwrap(chunk).named_buffers()}
     content = {name: value.contiguous().reshape(-1).view(torch.uint8).numpy() for name, value in state.items()}

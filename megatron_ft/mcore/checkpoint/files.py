@@ -33,6 +33,7 @@ from megatron_ft.config.identity import Difference, JobIdentity
 from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.checkpoint.metadata import METADATA_NAME
 from megatron_ft.mcore.groups import Collectives
+from megatron_ft.mcore.versions import plan_save
 from megatron_ft.snapshot.capture.capture import CopyBatch
 from megatron_ft.snapshot.storage import checkpoints
 from megatron_ft.snapshot.storage.files import FileEntry, HashedFile, write_file, write_temporary
@@ -215,7 +216,8 @@ class _PlanningStrategy(TorchDistSaveShardedStrategy):
     given: frozenset[int] = frozenset()
     """Addresses of the storages of the tensors to be saved."""
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, *unused: Any) -> AsyncRequest:
+        # ``unused`` is the name of the writer, which Megatron passes in some releases.
         buckets = _on_host(writer)
         files = [(name, [*bytes_items, *self._copies(tensors)]) for _, name, (bytes_items, tensors) in buckets]
         writer.write_buckets = None  # only ``PlannedWrite`` keeps the copies
@@ -279,7 +281,7 @@ class Planner:
         objects = (leaf for leaf in nested_values(shards) if isinstance(leaf, ShardedObject))
         is_fixed = all(leaf.data is None for leaf in objects if leaf.key != RANK_STATE_KEY)
         with _without_manager_process():
-            self._strategy.async_save(shards, directory)
+            plan_save(self._strategy, shards, directory)
         planned = self._base.planned
         del self._base.planned
         self._planned, self._addresses = (planned, addresses) if is_live and is_fixed else (None, ())

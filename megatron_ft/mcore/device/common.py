@@ -1,4 +1,4 @@
-"""Fixes that Megatron-Core 0.16.1 needs on every device before it can train."""
+"""Fixes that Megatron-Core needs on every device before it can train."""
 
 import contextlib
 import importlib

@@ -1,4 +1,4 @@
-"""Patches torch and Megatron-Core 0.16.1, so that Megatron can train on a CPU with gloo.
+"""Patches torch and Megatron-Core, so that Megatron can train on a CPU with gloo.
 
 Megatron calls ``torch.cuda`` unconditionally, creates some tensors with ``device="cuda"``, and compares the names of
 tensor types. ``install`` first patches ``torch.cuda`` and then imports Megatron. Modules with ``device="cuda"`` get a

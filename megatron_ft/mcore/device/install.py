@@ -12,6 +12,7 @@ import torch
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError, SoftwareError
 from megatron_ft.mcore.device import common, cpu
+from megatron_ft.mcore.versions import LOGGERS, NOT_NEWS
 from megatron_ft.planning.devices import device_index, node_on_host
 
 # Megatron protects its optional imports only with ``except ImportError``. An incomplete Transformer Engine raises other
@@ -151,15 +152,16 @@ def take_device(config: JobConfig, *, node: int, local_rank: int) -> torch.devic
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    # Megatron logs this for each MoE layer of the project, because it passes no groups to it. The layer spec does that.
-    return not record.getMessage().startswith("Unknown MLP type")
+    return not record.getMessage().startswith(NOT_NEWS)
 
 
 def ignore_missing_packages() -> None:
-    """Hide the warnings about Apex and Transformer Engine that Megatron gives at import. Commands that use neither call
-    this. Other warnings are shown."""
-    packages = r".*(Apex|Transformer Engine|transformer_engine)"
+    """Hide the warnings of Megatron at import about Apex, Transformer Engine and absl, and torch's warning about
+    CUDA, for a command that uses none of them. Other warnings are shown."""
+    packages = r".*(Apex|Transformer Engine|transformer_engine|absl\.logging)"
     warnings.filterwarnings("ignore", packages, category=UserWarning, module=r"megatron\.")
+    # From 0.17, Megatron imports torch's module for extensions. It warns if there is a CUDA compiler, but no GPU.
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_news)
 
 
 def install(config: JobConfig) -> tuple[str, str]:
@@ -183,5 +185,6 @@ def install(config: JobConfig) -> tuple[str, str]:
             cpu.install()
         else:
             common.install()
-    logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(_is_news)
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(_is_news)
     return device, transformer_impl

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_ft.config.job import JobConfig, PrecisionConfig
+from megatron_ft.mcore import versions
 from megatron_ft.mcore.model.fp8_layers import use_fp8
 from megatron_ft.mcore.model.latent_attention import use_latent_attention
 from megatron_ft.mcore.model.parameters import initialize_weights
@@ -57,6 +58,7 @@ def forget_iteration(model_chunks: list[torch.nn.Module]) -> None:
             group.is_first_batch = True
             group.per_param_grad_ready_counts = {}
             group.golden_per_param_grad_ready_counts = {}
+            versions.forget_reduction(group)
 
 
 def forget_shards(model_chunks: list[torch.nn.Module]) -> None:
@@ -124,10 +126,11 @@ def _build_block_spec(
             if precision.fp8 is not None:
                 use_fp8(layer.submodules, precision, device)
             if isinstance(config, MLATransformerConfig):
-                use_latent_attention(layer.submodules)
-        if isinstance(layer.submodules.mlp.submodules, MoESubmodules):
-            layer.submodules.mlp.submodules.router = router
-            _use_own_mixture(layer.submodules.mlp, layer_number, pg_collection, replicas)
+                use_latent_attention(layer.submodules, config)
+        mlp = versions.submodules_of(layer.submodules.mlp)
+        if isinstance(mlp, MoESubmodules):
+            mlp.router = router
+            _use_own_mixture(layer.submodules, layer_number, pg_collection, replicas)
     if local:
         block.layer_norm = _SequenceParallelNorm
     return block
@@ -147,15 +150,13 @@ def _use_own_norms(submodules: Any) -> None:
 
 
 def _use_own_mixture(
-    mlp: Any, layer_number: int, pg_collection: ProcessGroupCollection, replicas: Replicas | None
+    submodules: Any, layer_number: int, pg_collection: ProcessGroupCollection, replicas: Replicas | None
 ) -> None:
-    # Megatron passes process groups only to its own ``MoELayer`` class, so the spec passes them to the subclass.
-    mlp.params = {"pg_collection": pg_collection}
     if replicas is None:
-        mlp.module = MixtureLayer
+        versions.use_mlp_class(submodules, MixtureLayer, pg_collection, {})
     else:
-        mlp.module = ReplicaMixtureLayer
-        mlp.params |= {"slots": replicas.slots_of(layer_number), "backend": replicas.backend}
+        placement = {"slots": replicas.slots_of(layer_number), "backend": replicas.backend}
+        versions.use_mlp_class(submodules, ReplicaMixtureLayer, pg_collection, placement)
 
 
 def build_model(

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_ft.config.job import PrecisionConfig
 from megatron_ft.errors import ConfigError
+from megatron_ft.mcore.versions import submodules_of
 from transformer_engine_ext.linear import LinearScalers, linear
 from transformer_engine_ext.providers import ProviderError, provider_for
 from transformer_engine_ext.recipes import Recipe
@@ -23,10 +23,6 @@ class _Fp8Product:
     """Replaces the product of one of Megatron's linear layers."""
 
     scalers: LinearScalers
-
-    def __init__(self, *arguments: Any, fp8_scalers: LinearScalers, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self.scalers = fp8_scalers
 
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **others: Any
@@ -69,6 +65,6 @@ def _replace(submodules: Any, scalers: LinearScalers) -> None:
     for found in fields(submodules):
         value = getattr(submodules, found.name)
         if isinstance(value, type) and value in _LAYERS:
-            setattr(submodules, found.name, ModuleSpec(module=_LAYERS[value], params={"fp8_scalers": scalers}))
-        elif isinstance(value, ModuleSpec) and is_dataclass(value.submodules):
-            _replace(value.submodules, scalers)
+            setattr(submodules, found.name, type(_LAYERS[value].__name__, (_LAYERS[value],), {"scalers": scalers}))
+        elif is_dataclass(inner := submodules_of(value)):
+            _replace(inner, scalers)

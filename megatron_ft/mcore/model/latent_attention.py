@@ -13,10 +13,13 @@ import torch.nn.functional as functional
 from megatron.core.extensions import transformer_engine
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megatron_ft.mcore.versions import submodules_of
 
 # Without Transformer Engine, Megatron's module imports placeholders for its layers and sets ``HAVE_TE`` to true.
 multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
@@ -66,12 +69,15 @@ class LatentAttention(MLASelfAttention):
             self.linear_q_down_proj = _WholeLinear(config, hidden, config.q_lora_rank)
 
 
-def use_latent_attention(submodules: Any) -> None:
+def use_latent_attention(submodules: Any, config: MLATransformerConfig) -> None:
     """Change the spec of a layer with Megatron's latent attention to the classes of this module."""
     attention: ModuleSpec = submodules.self_attention
+    if config.q_lora_rank is None:
+        # There are no low-rank queries to normalize. Megatron ignores such a norm or, from 0.19, refuses it.
+        attention.submodules.q_layernorm = IdentityOp
     attention.module = LatentAttention
     attention.submodules.core_attention = _LatentDotProductAttention
     names = dict(_KEY_NAMES)
-    if not isinstance(submodules.mlp.submodules, MoESubmodules):
+    if not isinstance(submodules_of(submodules.mlp), MoESubmodules):
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     submodules.sharded_state_dict_keys_map = {**submodules.sharded_state_dict_keys_map, **names}

@@ -20,10 +20,10 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoECudaGraphTensorStore
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
-from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ft import failpoints
+from megatron_ft.mcore import versions
 from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.planning.placement.layout import copies_per_rank
 from megatron_ft.planning.placement.plan import PlacementPlan
@@ -345,7 +345,9 @@ class ReplicaMixtureLayer(MixtureLayer):
         slots: Sequence[Sequence[int]],
         backend: DispatchBackend,
         pg_collection: ProcessGroupCollection,
+        **unused: object,
     ) -> None:
+        # ``unused`` are values for layers that this project does not have: ``is_mtp_layer`` and ``name``.
         # ``MoELayer.__init__`` is not called: it gives each rank a block of experts, so EP must divide their number.
         MegatronModule.__init__(self, config)
         rank = utils.get_pg_rank(pg_collection.ep)
@@ -373,7 +375,7 @@ class ReplicaMixtureLayer(MixtureLayer):
         )
         self.experts = _ReplicaExperts(
             config,
-            submodules.experts.submodules,
+            versions.submodules_of(submodules.experts),
             expert_ids=self.local_expert_indices,
             holders=[holders(slots, expert) for expert in self.local_expert_indices],
             rank=rank,
@@ -381,7 +383,7 @@ class ReplicaMixtureLayer(MixtureLayer):
         )
         self.shared_experts = None
         if self.use_shared_expert:
-            self.shared_experts = build_module(
+            self.shared_experts = versions.build_part(
                 submodules.shared_experts,
                 config=config,
                 pg_collection=pg_collection,

@@ -6,6 +6,7 @@ Notation: T tokens of a microbatch on this rank, E experts.
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,6 @@ from megatron.core.transformer.moe.moe_utils import (
     MoEAuxLossAutoScaler,
     apply_router_token_dropping,
     get_capacity,
-    get_moe_layer_wise_logging_tracker,
-    save_to_aux_losses_tracker,
     z_loss_func,
 )
 from megatron.core.transformer.moe.router import TopKRouter
@@ -24,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ft.config.inputs import read_trace
 from megatron_ft.config.job import JobConfig
+from megatron_ft.mcore import versions
 from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.planning.iteration import microbatch_position
 from megatron_ft.planning.trace import RoutingTrace, expert_token_counts, forced_experts
@@ -52,6 +52,7 @@ class PaddingAwareRouter(TopKRouter):
         pg_collection: ProcessGroupCollection | None = None,
         *,
         repay_capacity_share: float | None = None,
+        **others: Any,
     ) -> None:
         self._limits = config
         self._repay_capacity_share = repay_capacity_share
@@ -60,7 +61,7 @@ class PaddingAwareRouter(TopKRouter):
             # known how much capacity other experts leave unused.
             config = copy(config)
             config.moe_expert_capacity_factor = None
-        super().__init__(config=config, pg_collection=pg_collection)
+        super().__init__(config=config, pg_collection=pg_collection, **others)
         self.is_padding = False
         device = torch.cuda.current_device()
         self.load = torch.zeros(self.config.num_moe_experts, dtype=torch.int64, device=device)
@@ -129,7 +130,7 @@ class PaddingAwareRouter(TopKRouter):
         if coefficient is None or self.is_padding or not (self.training and torch.is_grad_enabled()):
             return logits
         z_loss = z_loss_func(logits, coefficient / self._num_shares())
-        save_to_aux_losses_tracker("z_loss", z_loss / coefficient, self.layer_number, self.config.num_layers)
+        versions.record_auxiliary_loss(_Z_LOSS, z_loss / coefficient, self.layer_number, self.config.num_layers)
         # The loss is a mean over this microbatch, so it is multiplied by the number of tokens of the microbatch. Later,
         # gradients are divided by the number of tokens of the iteration (``calculate_per_token_loss``).
         return MoEAuxLossAutoScaler.apply(logits, z_loss * (logits.shape[0] * self._num_shares()))
@@ -141,8 +142,9 @@ class PaddingAwareRouter(TopKRouter):
         aux_loss: torch.Tensor,
         aux_loss_name: str,
         reduce_group: dist.ProcessGroup,
-        reduce_group_has_dp: bool = False,
+        *,
         valid_token_count: int | torch.Tensor | None = None,
+        **logging: Any,
     ) -> torch.Tensor:
         """Attach a load-balancing loss to ``activation`` [T, E], unless the microbatch is padding.
 
@@ -162,8 +164,8 @@ class PaddingAwareRouter(TopKRouter):
             aux_loss if num_microbatches == 1 else aux_loss * num_microbatches,
             aux_loss_name,
             reduce_group,
-            reduce_group_has_dp,
-            valid_token_count=activation.shape[0] * num_shares,
+            valid_token_count=versions.balancing_token_count(activation.shape[0], num_shares),
+            **logging,
         )
 
     def _num_shares(self) -> int:
@@ -209,9 +211,9 @@ class _TraceRouter(PaddingAwareRouter):
         *,
         trace: RoutingTrace,
         seed: int,
-        repay_capacity_share: float | None = None,
+        **others: Any,
     ) -> None:
-        super().__init__(config=config, pg_collection=pg_collection, repay_capacity_share=repay_capacity_share)
+        super().__init__(config=config, pg_collection=pg_collection, **others)
         self.trace, self.seed = trace, seed
         self.router_replay = _ForcedChoice()
         self._dp_group = pg_collection.dp
@@ -296,9 +298,9 @@ def take_auxiliary_losses() -> tuple[float, float]:
     """
     balancing = z = 0.0
     # Not reduced over ranks: the vote sums these values in rank order.
-    for name, entry in get_moe_layer_wise_logging_tracker().items():
-        total = float(entry["values"].sum())
-        entry["values"].zero_()
+    for name, values in versions.auxiliary_losses().items():
+        total = float(values.sum())
+        values.zero_()
         if name == _Z_LOSS:
             z += total
         else:
@@ -309,7 +311,7 @@ def take_auxiliary_losses() -> tuple[float, float]:
 def forget_auxiliary_losses() -> None:
     """Clear Megatron's global tracker of auxiliary losses, which references process groups of the current engine. The
     global scale of auxiliary losses is also reset. The schedule of the next engine sets it again."""
-    get_moe_layer_wise_logging_tracker().clear()
+    versions.forget_auxiliary_losses()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 

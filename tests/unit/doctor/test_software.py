@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from megatron_ft.doctor.software import SoftwareFacts, check_compiler, name_update_backends
-from megatron_ft.doctor.supported import PACKAGES, PYTHON, TRANSFORMER_ENGINE
+from megatron_ft.doctor.supported import MEGATRON, PACKAGES, PYTHON, TRANSFORMER_ENGINE
 from megatron_ft.mcore.device.install import TRANSFORMER_ENGINE_END, TRANSFORMER_ENGINE_MIN
 from tests.helpers.machines import SOFTWARE, judged
 
@@ -32,10 +32,23 @@ def engine(**changed: str) -> dict[str, Any]:
 
 CUDA = {"device": "cuda"}
 CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
-    "an old Python": ({"python": "3.9.18"}, {}, "error", "Python 3.9.18: must be >=3.10,<3.13"),
-    "a new Python": ({"python": "3.13.0"}, {}, "error", "Python 3.13.0"),
+    "an old Python": ({"python": "3.9.18"}, {}, "error", "Python 3.9.18: must be >=3.10,<3.14"),
+    "a new Python": ({"python": "3.14.0"}, {}, "error", "Python 3.14.0"),
     "an old torch": (versions(torch="2.5.1"), {}, "error", "torch 2.5.1: must be >=2.6"),
-    "another Megatron-Core": (versions(megatron_core="0.17.0"), {}, "error", "must be ==0.16.1"),
+    "an old Megatron-Core": (versions(megatron_core="0.16.0"), {}, "error", "must be >=0.16.1,<0.20"),
+    "a new Megatron-Core": (versions(megatron_core="0.20.0"), {}, "error", "must be >=0.16.1,<0.20"),
+    "an untested Megatron-Core": (
+        {**versions(megatron_core="0.17.0"), "python": "3.12.1"},
+        {},
+        "warning",
+        "megatron-core 0.17.0: only 0.16.1, 0.17.1, 0.18.2, 0.19.0 are tested",
+    ),
+    "a Megatron-Core for another Python": (
+        {**versions(megatron_core="0.19.0"), "python": "3.11.7"},
+        {},
+        "error",
+        "megatron-core 0.19.0 with Python 3.11.7: must be >=3.12",
+    ),
     "another package": (versions(rich="14.0.0"), {}, "warning", "rich 14.0.0: only ==15.0.0 is tested"),
     "another Transformer Engine": (
         engine(transformer_engine="2.12.0", transformer_engine_cu13="2.12.0", transformer_engine_torch="2.12.0"),
@@ -79,6 +92,11 @@ FINE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         CUDA,
     ),
     "NVIDIA's apex": ({"apex": "nvidia"}, CUDA),
+    "another Python": ({"python": "3.13.0"}, {}),
+    **{
+        f"Megatron-Core {release}": ({**versions(megatron_core=release), "python": "3.12.1"}, {})
+        for release in MEGATRON
+    },
     "a torch from source": ({**versions(torch="2.9.0a0+50eac81"), "torch_requires": ()}, CUDA),
     "another NCCL on CPU": (versions(nvidia_nccl_cu13="2.27.3"), {}),
 }
@@ -151,9 +169,23 @@ def test_the_matrix_is_what_the_project_installs() -> None:
     assert declared == {package.name: package.versions for package in PACKAGES if package.is_required}
     train = [line for line in (ROOT / "requirements/train.txt").read_text().splitlines() if line[0] != "#"]
     installed = {each.name: str(each.specifier) for each in map(Requirement, train)}
-    assert installed == {name: versions for name, versions in declared.items() if name != "torch"}
+    megatron = {"megatron-core": f"=={next(iter(MEGATRON))}"}
+    assert installed == {name: versions for name, versions in declared.items() if name != "torch"} | megatron
     (gpu,) = [line for line in (ROOT / "requirements/gpu.txt").read_text().splitlines() if line[0] != "#"]
     wanted = Requirement(f"x{TRANSFORMER_ENGINE.versions}").specifier
     assert Requirement(gpu).specifier == wanted
     low, end = (".".join(map(str, numbers)) for numbers in (TRANSFORMER_ENGINE_MIN, TRANSFORMER_ENGINE_END))
     assert Requirement(f"x>={low},<{end}").specifier == wanted
+
+
+def test_supported_releases_of_megatron_can_be_installed_and_are_documented() -> None:
+    _, *others = MEGATRON
+    locks = {path.name for path in (ROOT / "requirements").glob("megatron-*.lock")}
+    assert locks == {f"megatron-{release}.lock" for release in others}
+    for release in others:
+        assert f"megatron-core=={release} " in (ROOT / f"requirements/megatron-{release}.lock").read_text()
+    (supported,) = (package.versions for package in PACKAGES if package.name == "megatron-core")
+    assert all(Requirement(f"x{supported}").specifier.contains(release) for release in MEGATRON)
+    page = (ROOT / "docs/dependencies.md").read_text()
+    rows = re.findall(r"^\| ([0-9.]+) \| `([0-9.,<>=]+)` \|", page, re.MULTILINE)
+    assert dict(rows) == dict(MEGATRON)

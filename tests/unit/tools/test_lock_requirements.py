@@ -12,7 +12,6 @@ from tools.lock_requirements import FOLDER, HEADER, SETS, Pin, normal, read_pins
 NAMES = list(SETS)
 CONSTRAINTS = read_pins((FOLDER / "constraints.txt").read_text())
 LOCKS = {name: read_pins((FOLDER / f"{name}.lock").read_text()) for name in NAMES}
-PYTHONS = ("3.10", "3.11", "3.12")
 
 
 def installed_by(name: str) -> dict[Pin, tuple[str, ...]]:

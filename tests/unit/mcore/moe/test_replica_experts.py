@@ -7,6 +7,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 
+from megatron_ft.mcore import versions
 from megatron_ft.mcore.model.transformer_config import build_transformer_config
 from megatron_ft.mcore.moe.replica_layer import _ReplicaExperts
 from megatron_ft.testing import engines
@@ -21,7 +22,7 @@ def parts() -> Iterator[tuple[Any, Any, Any]]:
     job = engines.micro_config()
     with engines.groups_of(job) as groups:
         config = build_transformer_config(job, "local")
-        yield config, mixtures.submodules_of(config).experts.submodules, groups.pg_collection
+        yield config, versions.submodules_of(mixtures.submodules_of(config).experts), groups.pg_collection
 
 
 def of_rank(parts: tuple[Any, Any, Any], rank: int) -> _ReplicaExperts:

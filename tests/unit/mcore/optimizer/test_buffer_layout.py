@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from megatron_ft.mcore.versions import RELEASE
 from megatron_ft.planning.state.model_state import _BufferLayout
 
 
@@ -37,15 +38,23 @@ def test_layout_and_shards_are_megatrons(size: int, bucket_size: int | None, mon
     parameters[7].shared_embedding = True  # type: ignore[attr-defined]
     sizes = [parameter.numel() for parameter in parameters]
     layout = _BufferLayout.of(sizes, padded_for=[size], bucket_size=bucket_size, alone={0, 7})
+    # From 0.17, Megatron's buffer takes parameters with their names. From 0.18, it takes the layout.
+    named = [(parameter, str(place)) for place, parameter in enumerate(parameters)]
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    given = {}
+    if RELEASE >= (0, 18):
+        places = list(range(len(parameters)))
+        compute = DistributedOptimizer._compute_per_buffer_param_layout
+        given["param_layout"] = compute(parameters, bucket_size, size, config, places)
     found = []
     for rank in range(size):
         groups = ProcessGroupCollection()
         groups.tp, groups.dp_cp = _Group(1, 0), _Group(size, rank)
         buffer = _ParamAndGradBuffer(
-            DistributedDataParallelConfig(use_distributed_optimizer=True),
+            config,
             torch.float32,
             torch.float32,
-            parameters,
+            named if RELEASE >= (0, 17) else parameters,
             groups.dp_cp,
             bucket_size,
             {parameter: str(place) for place, parameter in enumerate(parameters)},
@@ -53,6 +62,7 @@ def test_layout_and_shards_are_megatrons(size: int, bucket_size: int | None, mon
             list(range(len(parameters))),
             False,
             groups,
+            **given,
         )
         assert layout.buckets == tuple(buffer.bucket_indices)
         assert layout.ranges == tuple(buffer.param_index_map[parameter][:2] for parameter in parameters)

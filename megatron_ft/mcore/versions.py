@@ -1,0 +1,134 @@
+"""Handles the differences between the supported releases of Megatron-Core. No other module tests the release.
+
+Megatron is imported only inside functions, because a process must first be prepared for it (``device/install.py``).
+"""
+
+import functools
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+RELEASE = Version(importlib.metadata.version("megatron-core")).release
+"""Numbers of the installed release, e.g. (0, 16, 1)."""
+_HAS_0_17, _HAS_0_18, _HAS_0_19 = ((0, minor) <= RELEASE for minor in (17, 18, 19))
+
+NOT_NEWS = (
+    # Until 0.17, for each MoE layer of the project, because Megatron passes process groups only to its own class.
+    "Unknown MLP type",
+    # From 0.17, because the project plans saves with Megatron's own code.
+    "MCore's async save is deprecated",
+    # From 0.18, because Megatron computes the layout of gradient buffers.
+    "DistributedDataParallel: full_param_layout not provided",
+    # From 0.19, because Megatron will replace the model class.
+    "GPTModel IS DEPRECATED",
+    "No CUDA runtime is found",
+)
+"""Beginnings of warnings of Megatron and torch that do not concern users of this project."""
+LOGGERS = (
+    "megatron.core.transformer.transformer_layer",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.distributed.distributed_data_parallel",
+    "megatron.core.models.gpt.gpt_model",
+)
+"""Loggers that give the warnings ``NOT_NEWS``."""
+
+
+def submodules_of(spec: Any) -> Any:
+    """Return the submodules of a part of a layer spec; None if the part has none.
+
+    The part is a ``ModuleSpec``, a class, or ``partial(class, submodules=...)``: experts and shared experts from 0.17,
+    every MLP from 0.18.
+    """
+    if isinstance(spec, functools.partial):
+        return spec.keywords.get("submodules")
+    return getattr(spec, "submodules", None)
+
+
+def build_part(spec: Any, *arguments: Any, **named: Any) -> Any:
+    """Build a module from a part of a layer spec (see ``submodules_of``)."""
+    from megatron.core.transformer.spec_utils import build_module
+
+    return spec(*arguments, **named) if isinstance(spec, functools.partial) else build_module(spec, *arguments, **named)
+
+
+def use_mlp_class(layer: Any, module: type, pg_collection: Any, arguments: dict[str, Any]) -> None:
+    """Set the class of the MLP in ``layer``, the submodules of a transformer layer's spec, which is changed.
+
+    Until 0.17, Megatron passes process groups only to its own class, so the spec passes them. From 0.18, Megatron calls
+    the MLP's part of the spec with process groups, ``is_mtp_layer`` and ``name``.
+    """
+    if _HAS_0_18:
+        layer.mlp = functools.partial(module, submodules=submodules_of(layer.mlp), **arguments)
+    else:
+        layer.mlp.module = module
+        layer.mlp.params = {"pg_collection": pg_collection, **arguments}
+
+
+def plan_save(strategy: Any, shards: dict[str, Any], directory: Any) -> None:
+    """Call ``async_save`` of a save strategy. From 0.17, its default is the writer of ``nvidia-resiliency-ext``, which
+    is another package with other plans."""
+    if _HAS_0_17:
+        strategy.async_save(shards, directory, async_strategy="mcore")
+    else:
+        strategy.async_save(shards, directory)
+
+
+def forget_reduction(bucket_group: Any) -> None:
+    """Make Megatron reduce the gradients of ``bucket_group`` in the next iteration. From 0.18, a bucket group does
+    nothing if its gradients were already reduced since its buffers were last set to zero."""
+    if _HAS_0_18:
+        bucket_group.grad_reduce_finished = False
+
+
+def balancing_token_count(num_tokens: int, num_shares: int) -> int:
+    """Return the token count for ``TopKRouter.attach_and_log_load_balancing_loss`` that gives a balancing loss the
+    weight ``num_tokens * num_shares``. From 0.19, Megatron multiplies the count by the number of shares.
+
+    Args:
+        num_tokens: tokens of a microbatch on this rank.
+        num_shares: tensor- and context-parallel ranks, which share the tokens of a microbatch.
+    """
+    return num_tokens if _HAS_0_19 else num_tokens * num_shares
+
+
+def record_auxiliary_loss(name: str, value: torch.Tensor, layer_number: int, num_layers: int) -> None:
+    """Add ``value``, a scalar, to the auxiliary loss ``name`` of a layer in Megatron's tracker, an object from 0.18."""
+    _recorder()(name, value, layer_number, num_layers)
+
+
+@functools.cache
+def _recorder() -> Callable[..., None]:
+    if _HAS_0_18:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        return lambda *values: get_moe_metrics_tracker().record(*values)
+    from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
+
+    return save_to_aux_losses_tracker  # type: ignore[no-any-return]
+
+
+def auxiliary_losses() -> dict[str, torch.Tensor]:
+    """Return the values in Megatron's tracker of auxiliary losses, by name: one number per layer. They are not copied.
+    From 0.18, the tracker is an object, and the function with which earlier releases return it makes a copy."""
+    if _HAS_0_18:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    return {name: entry["values"] for name, entry in get_moe_layer_wise_logging_tracker().items()}
+
+
+def forget_auxiliary_losses() -> None:
+    """Remove all entries of Megatron's tracker of auxiliary losses, which reference process groups."""
+    if _HAS_0_18:
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+        destroy_moe_metrics_tracker()
+        return
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    get_moe_layer_wise_logging_tracker().clear()
