@@ -1,17 +1,19 @@
 """Inspect dense checkpoints and windows of this project, and Hugging Face folders.
 
 ``list`` prints name, dtype, shape and bytes of every tensor. ``verify`` reads all files and reports damage. ``diff``
-compares two of them tensor by tensor; its exit code is 1 if they differ.
+compares two of them tensor by tensor; its exit code is 1 if they differ. ``strategies`` prints which recovery
+strategies can use it, and whether a new run can start from it; its exit code is 5 if it is damaged.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.errors import ConfigError, MegatronFtError
+from megatron_ft.errors import CheckpointError, ConfigError, MegatronFtError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,9 +36,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     lister.add_argument("--norms", action="store_true", help="also read all values, and print the norm of each tensor")
     verifier = commands.add_parser("verify", help="read all files, and report damage")
     differ = commands.add_parser("diff", help="compare two checkpoints or folders of the same kind")
-    for command, run in ((lister, _list), (verifier, _verify), (differ, _diff)):
+    user = commands.add_parser("strategies", help="print which recovery strategies can use it")
+    user.add_argument(
+        "--run",
+        dest="run_dir",
+        type=Path,
+        help="folder of the run whose next job would load it; default: the run that contains it",
+    )
+    for command, run in ((lister, _list), (verifier, _verify), (differ, _diff), (user, _strategies)):
         command.add_argument("path", type=Path, help="directory of a checkpoint or window, or Hugging Face folder")
-        command.add_argument("--optimizer", action="store_true", help="also take the tensors of the optimizer")
+        if command is not user:
+            command.add_argument("--optimizer", action="store_true", help="also take the tensors of the optimizer")
         command.add_argument(
             "--trust", action="store_true", help="read checkpoints without manifest, which may run code"
         )
@@ -103,6 +113,17 @@ def _diff(arguments: argparse.Namespace) -> int:
     shown = min(len(found), arguments.most)
     print(f"{len(found)} tensors differ" + (f" ({shown} shown)" if shown < len(found) else ""))
     return int(bool(found))
+
+
+def _strategies(arguments: argparse.Namespace) -> int:
+    from megatron_ft.mcore.convert.uses import find_uses
+
+    found = find_uses(arguments.path, trust=arguments.trust, run_dir=arguments.run_dir)
+    print(json.dumps(asdict(found)) if arguments.json else found.render())
+    if found.damage is None:
+        return 0
+    print(found.damage, file=sys.stderr)
+    return CheckpointError.exit_code
 
 
 if __name__ == "__main__":

@@ -239,6 +239,17 @@ def moe_pattern(text: str, num_layers: int) -> list[int] | None:
     return pattern if len(pattern) == num_layers else None
 
 
+def keys_of_pattern(pattern: Sequence[int]) -> tuple[int, int] | None:
+    """Return the values of ``model.moe_layer_freq`` and ``model.moe_first_dense_layers`` that give ``pattern``, which
+    has a 1 for each MoE layer and a 0 for each dense layer; None if no values do."""
+    layers = range(1, len(pattern) + 1)
+    for first in range(len(pattern)):
+        for distance in layers:
+            if list(pattern) == [int(layer > first and layer % distance == 0) for layer in layers]:
+                return distance, first
+    return None
+
+
 def _moe_layer_freq(values: Sequence[str], given: Given) -> Computed:
     num_layers = _number(given, "num-layers")
     if values == ["1"]:
@@ -248,10 +259,8 @@ def _moe_layer_freq(values: Sequence[str], given: Given) -> Computed:
     pattern = moe_pattern(values[0], num_layers)
     if pattern is None:
         return "refused", (), f"must be a distance or a list with one number for each of the {num_layers} layers"
-    for first in range(num_layers):
-        for distance in range(1, num_layers + 1):
-            if pattern == [int(layer > first and layer % distance == 0) for layer in range(1, num_layers + 1)]:
-                return "key", [f"model.moe_layer_freq={distance}", f"model.moe_first_dense_layers={first}"], ""
+    if (found := keys_of_pattern(pattern)) is not None:
+        return "key", [f"model.moe_layer_freq={found[0]}", f"model.moe_first_dense_layers={found[1]}"], ""
     note = (
         "MoE layers are layers n, 2n, ... counted from 1 (model.moe_layer_freq), except the first "
         "model.moe_first_dense_layers; there is no key for another pattern"

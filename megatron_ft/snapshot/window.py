@@ -323,6 +323,11 @@ class Window(Origin):
         return len(self.slices) == self.num_slices
 
     @property
+    def leaves_out_experts(self) -> bool:
+        """Whether the window leaves out experts, and has copies of their pieces from earlier windows instead."""
+        return any(iteration != part.iteration for part in self.slices for iteration in part.captured_at or ())
+
+    @property
     def num_hashed(self) -> int:
         """Number of slices whose hashes are known."""
         return sum(part.hashes is not None for part in self.slices)

@@ -127,3 +127,14 @@ def test_a_strategy_is_frozen_and_its_requirements_name_keys(strategy: Strategy)
     assert dataclasses.is_dataclass(strategy) and type(strategy).__dataclass_params__.frozen  # type: ignore[attr-defined]
     for requirement in strategy.requirements:
         value_of(JobConfig(), requirement.key)
+
+
+@rows
+@pytest.mark.parametrize("kind", ["persisted", "checkpoint"])
+def test_a_strategy_loads_only_the_kinds_of_state_that_it_names(strategy: Strategy, kind: str) -> None:
+    """All processes have ended, and the only state that is left is of one kind."""
+    facts = facts_of("kept layout")
+    saved = {"persisted": {"persisted_start": 28}, "checkpoint": {"checkpoint": 28}}[kind]
+    loss = Loss.of(facts, facts.nodes, is_gone=False, ends_job=True, stored=Stored(iteration=30, **saved))
+    found = strategy.cost(loss, facts)
+    assert isinstance(found, Cost) == (kind in strategy.reads or strategy.name == "start_over")

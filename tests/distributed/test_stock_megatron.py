@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import pretrain_moe
 from megatron_ft.corpus.samples import resolve_vocab_size
 from megatron_ft.mcore.convert.dense_files import DenseReader
 from megatron_ft.mcore.data.data_checks import open_samples
 from megatron_ft.testing.jobs import JobResult, run_job
-from tools import convert_checkpoint
+from tools import convert_checkpoint, inspect_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # trains
 
@@ -188,3 +189,74 @@ def test_an_exported_folder_is_a_checkpoint_of_this_project(exchange: Exchange, 
     (damaged / "common.pt").write_bytes(b"x")
     assert convert_checkpoint.main(["to-megatron", str(damaged), str(tmp_path / "out")]) == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged"]
+
+
+def whole_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """Read the tensors of the model with torch alone, as they are stored."""
+    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = FileSystemReader(directory)
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and not name.startswith("optimizer.")
+    }
+    load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+@pytest.mark.parametrize("name", ["of_fp32", "of_bf16", "of_weights"])
+def test_the_tools_find_every_expert_in_megatrons_checkpoint(
+    exchange: Exchange, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron-Core stores a weight of all experts of all layers as one tensor."""
+    folder, own = exchange.runs / name, "bf16" if name == "of_bf16" else "fp32"
+    stored, reader = whole_tensors(folder / "iter_0000004"), DenseReader.open(folder, trust=True)
+    first = stored["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    second = stored["decoder.layers.mlp.experts.experts.linear_fc2.weight"]
+    assert first.shape == (4, 8, 128, 32) and second.shape == (4, 8, 32, 64)
+    for layer in range(4):
+        for expert in range(8):
+            prefix = f"decoder.layers.{layer}.mlp.experts.experts.{expert}"
+            halves = [reader.read(f"{prefix}.linear_fc1.weight_{half}") for half in "wv"]
+            assert torch.equal(torch.cat(halves), first[layer, expert])
+            assert torch.equal(reader.read(f"{prefix}.linear_fc2.weight"), second[layer, expert])
+    ours = DenseReader.open(exchange.own[own].run_dir / "checkpoints" / "iter_0000003")
+    assert reader.weights.keys() == ours.weights.keys()
+    if name != "of_weights":
+        assert reader.tensors.keys() == ours.tensors.keys(), "those of the optimizer have other names"
+    assert inspect_checkpoint.main(["list", str(folder), "--trust", "--norms", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["tensors"]}
+    wanted = float(second[3, 7].double().norm())
+    assert rows["decoder.layers.3.mlp.experts.experts.7.linear_fc2.weight"]["norm"] == pytest.approx(wanted)
+    export = ["to-hf", str(folder), str(tmp_path / "hf"), "--family", "mixtral", "--trust"]
+    assert convert_checkpoint.main(export) == 0
+    assert (
+        convert_checkpoint.main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "back"), "--vocab-multiple", "64"])
+        == 0
+    )
+    assert inspect_checkpoint.main(["diff", str(folder), str(tmp_path / "back"), "--trust"]) == 0
+
+
+USES = {
+    "of_fp32": {"checkpoint.load": "weights and optimizer state", "checkpoint.load_weights": "only the weights"},
+    "of_weights": {"checkpoint.load": "contains only weights", "checkpoint.load_weights": "only the weights"},
+    "of_dp": {"checkpoint.load": "has Megatron's format dp_reshardable", "checkpoint.load_weights": "only the weights"},
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_what_can_use_megatrons_checkpoint(exchange: Exchange, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """No strategy can, because a run continues only from its own checkpoints."""
+    words = ["strategies", str(exchange.runs / name), "--trust", "--json"]
+    assert inspect_checkpoint.main(words) == 0
+    uses = {use["name"]: use for use in json.loads(capsys.readouterr().out)["uses"]}
+    assert not any(uses[each]["is_possible"] for each in ("living_state", "localized_replay", "rollback", "checkpoint"))
+    assert "has no manifest of this project" in uses["checkpoint"]["reason"]
+    for key, text in USES[name].items():
+        assert text in uses[key]["reason"]
+        assert uses[key]["is_possible"] == (f"{key}: {text}" not in REFUSED_USES)
+
+
+REFUSED_USES = {f"checkpoint.load: {USES[name]['checkpoint.load']}" for name in ("of_weights", "of_dp")}

@@ -8,10 +8,10 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import count
+from functools import cached_property, lru_cache
+from itertools import count, product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,20 @@ from megatron_ft.config.model import ModelConfig
 from megatron_ft.errors import CheckpointError, ConfigError
 from megatron_ft.mcore.checkpoint.files import BACKEND, BACKEND_VERSION, COMMON_NAME, FORMAT_NAME
 from megatron_ft.mcore.checkpoint.metadata import METADATA_NAME, OPTIMIZER, describe, read_metadata
+from megatron_ft.mcore.convert.megatron_arguments import has_gated_units, model_of_arguments
 from megatron_ft.mcore.convert.streams import Span, StoredValues, Values, VerifiedFiles, chunks_of, tensor_of
+from megatron_ft.snapshot.storage.checkpoints import newest_of_megatron
 from megatron_ft.snapshot.storage.files import FileEntry, HashedFile, entry_of, fsync_directory, write_file
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 from megatron_ft.snapshot.storage.run_settings import refuse_other_folder
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_STACKED_LAYERS, _STACKED_EXPERTS = re.compile(r"decoder\.layers\.(?!\d)"), re.compile(r"\.experts\.experts\.(?!\d)")
+"""Beginnings of the names of weights of all layers, and of all experts of a layer or of all layers."""
+_GATED = re.compile(r"\.linear_fc1\.(?:weight|bias)$")
+"""End of the names of weights that have both halves of a gated unit."""
+_MOST_STACKED = 1 << 20
+"""Largest number of layers times experts in one tensor."""
 EMBEDDING, ROUTER = "embedding.word_embeddings.weight", ".mlp.router.weight"
 WEIGHTS_ONLY = "weights"
 """Group of settings in a manifest; its presence means that the checkpoint contains only weights."""
@@ -51,6 +59,8 @@ class DenseReader:
     manifest: Manifest | None
     """Verified manifest; None for a checkpoint of another project, which the user trusts."""
     metadata: Metadata
+    _newest: tuple[tuple[str, tuple[int, ...]], Values] | None = field(default=None, init=False, repr=False)
+    """The part of a stacked tensor that was read last, by its name and position."""
 
     @classmethod
     def open(cls, directory: Path, *, trust: bool = False) -> "DenseReader":
@@ -65,6 +75,7 @@ class DenseReader:
         """
         if not directory.is_dir():
             raise CheckpointError(f"{directory}: must be a directory")
+        directory = newest_of_megatron(directory) or directory
         has_manifest = (directory / MANIFEST_NAME).exists()
         if not has_manifest:
             refuse_other_folder(directory, str(directory))
@@ -78,8 +89,13 @@ class DenseReader:
         return cls(directory=directory, manifest=manifest, metadata=metadata)
 
     def model(self) -> ModelConfig:
-        """Return the model of the checkpoint. Raises CheckpointError if the manifest does not describe it."""
-        recorded = {} if self.manifest is None else self.manifest.settings.get("model", {})
+        """Return the model of the checkpoint, which the manifest describes, or the arguments in a checkpoint of
+        Megatron-LM. Raises CheckpointError if neither does."""
+        if self.manifest is None:
+            model = model_of_arguments(self.directory)
+            self._check_model(model, f"{self.directory}: its arguments describe another kind of model")
+            return model
+        recorded = self.manifest.settings.get("model", {})
         keys = {key.removeprefix("model."): value for key, value in recorded.items() if key.startswith("model.")}
         if not keys:
             raise CheckpointError(
@@ -106,16 +122,38 @@ class DenseReader:
         if not routers <= {model.num_moe_experts}:
             raise CheckpointError(f"{where}: model.num_moe_experts={model.num_moe_experts}, but it has {max(routers)}")
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Return shape, dtype and parts of all tensors by name, those of the optimizer included."""
-        found = self.metadata.state_dict_metadata.items()
-        return {name: entry for name, entry in found if isinstance(entry, TensorStorageMetadata)}
+        """Return shape, dtype and parts of all tensors by name, those of the optimizer included.
 
-    @property
+        The tensors of a checkpoint of Megatron-LM have the names of this project: one that has the weights of several
+        layers or experts is listed once for each of them, and the two halves of a gated unit are listed separately.
+        """
+        return {name: entry for name, (entry, _) in self._resolved.items()}
+
+    @cached_property
     def weights(self) -> dict[str, TensorStorageMetadata]:
         """Return shape, dtype and parts of all weights and buffers by name."""
         return {name: entry for name, entry in self.tensors.items() if not name.startswith(OPTIMIZER)}
+
+    @cached_property
+    def _resolved(self) -> "dict[str, tuple[TensorStorageMetadata, list[_StoredPart]]]":
+        found: dict[str, tuple[TensorStorageMetadata, list[_StoredPart]]] = {}
+        is_foreign = self.manifest is None
+        is_gated = is_foreign and has_gated_units(self.directory)
+        for name, entry in self.metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                continue
+            tensors: Iterable[_Resolved] = [(name, entry, [_StoredPart(name=name, part=part) for part in entry.chunks])]
+            if is_foreign:
+                tensors = _unstacked(name, entry, str(self.directory))
+            if is_gated and _GATED.search(name):
+                tensors = [half for tensor in tensors for half in _halves(*tensor, str(self.directory))]
+            for own, shape, places in tensors:
+                if own in found:
+                    raise CheckpointError(f"{self.directory}: has {own} twice, also as a part of {name}")
+                found[own] = shape, places
+        return found
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor, in the shape of the whole model. Raises CheckpointError if a part of it cannot be read."""
@@ -127,8 +165,11 @@ class DenseReader:
         Raises:
             CheckpointError: a part of it cannot be read.
         """
-        entry = self.tensors[name]
-        parts = [(part, self._part(name, part, entry.properties.dtype)) for part in entry.chunks]
+        entry, places = self._resolved[name]
+        parts = [
+            (part, self._stored(place, entry.properties.dtype))
+            for part, place in zip(entry.chunks, places, strict=True)
+        ]
         num_elements = sum(prod(stored.shape) for _, stored in parts)
         if num_elements != prod(entry.size):
             raise CheckpointError(
@@ -143,6 +184,16 @@ class DenseReader:
             box = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.sizes, strict=True))
             whole[box].copy_(tensor_of(stored))
         return whole
+
+    def _stored(self, place: "_StoredPart", dtype: torch.dtype) -> Values:
+        if not place.index:
+            return self._part(place.name, place.part, dtype)
+        # Experts that follow one another may be in one part, whose values are then read only once.
+        key = (place.name, tuple(place.part.offsets))
+        if self._newest is None or self._newest[0] != key:
+            self._newest = key, self._part(place.name, place.part, dtype)
+        whole = self._newest[1]
+        return whole.at(place.index) if isinstance(whole, StoredValues) else whole[place.index]
 
     def _part(self, name: str, part: ChunkStorageMetadata, dtype: torch.dtype) -> Values:
         place = self.metadata.storage_data[MetadataIndex(name, part.offsets)]  # ``read_metadata`` has checked it
@@ -163,6 +214,74 @@ class DenseReader:
         if not isinstance(stored, torch.Tensor) or stored.shape != part.sizes or stored.dtype != dtype:
             raise CheckpointError(f"{path}: {name} has another shape or dtype than in the metadata")
         return stored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredPart:
+    """Part of a tensor in the metadata, or the elements with one index of its first dimensions."""
+
+    name: str
+    part: ChunkStorageMetadata
+    index: tuple[int, ...] = ()
+    """Indices of layer and expert inside of the part; empty for the whole part."""
+
+
+_Resolved = tuple[str, TensorStorageMetadata, list[_StoredPart]]
+"""A tensor: name, shape and parts, and the place of each part."""
+
+
+def _unstacked(name: str, entry: TensorStorageMetadata, where: str) -> Iterator[_Resolved]:
+    """Yield the tensors that a stored tensor contains: itself, or one for each layer and expert.
+
+    In Megatron-LM's checkpoints, a weight of all layers, all experts, or all experts of all layers is one tensor, whose
+    first dimensions are layers and experts.
+    """
+    axes = [pattern for pattern in (_STACKED_LAYERS, _STACKED_EXPERTS) if pattern.search(name)]
+    if not axes:
+        yield name, entry, [_StoredPart(name=name, part=part) for part in entry.chunks]
+        return
+    stacked, rest = tuple(entry.size[: len(axes)]), torch.Size(entry.size[len(axes) :])
+    if len(stacked) < len(axes) or not 0 < prod(stacked) <= _MOST_STACKED:
+        raise CheckpointError(
+            f"{where}: {name!r:.200} has the shape {list(entry.size)}, which cannot be weights of layers or experts"
+        )
+    found: dict[tuple[int, ...], tuple[list[ChunkStorageMetadata], list[_StoredPart]]] = {}
+    for part in entry.chunks:
+        box = ChunkStorageMetadata(
+            offsets=torch.Size(part.offsets[len(axes) :]), sizes=torch.Size(part.sizes[len(axes) :])
+        )
+        for index in product(*map(range, part.sizes[: len(axes)])):
+            at = tuple(offset + position for offset, position in zip(part.offsets, index, strict=False))
+            chunks, places = found.setdefault(at, ([], []))
+            chunks.append(box)
+            places.append(_StoredPart(name=name, part=part, index=index))
+    for at in product(*map(range, stacked)):
+        own = name
+        for pattern, number in zip(axes, at, strict=True):
+            own = pattern.sub(rf"\g<0>{number}.", own, count=1)
+        chunks, places = found.get(at, ([], []))
+        yield own, TensorStorageMetadata(properties=entry.properties, size=rest, chunks=chunks), places
+
+
+def _halves(name: str, entry: TensorStorageMetadata, places: list[_StoredPart], where: str) -> Iterator[_Resolved]:
+    """Yield the two halves of the weights of a gated unit. Megatron-LM stores them as separate parts of one tensor."""
+    half, rest = divmod(entry.size[0] if entry.size else 1, 2)
+    pairs = list(zip(entry.chunks, places, strict=True))
+    if rest or any(part.offsets[0] < half < part.offsets[0] + part.sizes[0] for part, _ in pairs):
+        raise CheckpointError(
+            f"{where}: {name!r:.200} has parts {list(entry.size)} that do not divide it into two halves"
+        )
+    for suffix, start in (("_w", 0), ("_v", half)):
+        mine = [(part, place) for part, place in pairs if start <= part.offsets[0] < start + half]
+        boxes = [
+            ChunkStorageMetadata(
+                offsets=torch.Size((part.offsets[0] - start, *part.offsets[1:])), sizes=torch.Size(part.sizes)
+            )
+            for part, _ in mine
+        ]
+        size = torch.Size((half, *entry.size[1:]))
+        stored = TensorStorageMetadata(properties=entry.properties, size=size, chunks=boxes)
+        yield name + suffix, stored, [place for _, place in mine]
 
 
 def _joined(entry: TensorStorageMetadata, parts: list[tuple[ChunkStorageMetadata, Values]]) -> StoredValues | None:

@@ -14,7 +14,7 @@ from megatron_ft.mcore.convert.dense_files import DenseReader
 from megatron_ft.mcore.convert.folder import CONFIG, DTYPES, Folder
 from megatron_ft.snapshot.storage.window_file import rank_name, window_name
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
-from megatron_ft.snapshot.window import Slice
+from megatron_ft.snapshot.window import Slice, Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +50,9 @@ class DenseSource:
     """Tensors of a dense checkpoint. If it has a manifest, its files have been verified with the manifest."""
 
     def __init__(self, path: Path, *, trust: bool, with_optimizer: bool) -> None:
-        self.path, self._reader = path, DenseReader.open(path, trust=trust)
-        self._tensors = self._reader.tensors if with_optimizer else self._reader.weights
-        manifest = self._reader.manifest
+        self.path, self.reader = path, DenseReader.open(path, trust=trust)
+        self._tensors = self.reader.tensors if with_optimizer else self.reader.weights
+        manifest = self.reader.manifest
         self.title = (
             "dense checkpoint without a manifest" if manifest is None else f"dense checkpoint: {manifest.summary()}"
         )
@@ -62,7 +62,7 @@ class DenseSource:
             yield _row(name, entry.properties.dtype, tuple(entry.size))
 
     def read(self, name: str) -> torch.Tensor:
-        return self._reader.read(name)
+        return self.reader.read(name)
 
 
 class FolderSource:
@@ -102,14 +102,22 @@ class WindowSource:
         with self._folder.open(self._key, 0) as opened:
             self.world_size = opened.window.world_size
         window = self._folder.verify(self._key, self.world_size)
+        self.windows: list[Window] = []
+        """Description of each rank's part."""
         self._places: dict[str, tuple[int, int, int]] = {}
         self._rows: list[TensorRow] = []
         for rank in range(self.world_size):
             with self._folder.open(self._key, rank) as opened:
+                self.windows.append(opened.window)
                 for index, part in enumerate(opened.window.slices):
                     self._take(rank, index, part, with_optimizer=with_optimizer)
         last = window.last_iteration
         self.title = f"window of iterations {window.start_iteration} to {last}, {self.world_size} ranks"
+
+    @property
+    def leaves_out_experts(self) -> bool:
+        """Return whether the window leaves out experts, and has copies of them from earlier windows instead."""
+        return any(window.leaves_out_experts for window in self.windows)
 
     def _take(self, rank: int, index: int, part: Slice, *, with_optimizer: bool) -> None:
         for number, piece in enumerate(part.pieces):
@@ -140,6 +148,11 @@ def _row(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorRow:
     return TensorRow(name=name, dtype=str(dtype).removeprefix("torch."), shape=shape, num_bytes=num_bytes)
 
 
+def is_window(path: Path) -> bool:
+    """Return whether a directory has a file of a window, although the file of another rank may be missing."""
+    return any(path.glob(rank_name(0).replace("00000", "*")))
+
+
 def open_source(path: Path, *, trust: bool = False, with_optimizer: bool = False) -> Source:
     """Open and verify a dense checkpoint, a window or a Hugging Face folder.
 
@@ -152,7 +165,7 @@ def open_source(path: Path, *, trust: bool = False, with_optimizer: bool = False
     """
     if (path / CONFIG).is_file():
         return FolderSource(path)
-    if (path / rank_name(0)).is_file():
+    if is_window(path):
         return WindowSource(path.absolute(), with_optimizer=with_optimizer)
     return DenseSource(path, trust=trust, with_optimizer=with_optimizer)
 

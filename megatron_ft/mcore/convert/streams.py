@@ -57,6 +57,15 @@ class StoredValues:
             left -= spans[-1].num_bytes
         return replace(self, shape=shape, spans=tuple(spans))
 
+    def at(self, index: tuple[int, ...]) -> "StoredValues":
+        """Return the tensor with these indices of the first dimensions. The values must be in one span."""
+        (span,), shape, position = self.spans, self.shape[len(index) :], 0
+        for size, number in zip(self.shape, index, strict=False):
+            position = position * size + number
+        num_bytes = prod(shape) * self.dtype.itemsize
+        span = replace(span, offset=span.offset + position * num_bytes, num_bytes=num_bytes)
+        return replace(self, shape=shape, spans=(span,))
+
     def chunks(self) -> Iterator[memoryview]:
         """Yield the bytes in pieces, each valid until the next one is read. Raises CheckpointError."""
         for span in self.spans:

@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -40,7 +40,7 @@ from megatron_ft.snapshot.storage.checkpoints import directory_name
 from megatron_ft.snapshot.storage.files import fsync_directory
 from megatron_ft.snapshot.storage.manifest import Manifest
 from megatron_ft.snapshot.storage.window_file import rank_name, window_name
-from megatron_ft.snapshot.storage.window_folder import RejectedWindow, WindowFolder, persist_url, window_digest
+from megatron_ft.snapshot.storage.window_folder import RejectedWindow, WindowFolder, persist_url
 from megatron_ft.snapshot.window import Window
 
 _CHUNK_BYTES = 4 << 20
@@ -73,8 +73,7 @@ class _Found:
 
     def leaves_out(self) -> bool:
         """Return whether the window leaves out experts, and has copies of them from earlier windows instead."""
-        parts = [part for window in self.windows for part in window.slices]
-        return any(iteration != part.iteration for part in parts for iteration in part.captured_at or ())
+        return any(window.leaves_out_experts for window in self.windows)
 
 
 def replay_window(
@@ -145,10 +144,9 @@ def _find(run_dir: Path, url: str, name: str | None, run_id: RunId, progress: Pr
     keys = [key for key in folder.list_windows() if name in (None, window_name(key))]
     if not keys:
         raise CheckpointError(f"{url}: has no {'window' if name is None else name}")
-    rejected = {window.digest: window.reason for window in RejectedWindow.read_all(run_dir)}
     for key in reversed(keys):
         try:
-            return _verify(folder, key, run_id, run_dir, rejected)
+            return _verify(folder, key, run_id, run_dir)
         except CheckpointError as error:
             if name is not None:
                 raise
@@ -156,7 +154,7 @@ def _find(run_dir: Path, url: str, name: str | None, run_id: RunId, progress: Pr
     raise CheckpointError(f"{url}: has no window that can be used")
 
 
-def _verify(folder: WindowFolder, key: WindowKey, run_id: RunId, run_dir: Path, rejected: Mapping[str, str]) -> _Found:
+def _verify(folder: WindowFolder, key: WindowKey, run_id: RunId, run_dir: Path) -> _Found:
     where = folder.describe(key)
     with folder.open(key, 0) as opened:
         window = opened.window
@@ -169,10 +167,8 @@ def _verify(folder: WindowFolder, key: WindowKey, run_id: RunId, run_dir: Path, 
         with folder.open(key, rank) as opened:
             windows.append(opened.window)
             files += [(window_name(each), rank_name(rank)) for each in (key, *opened.earlier)]
-    # As ``SnapshotRestorer.find`` computes it.
-    digest = window_digest([window_digest([each.to_bytes().decode()]) for each in windows])
-    if digest in rejected:
-        raise CheckpointError(f"{where}: was rejected by an earlier start of the run: {rejected[digest]}")
+    if reason := RejectedWindow.reason_for(run_dir, windows):
+        raise CheckpointError(f"{where}: was rejected by an earlier start of the run: {reason}")
     return _Found(key=key, windows=tuple(windows), files=tuple(dict.fromkeys(files)))
 
 

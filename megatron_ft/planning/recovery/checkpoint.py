@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from megatron_ft.config.requirements import REQUIREMENTS, Requirement
 from megatron_ft.planning.recovery.facts import RecoveryFacts
-from megatron_ft.planning.recovery.strategy import Cost, Loss
+from megatron_ft.planning.recovery.strategy import Cost, Loss, SavedKind
 from megatron_ft.planning.state.declined import Declined
 
 
@@ -18,6 +18,7 @@ class Checkpoint:
 
     name: ClassVar[str] = "checkpoint"
     requirements: ClassVar[tuple[Requirement, ...]] = REQUIREMENTS[name]
+    reads: ClassVar[tuple[SavedKind, ...]] = ("checkpoint",)
 
     def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
         """Compute the cost of the recovery; iterations since the checkpoint run again."""
@@ -38,6 +39,7 @@ class StartOver:
 
     name: ClassVar[str] = "start_over"
     requirements: ClassVar[tuple[Requirement, ...]] = ()
+    reads: ClassVar[tuple[SavedKind, ...]] = ()
 
     def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
         """Return the cost of the loss of all iterations so far; this strategy never declines."""

@@ -21,7 +21,7 @@ from megatron_ft.planning.placement.migration import MigrationPlan, holdings, re
 from megatron_ft.planning.placement.plan import PlacementPlan, Slots
 from megatron_ft.planning.recovery.facts import RecoveryFacts
 from megatron_ft.planning.recovery.layout import MembershipLayout
-from megatron_ft.planning.recovery.strategy import NOT_RUNNING, Cost, Loss, Place, why_no_replacement
+from megatron_ft.planning.recovery.strategy import NOT_RUNNING, Cost, Loss, Place, SavedKind, why_no_replacement
 from megatron_ft.planning.state.declined import Declined
 from megatron_ft.topology import Topology
 
@@ -35,6 +35,7 @@ class LivingState:
 
     name: ClassVar[str] = "living_state"
     requirements: ClassVar[tuple[Requirement, ...]] = REQUIREMENTS[name]
+    reads: ClassVar[tuple[SavedKind, ...]] = ()
 
     def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
         """Compute the cost of the recovery; no iteration runs again."""

@@ -16,7 +16,7 @@ from megatron_ft.planning.pipeline import Direction
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.recovery.facts import RecoveryFacts
 from megatron_ft.planning.recovery.living_state import NO_HOLDER, LivingState, why_no_living_places
-from megatron_ft.planning.recovery.strategy import NOT_RUNNING, Cost, Loss, why_no_replacement
+from megatron_ft.planning.recovery.strategy import NOT_RUNNING, Cost, Loss, SavedKind, why_no_replacement
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.planning.state.declined import Declined
 from megatron_ft.topology import Topology
@@ -28,6 +28,7 @@ class LocalizedReplay:
 
     name: ClassVar[str] = "localized_replay"
     requirements: ClassVar[tuple[Requirement, ...]] = REQUIREMENTS[name]
+    reads: ClassVar[tuple[SavedKind, ...]] = ("memory",)
 
     def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
         """Compute the cost of the recovery; iterations since the newest committed window run again."""

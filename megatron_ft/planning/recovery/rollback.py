@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from megatron_ft.config.requirements import REQUIREMENTS, Requirement
 from megatron_ft.planning.recovery.facts import RecoveryFacts
-from megatron_ft.planning.recovery.strategy import NOT_RUNNING, Cost, Loss, Medium
+from megatron_ft.planning.recovery.strategy import NOT_RUNNING, Cost, Loss, Medium, SavedKind
 from megatron_ft.planning.state.declined import Declined
 
 _OTHER_SIZE = "ranks restart on fewer nodes, but windows can only be loaded by the previous number of ranks"
@@ -23,6 +23,7 @@ class Rollback:
 
     name: ClassVar[str] = "rollback"
     requirements: ClassVar[tuple[Requirement, ...]] = REQUIREMENTS[name]
+    reads: ClassVar[tuple[SavedKind, ...]] = ("memory", "persisted")
 
     def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
         """Compute the cost of the recovery from memory; if it is impossible, from storage."""

@@ -25,6 +25,8 @@ node of each rank of the membership, the stage, and the experts that the ranks o
 
 Medium = Literal["memory", "persisted"]
 """Location of a window: the memory of nodes, or storage."""
+SavedKind = Literal["memory", "persisted", "checkpoint"]
+"""Kind of saved state: a window in the memory of nodes, a window on storage, or a dense checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,6 +351,8 @@ class Strategy(Protocol):
     """Name in events, in ``tools/can_recover`` and in ``dry_run``."""
     requirements: ClassVar[tuple[Requirement, ...]]
     """Values that keys must have so that a job can use the strategy."""
+    reads: ClassVar[tuple[SavedKind, ...]]
+    """Kinds of saved state that ranks load in a recovery by this strategy."""
 
     def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
         """Compute the cost of the recovery from ``loss``, or return the reason why the strategy cannot be used."""

@@ -86,6 +86,20 @@ class RejectedWindow:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: {error}; delete the file to try rejected windows again") from error
 
+    @classmethod
+    def reason_for(cls, run_dir: Path, windows: Sequence[Window]) -> str | None:
+        """Return why an earlier start of the run rejected a window; None if none did.
+
+        Args:
+            windows: description of each rank's part of the window.
+
+        Raises:
+            CheckpointError: the list of rejected windows cannot be read.
+        """
+        rejected = {entry.digest: entry.reason for entry in cls.read_all(run_dir)}
+        # As ``SnapshotRestorer.find`` computes it.
+        return rejected.get(window_digest([window_digest([each.to_bytes().decode()]) for each in windows]))
+
 
 def window_digest(manifests: Sequence[str]) -> str:
     """Return a checksum of the manifests of all ranks' parts of a window: 32 hexadecimal digits.
