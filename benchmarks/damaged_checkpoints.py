@@ -1,7 +1,8 @@
 """Claim ``damaged-checkpoints``: a damaged window or dense checkpoint is never loaded as if it were intact.
 
 Files are torn by a crash, flipped by a device, made by an attacker, or cut by a full disk. A load must return the
-newest intact sample, or the one before it, completely, and must name the file that it skipped.
+newest intact sample, or the one before it, completely, and must name the file that it skipped. Every command of the
+tools that reads checkpoints must refuse damaged ones by name, and write nothing (``damaged_tools.py``).
 """
 
 import errno
@@ -22,6 +23,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.crashes import Disk, Recorder, crash_states, torn_files
+from benchmarks.damaged_tools import COMMANDS, run_all
 from benchmarks.hostile_files import MARKER, Hostile, hostile_checkpoints, hostile_windows
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.errors import CheckpointError
@@ -32,13 +34,16 @@ from megatron_ft.testing.stored_samples import KINDS, NEW, OLD, Kind, Loaded, sa
 ID = "damaged-checkpoints"
 THRESHOLD = (
     "0 silently wrong of all damaged loads; every crash prefix gives the newest or the previous one; "
-    "every failed write leaves the previous intact"
+    "every failed write leaves the previous intact; every command refuses damaged inputs by name and writes nothing"
 )
 NUM_FLIPS, QUICK_NUM_FLIPS = 5000, 200
+TOOLS_STRIDE, QUICK_TOOLS_STRIDE = 1, 41
+"""Every command of the tools gets one of this many damaged inputs."""
 MIN_HOSTILE = 500
 MAX_GROWTH_BYTES = 64 << 20
 """Limit of the memory that the process may gain while it reads hostile files."""
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
+_MEMORY = "/dev/shm"
 _KEY = re.compile(rb'"(\w+)": ?')
 
 
@@ -80,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Damage both kinds of files in every way, and judge the loads."""
     arguments = parse_arguments(__doc__, argv)
     tally = Tally()
+    _try_tools(tally, QUICK_TOOLS_STRIDE if arguments.quick else TOOLS_STRIDE)
     with tempfile.TemporaryDirectory(prefix="damaged-") as name, _inside(Path(name)) as root:
         growth = _be_hostile(root, tally)
         for kind in KINDS:
@@ -88,6 +94,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             flip(kind, root / f"flip-{kind.name}", tally, QUICK_NUM_FLIPS if arguments.quick else NUM_FLIPS)
             fail(kind, root / f"fail-{kind.name}", tally, stride=11 if arguments.quick else 1)
     return _finish(arguments.out, tally, growth)
+
+
+def _try_tools(tally: Tally, stride: int) -> None:
+    # Thousands of small folders are written and removed: in memory, if the machine has a file system there.
+    folder = _MEMORY if os.access(_MEMORY, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="damaged-tools-", dir=folder) as name:
+        counts, problems = run_all(Path(name), stride=stride)
+    tally.outcomes.update(counts)
+    tally.problems += problems
 
 
 def _finish(out: Path | None, tally: Tally, growth_bytes: int) -> int:
@@ -102,11 +117,13 @@ def _finish(out: Path | None, tally: Tally, growth_bytes: int) -> int:
     damaged = {
         name: sum(counts[f"{family}_{name}"] for family in ("torn", "flip")) for name in ("detected", "harmless")
     }
+    refused = sum(count for name, count in counts.items() if name.startswith("tools_") and name.endswith("_refused"))
     silent = sum(count for name, count in counts.items() if name.endswith("_silent"))
     figure = (
         f"{silent} silently wrong, {damaged['detected']} torn files and bit flips detected, {damaged['harmless']} "
         f"without effect; {counts['hostile_detected']} of {hostile} hostile files refused; "
-        f"{counts['crash_kept']} crash states and {counts['fail_kept']} failed writes left the newest or the previous"
+        f"{counts['crash_kept']} crash states and {counts['fail_kept']} failed writes left the newest or the previous; "
+        f"{refused} refusals by {len(COMMANDS)} commands of the tools"
     )
     return finish(
         out,

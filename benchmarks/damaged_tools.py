@@ -9,6 +9,8 @@ import io
 import json
 import os
 import shutil
+import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -55,13 +57,17 @@ class Command:
 
     name: str
     tool: str
-    """Module in ``tools``."""
+    """Module in ``tools``, or ``LOAD``."""
     words: Callable[[Path, Path], list[object]]
     """Returns the command line for (folder with the damaged input, path of the result)."""
     kind: str
     """Kind of the damaged input: ``dense``, ``window`` or ``folder``."""
     reads: tuple[str, ...] = _ALL
-    """Parts of the input that the command reads. With damage to another part, it may succeed."""
+    """Parts of the input that the command reads. With damage to another part, it may succeed.
+
+    A load of weights, for example, has the right values if only their dtype in the metadata is wrong, and ignores keys
+    of the model that a later version may have written.
+    """
     experts: bool = True
     """Whether the checkpoint is that of an MoE model."""
     code: int = 0
@@ -89,6 +95,8 @@ def _dense(name: str, tool: str, *words: object, **options: Any) -> Command:
 
 
 _CONVERT, _INSPECT = "convert_checkpoint", "inspect_checkpoint"
+LOAD = "checkpoint.load_weights"
+"""Name of the command that loads weights as a job does: the check of the launcher, then the load of a rank."""
 _PROMPT = ("--prompt", "x", "--tokens", 1)
 COMMANDS: tuple[Command, ...] = (
     _dense("to-hf", _CONVERT, "to-hf", "IN", "OUT", "--family", "mixtral", reads=(*_ALL, NAMES)),
@@ -102,7 +110,8 @@ COMMANDS: tuple[Command, ...] = (
     ),
     _dense("list", _INSPECT, "list", "IN", reads=_LISTED),
     _dense("list, with norms", _INSPECT, "list", "IN", "--norms", "--json", reads=_READ),
-    _dense("verify", _INSPECT, "verify", "IN", reads=_READ),
+    _dense("verify", _INSPECT, "verify", "IN", reads=(*_READ, COMMON, "model", EXPERTS, MLP)),
+    _dense("strategies", _INSPECT, "strategies", "IN", reads=_LISTED),
     _dense("diff, first", _INSPECT, "diff", "IN", "SOUND", reads=_COMPARED),
     _dense("diff, second", _INSPECT, "diff", "SOUND", "IN", "--optimizer", reads=_COMPARED),
     _dense(
@@ -114,12 +123,15 @@ COMMANDS: tuple[Command, ...] = (
         *_PROMPT,
         reads=("all", METADATA, VALUES, SHAPES, COMMON, NAMES, "model", EXPERTS),
     ),
+    _dense("load_weights", LOAD, "IN", reads=(*_LISTED, VALUES, SHAPES, COMMON, NAMES, "model", EXPERTS)),
     _dense("from-hf, a checkpoint", _CONVERT, "from-hf", "IN", "OUT", code=5),
     _dense("from-window, a checkpoint", _CONVERT, "from-window", "IN", "OUT", code=3),
     _dense("from-window", _CONVERT, "from-window", "RUN", "OUT", "--window", sample_name(NEW), kind="window", code=9),
     _dense("list", _INSPECT, "list", "WINDOW", kind="window"),
     _dense("list, with optimizer", _INSPECT, "list", "WINDOW", "--optimizer", "--norms", kind="window"),
     _dense("verify", _INSPECT, "verify", "WINDOW", "--json", kind="window"),
+    _dense("strategies", _INSPECT, "strategies", "WINDOW", kind="window"),
+    _dense("load_weights, a window", LOAD, "WINDOW", kind="window", code=5),
     _dense("diff, first", _INSPECT, "diff", "WINDOW", "SOUND-WINDOW", kind="window", code=1),
     _dense("diff, second", _INSPECT, "diff", "SOUND-WINDOW", "WINDOW", kind="window", code=1),
     _dense("weights, a window", _CONVERT, "weights", "WINDOW", "OUT", kind="window", code=5),
@@ -128,6 +140,8 @@ COMMANDS: tuple[Command, ...] = (
     _dense("list", _INSPECT, "list", "HF", kind="folder"),
     _dense("list, with norms", _INSPECT, "list", "HF", "--norms", "--json", kind="folder"),
     _dense("verify", _INSPECT, "verify", "HF", kind="folder"),
+    _dense("strategies", _INSPECT, "strategies", "HF", "--json", kind="folder"),
+    _dense("load_weights, a folder", LOAD, "HF", kind="folder", code=5),
     _dense("diff, first", _INSPECT, "diff", "HF", "SOUND-HF", kind="folder"),
     _dense("diff, second", _INSPECT, "diff", "SOUND-HF", "HF", kind="folder"),
     _dense("to-hf, a folder", _CONVERT, "to-hf", "HF", "OUT", "--family", "mixtral", kind="folder", code=5),
@@ -238,7 +252,7 @@ def _call(command: Command, words: list[str], cwd: Path) -> tuple[int, str, str]
 
     from megatron_ft.mcore.convert import window_replay
 
-    module = importlib.import_module(f"tools.{command.tool}")
+    run = _load_weights if command.tool == LOAD else importlib.import_module(f"tools.{command.tool}").main
     printed, errors = io.StringIO(), io.StringIO()
     before = Path.cwd()
     os.chdir(cwd)
@@ -250,7 +264,7 @@ def _call(command: Command, words: list[str], cwd: Path) -> tuple[int, str, str]
             mock.patch.object(window_replay.RunId, "read", return_value=RunId(run_id=sample_window(NEW, 0)[0].run_id)),
             mock.patch.object(window_replay, "_job", side_effect=_Started),
         ):
-            code = int(module.main(words))
+            code = int(run(words))
     except _Started:
         code = 9
     except BaseException as error:  # noqa: BLE001 - any error would be a traceback for the user
@@ -260,6 +274,52 @@ def _call(command: Command, words: list[str], cwd: Path) -> tuple[int, str, str]
     finally:
         os.chdir(before)
     return code, printed.getvalue(), errors.getvalue()
+
+
+def _load_weights(words: list[str]) -> int:
+    """Load weights as a job of one rank with ``checkpoint.load_weights`` does. Return the exit code."""
+    import torch
+
+    from megatron_ft.config.identity import JobIdentity, settings_of
+    from megatron_ft.corpus.samples import resolve_vocab_size
+    from megatron_ft.errors import CheckpointError
+    from megatron_ft.mcore.checkpoint.manager import CheckpointManager
+    from megatron_ft.mcore.device.install import install
+    from megatron_ft.mcore.model.build import build_bare_model
+    from megatron_ft.mcore.model.transformer_config import build_transformer_config
+    from megatron_ft.snapshot.storage.run_settings import check_source
+    from megatron_ft.testing import engines
+
+    path, config = Path(words[0]), _config()
+    vocab_size = resolve_vocab_size(config)
+    settings = settings_of(config, data_fingerprint="", vocab_size=vocab_size)
+    _, transformer_impl = install(config)
+    try:
+        check_source(path, settings, weights_only=True, trust=False)
+        with warnings.catch_warnings(), engines.groups_of(config) as groups:
+            warnings.simplefilter("ignore")  # as in a rank
+            model = build_bare_model(
+                config,
+                build_transformer_config(config, transformer_impl),
+                vocab_size=vocab_size,
+                device=torch.device("cpu"),
+                pg_collection=groups.pg_collection,
+            )
+            manager = CheckpointManager(
+                config.checkpoint,
+                run_dir=path,  # nothing is saved
+                identity=JobIdentity(run_id="", run_name="", settings=settings),
+                topology_record={"world_size": 1},
+                group=groups.vote,
+                dp_cp_group=groups.pg_collection.dp_cp,
+                report=lambda record: None,
+            )
+            del groups
+            manager.load_weights([model], None, path)
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
 
 
 class _Started(Exception):
@@ -319,3 +379,25 @@ def _folder_model() -> Any:
     small = {"num_layers": 3, "hidden_size": 8, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 6}
     small |= {"vocab_size": 40, "ffn_hidden_size": 12, "moe_ffn_hidden_size": 12, "num_moe_experts": 3}
     return replace(JobConfig().model, **small, seq_length=32, moe_router_topk=2)
+
+
+def run_all(root: Path, *, stride: int = 1) -> tuple[dict[str, int], list[str]]:
+    """Run all commands on damaged inputs, each on every ``stride``-th one. ``root`` is an empty directory.
+
+    Returns:
+        Counts of outcomes by kind of input, and everything that a command must not do.
+    """
+    from megatron_ft.testing import engines
+
+    engines.install()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as ``tools/generate.py`` sets it
+    workplace, counts, problems = Workplace(root), dict[str, int](), list[str]()
+    for number, command in enumerate(COMMANDS):
+        outcomes = Outcomes()
+        workplace.run(command, None, outcomes)
+        for damage in damages(command.kind)[number % stride :: stride]:
+            workplace.run(command, damage, outcomes)
+        problems += outcomes.problems
+        for name, count in (("refused", outcomes.refused), ("unread", outcomes.unaffected)):
+            counts[f"tools_{command.kind}_{name}"] = counts.get(f"tools_{command.kind}_{name}", 0) + count
+    return counts, problems

@@ -85,6 +85,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     source = _open(arguments.path, arguments)  # compares files and checksums
+    source.check()
     num_tensors = 0
     for row in source.rows():
         source.read(row.name)

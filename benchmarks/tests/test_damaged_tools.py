@@ -55,7 +55,7 @@ def test_every_command_of_the_tools_is_in_the_table() -> None:
     found = {command.name.partition(",")[0] for command in COMMANDS}
     for name in ("to-hf", "from-hf", "weights", "average", "upcycle", "to-megatron", "from-window"):
         assert name in found
-    assert {"list", "verify", "diff", "generate"} <= found
+    assert {"list", "verify", "diff", "strategies", "generate", "load_weights"} <= found
 
 
 @pytest.mark.parametrize(

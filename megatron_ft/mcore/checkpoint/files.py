@@ -180,7 +180,7 @@ class CheckpointFinder:
 
 
 BACKEND, BACKEND_VERSION = "torch_dist", 1
-COMMON_NAME, FORMAT_NAME = "common.pt", "metadata.json"
+FORMAT_NAME = "metadata.json"
 
 
 @dataclass(kw_only=True)

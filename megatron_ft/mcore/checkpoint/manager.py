@@ -20,13 +20,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ft.config.checkpoint import CheckpointConfig
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.errors import CheckpointError
 from megatron_ft.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved
 from megatron_ft.mcore.checkpoint.files import (
-    COMMON_NAME,
     RANK_STATE_KEY,
     CheckpointFinder,
     FileSystemJob,
@@ -35,6 +35,7 @@ from megatron_ft.mcore.checkpoint.files import (
     Planner,
     WriteJob,
 )
+from megatron_ft.mcore.checkpoint.metadata import COMMON_NAME, describe, read_common, read_metadata
 from megatron_ft.mcore.checkpoint.state import OURS_KEY, DenseState, install, layout_of, load_shards, rank_state
 from megatron_ft.mcore.groups import Collectives
 from megatron_ft.mcore.model.parameters import unwrap
@@ -506,6 +507,9 @@ class CheckpointManager:
                 its weights are not exactly those of the model.
         """
         manifest = self._finder.check(directory, trust=self._config.trust)
+        # Megatron would run code in the metadata, and would not name the file or the position that is wrong.
+        read_metadata(directory)
+        read_common(directory)
         metadata = self._metadata() | ({} if manifest is not None else layout_of(directory, weights_only=True))
         frames = [unwrap(chunk).sharded_state_dict(metadata=metadata) for chunk in model_chunks]
         # Megatron's layers have objects besides tensors, e.g. scales of FP8, which weights of other projects lack.
@@ -517,8 +521,9 @@ class CheckpointManager:
             loaded, unclaimed, absent = dist_checkpointing.load(
                 wanted, str(directory), strict=StrictHandling.RETURN_ALL
             )
-        except (CheckpointingException, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{directory}: {error}") from error
+        # torch's own error has those of all ranks. It is no ``Exception``.
+        except (CheckpointingException, CheckpointException, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{directory}: cannot be loaded: {describe(error)}") from error
         # ``unclaimed`` contains only tensors that no rank has requested, so no layers of other ranks.
         left = [key for key in unclaimed if key.startswith(_WEIGHTS) and _EXTRA_STATE not in key]
         everywhere = self._collectives.gather(left)
@@ -540,7 +545,7 @@ class CheckpointManager:
         result is empty for a checkpoint of another project. Raises CheckpointError when the checkpoint is damaged, or
         when it is from another project and ``checkpoint.trust`` is false."""
         self._finder.check(directory, trust=self._config.trust)
-        common = dist_checkpointing.load_common_state_dict(str(directory))
+        common = read_common(directory)
         extra: dict[str, Any] = common.get(OURS_KEY, {}).get("extra", {})
         return extra
 

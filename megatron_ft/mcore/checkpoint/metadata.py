@@ -9,12 +9,14 @@ import io
 import pathlib
 import pickle
 import re
+import warnings
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -29,6 +31,8 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_ft.errors import CheckpointError
 
 METADATA_NAME = ".metadata"
+COMMON_NAME = "common.pt"
+"""Name of the file with the state that is the same on all ranks."""
 OPTIMIZER = "optimizer."
 """Beginning of the names of the optimizer's tensors."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
@@ -97,6 +101,23 @@ def read_metadata(directory: Path) -> Metadata:
         raise CheckpointError(f"{directory / METADATA_NAME}: {error}") from None
     except (AttributeError, TypeError, ValueError, OverflowError) as error:  # a pickle may leave out any field
         raise CheckpointError(f"{directory / METADATA_NAME}: has an unknown form: {describe(error)}") from error
+    return found
+
+
+def read_common(directory: Path) -> dict[str, Any]:
+    """Read ``common.pt``, the state of a checkpoint that is the same on all ranks.
+
+    Raises:
+        CheckpointError: it cannot be read, or contains other classes than those that Megatron has registered as safe.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns about unusual pickles before it refuses them
+            found = dist_checkpointing.load_common_state_dict(str(directory))
+    except Exception as error:  # torch may raise any exception for invalid content
+        raise CheckpointError(f"{directory / COMMON_NAME}: cannot be read: {describe(error)}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{directory / COMMON_NAME}: must be a dictionary, not {type(found).__name__}")
     return found
 
 

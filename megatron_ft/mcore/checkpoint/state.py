@@ -20,7 +20,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.checkpoint.files import RANK_STATE_KEY, Addresses
-from megatron_ft.mcore.checkpoint.metadata import load_metadata
+from megatron_ft.mcore.checkpoint.metadata import load_metadata, read_common
 from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.mcore.optimizer import adamw
 from megatron_ft.mcore.optimizer.adamw import SHARDING_METADATA, split_shards
@@ -144,11 +144,7 @@ def layout_of(directory: Path, *, weights_only: bool) -> dict[str, bool]:
         CheckpointError: the checkpoint cannot be read. Or, unless ``weights_only``: it has no optimizer state, or its
             optimizer state has a format that depends on the layout of the ranks.
     """
-    try:
-        common = dist_checkpointing.load_common_state_dict(str(directory))
-        names = load_metadata(directory).state_dict_metadata.keys()
-    except (CheckpointingException, pickle.UnpicklingError, OSError, EOFError, RuntimeError) as error:
-        raise CheckpointError(f"{directory}: cannot be read as a checkpoint in torch_dist: {error}") from error
+    common, names = read_common(directory), load_metadata(directory).state_dict_metadata.keys()
     kind = (common.get("content_metadata") or {}).get(_SHARDING_TYPE)
     if not weights_only and "optimizer" not in common:
         raise CheckpointError(f"{directory}: contains only weights; set checkpoint.load_weights instead")

@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_ft.config.checks.model import valid_model
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.errors import CheckpointError, ConfigError
-from megatron_ft.mcore.checkpoint.files import BACKEND, BACKEND_VERSION, COMMON_NAME, FORMAT_NAME
-from megatron_ft.mcore.checkpoint.metadata import METADATA_NAME, OPTIMIZER, describe, read_metadata
+from megatron_ft.mcore.checkpoint.files import BACKEND, BACKEND_VERSION, FORMAT_NAME
+from megatron_ft.mcore.checkpoint.metadata import COMMON_NAME, METADATA_NAME, OPTIMIZER, describe, read_metadata
 from megatron_ft.mcore.convert.megatron_arguments import has_gated_units, model_of_arguments
 from megatron_ft.mcore.convert.streams import Span, StoredValues, Values, VerifiedFiles, chunks_of, tensor_of
 from megatron_ft.snapshot.storage.checkpoints import newest_of_megatron

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_ft.errors import CheckpointError
+from megatron_ft.mcore.checkpoint.metadata import read_common
 from megatron_ft.mcore.convert.converter import verify_folder
 from megatron_ft.mcore.convert.dense_files import DenseReader
 from megatron_ft.mcore.convert.folder import CONFIG, DTYPES, Folder
@@ -45,6 +46,9 @@ class Source(Protocol):
     def read(self, name: str) -> torch.Tensor:
         """Return the values of a tensor. Raises CheckpointError if they cannot be read."""
 
+    def check(self) -> None:
+        """Check everything that belongs to no tensor and was not checked before. Raises CheckpointError."""
+
 
 class DenseSource:
     """Tensors of a dense checkpoint. If it has a manifest, its files have been verified with the manifest."""
@@ -63,6 +67,12 @@ class DenseSource:
 
     def read(self, name: str) -> torch.Tensor:
         return self.reader.read(name)
+
+    def check(self) -> None:
+        """Check the state that is the same on all ranks, and the description of the model."""
+        read_common(self.reader.directory)
+        if self.reader.manifest is not None and self.reader.manifest.settings.get("model"):
+            self.reader.model()
 
 
 class FolderSource:
@@ -84,6 +94,9 @@ class FolderSource:
 
     def read(self, name: str) -> torch.Tensor:
         return self._folder.read(name)
+
+    def check(self) -> None:
+        return
 
 
 class WindowSource:
@@ -141,6 +154,9 @@ class WindowSource:
             piece = opened.window.slices[index].pieces[number]
             content = opened.read_slice(index)[piece.offset : piece.end]
         return torch.frombuffer(bytearray(content), dtype=getattr(torch, piece.dtype))
+
+    def check(self) -> None:
+        return
 
 
 def _row(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorRow:

@@ -1,18 +1,14 @@
 """Arguments of Megatron-LM in ``common.pt``: describes a model by them, and reads the model that they describe."""
 
 import argparse
-import warnings
 from pathlib import Path
 from typing import Any
-
-from megatron.core import dist_checkpointing
 
 from megatron_ft.config.checks.model import valid_model
 from megatron_ft.config.megatron_lm import keys_of_pattern
 from megatron_ft.config.model import YARN_KEYS, ModelConfig
 from megatron_ft.errors import CheckpointError, ConfigError
-from megatron_ft.mcore.checkpoint.files import COMMON_NAME
-from megatron_ft.mcore.checkpoint.metadata import describe
+from megatron_ft.mcore.checkpoint.metadata import COMMON_NAME, read_common
 from megatron_ft.mcore.model.transformer_config import DTYPES, moe_layer_pattern
 from megatron_ft.snapshot.storage.manifest import Manifest
 
@@ -21,19 +17,6 @@ _TOKENIZERS = {
     "huggingface": "HuggingFaceTokenizer",
     "sentencepiece": "GPTSentencePieceTokenizer",
 }
-
-
-def read_common(directory: Path) -> dict[str, Any]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about unusual pickles before it refuses them
-            # As Megatron-LM reads it: only classes that Megatron has registered as safe are loaded.
-            found = dist_checkpointing.load_common_state_dict(str(directory))
-    except Exception as error:  # torch may raise any exception for invalid content
-        raise CheckpointError(f"{directory / COMMON_NAME}: cannot be read: {describe(error)}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{directory / COMMON_NAME}: must be a dictionary, not {type(found).__name__}")
-    return found
 
 
 def megatron_arguments(model: ModelConfig, manifest: Manifest, *, weights_only: bool) -> argparse.Namespace:

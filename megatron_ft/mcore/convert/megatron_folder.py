@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from megatron_ft.errors import CheckpointError
-from megatron_ft.mcore.checkpoint.files import COMMON_NAME
+from megatron_ft.mcore.checkpoint.metadata import COMMON_NAME, read_common
 from megatron_ft.mcore.convert.dense_files import WEIGHTS_ONLY, DenseReader
 from megatron_ft.mcore.convert.folder import check_space
-from megatron_ft.mcore.convert.megatron_arguments import megatron_arguments, read_common
+from megatron_ft.mcore.convert.megatron_arguments import megatron_arguments
 from megatron_ft.mcore.convert.weights import check_new, manifest_of, open_weights
 from megatron_ft.snapshot.storage.checkpoints import MEGATRON_LATEST_NAME, RELEASE_NAME, directory_name
 from megatron_ft.snapshot.storage.files import fsync_directory, write_atomically, write_file

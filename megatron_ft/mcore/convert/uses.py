@@ -38,7 +38,7 @@ _KEYS = ("checkpoint.load", "checkpoint.load_weights")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uses:
-    """What can use a checkpoint, window or folder."""
+    """Answers about a checkpoint, window or folder."""
 
     title: str
     """Description in one line."""

@@ -1,4 +1,4 @@
-"""Which recovery strategies can use one checkpoint or window on storage, and why the others cannot.
+"""Answers which recovery strategies can use one checkpoint or window on storage, and why the others cannot.
 
 If the configuration of a job is known, the strategies themselves answer for it: all its processes have ended, and the
 checkpoint or window is the only saved state. Otherwise, only the kind of saved state and its own defects count.
