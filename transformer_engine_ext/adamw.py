@@ -1,10 +1,11 @@
-"""AdamW on quantized master weights (masters) and moments: the state, the update, and the reference of its arithmetic in
-plain torch.
+"""AdamW on quantized master weights (masters) and moments: the state, the update, and the reference of its arithmetic
+in plain torch.
 
 An update decodes a range of the state to FP32, computes AdamW, and encodes the result. It only uses sums, products,
-quotients and correctly rounded square roots of FP32 numbers, whose results IEEE 754 defines exactly, and scales of fixed
-blocks. So the bits do not depend on the device, on the number of threads, or on how a parameter is cut into shards.
-Nothing is communicated. ``torch.optim.AdamW`` uses fused operations whose last bit depends on the length of a tensor.
+quotients and correctly rounded square roots of FP32 numbers, whose results IEEE 754 defines exactly, and scales of
+fixed blocks. So the bits do not depend on the device, on the number of threads, or on how a parameter is cut into
+shards. Nothing is communicated. ``torch.optim.AdamW`` uses fused operations whose last bit depends on the length of a
+tensor.
 """
 
 import math

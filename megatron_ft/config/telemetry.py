@@ -1,4 +1,4 @@
-"""What a run reports and to which sinks (group ``telemetry``)."""
+"""Configuration of metrics, profiles and sinks (group ``telemetry``)."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -100,8 +100,9 @@ class PaddingAwareRouter(TopKRouter):
         self, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Drop tokens of ``probs`` and ``routing_map`` [T, E] beyond the capacities of their experts, as Megatron does.
-        Experts that owe tokens keep more of them, as far as other experts leave capacity unused. Return probs and
-        routing_map, and the number of additional tokens of each expert [E]; None if no expert owes tokens."""
+        Experts that have not made up for lost tokens keep more of them, as far as other experts leave capacity unused.
+        Return probs and routing_map, and the number of additional tokens of each expert [E]; None if all experts have
+        made up for their lost tokens."""
         limits = self._limits
         kept_probs, kept = apply_router_token_dropping(
             probs,

@@ -188,7 +188,7 @@ class IterationState:
     expert_load: torch.Tensor | None = None
     """Number of tokens of each expert, summed over all ranks: int64 [num_layers, num_moe_experts]; None if unused."""
     repaid: torch.Tensor | None = None
-    """Those of ``expert_load`` that were beyond the capacity of their expert, in the same form."""
+    """Number of the tokens of ``expert_load`` that were beyond the capacity of their expert, in the same form."""
     contributed: bool = False
     """Whether this rank may have sent its ballot. If true, other ranks may have the complete vote."""
     vote: Vote | None = None
