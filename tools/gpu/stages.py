@@ -27,7 +27,7 @@ _FIRST = (
     Stage(
         name="training",
         entry="tools.gpu.training:run",
-        seconds=150,
+        seconds=180,
         about="training gives the same losses as on the CPU",
     ),
     Stage(
@@ -41,6 +41,12 @@ _FIRST = (
         entry="tools.gpu.suites:run_dispatch",
         seconds=190,
         about="kernels can be built and are correct",
+    ),
+    Stage(
+        name="fp8",
+        entry="tools.gpu.suites:run_fp8",
+        seconds=120,
+        about="FP8 products and the kernel of scaled AdamW are correct",
     ),
     Stage(name="snapshots", entry="tools.gpu.suites:run_snapshots", seconds=90, about="copier, windows, upstream log"),
     Stage(name="sanitizer", entry="tools.gpu.sanitizer:run", seconds=120, about="kernels access only their memory"),

@@ -1,5 +1,5 @@
-"""Stages ``dispatch``, ``snapshots`` and ``engine`` of a GPU day: run the tests that need a GPU. Pytest runs in
-the stage's process.
+"""Stages ``dispatch``, ``fp8``, ``snapshots`` and ``engine`` of a GPU day: run the tests that need a GPU. Pytest runs
+in the stage's process.
 
 Without a GPU these tests are skipped. A few tests that can run on a CPU run instead.
 """
@@ -12,12 +12,21 @@ from tools.gpu.runner import ROOT
 
 DISPATCH = ("tests/contract/test_dispatch.py", "tests/gpu/test_dispatch_cuda.py")
 SNAPSHOTS = tuple(f"tests/gpu/test_{name}.py" for name in ("copier", "window", "upstream_log", "pace"))
+FP8 = "tests/gpu/test_fp8.py"
 ENGINE = "tests/gpu/test_transformer_engine.py"
 
 
 def run_dispatch(day: Day) -> None:
     """Run the tests of the dispatch kernels."""
     run_tests(day, DISPATCH if day.has_gpu else (DISPATCH[0], "-k", "reference and one-rank"))
+
+
+def run_fp8(day: Day) -> None:
+    """Run the tests of FP8 products and of scaled AdamW. The stage ``engine`` compares with FusedAdam. Without a GPU,
+    run the tests of providers."""
+    run_tests(
+        day, (FP8, "-k", "not fused_adam") if day.has_gpu else ("tests/unit/transformer_engine_ext/test_providers.py",)
+    )
 
 
 def run_snapshots(day: Day) -> None:
@@ -28,7 +37,12 @@ def run_snapshots(day: Day) -> None:
 def run_engine(day: Day) -> None:
     """Run the tests of Transformer Engine. Without a GPU, run the tests of the function that checks whether it is
     installed."""
-    run_tests(day, (ENGINE,) if day.has_gpu else ("tests/unit/mcore/device/test_software.py",))
+    run_tests(
+        day,
+        (ENGINE, f"{FP8}::test_masters_move_as_those_of_fused_adam")
+        if day.has_gpu
+        else ("tests/unit/mcore/device/test_software.py",),
+    )
 
 
 def run_tests(day: Day, arguments: tuple[str, ...]) -> None:

@@ -12,10 +12,13 @@ MODEL = {
     "model.moe_router_enable_expert_bias": True,
     "training.transformer_impl": "local",
 }
+_FP8 = {"precision.params_dtype": "bf16", "precision.fp8": "hybrid"}
 VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
     "fp32": ({}, 1e-5),
     "bf16": ({"precision.params_dtype": "bf16"}, 2e-2),
     "fp16": ({"precision.params_dtype": "fp16"}, 2e-2),
+    "fp8 tensorwise": ({**_FP8, "precision.fp8_recipe": "tensorwise"}, 5e-2),
+    "fp8 blockwise": ({**_FP8, "precision.fp8_recipe": "blockwise"}, 5e-2),
     "recompute": ({"training.recompute_granularity": "full"}, 1e-5),
     "grouped queries": ({"model.num_query_groups": 2}, 1e-4),
     "shared expert": ({"model.moe_shared_expert_intermediate_size": 32}, 1e-4),
@@ -70,5 +73,5 @@ def _job(device_type: str, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def fp32(overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return ``overrides`` without ``precision.params_dtype``, so that the CPU trains the variant in fp32."""
-    return {key: value for key, value in overrides.items() if key != "precision.params_dtype"}
+    """Return ``overrides`` without those of the precision, so that the CPU trains the variant in fp32."""
+    return {key: value for key, value in overrides.items() if not key.startswith("precision.")}
