@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine_ext.quantized import QuantizedTensor, byte_view
+from transformer_engine_ext.quantized import BLOCK_ELEMENTS, QuantizedTensor, byte_view
 
 ALIGNMENT_BYTES = 64
 """Tensors start at multiples of this number of bytes, so that a view of the buffer has a valid address."""
@@ -134,3 +134,39 @@ def from_parts(name: str, parts: Mapping[str, torch.Tensor], block_elements: int
     if found.scales.dtype is not torch.uint8 or found.scales.numel() != (wanted if found.format.is_scaled else 0):
         raise CodecError(f"{name:.80}: {found.scales.numel()} scales do not fit {found.codes.numel()} codes")
     return found
+
+
+def export(
+    parts: Mapping[str, torch.Tensor], dtype: torch.dtype, *, block_elements: int | None = BLOCK_ELEMENTS
+) -> dict[str, torch.Tensor]:
+    """Return the values of state as plain tensors, for programs that cannot read codes and scales.
+
+    The values are codes times scales. FP32 holds all of them exactly. BF16 holds those of FP8 codes exactly, and rounds
+    those of FP16 and FP32 to nearest. This is no checkpoint: to quantize the values again can choose other scales, and
+    so other codes. This project's own files therefore contain codes and scales.
+
+    Args:
+        parts: components by name, as of :func:`parts_of`, of any shape. Components that are no floating-point numbers,
+            such as the count of updates, are returned as they are.
+        dtype: ``torch.bfloat16`` or ``torch.float32``.
+        block_elements: number of elements that share a scale; None if there is one scale for each tensor.
+
+    Raises:
+        CodecError: scales have no codes, codes of FP8 have no scales, or their numbers do not fit.
+    """
+    assert dtype in (torch.bfloat16, torch.float32), f"{dtype}: values are exported as BF16 or FP32"
+    values: dict[str, torch.Tensor] = {}
+    for name, found in parts.items():
+        if name.endswith("_scales"):
+            if name.removesuffix("_scales") not in parts:
+                raise CodecError(f"{name:.80}: there are no codes for these scales; export both")
+            continue
+        scales = parts.get(f"{name}_scales")
+        if scales is not None and scales.numel() > 0:
+            values[name] = from_parts(name, parts, block_elements).decode(dtype)
+        elif found.numel() > 0 and found.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            raise CodecError(f"{name:.80}: codes in {found.dtype} have no scales; export both")
+        else:
+            # FP16 compute weights and FP32 state have no scales. The copy keeps a later update out of the export.
+            values[name] = found.to(dtype, copy=True) if found.is_floating_point() else found.clone()
+    return values

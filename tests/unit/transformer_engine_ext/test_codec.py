@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from transformer_engine_ext.adamw import ScaledState
-from transformer_engine_ext.codec import CodecError, Entry, from_parts, layout, pack, parts_of, unpack
+from transformer_engine_ext.codec import CodecError, Entry, export, from_parts, layout, pack, parts_of, unpack
 from transformer_engine_ext.formats import E4M3, E5M2
 from transformer_engine_ext.quantized import QuantizedTensor, byte_view, quantize_blocks
+from transformer_engine_ext.recipes import TensorwiseScaler
 from transformer_engine_ext.regimes import REGIMES
 
 
@@ -97,3 +98,37 @@ def test_entries_outside_of_the_buffer_are_refused(rows: list[tuple[str, tuple[i
     entries = [Entry(name=name, dtype=E4M3.name, shape=shape, offset=offset) for name, shape, offset in rows]
     with pytest.raises(CodecError, match=says):
         unpack(entries, torch.zeros(80, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("name", REGIMES)
+def test_an_export_has_the_values_of_codes_times_scales(name: str) -> None:
+    torch.manual_seed(1)
+    state = ScaledState.of(REGIMES[name], torch.randn(1000) * torch.logspace(-6, 3, 1000), name="w")
+    weight = state.compute_weights()
+    parts = {**state.parts(), **parts_of("weight", weight), "step": torch.tensor(3)}
+    exact, short = export(parts, torch.float32), export(parts, torch.bfloat16)
+    assert exact.keys() == short.keys() == {"master", "exp_avg", "exp_avg_sq", "weight", "step"}
+    assert exact["step"].dtype is torch.int64 and exact["step"] is not parts["step"]
+    for kind, tensor in (("master", state.master), ("weight", weight)):
+        factors = 1.0 if tensor.scales.numel() == 0 else tensor.factors.repeat_interleave(64)[:1000]
+        assert exact[kind].equal(tensor.codes.to(torch.float32) * factors)
+        assert short[kind].equal(exact[kind].to(torch.bfloat16))
+        assert tensor.format is not E4M3 or short[kind].to(torch.float32).equal(exact[kind])
+    assert not any(found.data_ptr() == parts[kind].data_ptr() for kind, found in exact.items())
+
+
+def test_an_export_of_tensorwise_codes_keeps_shapes() -> None:
+    found = TensorwiseScaler(target=E4M3).quantize(torch.randn(12, 10))
+    values = export(parts_of("weight", found), torch.bfloat16, block_elements=None)["weight"]
+    assert values.shape == (12, 10) and values.equal(found.decode(torch.bfloat16))
+
+
+def test_codes_or_scales_alone_are_not_exported() -> None:
+    parts = parts_of("weight", quantize_blocks(torch.randn(130), E4M3))
+    for missing, says in (("weight", "there are no codes"), ("weight_scales", "have no scales; export both")):
+        with pytest.raises(CodecError, match=says):
+            export({name: part for name, part in parts.items() if name != missing}, torch.float32)
+    with pytest.raises(CodecError, match="3 scales do not fit 120 codes"):
+        export({**parts, "weight": parts["weight"][:120]}, torch.float32)
+    with pytest.raises(AssertionError, match="exported as BF16 or FP32"):
+        export(parts, torch.float16)
