@@ -10,6 +10,7 @@ FOLDER. All environments must have the same Python, torch and numpy. The quick v
 phase, with the installed release alone.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,14 @@ from benchmarks.report import finish, parse_arguments
 from benchmarks.source import ROOT
 from megatron_ft.doctor.supported import MEGATRON
 from megatron_ft.errors import ConfigError
-from megatron_ft.testing.jobs import JobResult, run_job
+from megatron_ft.testing.jobs import JobResult, forkserver, run_job
 
 ID = "megatron-versions"
 VARIABLE = "MEGATRON_VENVS"
+WARM = "megatron_ft.mcore.rank_main:warm"
 TIMEOUT_SECONDS = 600.0
-NUM_ITERATIONS, KILLED_AT, STOPPED_AT = 6, 4, 3
+NUM_ITERATIONS, KILLED_AT, STOPPED_AT = 9, 8, 4
+NUM_WORKERS = 3
 VALUES = ("loss", "grad_norm", "aux_loss", "z_loss", "learning_rate")
 """Values of each iteration that are compared, besides the digests of all ranks."""
 COMMON = (
@@ -81,6 +85,7 @@ JOBS = (
             "launch.num_nodes=4",
             "training.global_batch_size=4",
             "snapshot=sparse_window",
+            "snapshot.policy.min_window_iterations=2",
             "recovery=localized_replay",
             "nodes.restart_lost_nodes=true",
             "model.moe_shared_expert_intermediate_size=64",
@@ -116,6 +121,7 @@ JOBS = (
             "launch.num_nodes=2",
             "training.global_batch_size=4",
             "snapshot=sparse_window",
+            "snapshot.policy.min_window_iterations=2",
             "snapshot.num_peer_copies=1",
             "recovery=rollback",
             "model.hidden_dropout=0.1",
@@ -136,6 +142,8 @@ class Bench:
     folder: Path
     pythons: Mapping[str, Path]
     """Interpreter of each release."""
+    sockets: Mapping[str, str]
+    """Fork server of each release, which has imported Megatron."""
     problems: list[str] = field(default_factory=list)
     num_compared: int = 0
     num_recovered: int = 0
@@ -144,7 +152,8 @@ class Bench:
         """Run a job with ``release``. Its folder is ``RELEASE/NAME``."""
         here = (f"run.name={name}", f"data.cache_dir={self.folder / 'cache'}")
         runs, python = self.folder / release, self.pythons[release]
-        run = run_job([*overrides, *here], runs=runs, timeout_seconds=TIMEOUT_SECONDS, python=python)
+        server = self.sockets[release]
+        run = run_job([*overrides, *here], runs=runs, timeout_seconds=TIMEOUT_SECONDS, python=python, forkserver=server)
         used = {event["versions"]["megatron-core"] for event in run.records() if event["kind"] == "run_started"}
         if run.exit_code or used != {release}:
             self.problems.append(f"{release} {name}: exit code {run.exit_code}, {used}: {run.output[-1500:]}")
@@ -161,6 +170,15 @@ class Bench:
         self.problems += [
             f"{label}: {key}: {value} != {theirs.get(key)}" for key, value in found if theirs.get(key) != value
         ]
+
+    def resume(self, release: str, stopped: JobResult) -> JobResult:
+        """Resume a copy of the run of another release with ``release``."""
+        run_dir = self.folder / release / stopped.run_dir.name
+        shutil.copytree(stopped.run_dir, run_dir)
+        # ``run`` checks the release of every start, so the copy has no record of the start of the other release.
+        events = [line for line in (run_dir / "events.jsonl").read_text().splitlines(True) if "run_started" not in line]
+        (run_dir / "events.jsonl").write_text("".join(events))
+        return self.run(release, run_dir.name, ["run.resume=must"])
 
     def killed(self, release: str, job: Job) -> JobResult:
         """Run ``job`` and kill a rank in it. The records must show the kill and the recovery."""
@@ -205,8 +223,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ConfigError as error:
             print(error, file=sys.stderr)
             return error.exit_code
-    with tempfile.TemporaryDirectory(prefix="megatron-versions-") as folder:
-        bench = Bench(Path(folder), pythons)
+    with tempfile.TemporaryDirectory(prefix="megatron-versions-") as folder, contextlib.ExitStack() as stack:
+        sockets = {release: stack.enter_context(forkserver(WARM, python=path)) for release, path in pythons.items()}
+        bench = Bench(Path(folder), pythons, sockets)
         if arguments.quick:
             _quick(bench)
         else:
@@ -242,19 +261,29 @@ def _quick(bench: Bench) -> None:
 
 
 def _full(bench: Bench) -> None:
-    first = next(iter(bench.pythons))
+    first, *others = bench.pythons
+    stop = f"training.exit_at_iteration={STOPPED_AT}"
+    with ThreadPoolExecutor(NUM_WORKERS) as pool:
+        # Runs wait for processes to start more than they compute, so several run at the same time.
+        references = {job.name: pool.submit(bench.run, first, job.name, [*COMMON, *job.overrides]) for job in JOBS}
+        stopped = pool.submit(bench.run, first, "resumed", [*COMMON, *DEFAULT.overrides, stop])
+        killed = {
+            (job.name, release): pool.submit(bench.killed, release, job) for job in JOBS for release in bench.pythons
+        }
+        resumed = {release: pool.submit(bench.resume, release, stopped.result()) for release in others}
     for job in JOBS:
-        reference = bench.run(first, job.name, [*COMMON, *job.overrides])
-        for release in bench.pythons:
-            run = bench.killed(release, job)
-            if release == first and not job.keeps_layout:
-                # The same up to the loss of a rank. From there on, it is the reference of the other releases.
-                _compare_before_kill(bench, f"{release} {job.name}", run, reference)
-                reference = run
-            else:
-                bench.compare(f"{release} {job.name}", run, reference)
-        if job is DEFAULT:
-            _resume_on_each(bench, first, reference)
+        reference = references[job.name].result()
+        own = killed[job.name, first].result()
+        if job.keeps_layout:
+            bench.compare(f"{first} {job.name}", own, reference)
+        else:
+            # The same up to the loss of a rank. From there on, it is the reference of the other releases.
+            _compare_before_kill(bench, f"{first} {job.name}", own, reference)
+            reference = own
+        for release in others:
+            bench.compare(f"{release} {job.name}", killed[job.name, release].result(), reference)
+    for release, run in resumed.items():
+        bench.compare(f"{release} resumed", run.result(), references[DEFAULT.name].result())
 
 
 def _compare_before_kill(bench: Bench, label: str, run: JobResult, reference: JobResult) -> None:
@@ -264,21 +293,6 @@ def _compare_before_kill(bench: Bench, label: str, run: JobResult, reference: Jo
     bench.problems += [
         f"{label}: {key}: {mine.get(key)} != {theirs[key]}" for key in before if mine.get(key) != theirs[key]
     ]
-
-
-def _resume_on_each(bench: Bench, first: str, reference: JobResult) -> None:
-    """Start the default job on the oldest release, and resume it on each of the others."""
-    stopped = bench.run(first, "resumed", [*COMMON, *DEFAULT.overrides, f"training.exit_at_iteration={STOPPED_AT}"])
-    if len(stopped.losses) != STOPPED_AT:
-        bench.problems.append(f"{first}: the run did not stop after {STOPPED_AT} iterations")
-        return
-    started = [line for line in (stopped.run_dir / "events.jsonl").read_text().splitlines() if "run_started" in line]
-    for release in list(bench.pythons)[1:]:
-        shutil.copytree(stopped.run_dir, bench.folder / release / "resumed")
-        events = bench.folder / release / "resumed/events.jsonl"
-        # ``run`` checks the release of every start.
-        events.write_text("".join(f"{line}\n" for line in events.read_text().splitlines() if line not in started))
-        bench.compare(f"{release} resumed", bench.run(release, "resumed", ["run.resume=must"]), reference)
 
 
 def open_environments(folder: Path) -> tuple[dict[str, Path], dict[str, dict[str, str]]]:

@@ -181,7 +181,7 @@ def _check_megatron(facts: SoftwareFacts) -> list[Finding]:
     pythons = MEGATRON.get(_public(version))
     if pythons is None:
         return [Finding.warning("versions", f"{name} {version}: only {', '.join(MEGATRON)} are tested", fix)]
-    if not _fits(facts.python, pythons):
+    if _fits(facts.python, PYTHON) and not _fits(facts.python, pythons):
         return [Finding.error("versions", f"{name} {version} with Python {facts.python}: must be {pythons}", fix)]
     return []
 

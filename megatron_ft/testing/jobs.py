@@ -141,15 +141,15 @@ def start_dummy_job(
 
 
 @contextlib.contextmanager
-def forkserver(*modules: str) -> Iterator[str]:
+def forkserver(*modules: str, python: Path | None = None) -> Iterator[str]:
     """Start a fork server that imports ``modules``, and yield its socket. Imports may still be running; a job waits for
-    their end."""
+    their end. ``python`` is the interpreter of another environment; None for the one of this process."""
     directory = Path(tempfile.mkdtemp(prefix="megatron-ft-"))
     path = directory / "warm.sock"
     arguments = ["--socket", str(path), "--preload", *modules]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_ft.control.node.fork_server", *arguments],
+            [str(python or sys.executable), "-m", "megatron_ft.control.node.fork_server", *arguments],
             cwd=REPOSITORY,
             env={**os.environ, **SINGLE_THREAD_ENVIRONMENT},
             stdin=subprocess.PIPE,

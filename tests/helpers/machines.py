@@ -80,6 +80,7 @@ SOFTWARE = SoftwareFacts(
     python="3.11.7",
     versions={
         **{package.name: package.versions.removeprefix("==") for package in PACKAGES if package.is_required},
+        "megatron-core": "0.16.1",
         "numpy": "2.4.6",
         "torch": "2.13.0",
         "nvidia-nccl-cu13": "2.28.9",

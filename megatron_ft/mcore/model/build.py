@@ -126,7 +126,7 @@ def _build_block_spec(
             if precision.fp8 is not None:
                 use_fp8(layer.submodules, precision, device)
             if isinstance(config, MLATransformerConfig):
-                use_latent_attention(layer.submodules, config)
+                use_latent_attention(layer.submodules)
         mlp = versions.submodules_of(layer.submodules.mlp)
         if isinstance(mlp, MoESubmodules):
             mlp.router = router

@@ -13,7 +13,6 @@ import torch.nn.functional as functional
 from megatron.core.extensions import transformer_engine
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -68,13 +67,16 @@ class LatentAttention(MLASelfAttention):
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = _WholeLinear(config, hidden, config.q_lora_rank)
 
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        # From 0.19, Megatron calls this method, which allows a norm of keys and values without one of queries only with
+        # Transformer Engine. Queries are normalized only if they have a low rank.
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
 
-def use_latent_attention(submodules: Any, config: MLATransformerConfig) -> None:
+
+def use_latent_attention(submodules: Any) -> None:
     """Change the spec of a layer with Megatron's latent attention to the classes of this module."""
     attention: ModuleSpec = submodules.self_attention
-    if config.q_lora_rank is None:
-        # There are no low-rank queries to normalize. Megatron ignores such a norm or, from 0.19, refuses it.
-        attention.submodules.q_layernorm = IdentityOp
     attention.module = LatentAttention
     attention.submodules.core_attention = _LatentDotProductAttention
     names = dict(_KEY_NAMES)
