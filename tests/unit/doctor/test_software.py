@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from megatron_ft.doctor.software import SoftwareFacts, check_compiler, name_update_backends
 from megatron_ft.doctor.supported import MEGATRON, PACKAGES, PYTHON, TRANSFORMER_ENGINE
@@ -166,7 +167,9 @@ def test_the_matrix_is_what_the_project_installs() -> None:
     (block,) = re.findall(r"^dependencies = \[(.+?)^\]", project, re.MULTILINE | re.DOTALL)
     assert python == PYTHON
     declared = {each.name: str(each.specifier) for each in map(Requirement, re.findall(r'"(.+)"', block))}
-    assert declared == {package.name: package.versions for package in PACKAGES if package.is_required}
+    assert declared == {
+        package.name: str(SpecifierSet(package.versions)) for package in PACKAGES if package.is_required
+    }
     train = [line for line in (ROOT / "requirements/train.txt").read_text().splitlines() if line[0] != "#"]
     installed = {each.name: str(each.specifier) for each in map(Requirement, train)}
     megatron = {"megatron-core": f"=={next(iter(MEGATRON))}"}
