@@ -33,10 +33,11 @@ SEED = 20261126
 MIN_LOSSES = 3
 """Smallest number of losses of a kind from which a constant is computed."""
 QUIET_SECONDS = 600.0
-_FITTED = ("forming_seconds", "replacement_seconds", "rank_start_seconds", "restart_seconds")
-"""Constants that are computed from losses, in this order: each of the others is a time beside the first one."""
+_FITTED = ("forming_seconds", "replacement_seconds", "rank_start_seconds", "restart_seconds", "abandon_seconds")
+"""Constants that are computed from losses, in this order: all losses take the first time, and the last one is an
+addition to the one before it."""
 _STAGED = ("rank", "node", "all ranks", "rank", "node", "all ranks")
-_REPLICATED = ("rank", "node", "rank", "node", "all copies of an expert")
+_REPLICATED = ("rank", "node", "all copies of an expert", "rank", "node", "all copies of an expert")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +64,6 @@ class Sample:
             seconds=record["seconds"],
         )
 
-    def without_known(self, times: RecoveryTimes) -> float:
-        """Return the seconds without those that ``times`` predicts if all constants of ``fit`` are 0."""
-        return self.seconds - self.predicted(replace(times, **dict.fromkeys(_FITTED, 0.0)))
-
     def predicted(self, times: RecoveryTimes) -> float:
         """Return the seconds that ``times`` predicts."""
         found = times.predict(
@@ -79,32 +76,28 @@ class Sample:
 def fit(samples: Sequence[Sample], times: RecoveryTimes) -> RecoveryTimes:
     """Return ``times`` with the constants that ``samples`` determine. A kind of loss with fewer than ``MIN_LOSSES``
     samples changes no constant."""
-    forming = _median([s for s in samples if _kind(s.work) == "forming_seconds"], times, 0.0)
-    if forming is not None:
-        times = replace(times, forming_seconds=forming)
-    for name in _FITTED[1:]:
-        found = _median([s for s in samples if _kind(s.work) == name], times, times.forming_seconds)
-        if found is not None:
-            times = replace(times, **{name: found})
+    for name in _FITTED:
+        found = [sample for sample in samples if _decides(sample.work) == name]
+        if len(found) >= MIN_LOSSES:
+            # The constants before this one are known already, so only this one is left.
+            without = replace(times, **{name: 0.0})
+            rest = statistics.median(sample.seconds - sample.predicted(without) for sample in found)
+            times = replace(times, **{name: round(max(0.0, rest), 3)})
     return times
 
 
-def _kind(work: RecoveryWork) -> str | None:
-    # Returns the constant that only recoveries of this kind determine; None if several constants are unknown.
+def _decides(work: RecoveryWork) -> str | None:
+    """Return the constant that a recovery determines after the earlier ones of ``_FITTED`` are known; None if it
+    depends on several of the others."""
     found = {
         "replacement_seconds": work.replaces_nodes,
         "rank_start_seconds": work.starts_ranks,
         "restart_seconds": work.restarts_processes,
     }
     names = [name for name, is_part in found.items() if is_part]
+    if work.tries_processes and names == ["restart_seconds"]:
+        return "abandon_seconds"
     return None if len(names) > 1 else names[0] if names else "forming_seconds"
-
-
-def _median(samples: Sequence[Sample], times: RecoveryTimes, forming_seconds: float) -> float | None:
-    if len(samples) < MIN_LOSSES:
-        return None
-    found = statistics.median(sample.without_known(times) for sample in samples) - forming_seconds
-    return round(max(0.0, found), 3)
 
 
 def rewritten(source: str, times: RecoveryTimes, origin: str) -> str:

@@ -18,9 +18,15 @@ KINDS = {
     "node": replace(WORK, replaces_nodes=True, again_iterations=5, is_localized=True),
     "rank": replace(WORK, starts_ranks=True, sent_bytes=2_000_000_000),
     "all ranks": replace(WORK, restarts_processes=True, again_iterations=7),
+    "all copies": replace(WORK, restarts_processes=True, tries_processes=True, again_iterations=3),
 }
 TRUE = replace(
-    RecoveryTimes(), forming_seconds=1.25, replacement_seconds=0.5, rank_start_seconds=0.75, restart_seconds=2.5
+    RecoveryTimes(),
+    forming_seconds=1.25,
+    replacement_seconds=0.5,
+    rank_start_seconds=0.75,
+    restart_seconds=2.5,
+    abandon_seconds=1.5,
 )
 
 
@@ -68,4 +74,4 @@ def test_written_constants_are_those_of_the_source() -> None:
     module: dict[str, Any] = {"__name__": recovery_time.__name__}
     exec(compile(source, "recovery_time.py", "exec"), module)
     assert asdict(module["RecoveryTimes"]()) == asdict(TRUE)
-    assert source.count("# measured\n") == 4
+    assert source.count("# measured\n") == 5

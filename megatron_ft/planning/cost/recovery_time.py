@@ -19,6 +19,9 @@ class RecoveryWork:
     """Bytes of state, without activations, that the rank with the most state builds again."""
     restarts_processes: bool
     """Whether all ranks start again in new processes."""
+    tries_processes: bool = False
+    """Whether remaining ranks first try to continue in their processes. The job then restarts only when they have found
+    that state is missing, and have ended."""
     replaces_nodes: bool
     """Whether other nodes take the places of lost ones while the remaining ranks wait."""
     starts_ranks: bool = False
@@ -77,6 +80,9 @@ class RecoveryTimes:
     # trace-replay_cpu_2026-11-21: 8.3 s from the start of all processes to the end of an iteration of 0.8 s.
     restart_seconds: float = 7.5
     """Seconds from the start of new processes for all ranks until they train."""
+    # The time for which the job waits for further errors after the first one (2 s), and the forming of a membership.
+    abandon_seconds: float = 2.4
+    """Additional seconds before a restart if remaining ranks try to continue in their processes first."""
     # recovery-speed_cpu_2026-11-21: median of the time of the replay of one stage, divided by that of all stages.
     localized_share: float = 0.72
     """Duration of an iteration that only some stages run again, divided by the duration of an iteration of all."""
@@ -106,6 +112,7 @@ class RecoveryTimes:
         forming = self.forming_seconds + self.forming_rank_seconds * work.num_ranks
         start = self.restart_seconds if work.restarts_processes else 0.0
         filled = self.replacement_seconds * work.replaces_nodes + self.rank_start_seconds * work.starts_ranks
+        start += self.abandon_seconds * work.tries_processes
         return self.detection_seconds + forming + built + start + filled
 
 

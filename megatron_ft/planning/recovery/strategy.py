@@ -248,6 +248,7 @@ class Cost:
             num_ranks=num_nodes * facts.config.launch.ranks_per_node,
             state_bytes=facts.state_bytes,
             restarts_processes=True,
+            tries_processes=bool(loss.remaining) and facts.config.may_lose_nodes,
             replaces_nodes=loss.is_gone and loss.restart == "all",
             sent_bytes=0,
             again_iterations=max_iterations,

@@ -39,6 +39,11 @@ def test_each_part_of_the_work_adds_its_time() -> None:
     localized = seconds(replace(SMALL, again_iterations=5, is_localized=True)) - base
     assert localized == pytest.approx(10.0 * RecoveryTimes().localized_share)
     assert seconds(replace(SMALL, num_ranks=1024)) > base
+    restart = replace(SMALL, restarts_processes=True)
+    abandoned = seconds(replace(restart, tries_processes=True)) - seconds(restart)
+    assert abandoned == pytest.approx(RecoveryTimes().abandon_seconds)
+    started = seconds(replace(SMALL, starts_ranks=True)) - base
+    assert started == pytest.approx(RecoveryTimes().rank_start_seconds)
 
 
 def test_inputs_without_work_are_not_needed() -> None:
