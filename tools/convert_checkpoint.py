@@ -59,7 +59,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     export.add_argument("--tokenizer", type=Path, help="folder with the tokenizer files that are copied")
     export.add_argument("--vocab-size", type=int, help="rows of embedding and head to write, without padding")
-    export.add_argument("--trust", action="store_true", help="read a checkpoint without a manifest, which may run code")
+    export.add_argument("--trust", action="store_true", help="read a checkpoint without a manifest; it can run code")
     export.set_defaults(run=_export)
     importer = commands.add_parser("from-hf", help="write a checkpoint that contains only weights")
     importer.add_argument("folder", type=Path, help="Hugging Face folder")

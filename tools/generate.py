@@ -48,7 +48,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="folder of the run whose config.yaml has model and tokenizer; default: the folder of the checkpoint",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--trust", action="store_true", help="read a checkpoint without a manifest, which may run code")
+    parser.add_argument("--trust", action="store_true", help="read a checkpoint without a manifest; it can run code")
     return parser.parse_args(argv)
 
 

@@ -48,7 +48,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if command is not user:
             command.add_argument("--optimizer", action="store_true", help="also take the tensors of the optimizer")
         command.add_argument(
-            "--trust", action="store_true", help="read checkpoints without manifest, which may run code"
+            "--trust", action="store_true", help="read checkpoints without a manifest; their files can run code"
         )
         command.add_argument("--json", action="store_true", help="print one JSON document")
         command.set_defaults(run=run)

@@ -110,8 +110,8 @@ def _shifted(values: torch.Tensor, count: int) -> torch.Tensor:
 def cast_stochastically(values: torch.Tensor, target: Format, bits: torch.Tensor) -> torch.Tensor:
     """Round FP32 ``values`` up or down to ``target``, up with a probability equal to the distance from the lower value.
 
-    Clamps and keeps NaN like :func:`cast`. The probability is exact for normal values, except that bits below 2**-24 of
-    the largest value with the same exponent are cut off.
+    Values are clamped, and NaN stays NaN, as in :func:`cast`. The probability is exact for values that are normal
+    numbers of ``target``. Of smaller values, bits below 2**(min_exponent - 23) are cut off.
 
     Args:
         bits: 32 random bits for each value, int64, in the shape of ``values``.

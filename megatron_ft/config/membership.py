@@ -193,7 +193,7 @@ def derive_placement(config: JobConfig) -> JobConfig:
     """Return ``config`` with the values that follow from replica slots.
 
     With replica slots, all ranks of a pipeline stage form one expert group. By default, a stage has just enough slots
-    for ``placement.min_replicas`` replicas of every expert, and each rank has the same number.
+    for ``placement.min_replicas`` replicas of every expert. All ranks have the same number of slots.
     """
     placement, num_experts = config.placement, config.model.num_moe_experts or 0
     if placement.algorithm is None:

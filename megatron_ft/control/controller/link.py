@@ -68,7 +68,7 @@ class ControllerLink:
         self._last_record: dict[int, list[int]] = {}
         """Maps each node to the session and the number of its last record that was passed on to the sinks."""
         self._to_grant: bytes | None = None
-        """Content for the access file that has not been written yet."""
+        """Content that is still to be written to the access file; None if there is none."""
         self._num_events = 0
         self._num_fruitless_starts = 0
 

@@ -32,7 +32,7 @@ class _Built:
     engine: TrainingEngine
     groups: GroupsPutAway
     state: TrainState
-    """State besides parameters and optimizer state after the build."""
+    """State right after the build, except parameters and optimizer state."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -319,7 +319,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         self.membership_start = replace(beginning, changes=changes, is_formed=not is_stopped)
 
     def _placement(self, held: Holding) -> PlacementManager:
-        assert held.placement is not None, "the holding has no placement"
+        assert held.placement is not None, "the former membership had no placement"
         stage = self.topology.coordinates(self.context.rank).pp
         return PlacementManager(self.config, stage=stage, before=held.placement)
 

@@ -39,7 +39,7 @@ NEGLIGIBLE = 1e-9
 """Smallest gain for which ``_even_out`` makes an exchange: the decrease of the sum of the squared loads of domains, as
 a fraction of the square of their total load."""
 Column = tuple[int, ...]
-"""Experts in the slots of one domain, ascending; an empty slot has the number of experts as its id."""
+"""Ids of the experts in the slots of one domain, ascending. With E experts, an empty slot has the id E."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -199,7 +199,7 @@ class _Stage:
     expert_state_bytes: int
     """Bytes of the moments of one expert, and of its master weights if they differ from the compute weights."""
     dense_state_bytes: int
-    """Bytes of one copy of the optimizer state of all non-expert weights of the stage."""
+    """Bytes of the optimizer state of all non-expert weights of the stage, counted once."""
     copies: StateCopyPlan | None
 
     @classmethod

@@ -307,7 +307,7 @@ class PartialExperts:
     def choose_stored(self, basis: StorageBasis) -> Mask:
         """Choose K_persist experts of each layer: in turn if ``choice`` takes turns, otherwise those for which a file
         saves most tokens."""
-        assert self.num_persisted_experts is not None, "files have what windows have"
+        assert self.num_persisted_experts is not None, "files have all experts of their windows"
         return basis.choose(
             self.num_persisted_experts,
             oldest_first=isinstance(self.choice, Sequential | RoundRobin),
@@ -403,7 +403,7 @@ class SelectiveExperts:
 
     def choose_stored(self, basis: StorageBasis) -> Mask:
         """Choose ``num_persisted_experts`` experts of each layer for which the file saves most tokens."""
-        assert self.num_persisted_experts is not None, "files have what windows have"
+        assert self.num_persisted_experts is not None, "files have all experts of their windows"
         return basis.choose(self.num_persisted_experts, oldest_first=False, max_lost_share=None)
 
     def _check(self) -> None:

@@ -28,12 +28,12 @@ backward pass. A bucket also has at least ``_MIN_BUCKET`` parameters in total.""
 
 
 def estimate_demand(config: JobConfig, topology: Topology, tokenizer_vocab_size: int | None = None) -> Demand:
-    """Estimate the state that each rank has to capture: one shard for each operator of which the rank captures a part.
+    """Estimate the state that each rank has to capture, with one shard for each operator of the rank.
 
-    The operator's id replaces the names of its parameters. Every parameter is counted once. With the distributed
-    optimizer, a rank captures its part of each gradient bucket, in the order of Megatron's buffers; buckets are assumed
-    to end only with an operator. Otherwise operators are split evenly over the ranks that have them. Experts in replica
-    slots are split over all ranks of the stage, and a tied embedding over the first and last stage.
+    A shard has the id of its operator, not the names of parameters. Every parameter is counted once. With the
+    distributed optimizer, a rank captures its part of each gradient bucket, in the order of Megatron's buffers; buckets
+    are assumed to end only with an operator. Otherwise operators are split evenly over the ranks that have them.
+    Experts in replica slots are split over all ranks of the stage, and a tied embedding over the first and last stage.
     """
     operators = operators_of(config.model, tokenizer_vocab_size)
     components = _components(config.precision.params_dtype)

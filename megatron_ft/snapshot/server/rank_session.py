@@ -47,7 +47,7 @@ class RankSession(threading.Thread):
         self._settings: Settings | None = None
         self._rank_listens = True
         self._is_agent = False
-        """Whether this is the connection of an agent that has taken the server over, or that ends the server."""
+        """Whether the other end is an agent, which takes the server over or ends it, and not a rank."""
         self._end_reason: str | None = None
         """Reason why the server ends after the next answer was sent."""
 

@@ -165,7 +165,7 @@ _ETTR = (
     "ETTR, the effective training time ratio, is the time of useful iterations (committed and not lost "
     "later) divided by wall time. The formula (MoEvement, section 2.4) uses this run's waiting time per "
     "iteration, mean time between interruptions and mean time lost per interruption. It leaves out starts, "
-    "evaluations and time between jobs. These cause any large difference between the two figures."
+    "evaluations and time between jobs. If the two figures differ much, these times are the reason."
 )
 _HEADER = (
     "#",
