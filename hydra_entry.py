@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.config.findings import Findings, keys_in
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
 
@@ -191,6 +192,79 @@ def compose(options: Options) -> tuple[JobConfig, str]:
                 f"--config-name={options.config_name}: must compose all keys; begin its defaults with '- config'"
             )
         return config, OmegaConf.to_yaml(tree, resolve=True)
+
+
+def compose_accepted(options: Options, found: Findings) -> tuple[JobConfig, str, Options] | None:
+    """Compose the configuration with the overrides that have no error. Add the errors of the others to ``found``.
+
+    Returns:
+        The configuration as ``JobConfig`` and as YAML text, and the options with the accepted overrides. None if no
+        configuration can be composed, or if it would lack what a wrong option of ``experiment`` would have set.
+    """
+    try:
+        return *compose(options), options
+    except ConfigError:
+        accepted, wrong = _divide(options)
+    composed = None
+    while composed is None:
+        rest = replace(options, overrides=tuple(accepted))
+        try:
+            composed = compose(rest)
+        except ConfigError as error:
+            wrong.append((error, keys_in(error)))
+            due_to = _due_to(error, accepted)
+            if due_to is None:  # an error in a file, which concerns all keys
+                break
+            del accepted[due_to]
+    # Errors of overrides are independent of each other, also if one of them suggests the key of another one.
+    for error, _ in wrong:
+        found.add(error, at_fault=())
+    found.blame(key for _, keys in wrong for key in keys)
+    if composed is None or any("experiment" in keys for _, keys in wrong):
+        return None
+    return *composed, rest
+
+
+def _divide(options: Options) -> tuple[dict[str, Any], list[tuple[ConfigError, list[str]]]]:
+    """Check each override alone.
+
+    Returns:
+        The parsed overrides without an error, by their text, and the errors of the others, each with the keys or groups
+        that the override sets or, with another spelling, would set.
+    """
+    from omegaconf import OmegaConf
+
+    from megatron_ft.config.overrides import open_key
+
+    tree = OmegaConf.structured(JobConfig)
+    accepted: dict[str, Any] = {}
+    wrong: list[tuple[ConfigError, list[str]]] = []
+    for text in options.overrides:
+        keys: list[str] = []
+        try:
+            (override,) = _parse((text,))
+            keys = [override.key_or_group]
+            _checked(replace(options, overrides=(text,)))
+            value = None if override.is_sweep_override() else override.value()
+            # An option of a group is no value, and entries of mappings that accept any key have no type.
+            is_value = "." in keys[0] or isinstance(value, dict)
+            if is_value and keys[0].partition(".")[0] in tree and open_key(keys[0]) in (None, keys[0]):
+                with _errors({keys[0]: text}):
+                    OmegaConf.update(tree, keys[0], value, merge=True)
+            accepted[text] = override
+        except ConfigError as error:
+            wrong.append((error, [*keys, *keys_in(error)]))
+    return accepted, wrong
+
+
+def _due_to(error: ConfigError, overrides: dict[str, Any]) -> str | None:
+    """Return the override that sets a key which the error names, or the key's group; None if there is none."""
+    for key in keys_in(error):
+        for name in (key, key.partition(".")[0]):
+            for text, override in overrides.items():
+                if override.key_or_group == name:
+                    return text
+    return None
 
 
 def to_yaml(config: JobConfig) -> str:

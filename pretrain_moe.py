@@ -16,12 +16,23 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ft import __version__
 from megatron_ft.config.job import JobConfig
-from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, CheckpointError, ConfigError, MegatronFtError
+from megatron_ft.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    CheckpointError,
+    ConfigError,
+    MegatronFtError,
+    SeveralErrors,
+)
+from megatron_ft.formatting import gib
 
 if TYPE_CHECKING:
     import hydra_entry
+    from megatron_ft.config.findings import Findings
+    from megatron_ft.config.inputs import JobInputs
     from megatron_ft.control.launchers.torchrun import RankEnvironment
-    from megatron_ft.planning.devices import DeviceFacts
+    from megatron_ft.corpus.samples import DataSummary
+    from megatron_ft.planning.devices import DeviceChoice, DeviceFacts
     from megatron_ft.planning.job import JobPlan
 
 CONF = Path(__file__).resolve().parent / "conf"
@@ -44,8 +55,8 @@ _REFUSAL_SECONDS = 30.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command line. Write an error to stderr as one message. Return the exit code; ``--help`` lists the
-    codes."""
+    """Run one command line. Write each error to stderr as one line, root causes first. Return the exit code; ``--help``
+    lists the codes."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not CONF.is_dir():
         print(
@@ -67,7 +78,8 @@ def main(arguments: list[str] | None = None) -> int:
     except MegatronFtError as error:
         if isinstance(error, (ConfigError, CheckpointError)) and _another_rank_reports():
             _wait_for_termination()
-        print(f"error: {error}", file=sys.stderr)
+        for each in error.errors if isinstance(error, SeveralErrors) else (error,):
+            print(f"error: {each}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted before ranks were started", file=sys.stderr)
@@ -125,10 +137,21 @@ def _run(arguments: list[str]) -> int:
 
         hydra_entry.check_not_a_rank(detect(os.environ))
         return hydra_entry.run_sweep(options, Path(__file__))
-    config, config_yaml = hydra_entry.compose(options)
+    from megatron_ft.config.findings import Findings
+
+    found = Findings()
+    composed = hydra_entry.compose_accepted(options, found)
+    if composed is None:
+        found.raise_errors()
+    assert composed is not None, "a command without errors has a configuration"
+    config, config_yaml, options = composed
     if (run_dir := _known_run(config)) is not None:
-        config, config_yaml = _continue_run(run_dir, config, config_yaml, options)
-    return _start(config, config_yaml, list(options.overrides))
+        try:
+            config, config_yaml = _continue_run(run_dir, config, config_yaml, options)
+        except MegatronFtError as error:  # without its configuration, nothing else of the run can be checked
+            found.add(error)
+            found.raise_errors()
+    return _start(config, config_yaml, list(options.overrides), found)
 
 
 def _continue_run(
@@ -190,40 +213,43 @@ def _reached_end(config: JobConfig) -> str | None:
     )
 
 
-def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
-    environment = None if config.dry_run else _environment(config, overrides)
-    if environment is not None:
-        config = _adopt(config, environment, overrides)
-        environment.check_restarts(config.run)
+def _start(config: JobConfig, config_yaml: str, overrides: list[str], found: "Findings") -> int:
+    environment = None
+    if not config.dry_run:
+        with found.collecting():
+            environment = _environment(config, overrides)
+            if environment is not None:
+                config = _adopt(config, environment, overrides)
+                environment.check_restarts(config.run)
     given = config
-    config, config_yaml = read_failure_domains(config, config_yaml)
-    config, config_yaml = _choose_checkpoint(config, config_yaml)
-    from megatron_ft.telemetry import check_sinks
+    if not found:
+        config, config_yaml = read_failure_domains(config, config_yaml)
+    with found.collecting():
+        config, config_yaml = _choose_checkpoint(config, config_yaml)
+        from megatron_ft.telemetry import check_sinks
 
-    check_sinks(config)
+        check_sinks(config)
+    facts = observe_here(asks_memory=not config.dry_run and not _another_rank_reports())
+    inspected = _inspect(config, facts, found, may_be_elsewhere=config.dry_run)
+    _check_source(inspected, found)
+    if not config.dry_run:
+        _check_this_machine(inspected.on_its_device, found)
+    found.raise_errors()
+    plan = inspected.plan()
+    _check_resume(config, plan.data)
     if config.dry_run:
-        plan = resolve_plan(config)
-        _check_resume(config, plan.data.vocab_size)
         _show(_with_compiler_note(plan, config), config)
         if (end := _reached_end(config)) is not None:
             _note(end)
         return EXIT_OK
-    facts = observe_here(asks_memory=not _another_rank_reports())
-    from megatron_ft.config.validate import validate
-
-    validate(config)
-    _check_gpus(config, facts)  # first, so that no data are read and indexed if GPUs are missing
-    plan = resolve_plan(config, facts=facts, may_be_elsewhere=False)
     config, config_yaml = _decide(config, config_yaml, plan)
-    _check_gpus(config, facts)
-    _check_machine(config, plan)
+    _check_host_memory(config, plan)
     if not _another_rank_reports():
         for note in plan.notes:
             print(f"note: {note}", file=sys.stderr)
     from megatron_ft.config.membership import derive_placement
 
     config = derive_placement(config)
-    _check_resume(config, plan.data.vocab_size)
     if (end := _reached_end(config)) is not None:
         _note(end)
         return EXIT_OK
@@ -276,33 +302,41 @@ def _choose_checkpoint(config: JobConfig, config_yaml: str) -> tuple[JobConfig, 
     return config, config_yaml
 
 
-def _check_resume(config: JobConfig, vocab_size: int) -> None:
-    """Check the saved state from which the job will start, before the job claims the run's folder or starts a rank.
+def _check_source(inspected: "_Inspected", found: "Findings") -> None:
+    """Check the checkpoint of ``checkpoint.load`` or ``checkpoint.load_weights`` from which a new run would start. It
+    is compared with the job only if the job has no errors. Errors are added to ``found``."""
+    config, data = inspected.config, inspected.data
+    checkpoint, run_dir = config.checkpoint, _known_run(config)
+    source = checkpoint.load or checkpoint.load_weights
+    if run_dir is not None:
+        return
+    with found.collecting():
+        if source is not None:
+            from megatron_ft.config.identity import settings_of
+            from megatron_ft.snapshot.storage.run_settings import check_source
 
-    A resumed run must have the settings with which its state was saved. A new run must find the checkpoint of
-    ``checkpoint.load`` or ``checkpoint.load_weights``. A dry run does not compare the data, because it does not index
-    them.
+            model = None
+            if data is not None and not found:
+                model = settings_of(config, data_fingerprint="", vocab_size=data.vocab_size)
+            check_source(Path(source), model, weights_only=checkpoint.load is None, trust=checkpoint.trust)
+        elif config.training.evaluate_only and not found:
+            raise CheckpointError(
+                f"training.evaluate_only=true: {Path(config.run.dir).absolute() / str(config.run.name)} contains no "
+                "run, so there is no saved state"
+            )
 
-    Args:
-        vocab_size: Number of entries of the model's vocabulary, including padding.
+
+def _check_resume(config: JobConfig, data_summary: "DataSummary") -> None:
+    """Check that a resumed run has the settings with which its state was saved, before the job claims the run's folder
+    or starts a rank. A dry run does not compare the data, because it does not index them.
 
     Raises:
-        CheckpointError: settings differ (the message names each key), or the checkpoint of a new run cannot be loaded.
+        CheckpointError: settings differ; the message names each key.
     """
     from megatron_ft.control.rundir import RunId
 
     run_dir = _known_run(config)
     if run_dir is None:
-        checkpoint = config.checkpoint
-        source = checkpoint.load or checkpoint.load_weights
-        if source is not None:
-            from megatron_ft.config.identity import settings_of
-            from megatron_ft.snapshot.storage.run_settings import check_source
-
-            model = settings_of(config, data_fingerprint="", vocab_size=vocab_size)
-            check_source(Path(source), model, weights_only=checkpoint.load is None, trust=checkpoint.trust)
-        elif config.training.evaluate_only:
-            raise CheckpointError(f"training.evaluate_only=true: {run_dir} contains no run, so there is no saved state")
         return
     from megatron_ft.config.identity import JobIdentity, settings_of
     from megatron_ft.corpus.samples import SplitPlan
@@ -318,7 +352,7 @@ def _check_resume(config: JobConfig, vocab_size: int) -> None:
     identity = JobIdentity(
         run_id=known.run_id,
         run_name=run_dir.name,
-        settings=settings_of(config, data_fingerprint=data or "", vocab_size=vocab_size),
+        settings=settings_of(config, data_fingerprint=data or "", vocab_size=data_summary.vocab_size),
         allow_change=tuple(config.run.allow_change),
         takes_format_1=known.is_older,
     )
@@ -390,6 +424,88 @@ def _keys(overrides: list[str]) -> set[str]:
     return {text.partition("=")[0].lstrip("+") for text in overrides}
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Inspected:
+    """A configuration, and what was read for it. What could not be read, because of an error, is None."""
+
+    config: JobConfig
+    """Configuration with default values of the keys at fault."""
+    facts: "DeviceFacts"
+    refused: dict[str, str]
+    choice: "DeviceChoice | None"
+    data: "DataSummary | None"
+    inputs: "JobInputs | None"
+
+    @property
+    def on_its_device(self) -> JobConfig:
+        """Return the configuration with the device of this machine, if it is known."""
+        from megatron_ft.config.validate import on_device
+
+        return self.config if self.choice is None else on_device(self.config, self.choice.device)
+
+    def plan(self) -> "JobPlan":
+        """Plan the job of a configuration without errors.
+
+        Raises:
+            ConfigError: the job cannot run.
+        """
+        from megatron_ft.planning.job import JobPlan, with_prebuilt_parts, with_slots
+
+        config, choice, data = self.config, self.choice, self.data
+        assert choice is not None and data is not None, "a configuration without errors has a device and data"
+        # These numbers are derived only from limits in the configuration. So a dry run on another machine gives the
+        # same.
+        derived, reason = with_slots(self.on_its_device, choice.device, lambda: data)
+        derived, prebuilt_reason = with_prebuilt_parts(derived, choice.device, lambda: data)
+        return JobPlan.of(
+            _with_gpu_memory(derived, self.facts),
+            data,
+            self.inputs,
+            device=choice.device,
+            with_losses=config.dry_run,
+            given=config if config.dry_run else None,
+            choice=choice,
+            refused=self.refused,
+            slots_reason=reason,
+            prebuilt_reason=prebuilt_reason,
+            memory_is_of_this_machine=config.limits.gpu_memory_bytes is None,
+        )
+
+
+def _inspect(config: JobConfig, facts: "DeviceFacts", found: "Findings", *, may_be_elsewhere: bool) -> _Inspected:
+    """Check a configuration, choose the device, and read the files that it names. Errors are added to ``found``.
+
+    After an error, the built-in corpus is not indexed, which would take seconds.
+    """
+    from megatron_ft.config.findings import find_errors
+    from megatron_ft.config.validate import CHECKS
+
+    config = find_errors(config, CHECKS, found)
+    from megatron_ft.config.inputs import JobInputs  # after the checks, so that errors are reported quickly
+    from megatron_ft.config.validate import on_device, refused_devices
+    from megatron_ft.corpus.samples import check_data
+    from megatron_ft.planning.devices import DeviceChoice
+
+    refused = refused_devices(config)
+    choice = data = inputs = None
+    with found.collecting():
+        choice = DeviceChoice.of(
+            config.training.device,
+            facts,
+            gpu_memory_bytes=config.limits.gpu_memory_bytes,
+            refused=refused,
+            may_be_elsewhere=may_be_elsewhere,
+        )
+    if choice is not None and not config.dry_run and not may_be_elsewhere:
+        with found.collecting():  # before data are read and indexed
+            _check_gpus(on_device(config, choice.device), facts)
+    with found.collecting(at_fault=()):
+        data = check_data(dataclasses.replace(config, dry_run=True) if found else config)
+    with found.collecting(at_fault=()):
+        inputs = JobInputs.read(config)
+    return _Inspected(config=config, facts=facts, refused=refused, choice=choice, data=data, inputs=inputs)
+
+
 def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_be_elsewhere: bool = True) -> "JobPlan":
     """Validate a composed configuration, read the files that it names, choose the device, and plan the job.
 
@@ -399,47 +515,15 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
             ``training.device=auto`` on a machine without a GPU, the job may then be planned for either device.
 
     Raises:
-        ConfigError: the job cannot run. DataError: a file is missing or damaged.
+        ConfigError: the job cannot run. DataError: a file is missing or damaged. SeveralErrors: there are several
+            errors.
     """
-    from megatron_ft.config.validate import validate
+    from megatron_ft.config.findings import Findings
 
-    validate(config)  # before the slow imports, so that errors are reported quickly
-    from megatron_ft.config.inputs import JobInputs
-    from megatron_ft.config.validate import on_device, refused_devices
-    from megatron_ft.corpus.samples import check_data
-    from megatron_ft.planning.devices import DeviceChoice
-    from megatron_ft.planning.job import JobPlan, with_prebuilt_parts, with_slots
-
-    facts, refused = facts or observe_here(), refused_devices(config)
-    choice = DeviceChoice.of(
-        config.training.device,
-        facts,
-        gpu_memory_bytes=config.limits.gpu_memory_bytes,
-        refused=refused,
-        may_be_elsewhere=may_be_elsewhere,
-    )
-    data = check_data(config)
-    # These numbers are derived only from limits in the configuration. So a dry run on another machine gives the same.
-    derived, reason = with_slots(on_device(config, choice.device), choice.device, lambda: data)
-    derived, prebuilt_reason = with_prebuilt_parts(derived, choice.device, lambda: data)
-    decided = _with_gpu_memory(derived, facts)
-    try:
-        return JobPlan.of(
-            decided,
-            data,
-            JobInputs.read(decided),
-            device=choice.device,
-            with_losses=config.dry_run,
-            given=config if config.dry_run else None,
-            choice=choice,
-            refused=refused,
-            slots_reason=reason,
-            prebuilt_reason=prebuilt_reason,
-        )
-    except ConfigError as error:
-        if str(error).startswith("limits.gpu_memory_bytes=") and config.limits.gpu_memory_bytes is None:
-            raise ConfigError(f"{error} (the memory of this machine's smallest GPU, by nvidia-smi)") from None
-        raise
+    found = Findings()
+    inspected = _inspect(config, facts or observe_here(), found, may_be_elsewhere=may_be_elsewhere)
+    found.raise_errors()
+    return inspected.plan()
 
 
 def observe_here(*, asks_memory: bool = False) -> "DeviceFacts":
@@ -513,12 +597,22 @@ def _check_gpus(config: JobConfig, facts: "DeviceFacts") -> None:
         raise ConfigError.of("launch.ranks_per_node", launch.ranks_per_node, constraint)
 
 
-def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
-    """Check that this machine has enough memory for all nodes that this command starts on it. Check that Transformer
-    Engine and a compiler are installed if the job needs them."""
-    _check_transformer_engine(config)
-    if missing := _missing_compiler(config, plan.device):
-        raise ConfigError.of("placement.dispatch_backend", config.placement.dispatch_backend, missing)
+def _check_this_machine(config: JobConfig, found: "Findings") -> None:
+    """Check that this machine can start the ranks: installed software, addresses and sockets, and the run's folder.
+    Errors are added to ``found``."""
+    from megatron_ft.control.launcher import check_start
+
+    with found.collecting():
+        _check_transformer_engine(config)
+    with found.collecting():
+        if missing := _missing_compiler(config, config.training.device):
+            raise ConfigError.of("placement.dispatch_backend", config.placement.dispatch_backend, missing)
+    if config.launch.mode == "local":
+        check_start(config, found)
+
+
+def _check_host_memory(config: JobConfig, plan: "JobPlan") -> None:
+    """Check that this machine has enough memory for all nodes that this command starts on it."""
     if config.launch.mode != "local" or config.limits.host_memory_bytes is not None:
         return
     import psutil
@@ -529,8 +623,8 @@ def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
         raise ConfigError.of(
             "limits.host_memory_bytes",
             "null",
-            f"the job's nodes on this machine ({nodes_here}) need an estimated {needed} bytes, but the machine has "
-            f"{total} bytes; choose a smaller model or fewer ranks",
+            f"the job's nodes on this machine ({nodes_here}) need an estimated {gib(needed)}, but the machine has "
+            f"{gib(total)}; choose a smaller model or fewer ranks",
         )
 
 

@@ -3,6 +3,8 @@
 A message names the key, the value and the constraint, and says what to change.
 """
 
+from collections.abc import Sequence
+
 
 class MegatronFtError(Exception):
     """Base class of all errors of this project."""
@@ -25,6 +27,15 @@ class DataError(ConfigError):
     """An input file that is missing, damaged or empty."""
 
     exit_code = 3
+
+
+class SeveralErrors(ConfigError):
+    """All independent errors of one command. Its exit code is that of the first error."""
+
+    def __init__(self, errors: Sequence[MegatronFtError]) -> None:
+        super().__init__("\n".join(map(str, errors)))
+        self.errors = tuple(errors)
+        self.exit_code = errors[0].exit_code
 
 
 class SoftwareError(MegatronFtError):

@@ -30,6 +30,13 @@ def every(iterations: int) -> str:
     return "every iteration" if iterations == 1 else f"every {iterations:,} iterations"
 
 
+def gib(num_bytes: float) -> str:
+    """Format a size of memory in GiB, e.g. ``74.5 GiB``; small sizes as ``3.2 MiB`` or ``1000 B``."""
+    if num_bytes < 2**20 / 10:
+        return f"{num_bytes:.0f} B"
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes < 2**30 / 10 else f"{num_bytes / 2**30:.1f} GiB"
+
+
 def size(num_bytes: float) -> str:
     """Format a size: ``512 B``, ``3.2 MB`` (powers of ten)."""
     for unit in ("B", "kB", "MB", "GB"):

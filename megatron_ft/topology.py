@@ -59,21 +59,26 @@ class Topology:
         for name in self.__dataclass_fields__:
             if getattr(self, name) < 1:
                 raise ConfigError.of(_key(name), getattr(self, name), "must be at least 1")
-        tp, cp, pp = self.tensor_model_parallel_size, self.context_parallel_size, self.pipeline_model_parallel_size
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        sizes = {name: getattr(self, name) for name in names}
+        tp, pp, cp = sizes.values()
         if self.world_size % (tp * cp * pp):
             raise ConfigError.of(
                 "launch.num_nodes * launch.ranks_per_node",
                 self.world_size,
                 f"must be a multiple of TP * PP * CP = {tp} * {pp} * {cp} = {tp * pp * cp}; "
-                "change the ranks or parallel.{tensor_model,pipeline_model,context}_parallel_size",
+                "change the number of ranks, or "
+                + ", ".join(_key(name) for name, size in sizes.items() if size > 1),
             )
         expert_ranks = self.expert_tensor_parallel_size * self.expert_model_parallel_size
         if self.stage_size % expert_ranks:
             raise ConfigError.of(
                 "parallel.expert_model_parallel_size",
                 self.expert_model_parallel_size,
-                f"must be such that its product with expert_tensor_parallel_size={self.expert_tensor_parallel_size} "
-                f"divides the number of ranks of a pipeline stage, TP * CP * DP = {self.stage_size}",
+                "must be such that its product with "
+                f"parallel.expert_tensor_parallel_size={self.expert_tensor_parallel_size} divides the number of ranks "
+                f"of a pipeline stage, TP * CP * DP = {self.stage_size}; change one of them, or the number of ranks "
+                "(launch.num_nodes, launch.ranks_per_node)",
             )
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.config.findings import Findings
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.expert_loads import MAX_BYTES, ExpertLoads
@@ -38,10 +39,20 @@ class JobInputs:
         """Read the files that ``placement.loads_file``, ``placement.schedule`` and ``model.router_trace_file`` name.
 
         Raises:
-            ConfigError, DataError: a file or an entry is invalid; the message names the key.
+            ConfigError, DataError: a file or an entry is invalid; the message names the key. SeveralErrors: several
+                files or entries are.
         """
-        trace = read_trace(config) if config.model.router == "trace" else None
-        return cls(loads=read_first_loads(config), schedule=read_schedule(config), trace=trace)
+        found = Findings()
+        loads = trace = None
+        schedule: dict[int, ScheduledPlacement] = {}
+        with found.collecting(at_fault=()):
+            loads = read_first_loads(config)
+        with found.collecting(at_fault=()):
+            schedule = read_schedule(config)
+        with found.collecting(at_fault=()):
+            trace = read_trace(config) if config.model.router == "trace" else None
+        found.raise_errors()
+        return cls(loads=loads, schedule=schedule, trace=trace)
 
 
 def read_first_loads(config: JobConfig) -> ExpertLoads | None:

@@ -74,6 +74,10 @@ def explain(error: BaseException, given: Mapping[str, Any]) -> ConfigError:
     """Convert an exception of Hydra or OmegaConf to one error. ``given`` maps overridden keys to their values."""
     causes = list(_causes(error))
     for cause in causes:
+        mark = getattr(cause, "problem_mark", None)  # of an error in a YAML file
+        if mark is not None:
+            problem = getattr(cause, "problem", None) or "it cannot be read"
+            return ConfigError(f"{mark.name}: line {mark.line + 1} must be valid YAML: {problem}")
         key = str(getattr(cause, "full_key", None) or "")
         if key:
             return _explain_key(key, cause, given)
@@ -148,12 +152,27 @@ def _explain_key(key: str, cause: BaseException, given: Mapping[str, Any]) -> Co
         return ConfigError.of(key, value, f"is now {MOVED[plain]}")
     documented = _known_keys().get(plain)
     if documented is not None and "nterpolation" not in type(cause).__name__:
-        return ConfigError.of(key, value, f"must be of type {documented.type} ({reason})")
+        return ConfigError.of(key, value, f"must be of type {documented.type}{_right_type(documented, value, reason)}")
     if documented is not None:
         return ConfigError.of(key, value, f"must refer only to keys that exist ({reason})")
+    if plain == "experiment" and plain in given:
+        constraint = "must be a file that begins with the line '# @package _global_': its keys are those of all groups"
+        return ConfigError.of(key, value, constraint)
     if plain in group_docs():
         return ConfigError.of(key, value, f"must be a mapping of keys to values for the group {plain} ({reason})")
     return ConfigError.of(key, value, "is not a known key" + _near(plain, list(_known_keys())))
+
+
+def _right_type(key: KeyDoc, value: Any, reason: str) -> str:
+    """Return how to write the value of a key with the right type; otherwise OmegaConf's reason."""
+    group = key.key.partition(".")[0]
+    if key.type.startswith("dict"):
+        return f"; choose an option of conf/{group} with {group}=<option>, and set its entries with {key.key}.<entry>="
+    if key.type.startswith("list") and value is not None and not isinstance(value, (list, dict)):
+        return f"; write {key.key}=[{value}]"
+    if key.type.startswith("int") and isinstance(value, float) and value.is_integer():
+        return f"; write {key.key}={int(value)}"
+    return f" ({reason})"
 
 
 def _given(key: str, given: Mapping[str, Any]) -> Any:

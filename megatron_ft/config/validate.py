@@ -1,36 +1,35 @@
 """All checks of a configuration that need no files and no hardware, for one device type or for every possible one."""
 
 import dataclasses
+from collections.abc import Callable
 
 from megatron_ft.config.checks import launch, model, parallel, recovery, training
 from megatron_ft.config.checks.data import check_data_knobs, check_documents
 from megatron_ft.config.checks.placement import check_placement
 from megatron_ft.config.checks.primitives import finite_numbers, show
+from megatron_ft.config.findings import Findings, find_errors
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.failpoints import Failpoint
 
 
 def validate(config: JobConfig) -> None:
-    """Check every key and the combinations of keys. The first violation raises an error.
+    """Check every key and the combinations of keys.
 
     Raises:
         ConfigError: a rule is violated; the message names key, value and constraint.
+        SeveralErrors: several independent rules are violated.
     """
-    # Check this first, because infinity passes all lower bounds.
+    found = Findings()
+    find_errors(config, CHECKS, found)
+    found.raise_errors()
+
+
+def _check_numbers(config: JobConfig) -> None:
     for field in dataclasses.fields(config):
         group = getattr(config, field.name)
         if dataclasses.is_dataclass(group):
             finite_numbers(field.name, group)
-    launch.check(config)
-    check_data_knobs(config.data)
-    model.check(config)
-    training.check(config)
-    check_documents(config)
-    parallel.check(config)
-    check_placement(config)
-    recovery.check(config)
-    _check_failpoints(config)
 
 
 def _check_failpoints(config: JobConfig) -> None:
@@ -67,6 +66,21 @@ def _last_generation(config: JobConfig) -> int | None:
     return num_restarts + (num_restarts + 1) * (config.launch.num_nodes - config.fewest_nodes)
 
 
+CHECKS: tuple[Callable[[JobConfig], None], ...] = (
+    # First, because infinity passes all lower bounds.
+    _check_numbers,
+    *launch.CHECKS,
+    lambda config: check_data_knobs(config.data),
+    *model.CHECKS,
+    *training.CHECKS,
+    check_documents,
+    *parallel.CHECKS,
+    check_placement,
+    *recovery.CHECKS,
+    _check_failpoints,
+)
+"""All checks. A later check relies on the rules of the earlier ones."""
+
 DEVICES = ("cpu", "cuda")
 
 
@@ -77,7 +91,7 @@ def on_device(config: JobConfig, device: str) -> JobConfig:
 
 
 def refused_devices(config: JobConfig) -> dict[str, str]:
-    """Check ``config`` for each possible device. Return each device's error message, or an empty one.
+    """Check ``config`` for each possible device. Return each device's errors, one in each line; empty without errors.
 
     Both devices are possible with ``training.device=auto``, otherwise only the configured one.
     """

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from megatron_ft.config.findings import Check, Findings
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.control import report
@@ -30,7 +31,7 @@ from megatron_ft.control.certificates import Certificates
 from megatron_ft.control.controller.link import ControllerLink
 from megatron_ft.control.controller.main import FOLDER, JOURNAL, ControllerSpec
 from megatron_ft.control.detector import DetectorPolicy
-from megatron_ft.control.launchers.base import LaunchContext, NodeLauncher, open_launcher
+from megatron_ft.control.launchers.base import LaunchContext, NodeLauncher, launcher_class, open_launcher
 from megatron_ft.control.launchers.processes import Processes, kill, tell
 from megatron_ft.control.membership import events
 from megatron_ft.control.membership.state import MembershipPolicy, Outcome
@@ -42,7 +43,7 @@ from megatron_ft.control.node.sidecars import STOP_SECONDS
 from megatron_ft.control.ports import free_port
 from megatron_ft.control.report import JobResult
 from megatron_ft.control.rpc import check_interface, join_address, new_token
-from megatron_ft.control.rundir import RunDir, RunId, has_complete_state
+from megatron_ft.control.rundir import RunDir, RunId, check_claim, has_complete_state
 from megatron_ft.control.runtime_dir import make_runtime_dir
 from megatron_ft.durable import replace_file
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES, ConfigError, ControlError, RankFailed
@@ -104,7 +105,8 @@ def launch(
     # The checks that can refuse the job come before the run has a folder.
     launcher = open_launcher(config, os.environ)
     config = dataclasses.replace(config, control=dataclasses.replace(config.control, interface=launcher.interface))
-    _check_places(config, is_local=launcher.is_local)
+    for check in _PLACES:
+        check(config)
     run_dir = RunDir.claim(
         config.run,
         model_name=config.model.name,
@@ -134,16 +136,42 @@ def launch(
         run_dir.release()
 
 
-def _check_places(config: JobConfig, *, is_local: bool) -> None:
+def check_start(config: JobConfig, found: Findings) -> None:
+    """Check what ``launch`` needs on this machine. Nothing is created or started; errors are added to ``found``."""
+    checks = _PLACES
+    try:
+        interface = open_launcher(config, os.environ).interface
+        config = dataclasses.replace(config, control=dataclasses.replace(config.control, interface=interface))
+    except ConfigError as error:
+        found.add(error, at_fault=())
+        checks = _PLACES[1:]  # only the launcher knows the address of an interface that the key names
+    for check in checks:
+        with found.collecting(at_fault=()):
+            check(config)
+    with found.collecting(at_fault=()):
+        check_claim(config.run, may_be_in_memory=config.snapshot.outlive_job_seconds > 0)
+
+
+def _check_interface(config: JobConfig) -> None:
     check_interface(config.control.interface)
-    Certificates.read(config.control.tls_dir)
     free_port(config.control.interface)
+
+
+def _check_socket(config: JobConfig) -> None:
     path, other = config.launch.forkserver_socket, config.launch.node_launcher
-    if path is not None and not is_local:
+    if path is not None and not launcher_class(other).is_local:
         constraint = f"must be null with launch.node_launcher={other}: its nodes run on other machines"
         raise ConfigError.of("launch.forkserver_socket", path, constraint)
     if path is not None and not Path(path).is_socket():
         raise ConfigError.of("launch.forkserver_socket", path, "must be the socket of a running fork server")
+
+
+_PLACES: tuple[Check, ...] = (
+    _check_interface,
+    lambda config: Certificates.read(config.control.tls_dir),
+    _check_socket,
+)
+"""Checks of the places that a job uses besides the folder of its run. The first one needs the launcher's address."""
 
 
 class _Job:

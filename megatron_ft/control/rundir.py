@@ -95,6 +95,11 @@ class RunId:
 _CHECKPOINT_MANIFEST = "manifest.json"
 """Name of the last file that is written into a checkpoint's folder. It must equal the name in
 ``snapshot/storage/manifest.py``, which this package does not import."""
+_METRICS = "metrics.jsonl"
+"""Name of the file that gets a line for each trained iteration (``telemetry/sinks/jsonl.py``)."""
+_GENERATIONS = "control/window_generations"
+"""Name of the file of a run whose windows may be only in the memory of snapshot servers."""
+_FAILED_START = "failed-start-"
 _LOCK_FILE = ".lock"
 _LOOK_SECONDS = 1.0
 _RESUME = ("never", "must", "auto")
@@ -163,7 +168,9 @@ class RunDir:
         """Create or reopen the folder that ``run`` names, lock it, and write the run's random id and ``config.yaml``.
 
         Without ``run.name``, the folder gets the next free name ``<model_name>-001``, ``-002`` and so on. If the
-        configuration of an earlier job differs, its file is renamed to ``config-001.yaml`` and so on.
+        configuration of an earlier job differs, its file is renamed to ``config-001.yaml`` and so on. A new run may
+        have the name of a run that failed before it had trained an iteration; the files of that run are moved to
+        ``failed-start-001`` and so on in the folder.
 
         Args:
             may_be_in_memory: whether the run's state may be in memory only, so that ``run.resume=must`` does not need
@@ -188,6 +195,8 @@ class RunDir:
         claimed = cls(path, None, _lock(path))
         try:
             claimed.resume_from = _resume(run, path, may_be_in_memory=may_be_in_memory) if existed else None
+            if existed and run.resume == "never":
+                _set_aside(path)
             RunId.make(path, is_older=_has_state(path))
         except ConfigError:
             claimed.release()
@@ -197,6 +206,38 @@ class RunDir:
         if not (keeps_config and (path / CONFIG_NAME).exists()):
             _write_config(path, config_yaml)
         return claimed
+
+
+def check_claim(run: RunConfig, *, may_be_in_memory: bool = False) -> None:
+    """Check that ``RunDir.claim`` can claim the folder that ``run`` names now. Nothing is created or changed.
+
+    Args:
+        may_be_in_memory: that of ``RunDir.claim``.
+
+    Raises:
+        ConfigError: the claim would fail.
+    """
+    _check(run)
+    parent = Path(run.dir).absolute()
+    existing = next(folder for folder in (parent, *parent.parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
+        constraint = f"must be a folder this user can read and write, but {existing} is "
+        raise ConfigError.of("run.dir", run.dir, constraint + ("read-only" if existing.is_dir() else "a file"))
+    if run.name is None:
+        return
+    path = parent / run.name
+    if path.exists() and not path.is_dir():
+        raise ConfigError.of("run.name", run.name, f"must be a folder, but {path} is a file")
+    if not path.is_dir():
+        if run.resume == "must":
+            raise _no_folder(run, path)
+        return
+    try:
+        if is_claimed(path):
+            raise _used(path)
+    except OSError as error:
+        raise ConfigError.of("run.name", run.name, f"must be a folder this user can read and write: {error}") from None
+    _resume(run, path, may_be_in_memory=may_be_in_memory)
 
 
 def _check(run: RunConfig) -> None:
@@ -236,12 +277,20 @@ def _number(parent: Path, model_name: str) -> tuple[Path, bool]:
 
 def _take(run: RunConfig, path: Path) -> tuple[Path, bool]:
     if run.resume == "must" and not path.is_dir():
-        raise ConfigError.of("run.name", run.name, f"must be a folder in {path.parent}, because run.resume=must")
+        raise _no_folder(run, path)
     try:
         path.mkdir()
     except FileExistsError:
         return path, True
     return path, False
+
+
+def _no_folder(run: RunConfig, path: Path) -> ConfigError:
+    return ConfigError.of("run.name", run.name, f"must be a folder in {path.parent}, because run.resume=must")
+
+
+def _used(path: Path) -> ConfigError:
+    return ConfigError.of("run.name", path.name, f"is used by a running job ({path})")
 
 
 def is_claimed(path: Path) -> bool:
@@ -266,12 +315,14 @@ def _lock(path: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise ConfigError.of("run.name", path.name, f"is used by a running job ({path})") from None
+        raise _used(path) from None
     return descriptor
 
 
 def _resume(run: RunConfig, path: Path, *, may_be_in_memory: bool) -> Path | None:
     if run.resume == "never":
+        if _failed_to_start(path):
+            return None
         constraint = (
             f"exists in {path.parent}; to continue it set run.resume=must or auto, otherwise choose another name"
         )
@@ -288,6 +339,29 @@ def _has_state(path: Path) -> bool:
     """Whether a run's folder contains checkpoints or persisted windows, valid or not."""
     folders = (path / "checkpoints", path / "windows")
     return any(not entry.name.startswith(".") for folder in folders if folder.is_dir() for entry in folder.iterdir())
+
+
+def _failed_to_start(path: Path) -> bool:
+    """Whether a run's folder is of a job that has ended without a trained iteration, so that it has nothing to lose."""
+    known = (path / RUN_ID_NAME).exists() or {entry.name for entry in path.iterdir()} == {_LOCK_FILE}
+    if not known or _has_state(path) or (path / _GENERATIONS).exists():
+        return False
+    metrics = path / _METRICS
+    return not metrics.exists() or metrics.stat().st_size == 0
+
+
+def _set_aside(path: Path) -> None:
+    """Move the files of a failed start into a folder of their own."""
+    entries = [each for each in path.iterdir() if each.name != _LOCK_FILE and not each.name.startswith(_FAILED_START)]
+    if not entries:
+        return
+    number = 1
+    while (kept := path / f"{_FAILED_START}{number:03d}").exists():
+        number += 1
+    kept.mkdir()
+    # The id moves last: until then, a start that is interrupted here still finds a run that failed to start.
+    for entry in sorted(entries, key=lambda each: each.name == RUN_ID_NAME):
+        entry.rename(kept / entry.name)
 
 
 def has_complete_state(path: Path) -> bool:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_ft.config.findings import Findings
 from megatron_ft.config.identity import DOCUMENT_KEYS
 from megatron_ft.config.job import DataConfig, JobConfig
 from megatron_ft.corpus import stdlib
@@ -366,15 +367,26 @@ def check_data(config: JobConfig) -> DataSummary:
     Raises:
         ConfigError: sources, weights, tokenizer and vocabulary do not fit together.
         DataError: a file is missing, damaged, empty or too short.
+        SeveralErrors: there are several errors, for example one in each of two sources.
     """
-    _check_lists(config.data)
-    tokenizer = build_tokenizer(config.data)
+    found = Findings()
+    with found.collecting(at_fault=()):
+        _check_lists(config.data)
+    tokenizer = None
+    with found.collecting(at_fault=()):
+        tokenizer = build_tokenizer(config.data)
+        vocabulary_entries(config, tokenizer)
     # Check this before ranks start, because an error on a rank would end the job only after minutes of loading.
-    found = _split(config, "train", tokenizer)
-    if config.training.evaluates:
-        found += _split(config, "valid", tokenizer)
+    splits = ("train", "valid") if config.training.evaluates else ("train",)
+    if found:
+        for split in splits:
+            _check_files(config.data, split, found)
+    found.raise_errors()
+    assert tokenizer is not None, "a job without errors has a tokenizer"
+    sources = [source for split in splits for source in _split(config, split, tokenizer, found)]
+    found.raise_errors()
     return DataSummary(
-        sources=tuple(found),
+        sources=tuple(sources),
         tokenizer_vocab_size=tokenizer.vocab_size,
         vocab_size=_padded(config, vocabulary_entries(config, tokenizer)),
         eod=tokenizer.eod,
@@ -410,17 +422,34 @@ def _padded(config: JobConfig, entries: int) -> int:
     return -(-entries // multiple) * multiple
 
 
-def _split(config: JobConfig, split: str, tokenizer: Tokenizer) -> list[_SourceSummary]:
+def _check_files(config: DataConfig, split: str, found: Findings) -> None:
+    """Check the files of the sources of a split without a tokenizer, because of another error."""
+    key, names, _ = _configured(config, split)
+    for position, name in enumerate(names):
+        if name != stdlib.NAME:
+            with found.collecting(at_fault=()):
+                _read_info(f"{key}[{position}]", Path(name))
+
+
+def _split(config: JobConfig, split: str, tokenizer: Tokenizer, found: Findings) -> list[_SourceSummary]:
+    """Describe the sources of a split. Return an empty list and add the errors to ``found`` if there are any."""
     key, names, _ = _configured(config.data, split)
     entries = vocabulary_entries(config, tokenizer)
     totals, notes = [], []
     for position, name in enumerate(names):
-        total, note = _source(config, f"{key}[{position}]", name, tokenizer, entries)
-        totals.append(total)
-        notes.append(note)
+        with found.collecting(at_fault=()):
+            total, note = _source(config, f"{key}[{position}]", name, tokenizer, entries)
+            totals.append(total)
+            notes.append(note)
+    if found:
+        return []
     # A corpus that is yet to be indexed must not fail the check for short sources.
     known = [(name, total if total is not None else 1 << 62) for name, total in zip(names, totals, strict=True)]
-    found = spans(config.data, config.model.seq_length, split, known)
+    found_spans: tuple[Span, ...] = ()
+    with found.collecting(at_fault=()):
+        found_spans = spans(config.data, config.model.seq_length, split, known)
+    if found:
+        return []
     return [
         _SourceSummary(
             split=split,
@@ -429,7 +458,7 @@ def _split(config: JobConfig, split: str, tokenizer: Tokenizer) -> list[_SourceS
             samples=None if total is None else span.num_samples,
             checked=note,
         )
-        for span, total, note in zip(found, totals, notes, strict=True)
+        for span, total, note in zip(found_spans, totals, notes, strict=True)
     ]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_ft.config.job import LaunchConfig, RecoveryConfig
-from megatron_ft.errors import ConfigError
+from megatron_ft.errors import ConfigError, SeveralErrors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,9 @@ class DeviceChoice:
             _check_accepted(refused["cpu"], reason)
             return cls(device="cpu", is_certain=not may_be_elsewhere, reason=reason)
         return cls(
-            device="cuda", is_certain=False, reason=f"{reason}; on cpu this job would be refused: {refused['cpu']}"
+            device="cuda",
+            is_certain=False,
+            reason=f"{reason}; on cpu this job would be refused: " + "; ".join(refused["cpu"].splitlines()),
         )
 
 
@@ -157,7 +159,7 @@ def other_device(choice: DeviceChoice, refused: Mapping[str, str], recovery: Rec
         return ""
     other = "cuda" if choice.device == "cpu" else "cpu"
     if refused[other]:
-        return f"on {other} this job would be refused before it starts: {refused[other]}"
+        return f"on {other} this job would be refused before it starts: {'; '.join(refused[other].splitlines())}"
     losses = "with the same cost of losses"
     if recovery.keep_layout and recovery.keep_processes is None:
         does = "all ranks would start again" if other == "cuda" else "living ranks would continue in their processes"
@@ -166,8 +168,9 @@ def other_device(choice: DeviceChoice, refused: Mapping[str, str], recovery: Rec
 
 
 def _check_accepted(refusal: str, reason: str = "") -> None:
-    if refusal:
-        raise ConfigError(f"{refusal} ({reason})" if reason else refusal)
+    errors = [ConfigError(f"{line} ({reason})" if reason else line) for line in refusal.splitlines()]
+    if errors:
+        raise errors[0] if len(errors) == 1 else SeveralErrors(errors)
 
 
 def _why_no_gpu(facts: DeviceFacts) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ft.config.checks.primitives import within_limit
+from megatron_ft.config.findings import Findings
 from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig, LimitsConfig
 from megatron_ft.config.membership import derive_placement
@@ -213,6 +214,8 @@ class JobPlan:
     """Reason why the job cannot continue from expert replicas after the loss of a node; empty if it can."""
     windows_serve: str = ""
     """Failures after which the job can recover from its snapshot windows; empty without snapshots."""
+    gpu_memory_advice: str = ""
+    """Changes that would lower the memory of a rank, and that the configuration does not have yet."""
 
     @property
     def device_bytes(self) -> int:
@@ -225,20 +228,23 @@ class JobPlan:
         Raises:
             ConfigError: a rank or a node needs more memory than its limit.
         """
-        within_limit(
-            # On CPU the state of ranks is host memory, which ``host_bytes_per_node`` contains.
-            self.gpu_memory_bytes if self.device == "cuda" else None,
-            "limits.gpu_memory_bytes",
-            self.device_bytes,
-            "the memory of the largest rank (activations estimated); use more ranks, larger parallel sizes, "
-            "training.recompute_granularity=full or a smaller training.micro_batch_size",
-        )
-        within_limit(
-            self.host_memory_bytes,
-            "limits.host_memory_bytes",
-            self.host_bytes_per_node,
-            "the memory of a node (estimated); use more nodes, a smaller launch.ranks_per_node or a smaller model",
-        )
+        found = Findings()
+        with found.collecting(at_fault=()):
+            within_limit(
+                # On CPU the state of ranks is host memory, which ``host_bytes_per_node`` contains.
+                self.gpu_memory_bytes if self.device == "cuda" else None,
+                "limits.gpu_memory_bytes",
+                self.device_bytes,
+                f"the memory of the largest rank (activations estimated); {self.gpu_memory_advice}",
+            )
+        with found.collecting(at_fault=()):
+            within_limit(
+                self.host_memory_bytes,
+                "limits.host_memory_bytes",
+                self.host_bytes_per_node,
+                "the memory of a node (estimated); use more nodes, a smaller launch.ranks_per_node or a smaller model",
+            )
+        found.raise_errors()
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values, with the parallel coordinates of every rank."""
@@ -261,6 +267,7 @@ class JobPlan:
         refused: Mapping[str, str] | None = None,
         slots_reason: str = "",
         prebuilt_reason: str = "",
+        memory_is_of_this_machine: bool = False,
     ) -> "JobPlan":
         """Plan the job of a validated configuration.
 
@@ -274,6 +281,7 @@ class JobPlan:
             refused: for each possible device, the reason why it cannot run the configuration; empty if it can.
             slots_reason: reason for ``placement.num_slots_per_rank``, from ``with_slots``.
             prebuilt_reason: reason for ``nodes.num_prebuilt_parts``, from ``with_prebuilt_parts``.
+            memory_is_of_this_machine: whether ``limits.gpu_memory_bytes`` was read from this machine instead of given.
 
         Raises:
             ConfigError: memory limits are exceeded, or inputs do not fit the job.
@@ -342,9 +350,26 @@ class JobPlan:
             is_refused_there=is_refused_there,
             why_no_replicas=why_no_replicas(config),
             windows_serve="" if snapshot is None else windows_serve(config),
+            gpu_memory_advice=_gpu_memory_advice(config, is_of_this_machine=memory_is_of_this_machine),
         )
         plan.validate()
         return plan
+
+
+def _gpu_memory_advice(config: JobConfig, *, is_of_this_machine: bool) -> str:
+    training, parallel = config.training, config.parallel
+    sizes = ["parallel.pipeline_model_parallel_size", "parallel.tensor_model_parallel_size"]
+    if config.placement.algorithm is None and config.model.num_moe_experts is not None:
+        sizes.append("parallel.expert_model_parallel_size")
+    changes = [
+        f"more ranks with a larger {' or '.join(sizes)}",
+        *([] if parallel.use_distributed_optimizer else ["parallel.use_distributed_optimizer=true"]),
+        *([] if training.recompute_granularity == "full" else ["training.recompute_granularity=full"]),
+        *(["a smaller training.micro_batch_size"] if training.micro_batch_size > 1 else []),
+        *(["precision.params_dtype=bf16"] if config.precision.params_dtype == "fp32" else []),
+    ]
+    whose = " (the limit is the memory of this machine's smallest GPU, by nvidia-smi)" if is_of_this_machine else ""
+    return f"use {', or '.join(changes)}{whose}"
 
 
 def _placement(config: JobConfig, inputs: JobInputs, stages: tuple[StagePlan, ...]) -> PlacementReport | None:

@@ -60,9 +60,11 @@ def _check_sources(split: str, sources: list[str], weights: list[float] | None) 
 def _check_tokenizer_files(data: DataConfig) -> None:
     files = {"bytes": (), "gpt2": ("vocab_file", "merges_file")}
     needed = files.get(data.tokenizer, ("tokenizer_file",))
+    missing = [name for name in needed if not getattr(data, name)]
+    for name in missing[:1]:
+        also = "".join(f", and so must data.{other}" for other in missing[1:])
+        constraint = f"must be given with data.tokenizer={data.tokenizer}{also}"
+        require(False, f"data.{name}", getattr(data, name), constraint)
     for name in ("tokenizer_file", "vocab_file", "merges_file"):
-        value = getattr(data, name)
-        if name in needed:
-            require(bool(value), f"data.{name}", value, f"must be given with data.tokenizer={data.tokenizer}")
-        else:
-            require(value is None, f"data.{name}", value, f"must be null with data.tokenizer={data.tokenizer}")
+        value, constraint = getattr(data, name), f"must be null with data.tokenizer={data.tokenizer}"
+        require(name in needed or value is None, f"data.{name}", value, constraint)

@@ -16,19 +16,8 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 LONGEST_SOCKET_PATH = 107
 
 
-def check(config: JobConfig) -> None:
-    """Check the groups of nodes, processes, detector, run and telemetry."""
-    _check_names(config)
-    _check_launch(config)
-    _check_detector(config.detector)
-    _check_launchers(config)
-    _check_run(config.run)
-    _check_coming_nodes(config)
-    _check_telemetry(config.telemetry)
-
-
 def _check_launch(config: JobConfig) -> None:
-    """Check counts of nodes and ranks, the address of the control channel, timeouts and limits."""
+    """Check counts of nodes and ranks, timeouts and limits."""
     launch, max_restarts = config.launch, config.recovery.max_restarts
     one_of(("local", "torchrun", "srun"), "launch.mode", launch.mode)
     wanted_values: list[tuple[str, str | None, str | None]] = [("launch.mode", launch.mode, "local")]
@@ -55,10 +44,6 @@ def _check_launch(config: JobConfig) -> None:
     )
     at_least(1, "limits.gpu_memory_bytes", config.limits.gpu_memory_bytes)
     at_least(1, "limits.host_memory_bytes", config.limits.host_memory_bytes)
-    _check_interface(config.control.interface)
-    _check_socket(launch.forkserver_socket)
-    _check_nodes(config)
-    _check_topology(config)
 
 
 def _check_topology(config: JobConfig) -> None:
@@ -287,3 +272,19 @@ def _check_launchers(config: JobConfig) -> None:
 
 def _is_default(key: str, value: object, wanted: object, mode: str, reason: str) -> None:
     require(value == wanted, key, value, f"must be left at {show(wanted)} with launch.mode={mode}: {reason}")
+
+
+CHECKS = (
+    _check_launch,
+    _check_nodes,
+    _check_names,
+    lambda config: _check_run(config.run),
+    _check_coming_nodes,
+    _check_topology,
+    lambda config: _check_interface(config.control.interface),
+    lambda config: _check_socket(config.launch.forkserver_socket),
+    lambda config: _check_detector(config.detector),
+    _check_launchers,
+    lambda config: _check_telemetry(config.telemetry),
+)
+"""All checks of this file."""

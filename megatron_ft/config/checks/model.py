@@ -1,6 +1,6 @@
 """Checks of a model: sizes and dense layers first, then MoE layers and routers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -29,9 +29,9 @@ BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 
 
 def check(config: JobConfig) -> None:
-    """Check ``model``."""
-    _check_model(config.model)
-    _check_moe(config.model)
+    """Check ``model``. Raise the first error."""
+    for each in CHECKS:
+        each(config)
 
 
 def valid_model(values: Mapping[str, Any]) -> ModelConfig:
@@ -310,3 +310,10 @@ def _check_capacity(model: ModelConfig) -> None:
         factor,
         "must be null with model.moe_router_load_balancing_type=sinkhorn",
     )
+
+
+CHECKS: tuple[Callable[[JobConfig], None], ...] = (
+    lambda config: _check_model(config.model),
+    lambda config: _check_moe(config.model),
+)
+"""All checks of this file."""

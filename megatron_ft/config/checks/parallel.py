@@ -5,14 +5,8 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.topology import Topology
 
 
-def check(config: JobConfig) -> None:
-    """Check ``parallel``."""
-    _check_parallel(config)
-    _check_transformer_engine(config)
-
-
-def _check_parallel(config: JobConfig) -> None:
-    """Check that the parallel sizes fit the number of ranks, the layers, heads and experts, and the device."""
+def _check_sizes(config: JobConfig) -> None:
+    """Check that the parallel sizes fit the number of ranks."""
     parallel = config.parallel
     virtual = parallel.virtual_pipeline_model_parallel_size
     at_least(2, "parallel.virtual_pipeline_model_parallel_size", virtual)
@@ -24,11 +18,6 @@ def _check_parallel(config: JobConfig) -> None:
     )
     # ``Topology.of`` raises an error if the sizes do not divide the number of ranks.
     Topology.of(parallel, config.launch.num_nodes * config.launch.ranks_per_node)
-    _check_pipeline(config)
-    _check_tensor(config)
-    _check_experts(config)
-    _check_context(config)
-    _check_backend(config)
 
 
 def _check_backend(config: JobConfig) -> None:
@@ -64,8 +53,9 @@ def _check_pipeline(config: JobConfig) -> None:
         vpp,
         f"must be null with parallel.pipeline_model_parallel_size={pp}",
     )
-    chunks, product = pp * (vpp or 1), "PP * VPP (parallel.{virtual_,}pipeline_model_parallel_size)"
-    divides(chunks, "model.num_layers", config.model.num_layers, product)
+    product = f"PP * VPP (parallel.pipeline_model_parallel_size={pp}"
+    product += ")" if vpp is None else f", parallel.virtual_pipeline_model_parallel_size={vpp})"
+    divides(pp * (vpp or 1), "model.num_layers", config.model.num_layers, product)
 
 
 def _check_tensor(config: JobConfig) -> None:
@@ -137,3 +127,15 @@ def needs_transformer_engine(config: JobConfig) -> list[tuple[str, object, str]]
         # Megatron's local experts add their bias in place to a view, which autograd refuses.
         needs.append(("model.add_bias_linear", True, "must be false in a model with experts"))
     return needs
+
+
+CHECKS = (
+    _check_sizes,
+    _check_pipeline,
+    _check_tensor,
+    _check_experts,
+    _check_context,
+    _check_backend,
+    _check_transformer_engine,
+)
+"""All checks of this file. Those after the first one rely on sizes that fit the number of ranks."""

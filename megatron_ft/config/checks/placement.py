@@ -88,12 +88,19 @@ def _check_slots(config: JobConfig) -> None:
 
 def _check_copies(config: JobConfig, name: str, value: int | None) -> None:
     num_domains = fewest_domains(config)
-    if value is not None and not 1 <= value <= num_domains:
-        raise ConfigError.of(
-            f"placement.{name}",
-            value,
-            f"must be in 1..{num_domains}, the number of failure domains of a pipeline stage",
+    if value is None or 1 <= value <= num_domains:
+        return
+    feature = "" if config.placement.algorithm is None else " with placement.algorithm"
+    constraint = f"must be in 1..{num_domains}{feature}, the number of failure domains of a pipeline stage"
+    if num_domains == 1 and value > 1:
+        # The usual command of a first try has one node. An upper bound of 1 would not say what is missing.
+        constraint = (
+            f"must be 1{feature}, because the ranks of a pipeline stage are in one failure domain, and copies must be "
+            f"in others; use more nodes than launch.num_nodes={config.launch.num_nodes}"
         )
+        if config.topology.failure_domains:
+            constraint += f", or other names in topology.failure_domains={config.topology.failure_domains}"
+    raise ConfigError.of(f"placement.{name}", value, constraint)
 
 
 def _check_rebalancing(config: JobConfig) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_ft.config.serialize import close_matches
 from megatron_ft.errors import ConfigError
+from megatron_ft.formatting import gib
 
 
 def require(condition: bool, key: str, value: object, constraint: str) -> None:
@@ -46,7 +47,8 @@ def divides(divisor: int, key: str, value: int, of_what: str) -> None:
 def within_limit(limit: int | None, key: str, needed: int, advice: str) -> None:
     """Check that ``needed`` does not exceed ``limit``, the value of ``key``; None means no limit. The message ends with
     ``advice``, which names the consumers and how to lower their need."""
-    require(limit is None or needed <= limit, key, limit, f"must be at least {needed}, {advice}")
+    text = "" if limit is None else f"must be at least {needed} ({gib(needed)} instead of {gib(limit)}), {advice}"
+    require(limit is None or needed <= limit, key, limit, text)
 
 
 def finite_numbers(group: str, values: Any) -> None:

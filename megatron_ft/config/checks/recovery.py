@@ -1,8 +1,5 @@
 """Checks of keys for lost nodes, snapshots, the upstream log and membership schedules."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_ft.config.checks.primitives import above, at_least, one_of, require, show
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import MembershipChange, derive_placement, nodes_over_time
@@ -15,14 +12,6 @@ MAX_OUTLIVE_SECONDS = 7 * 24 * 3600
 """Largest value of ``snapshot.outlive_job_seconds``. Servers that no job takes over must not run forever."""
 _OUTLIVE = "snapshot.outlive_job_seconds"
 _REPAY = "snapshot.repay_capacity_share"
-
-
-def check(config: JobConfig) -> None:
-    """Check ``snapshot``, ``recovery`` and ``upstream_log``."""
-    _check_snapshot(config)
-    _check_survival(config)
-    _check_strategies(config)
-    _check_upstream_log(config)
 
 
 def _check_survival(config: JobConfig) -> None:
@@ -211,7 +200,8 @@ def _check_schedule(config: JobConfig) -> list[MembershipChange]:
 def _check_requirements(
     config: JobConfig, requirements: tuple[Requirement, ...], feature: str, instead: str = ""
 ) -> None:
-    found = Requirement.unmet(config, requirements)
+    # A requirement that only another layout or device would meet comes first: it can make the others pointless.
+    found = sorted(Requirement.unmet(config, requirements), key=lambda need: need.remedy is not None)
     # Name all unmet requirements at once, because the user may be unable to change one of the last ones.
     others = [f"{need.key}={show(value_of(config, need.key))} {need.demand}" for need in found[1:]]
     also = f"; {feature} also requires: {', '.join(others)}" if others else ""
@@ -297,13 +287,14 @@ def _check_replays_exactly(config: JobConfig) -> None:
     )
 
 
-def _check_partial(config: JobConfig, policy: Mapping[str, Any]) -> None:
+def _check_partial(config: JobConfig) -> None:
     """Check a job whose windows leave out experts: it must have experts, and single stages must not replay.
 
     Raises:
         ConfigError: a rule is violated, or the policy cannot be built.
     """
-    if not getattr(build_policy("snapshot.policy", policy), "leaves_out_experts", False):
+    policy = config.snapshot.policy
+    if policy is None or not getattr(build_policy("snapshot.policy", policy), "leaves_out_experts", False):
         return
     target = policy["_target_"]
     stored, every = policy.get("num_persisted_experts"), config.snapshot.persist_interval_windows
@@ -394,7 +385,6 @@ def _check_snapshot(config: JobConfig) -> None:
         f"must be null with launch.mode={launch.mode}, which starts no snapshot servers; use "
         "launch.mode=local or snapshot=none",
     )
-    _check_partial(config, snapshot.policy)
     num_domains = len(set(config.member_domains))
     require(
         snapshot.num_peer_copies < num_domains,
@@ -403,3 +393,7 @@ def _check_snapshot(config: JobConfig) -> None:
         f"must be below the number of failure domains, {num_domains}: each copy of a node's windows needs a domain "
         "of its own; 0 makes no copies on other nodes",
     )
+
+
+CHECKS = (_check_snapshot, _check_partial, _check_survival, _check_strategies, _check_upstream_log)
+"""All checks of this file. They rely on parallel sizes and slots that are valid."""

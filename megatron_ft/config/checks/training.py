@@ -1,5 +1,7 @@
 """Checks of length, batch size, policies, the optimizer and number formats."""
 
+from collections.abc import Callable
+
 from megatron_ft.config.checks.parallel import needs_transformer_engine
 from megatron_ft.config.checks.primitives import above, at_least, divides, one_of, require, share
 from megatron_ft.config.job import JobConfig, OptimizerConfig, TrainingConfig
@@ -8,17 +10,6 @@ from megatron_ft.config.model import PrecisionConfig
 FP8_RECIPES = ("tensorwise", "blockwise", "delayed", "mxfp8")
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 LARGEST_SEED = 2**31 - 1
-
-
-def check(config: JobConfig) -> None:
-    """Check ``training``, ``precision``, ``optimizer`` and ``checkpoint``."""
-    _check_training(config.training)
-    _check_evaluate_only(config)
-    _check_frozen(config)
-    _check_precision(config.precision)
-    _check_fp8(config)
-    _check_optimizer(config.optimizer, config.training.train_iterations)
-    _check_checkpoint(config)
 
 
 def _check_training(training: TrainingConfig) -> None:
@@ -222,3 +213,15 @@ def _check_checkpoint(config: JobConfig) -> None:
     # Saves fall only on multiples of the interval, so other multiples would never be kept.
     if keep and interval:
         divides(interval, "checkpoint.keep_every_iterations", keep, "checkpoint.save_interval_iterations")
+
+
+CHECKS: tuple[Callable[[JobConfig], None], ...] = (
+    lambda config: _check_training(config.training),
+    lambda config: _check_precision(config.precision),
+    lambda config: _check_optimizer(config.optimizer, config.training.train_iterations),
+    _check_checkpoint,
+    _check_evaluate_only,
+    _check_frozen,
+    _check_fp8,
+)
+"""All checks of this file."""

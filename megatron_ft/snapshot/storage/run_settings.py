@@ -63,11 +63,12 @@ def check_same_settings(
             raise CheckpointError(error)
 
 
-def check_source(directory: Path, settings: Settings, *, weights_only: bool, trust: bool) -> None:
+def check_source(directory: Path, settings: Settings | None, *, weights_only: bool, trust: bool) -> None:
     """Check that a new run can start from ``directory``, before any rank starts. Only the manifest is read.
 
     Args:
         settings: settings of the job (``settings_of``), of which the concerns ``model`` and ``optimizer`` are compared.
+            If None, because the job has other errors, nothing is compared.
         weights_only: whether only the weights are loaded (``checkpoint.load_weights``).
         trust: ``checkpoint.trust``.
 
@@ -88,6 +89,8 @@ def check_source(directory: Path, settings: Settings, *, weights_only: bool, tru
     if not stored.get("model"):  # format 1 records nothing that could be compared
         return
     _check_types(stored["model"], name)
+    if settings is None:
+        return
     if weights_only:
         if found := other_model(stored, settings):
             raise CheckpointError(

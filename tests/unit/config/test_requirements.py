@@ -76,8 +76,8 @@ def test_all_that_is_missing_is_named_in_one_message() -> None:
         "launch.master_port=20001: must be 0 with recovery.min_nodes=1: "
         "each membership has a rendezvous store on a port of its own; "
         "recovery.min_nodes=1 also requires: "
-        "parallel.use_distributed_optimizer=true must be false (or placement.state_copies at least 2), "
-        "training.device=cuda must be cpu"
+        "training.device=cuda must be cpu, "
+        "parallel.use_distributed_optimizer=true must be false (or placement.state_copies at least 2)"
     )
 
 

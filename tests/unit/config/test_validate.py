@@ -28,6 +28,7 @@ def ranks(number: int) -> dict[str, Any]:
     return {"launch.ranks_per_node": number}
 
 
+NAMED = {"run.name": "first", "run.resume": "auto"}
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({**ranks(3), "parallel.tensor_model_parallel_size": 2}, "launch.num_nodes"),
     ({**ranks(2), "parallel.expert_model_parallel_size": 4}, "parallel.expert_model_parallel_size"),
@@ -171,8 +172,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"launch.node_launcher": "ssh"}, "launch.node_launcher"),
     ({"launch.node_launcher": "srun", "launch.mode": "srun"}, "launch.mode"),
     ({"launch.node_launcher": "srun", "launch.forkserver_socket": "warm.sock"}, "launch.forkserver_socket"),
-    ({"launch.node_launcher": "none", "launch.mode": "torchrun"}, "launch.mode"),
-    ({"launch.node_launcher": "none", "launch.forkserver_socket": "warm.sock"}, "launch.forkserver_socket"),
+    ({**NAMED, "launch.node_launcher": "none", "launch.mode": "torchrun"}, "launch.mode"),
+    ({**NAMED, "launch.node_launcher": "none", "launch.forkserver_socket": "warm.sock"}, "launch.forkserver_socket"),
     ({"launch.node_launcher": "none", "run.resume": "auto"}, "run.name"),
     ({"launch.node_launcher": "none", "run.name": "first"}, "run.resume"),
     ({"topology.failure_domains": ["a", "b"]}, "topology.failure_domains"),

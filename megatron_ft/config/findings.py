@@ -1,0 +1,136 @@
+"""Collects all independent errors of one command, root causes first.
+
+A check raises the first error that it finds. ``find_errors`` runs many small checks. After an error it gives the keys
+at fault their default values and runs the check again, so one check can find several errors. Later errors that name a
+key at fault are consequences, and are left out: a wrong ``model.num_moe_experts`` would otherwise be reported once for
+each key that must fit it.
+"""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.errors import CheckpointError, ConfigError, MegatronFtError, SeveralErrors, SoftwareError
+
+Check = Callable[[JobConfig], object]
+"""A check of a configuration. It raises ``ConfigError`` for the first violated rule."""
+
+_DEFAULT = JobConfig()
+_GROUPS = {
+    field.name: frozenset(each.name for each in dataclasses.fields(getattr(_DEFAULT, field.name)))
+    for field in dataclasses.fields(JobConfig)
+    if dataclasses.is_dataclass(getattr(_DEFAULT, field.name))
+}
+_KEY = re.compile(rf"\b({'|'.join(_GROUPS)})\.(\w+)")
+
+
+def keys_in(error: MegatronFtError) -> list[str]:
+    """Return the configuration keys that an error's message names, in its order, each once."""
+    found = _KEY.findall(str(error))
+    return list(dict.fromkeys(f"{group}.{name}" for group, name in found if name in _GROUPS[group]))
+
+
+class Findings:
+    """Independent errors of one command, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self.errors: list[MegatronFtError] = []
+        self._at_fault: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self.errors)
+
+    def add(self, error: MegatronFtError, *, at_fault: Iterable[str] | None = None) -> None:
+        """Add an error, unless it names a key of an earlier error, and so may be its consequence.
+
+        Args:
+            at_fault: keys, or groups of keys, to which the error may be due; by default all keys that it names.
+        """
+        for each in error.errors if isinstance(error, SeveralErrors) else (error,):
+            names = keys_in(each)
+            is_consequence = any(name in self._at_fault or name.partition(".")[0] in self._at_fault for name in names)
+            if not is_consequence and str(each) not in map(str, self.errors):
+                self.errors.append(each)
+        self.blame(keys_in(error) if at_fault is None else at_fault)
+
+    def blame(self, keys: Iterable[str]) -> None:
+        """Leave out later errors that name one of these keys or groups of keys."""
+        self._at_fault.update(keys)
+
+    @contextlib.contextmanager
+    def collecting(self, *, at_fault: Iterable[str] | None = None) -> Iterator[None]:
+        """Add an error that the block raises, and continue after the block. ``at_fault`` is that of ``add``."""
+        try:
+            yield
+        except (ConfigError, CheckpointError, SoftwareError) as error:
+            self.add(error, at_fault=at_fault)
+
+    def raise_errors(self) -> None:
+        """Raise the errors. Do nothing if there are none.
+
+        Raises:
+            MegatronFtError: there is exactly one error. SeveralErrors: there are several.
+        """
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            raise SeveralErrors(self.errors)
+
+
+def find_errors(config: JobConfig, checks: Iterable[Check], found: Findings) -> JobConfig:
+    """Add the errors of all ``checks`` to ``found``. Return ``config`` with default values of the keys at fault.
+
+    The first checks are those of single keys. Later checks of combinations then have only possible values, so that they
+    cannot divide by a size of 0.
+    """
+    for check in checks:
+        while (error := _error_of(check, config)) is not None:
+            keys, repaired = _repair(check, config, error)
+            found.add(error, at_fault=keys)
+            if repaired is None:  # only values by default are at fault
+                break
+            config = repaired
+    return config
+
+
+def _error_of(check: Check, config: JobConfig) -> ConfigError | None:
+    try:
+        check(config)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _repair(check: Check, config: JobConfig, error: ConfigError) -> tuple[Sequence[str], JobConfig | None]:
+    """Find the fewest keys of an error whose default values avoid it and what follows from it. Return them, and the
+    configuration with these values; return None instead of a configuration if all keys have their defaults already."""
+    named = keys_in(error)
+    given = [key for key in named if _value(config, key) != _value(_DEFAULT, key)]
+    fallback: tuple[Sequence[str], JobConfig | None] = (named[:1], None)
+    for keys in chain([[key] for key in given], [given] if len(given) > 1 else []):
+        changed = _with_defaults(config, keys)
+        after = _error_of(check, changed)
+        remaining = [] if after is None else keys_in(after)
+        # The next error is another one if it is about a key that this error does not name.
+        if after is None or not (set(remaining) & set(keys) or set(remaining[:1]) & set(named)):
+            return keys, changed
+        if str(after) != str(error):
+            fallback = keys, changed
+    return fallback
+
+
+def _value(config: JobConfig, key: str) -> Any:
+    group, _, name = key.partition(".")
+    return getattr(getattr(config, group), name)
+
+
+def _with_defaults(config: JobConfig, keys: Sequence[str]) -> JobConfig:
+    for key in keys:
+        group, _, name = key.partition(".")
+        changed = dataclasses.replace(getattr(config, group), **{name: _value(_DEFAULT, key)})
+        config = dataclasses.replace(config, **{group: changed})
+    return config
