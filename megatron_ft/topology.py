@@ -67,8 +67,7 @@ class Topology:
                 "launch.num_nodes * launch.ranks_per_node",
                 self.world_size,
                 f"must be a multiple of TP * PP * CP = {tp} * {pp} * {cp} = {tp * pp * cp}; "
-                "change the number of ranks, or "
-                + ", ".join(_key(name) for name, size in sizes.items() if size > 1),
+                "change the number of ranks, or " + ", ".join(_key(name) for name, size in sizes.items() if size > 1),
             )
         expert_ranks = self.expert_tensor_parallel_size * self.expert_model_parallel_size
         if self.stage_size % expert_ranks:
