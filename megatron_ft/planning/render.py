@@ -128,7 +128,7 @@ def _snapshot(report: SnapshotReport, serve: str) -> str:
 def _captured(report: SnapshotReport) -> str:
     whole = _readable_bytes(report.dense_bytes)
     if report.captured_bytes is None:
-        return f"a part of {whole} on the largest rank, which is measured before the first window"
+        return f"a part of {whole} on the largest rank; the size of the part is measured before the first window"
     return (
         f"{_readable_bytes(report.captured_bytes)} of {whole} on the largest rank: everything outside experts, and "
         f"{counted(report.captured_experts or 0, 'expert')} of each layer; the first window captures everything"

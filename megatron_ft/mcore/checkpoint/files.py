@@ -258,7 +258,7 @@ class Planner:
         """Tensors of the newest plan, except those in ``_at_once``, with their copies; None until ``repeat`` is
         called."""
         self._at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Copies that ``repeat`` makes itself, with their sources."""
+        """Pairs of copy and source of the tensors that ``repeat`` copies immediately, not in ``_batch``."""
         self._sources: _Sources = {}
         self._addresses: Addresses = ()
 

@@ -129,8 +129,8 @@ class OverlapSearch(PlacementBase):
         loads: Sequence[Sequence[float] | None],
         min_replicas: int | None,
     ) -> list[Counts] | None:
-        """Return the base copies of each layer, ``[L][E, D]``. Return None if ``fill`` must place all copies for
-        survival: if ``survival_share`` is 1, a layer has no loads, or the replica counts leave no extra copies."""
+        """Return the base copies of each layer, ``[L][E, D]``. If ``survival_share`` is 1, a layer has no loads, or the
+        replica counts leave no extra copies, return None: ``fill`` then places all copies for survival."""
         if self.survival_share == 1 or any(load is None for load in loads):
             return None
         floor = min([*map(min, replica_counts), *([] if min_replicas is None else [min_replicas])])

@@ -273,7 +273,7 @@ _NUM_BATCHES, _LEAST_BATCH_BYTES = 128, 1 << 18
 
 
 def batch_bytes(largest_slice_bytes: int) -> int:
-    """Return the number of bytes of a slice that each rank sends at a time when a window is restored.
+    """Return the size in bytes of the batches in which a slice is sent. Ranks send slices when they restore a window.
     ``largest_slice_bytes`` is the size of the slice on the rank with the largest part."""
     # The bytes of a batch are copied before the send, so they must be few. But each batch is one collective.
     return align(max(_LEAST_BATCH_BYTES, largest_slice_bytes // _NUM_BATCHES))
