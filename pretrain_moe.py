@@ -222,6 +222,12 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str], found: "Fi
                 config = _adopt(config, environment, overrides)
                 environment.check_restarts(config.run)
     given = config
+    from megatron_ft.config.batch_size import with_train_iterations
+
+    with found.collecting():
+        config = with_train_iterations(config)
+    if config.training.train_iterations != given.training.train_iterations:
+        config_yaml = _with_values(config_yaml, {"training.train_iterations": config.training.train_iterations})
     if not found:
         config, config_yaml = read_failure_domains(config, config_yaml)
     with found.collecting():

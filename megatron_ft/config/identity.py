@@ -146,26 +146,35 @@ def settings_of(config: JobConfig, *, data_fingerprint: str, vocab_size: int) ->
     }
 
 
-_DERIVED = ("optimizer.lr_decay_iterations", "optimizer.lr_warmup_iterations")
-"""Keys for which null means a value derived from ``training.train_iterations``; settings contain the derived value."""
+_DERIVED = (
+    *("optimizer.lr_decay_iterations", "optimizer.lr_warmup_iterations"),
+    *("optimizer.lr_decay_samples", "optimizer.lr_warmup_samples"),
+)
+"""Keys for which null means a value derived from the length of the run; settings contain the derived value."""
 
 
 def _schedule(config: JobConfig) -> dict[str, JsonValue]:
     options, num_iterations = config.optimizer, config.training.train_iterations
+    by_samples = config.training.train_samples is not None
+    warmup, decay, wsd_decay = options.num_samples(config.training) if by_samples else (None, None, None)
     schedule: dict[str, JsonValue] = {
         "training.global_batch_size": config.training.global_batch_size,
         "optimizer.lr": options.lr,
         "optimizer.lr_decay_style": options.lr_decay_style,
         "optimizer.lr_warmup_init": options.lr_warmup_init,
         # Store the resulting value, because null means another number in a longer run.
-        "optimizer.lr_warmup_iterations": options.num_warmup_iterations(num_iterations),
+        "optimizer.lr_warmup_iterations": None if by_samples else options.num_warmup_iterations(num_iterations),
+        "optimizer.lr_warmup_samples": warmup,
+        "training.rampup_batch_size": config.training.rampup_batch_size,
     }
     # A difference in keys that have no effect with this style must not prevent a resume.
     if options.lr_decay_style != "constant":
         schedule["optimizer.min_lr"] = options.min_lr
-        schedule["optimizer.lr_decay_iterations"] = options.num_decay_iterations(num_iterations)
+        schedule["optimizer.lr_decay_iterations"] = None if by_samples else options.num_decay_iterations(num_iterations)
+        schedule["optimizer.lr_decay_samples"] = decay
     if options.lr_decay_style == "WSD":
         schedule["optimizer.lr_wsd_decay_iterations"] = options.lr_wsd_decay_iterations
+        schedule["optimizer.lr_wsd_decay_samples"] = wsd_decay
         schedule["optimizer.lr_wsd_decay_style"] = options.lr_wsd_decay_style
     return schedule
 

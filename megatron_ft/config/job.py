@@ -107,6 +107,14 @@ class OptimizerConfig:
     """Iteration at which the learning rate reaches ``min_lr``; null means ``training.train_iterations``."""
     lr_wsd_decay_iterations: int | None = None
     """Number of iterations of the final decay with ``lr_decay_style=WSD``."""
+    lr_warmup_samples: int | None = None
+    """Number of samples of linear warm-up, with ``training.train_samples``. null means a sixth of ``lr_decay_samples``,
+    but at most those of 10 iterations of ``training.global_batch_size``."""
+    lr_decay_samples: int | None = None
+    """Number of samples after which the learning rate reaches ``min_lr``, with ``training.train_samples``; null means
+    all samples."""
+    lr_wsd_decay_samples: int | None = None
+    """Number of samples of the final decay with ``lr_decay_style=WSD`` and ``training.train_samples``."""
     lr_wsd_decay_style: str = "exponential"
     """Shape of the final decay of ``WSD``: ``exponential``, ``linear``, ``cosine`` or ``minus_sqrt``."""
     weight_decay: float = 0.1
@@ -130,13 +138,31 @@ class OptimizerConfig:
             return self.lr_warmup_iterations
         return min(MAX_DEFAULT_WARMUP, self.num_decay_iterations(train_iterations) // 6)
 
+    def num_samples(self, training: "TrainingConfig") -> tuple[int, int, int]:
+        """Return the numbers of samples of warm-up, of the whole schedule, and of the final decay of ``WSD``."""
+        batch, total = training.global_batch_size, training.train_samples
+        if total is None:
+            counts = (
+                self.num_warmup_iterations(training.train_iterations),
+                self.num_decay_iterations(training.train_iterations),
+                self.lr_wsd_decay_iterations or 0,
+            )
+            return counts[0] * batch, counts[1] * batch, counts[2] * batch
+        decay = total if self.lr_decay_samples is None else self.lr_decay_samples
+        warmup = self.lr_warmup_samples
+        warmup = min(MAX_DEFAULT_WARMUP * batch, decay // 6) if warmup is None else warmup
+        return warmup, decay, self.lr_wsd_decay_samples or 0
+
 
 @dataclass
 class TrainingConfig:
     """Settings of training: length, batch sizes, evaluations, device, and what is done after bad iterations."""
 
     train_iterations: int = 60
-    """Number of iterations of the whole run."""
+    """Number of iterations of the whole run; not used with ``train_samples``, from which it follows."""
+    train_samples: int | None = None
+    """Number of samples of the whole run, rounded down to whole iterations. The learning-rate schedule then counts
+    samples, too (``optimizer.lr_decay_samples``, ``optimizer.lr_warmup_samples``)."""
     exit_at_iteration: int | None = None
     """Iteration after which this job stops although the run is not finished; a later job can resume the run. With null,
     the job continues to the end of the run. Learning-rate schedules do not depend on this key."""
@@ -149,6 +175,9 @@ class TrainingConfig:
     """Number of samples of one microbatch on one data-parallel rank."""
     global_batch_size: int = 16
     """Number of samples per iteration, over all ranks. It stays the same when the number of ranks changes."""
+    rampup_batch_size: list[int] | None = None
+    """``[start, increment, samples]``: the first iteration has ``start`` samples. Over ``samples`` samples, the number
+    grows in equal parts by ``increment`` up to ``global_batch_size``. Needs ``train_samples``. null: no ramp-up."""
     seed: int = 1234
     """Seed of initial weights and dropout."""
     eval_interval_iterations: int = 30

@@ -318,25 +318,13 @@ def _layers_per_virtual_stage(values: Sequence[str], given: Given) -> Computed:
     return _virtual_stages([str(num_layers // (stages * int(values[0])))], given)
 
 
-def _in_batches(key: str) -> Callable[[Sequence[str], Given], Computed]:
-    """Return a function that converts a number of samples to iterations."""
-
-    def convert(values: Sequence[str], given: Given) -> Computed:
-        batch = _number(given, "global-batch-size")
-        if batch is None:
-            return "none", (), f"{key} counts iterations; samples can only be translated with --global-batch-size"
-        return "key", [f"{key}={int(values[0]) // batch}"], f"{values[0]} samples / {batch} samples per iteration"
-
-    return convert
-
-
 def _warmup_fraction(values: Sequence[str], given: Given) -> Computed:
-    batch, samples = _number(given, "global-batch-size"), _number(given, "lr-decay-samples")
-    decay = _number(given, "lr-decay-iters") or (samples // batch if samples and batch else None)
-    decay = decay or _number(given, "train-iters")
-    if decay is None:
-        return "none", (), "can only be translated together with --lr-decay-iters or --train-iters"
-    return "key", [f"optimizer.lr_warmup_iterations={int(float(values[0]) * decay)}"], f"{values[0]} * {decay}"
+    for unit, name in (("samples", "samples"), ("iterations", "iters")):
+        decay = _number(given, f"lr-decay-{name}") or _number(given, f"train-{name}")
+        if decay is not None:
+            words = [f"optimizer.lr_warmup_{unit}={int(float(values[0]) * decay)}"]
+            return "key", words, f"{values[0]} * {decay}"
+    return "none", (), "can only be translated together with the length of the schedule or of the run"
 
 
 def _timeout(values: Sequence[str], given: Given) -> Computed:
@@ -449,10 +437,6 @@ _SPECIAL: dict[str, Callable[[Sequence[str], Given], Computed]] = {
     "num-virtual-stages-per-pipeline-rank": _virtual_stages,
     "num-layers-per-virtual-pipeline-stage": _layers_per_virtual_stage,
     "distributed-timeout-minutes": _timeout,
-    "train-samples": _in_batches("training.train_iterations"),
-    "lr-warmup-samples": _in_batches("optimizer.lr_warmup_iterations"),
-    "lr-decay-samples": _in_batches("optimizer.lr_decay_iterations"),
-    "lr-wsd-decay-samples": _in_batches("optimizer.lr_wsd_decay_iterations"),
     "lr-warmup-fraction": _warmup_fraction,
     "tensorboard-dir": _tensorboard,
     "reset-position-ids": _reset_position_ids,
@@ -515,6 +499,12 @@ _DEFAULTS = (
     _Default(
         flags=("lr-warmup-iters", "lr-warmup-samples", "lr-warmup-fraction"),
         overrides=("optimizer.lr_warmup_iterations=0",),
+        applies=lambda given: "train-samples" not in given,
+    ),
+    _Default(
+        flags=("lr-warmup-samples", "lr-warmup-fraction"),
+        overrides=("optimizer.lr_warmup_samples=0",),
+        applies=lambda given: "train-samples" in given,
     ),
     _Default(flags=("weight-decay",), overrides=("optimizer.weight_decay=0.01",)),
     _Default(flags=("adam-beta2",), overrides=("optimizer.adam_beta2=0.999",)),

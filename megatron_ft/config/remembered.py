@@ -28,7 +28,7 @@ _FREE_MODEL_KEYS = (
 """Keys of the model that do not determine which weights exist."""
 _SCHEDULE_KEYS = (
     *("optimizer.min_lr", "optimizer.lr_decay_iterations", "optimizer.lr_wsd_decay_iterations"),
-    "optimizer.lr_wsd_decay_style",
+    *("optimizer.lr_decay_samples", "optimizer.lr_wsd_decay_samples", "optimizer.lr_wsd_decay_style"),
 )
 """Keys that have an effect only with some values of ``optimizer.lr_decay_style``."""
 _FORMAT_KEYS = ("parallel.use_distributed_optimizer", "precision.params_dtype")

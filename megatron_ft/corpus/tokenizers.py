@@ -256,8 +256,7 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
         if importlib.util.find_spec("sentencepiece") is None:
             raise ConfigError(
                 "data.tokenizer=sentencepiece: needs the package sentencepiece, which is not installed. Install it "
-                "with 'pip install -c requirements/constraints.txt sentencepiece', or convert the file to "
-                "a tokenizer.json"
+                "with 'pip install -c requirements/constraints.txt sentencepiece', or convert the file to a JSON file"
             )
         return _SentencePieceTokenizer(path)
     raise ConfigError.of("data.tokenizer", config.tokenizer, "must be bytes, huggingface, gpt2 or sentencepiece")

@@ -13,6 +13,7 @@ from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import reduce
 from typing import Any
 
+from megatron_ft.config.batch_size import BatchSchedule
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError, TrainingStopped
 from megatron_ft.planning.snapshot.lost_tokens import TokenLedger
@@ -30,6 +31,8 @@ class BatchPlan:
     global_batch_size: int
     micro_batch_size: int
     data_parallel_size: int
+    schedule: BatchSchedule | None = None
+    """Numbers of samples of iterations if the batch grows; None if each iteration has ``global_batch_size`` samples."""
     num_microbatches_multiple: int = 1
     """Number that must divide the number of microbatches per rank: the number of pipeline stages if the schedule is
     interleaved, otherwise 1."""
@@ -42,6 +45,7 @@ class BatchPlan:
             global_batch_size=config.training.global_batch_size,
             micro_batch_size=config.training.micro_batch_size,
             data_parallel_size=topology.data_parallel_size,
+            schedule=BatchSchedule.of(config.training) if config.training.rampup_batch_size else None,
             num_microbatches_multiple=topology.pipeline_model_parallel_size if interleaved else 1,
         )
 
@@ -77,7 +81,18 @@ class BatchPlan:
         # Padding is at the end of the iteration, so the samples before it are the same for every number of ranks.
         if position >= self.num_real_microbatches:
             return None
-        return (iteration - 1) * self.global_batch_size + position * self.micro_batch_size
+        return self.samples_before(iteration) + position * self.micro_batch_size
+
+    def at(self, iteration: int) -> "BatchPlan":
+        """Return the plan with the number of samples of ``iteration``, counted from 1."""
+        size = self.global_batch_size if self.schedule is None else self.schedule.batch_size(iteration)
+        return self if size == self.global_batch_size else replace(self, global_batch_size=size)
+
+    def samples_before(self, iteration: int) -> int:
+        """Return the number of samples of all iterations before ``iteration``, counted from 1."""
+        if self.schedule is None:
+            return (iteration - 1) * self.global_batch_size
+        return self.schedule.samples_before(iteration)
 
 
 def microbatch_position(data_parallel_size: int, data_parallel_rank: int, microbatch: int) -> int:

@@ -35,6 +35,7 @@ _ALL = (
     _Metric("learning_rate", "1", "Learning rate of this iteration's update."),
     _Metric("loss_scale", "1", "Loss scale of this iteration; 1 outside fp16."),
     _Metric("tokens", "tokens", "Number of tokens in this iteration's loss, over all ranks."),
+    _Metric("global_batch_size", "samples", "Samples of this iteration."),
     _Metric("consumed_samples", "samples", "Samples read since the run began, including this iteration."),
     _Metric(
         "iteration_seconds", "s", "Wall time from the first microbatch to the end of the iteration.", is_timed=True

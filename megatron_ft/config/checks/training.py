@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
+from megatron_ft.config.batch_size import with_train_iterations
 from megatron_ft.config.checks.parallel import needs_transformer_engine
-from megatron_ft.config.checks.primitives import above, at_least, divides, one_of, require, share
+from megatron_ft.config.checks.primitives import above, at_least, divides, one_of, require, share, show
 from megatron_ft.config.job import JobConfig, OptimizerConfig, TrainingConfig
 from megatron_ft.config.model import PrecisionConfig
 
@@ -95,7 +96,29 @@ def _check_words(training: TrainingConfig) -> None:
     one_of(("full", "selective"), "training.recompute_granularity", training.recompute_granularity)
 
 
-def _check_optimizer(optimizer: OptimizerConfig, train_iterations: int) -> None:
+def _check_batch_size(config: JobConfig) -> None:
+    """Check ramp-up and number of samples, and that the schedule counts what the length of the run counts."""
+    derived = with_train_iterations(config).training.train_iterations
+    training, optimizer = config.training, config.optimizer
+    # The launcher derives the number of iterations before this check.
+    require(
+        training.train_iterations == derived,
+        "training.train_iterations",
+        training.train_iterations,
+        f"must be {derived} with training.train_samples={training.train_samples}",
+    )
+    unit, other = ("samples", "iterations") if training.train_samples is not None else ("iterations", "samples")
+    for name in ("lr_warmup", "lr_decay", "lr_wsd_decay"):
+        value = getattr(optimizer, f"{name}_{other}")
+        require(
+            value is None,
+            f"optimizer.{name}_{other}",
+            value,
+            f"must be null with training.train_samples={show(training.train_samples)}; set optimizer.{name}_{unit}",
+        )
+
+
+def _check_optimizer(optimizer: OptimizerConfig, training: TrainingConfig) -> None:
     """Check learning rates, their schedule, moments and gradient clipping."""
     above(0, "optimizer.lr", optimizer.lr)
     for name in ("min_lr", "lr_warmup_init", "weight_decay", "clip_grad", "lr_warmup_iterations"):
@@ -109,7 +132,29 @@ def _check_optimizer(optimizer: OptimizerConfig, train_iterations: int) -> None:
     one_of(LR_STYLES, "optimizer.lr_decay_style", optimizer.lr_decay_style)
     styles = ("exponential", "linear", "cosine", "minus_sqrt")
     one_of(styles, "optimizer.lr_wsd_decay_style", optimizer.lr_wsd_decay_style)
-    _check_schedule(optimizer, train_iterations)
+    if training.train_samples is None:
+        _check_schedule(optimizer, training.train_iterations)
+    else:
+        _check_schedule_of_samples(optimizer, training)
+
+
+def _check_schedule_of_samples(optimizer: OptimizerConfig, training: TrainingConfig) -> None:
+    at_least(1, "optimizer.lr_decay_samples", optimizer.lr_decay_samples)
+    at_least(0, "optimizer.lr_warmup_samples", optimizer.lr_warmup_samples)
+    warmup, decay, wsd_decay = optimizer.num_samples(training)
+    named = "training.train_samples" if optimizer.lr_decay_samples is None else "optimizer.lr_decay_samples"
+    require(
+        warmup < decay,
+        "optimizer.lr_warmup_samples",
+        optimizer.lr_warmup_samples,
+        f"must be less than {named}={decay}",
+    )
+    require(
+        optimizer.lr_decay_style != "WSD" or 1 <= wsd_decay <= decay,
+        "optimizer.lr_wsd_decay_samples",
+        optimizer.lr_wsd_decay_samples,
+        f"must be in 1..{named}={decay} with optimizer.lr_decay_style=WSD",
+    )
 
 
 def _check_schedule(optimizer: OptimizerConfig, train_iterations: int) -> None:
@@ -218,7 +263,8 @@ def _check_checkpoint(config: JobConfig) -> None:
 CHECKS: tuple[Callable[[JobConfig], None], ...] = (
     lambda config: _check_training(config.training),
     lambda config: _check_precision(config.precision),
-    lambda config: _check_optimizer(config.optimizer, config.training.train_iterations),
+    _check_batch_size,
+    lambda config: _check_optimizer(config.optimizer, config.training),
     _check_checkpoint,
     _check_evaluate_only,
     _check_frozen,

@@ -12,6 +12,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ft import failpoints
+from megatron_ft.config.batch_size import BatchSchedule
 from megatron_ft.config.job import DataConfig, TrainingConfig
 from megatron_ft.planning.iteration import BatchPlan
 
@@ -241,6 +242,7 @@ def plan_batches(training: TrainingConfig, data_parallel_size: int, num_microbat
         global_batch_size=training.global_batch_size,
         micro_batch_size=training.micro_batch_size,
         data_parallel_size=data_parallel_size,
+        schedule=BatchSchedule.of(training) if training.rampup_batch_size else None,
         num_microbatches_multiple=num_microbatches_multiple,
     )
 

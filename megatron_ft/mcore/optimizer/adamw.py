@@ -320,12 +320,12 @@ def build_optimizer(
 
 def build_scheduler(config: JobConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Build Megatron's schedule of learning rate and weight decay, whose position is counted in samples."""
-    options, batch = config.optimizer, config.training.global_batch_size
-    decay = options.num_decay_iterations(config.training.train_iterations)
+    options = config.optimizer
+    warmup, decay, wsd_decay = options.num_samples(config.training)
     wsd: dict[str, Any] = {}
     if options.lr_decay_style == "WSD":
         wsd = {
-            "wsd_decay_steps": (options.lr_wsd_decay_iterations or 0) * batch,
+            "wsd_decay_steps": wsd_decay,
             "lr_wsd_decay_style": options.lr_wsd_decay_style,
         }
     return OptimizerParamScheduler(
@@ -333,8 +333,8 @@ def build_scheduler(config: JobConfig, optimizer: MegatronOptimizer) -> Optimize
         init_lr=options.lr_warmup_init,
         max_lr=options.lr,
         min_lr=options.min_lr,
-        lr_warmup_steps=options.num_warmup_iterations(config.training.train_iterations) * batch,
-        lr_decay_steps=decay * batch,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
         lr_decay_style=options.lr_decay_style,
         start_wd=options.weight_decay,
         end_wd=options.weight_decay,

@@ -144,7 +144,7 @@ class KeptLayoutTrainer(Trainer):
         engine.continue_after(plan.target, state.newest_vote)
         # Each rank keeps its own value, because a save or an evaluation that was due may be done on some ranks only.
         self.rounded_off = state.rounded_off if carried is None else carried.host.rounded_off
-        set_position(engine.scheduler, plan.target * self.config.training.global_batch_size)
+        set_position(engine.scheduler, engine.batch.samples_before(plan.target + 1))
         if carried is not None:
             carried.kept = plan.window
         if client is not None:

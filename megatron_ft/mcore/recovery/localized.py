@@ -226,13 +226,17 @@ class _Region:
             # Megatron broadcasts the number of tokens from the last rank of ``pp``. In a region without the last stage,
             # that rank has no labels to count, so each rank computes the number.
             if num_tokens is not None and not is_last_here:
-                num_tokens.fill_(self._engine.reader("train").num_loss_tokens(self._engine.iteration + 1))
+                num_tokens.fill_(self._num_loss_tokens())
             # Change a copy, because the schedule still uses the group of the whole pipeline.
             scoped = copy.copy(pg_collection)
             scoped.pp = self._line
             finalize(model, num_tokens, pg_collection=scoped, **others)
 
         return finalize_alone
+
+    def _num_loss_tokens(self) -> int:
+        number = self._engine.iteration + 1
+        return self._engine.reader("train", number).num_loss_tokens(number)
 
 
 class KeptLayoutRecovery:

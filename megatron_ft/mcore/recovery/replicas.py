@@ -299,7 +299,7 @@ class ElasticTrainer(KeptLayoutTrainer):
             host = replace(host, rng=None)
             seed_newcomer(self.job.training.seed, engine.iteration, groups)
         engine.restore(host)
-        set_position(engine.scheduler, engine.iteration * self.job.training.global_batch_size)
+        set_position(engine.scheduler, engine.batch.samples_before(engine.iteration + 1))
         self.rounded_off = host.rounded_off
         # Before ``_note_formed``, because after it, a failure no longer returns this rank to its earlier state.
         self.keep_copies()

@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -267,7 +267,7 @@ class TrainingEngine:
         failpoints.hit("migrate_build", self.iteration + 1)
         self._assemble(replicas)
         self.restore(state)
-        set_position(self.scheduler, self.iteration * self.config.training.global_batch_size)
+        set_position(self.scheduler, self.batch.samples_before(self.iteration + 1))
 
     def _assemble(
         self, replicas: Replicas | None, group_keys: adamw.GroupKeys | None = None, *, is_offline: bool = False
@@ -418,7 +418,7 @@ class TrainingEngine:
         """
         failpoints.hit("data", iteration)
         # Computed from the iteration, so a rank that has rolled back, replayed or joined has the same learning rate.
-        set_position(self.scheduler, (iteration - 1) * self.config.training.global_batch_size)
+        set_position(self.scheduler, self.batch.samples_before(iteration))
         self._start_iteration(iteration)
         for chunk in self.model_chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]
@@ -465,7 +465,9 @@ class TrainingEngine:
 
     def tally(self, ballots: Sequence[Ballot]) -> Vote:
         """Combine the ballots of all ranks, in rank order, to a vote."""
-        num_moe_losses = self.batch.num_real_microbatches * sum(moe_layer_pattern(self.config.model))
+        num_moe_losses = self.batch.at(ballots[0].iteration).num_real_microbatches * sum(
+            moe_layer_pattern(self.config.model)
+        )
         return Vote.of(
             ballots,
             clip_grad=self.config.optimizer.clip_grad,
@@ -513,7 +515,7 @@ class TrainingEngine:
     def _roll_back(self, in_progress: IterationState) -> None:
         # No weight has changed. Gradients need no rollback, because the next iteration zeroes their buffers.
         self.restore(in_progress.before)
-        set_position(self.scheduler, self.iteration * self.config.training.global_batch_size)
+        set_position(self.scheduler, self.batch.samples_before(self.iteration + 1))
 
     # -- reading ------------------------------------------------------------------------------------------
 
@@ -551,7 +553,8 @@ class TrainingEngine:
 
     def _run_microbatches(self, split: str, number: int, *, forward_only: bool) -> list[torch.Tensor]:
         """Run batch ``number`` of ``split`` through the pipeline. In training, ``number`` is the iteration."""
-        pg, batch, reader = self.pg, self.batch, self.reader(split)
+        pg, reader = self.pg, self.reader(split, number)
+        batch = reader.plan
         reports: list[torch.Tensor] = self.forward_backward(
             forward_step_func=self._forward_step,
             data_iterator=[reader.microbatches(number) for _ in self.model_chunks],
@@ -565,13 +568,13 @@ class TrainingEngine:
         )
         return reports
 
-    def reader(self, split: str) -> BatchReader:
-        """Return the reader of this rank's microbatches of ``split``."""
+    def reader(self, split: str, number: int) -> BatchReader:
+        """Return the reader of this rank's microbatches in batch ``number`` of ``split``."""
         config, samples = self.config, self.samples[split]
         return BatchReader.of(
             self.pg,
             samples=samples,
-            plan=self.batch,
+            plan=self.batch.at(number) if split == "train" else replace(self.batch, schedule=None),
             seq_length=config.model.seq_length,
             device=self.device,
             rules=DocumentRules.of(config.data, samples),

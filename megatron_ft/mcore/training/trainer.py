@@ -288,7 +288,7 @@ class Trainer:
         plan of the iteration, if it is not the engine's current plan."""
         iteration, vote, decision = result.vote.iteration, result.vote, result.decision
         if _due(iteration, self.config.telemetry.log_interval_iterations):
-            plan = batch or self.engine.batch
+            plan = (batch or self.engine.batch).at(iteration)
             self.report(metrics_record(self.config, result, plan, seconds, self.nodes, self.throughput))
         if result.expert_load is not None and self._reports_load(iteration):
             self.report(expert_load_record(self.config, iteration, result.expert_load))
@@ -443,7 +443,7 @@ class Trainer:
             optimizer=engine.optimizer,
             scheduler=engine.scheduler,
             host=engine.train_state(),
-            consumed_samples=engine.iteration * self.config.training.global_batch_size,
+            consumed_samples=engine.batch.samples_before(engine.iteration + 1),
             extra=extra,
             before_update=engine.before_update,
         )

@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
+from megatron_ft.config.batch_size import BatchSchedule
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import build_policy
 from megatron_ft.errors import ConfigError
@@ -449,7 +450,8 @@ def planned_tokens(config: JobConfig) -> int:
     """Return the tokens that the router assigns in one layer in the whole training. A token counts once for each of its
     experts."""
     training, model = config.training, config.model
-    return training.train_iterations * training.global_batch_size * model.seq_length * model.moe_router_topk
+    num_samples = BatchSchedule.of(training).samples_before(training.train_iterations + 1)
+    return num_samples * model.seq_length * model.moe_router_topk
 
 
 def _filled(state: ExpertBytes, chosen: Mask, at_risk: Counts) -> Mask:

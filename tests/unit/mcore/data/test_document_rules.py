@@ -111,7 +111,7 @@ def test_a_packed_sample_is_its_documents_one_by_one(extra: dict[str, Any]) -> N
     with engines.engine_of(config) as engine:
         engine.samples = {"train": Documents(config.model.seq_length)}
         (model,) = engine.model_chunks
-        microbatches = list(engine.reader("train").microbatches(1))
+        microbatches = list(engine.reader("train", 1).microbatches(1))
         with torch.no_grad():
             for batch in microbatches:
                 output, loss_of = forward_step(iter([batch]), model, iteration=1)
@@ -136,7 +136,7 @@ def test_the_vote_counts_the_tokens_of_the_loss() -> None:
     with engines.engine_of(config) as engine:
         engine.samples = {"train": Documents(config.model.seq_length), "valid": Documents(config.model.seq_length)}
         vote = engine.run_iteration(1).vote
-        assert vote.num_tokens == engine.reader("train").num_loss_tokens(1) < 4 * config.model.seq_length
+        assert vote.num_tokens == engine.reader("train", 1).num_loss_tokens(1) < 4 * config.model.seq_length
         assert engine.evaluate()[1] < config.training.eval_iterations * 4 * config.model.seq_length
 
 

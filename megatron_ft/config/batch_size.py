@@ -1,0 +1,114 @@
+"""Number of samples of each iteration: constant, or growing at the start of the training (ramp-up)."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_ft.config.job import JobConfig, TrainingConfig
+from megatron_ft.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    """Consecutive iterations with the same number of samples."""
+
+    first_iteration: int
+    """First iteration, counted from 1."""
+    samples_before: int
+    """Number of samples before it."""
+    batch_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSchedule:
+    """Number of samples of each iteration. It depends only on the configuration, so each rank of each layout computes
+    the same numbers, also after a recovery."""
+
+    phases: tuple[_Phase, ...]
+
+    @classmethod
+    def of(cls, training: TrainingConfig) -> "BatchSchedule":
+        """Compute the numbers as ``RampupBatchsizeNumMicroBatchesCalculator`` of Megatron-Core does: the batch grows by
+        the increment whenever an equal part of the ramp-up's samples is consumed. The last batch applies from the first
+        iteration after the ramp-up."""
+        last = training.global_batch_size
+        if training.rampup_batch_size is None:
+            return cls((_Phase(1, 0, last),))
+        start, increment, ramp = training.rampup_batch_size
+        if start == last:
+            return cls((_Phase(1, 0, last),))
+        phases: list[_Phase] = []
+        iteration, consumed, part = 1, 0, ramp / ((last - start) // increment)
+        while True:
+            # The same floating-point division as in Megatron-Core, which decides at which iteration the batch grows.
+            size = last if consumed > ramp else min(last, start + int(consumed / part) * increment)
+            if not phases or size != phases[-1].batch_size:
+                phases.append(_Phase(iteration, consumed, size))
+            if size == last:
+                return cls(tuple(phases))
+            iteration, consumed = iteration + 1, consumed + size
+
+    def batch_size(self, iteration: int) -> int:
+        """Return the number of samples of ``iteration``, counted from 1."""
+        return self._phase(iteration).batch_size
+
+    def samples_before(self, iteration: int) -> int:
+        """Return the number of samples of all iterations before ``iteration``, counted from 1."""
+        phase = self._phase(iteration)
+        return phase.samples_before + (iteration - phase.first_iteration) * phase.batch_size
+
+    def _phase(self, iteration: int) -> _Phase:
+        assert iteration >= 1, f"iteration {iteration} must be at least 1"
+        return self.phases[bisect_right(self.phases, iteration, key=lambda phase: phase.first_iteration) - 1]
+
+    def num_iterations(self, num_samples: int) -> int:
+        """Return the largest number of iterations that need at most ``num_samples`` samples.
+
+        Megatron-LM counts one iteration more if the samples end within the ramp-up.
+        """
+        phase = self.phases[bisect_right(self.phases, num_samples, key=lambda each: each.samples_before) - 1]
+        return phase.first_iteration - 1 + (num_samples - phase.samples_before) // phase.batch_size
+
+
+def with_train_iterations(config: JobConfig) -> JobConfig:
+    """Return ``config`` with the value of ``training.train_iterations`` that follows from ``training.train_samples``.
+
+    Raises:
+        ConfigError: the keys of the batch size are not valid, or there are too few samples for one iteration.
+    """
+    training = config.training
+    check_batch_size(training)
+    if training.train_samples is None:
+        return config
+    iterations = BatchSchedule.of(training).num_iterations(training.train_samples)
+    if iterations < 1:
+        constraint = "must be enough samples for one iteration (training.global_batch_size, training.rampup_batch_size)"
+        raise ConfigError.of("training.train_samples", training.train_samples, constraint)
+    return replace(config, training=replace(training, train_iterations=iterations))
+
+
+def check_batch_size(training: TrainingConfig) -> None:
+    """Check ``training.train_samples`` and ``training.rampup_batch_size``. Raises ConfigError."""
+    samples, ramp, last = training.train_samples, training.rampup_batch_size, training.global_batch_size
+    if samples is not None and samples < 1:
+        raise ConfigError.of("training.train_samples", samples, "must be at least 1")
+    if ramp is None:
+        return
+    if (problem := _problem(ramp, last, training.micro_batch_size)) is not None:
+        raise ConfigError.of("training.rampup_batch_size", list(ramp), problem)
+    if samples is None:
+        constraint = "needs training.train_samples, because iterations have different numbers of samples"
+        raise ConfigError.of("training.rampup_batch_size", list(ramp), constraint)
+
+
+def _problem(ramp: Sequence[int], last: int, micro_batch_size: int) -> str | None:
+    if len(ramp) != 3:
+        return "must be three numbers: first batch size, increment, samples of the ramp-up"
+    start, increment, samples = ramp
+    if min(start, increment, samples) < 1:
+        return "must contain only numbers of at least 1"
+    if start % micro_batch_size or increment % micro_batch_size:
+        return f"must begin with two multiples of training.micro_batch_size={micro_batch_size}"
+    if start > last or (last - start) % increment:
+        return f"must reach training.global_batch_size={last} from its first number in steps of its second"
+    return None
