@@ -381,6 +381,28 @@ class AlertCleared(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRecorded(Record):
+    """A rank has recorded iterations with ``torch.profiler`` (``telemetry.profile_first_iteration``)."""
+
+    rank: int
+    """Rank that recorded."""
+    first_iteration: int
+    """First recorded iteration."""
+    last_iteration: int
+    """Last recorded iteration. It may be incomplete if the ranks formed a new membership or were about to end."""
+    path: str
+    """Trace file."""
+    error: str | None = None
+    """Error because of which the file could not be written; absent if it was written."""
+
+    def describe(self) -> Note:
+        what = f"trace of rank {self.rank}, iterations {self.first_iteration} to {self.last_iteration}"
+        if self.error is not None:
+            return Note("warning", f"{what} could not be written to {self.path}: {self.error}")
+        return Note("info", f"{what}: {self.path}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested(Record):
     """The run was requested to stop; the present iteration is finished first."""
 

@@ -338,6 +338,20 @@ def _reset_position_ids(values: Sequence[str], given: Given) -> Computed:
     return "key", ["data.reset_position_ids=true"], ""
 
 
+def _profile(values: Sequence[str], given: Given) -> Computed:
+    # Megatron-LM counts from 0 and starts before the step; its defaults are 10 and 12.
+    first, end = _number(given, "profile-step-start"), _number(given, "profile-step-end")
+    first, end = 10 if first is None else first, 12 if end is None else end
+    if end <= first:
+        return "refused", (), "must have a --profile-step-end above --profile-step-start"
+    words = [f"telemetry.profile_first_iteration={first + 1}", f"telemetry.profile_iterations={end - first}"]
+    return "key", words, ""
+
+
+def _profile_ranks(values: Sequence[str], given: Given) -> Computed:
+    return "key", [f"telemetry.profile_ranks=[{','.join(values)}]"], ""
+
+
 def _tensorboard(values: Sequence[str], given: Given) -> Computed:
     return "key", ["telemetry=tensorboard"], "event files are in the run's folder; needs the package tensorboard"
 
@@ -439,6 +453,8 @@ _SPECIAL: dict[str, Callable[[Sequence[str], Given], Computed]] = {
     "distributed-timeout-minutes": _timeout,
     "lr-warmup-fraction": _warmup_fraction,
     "tensorboard-dir": _tensorboard,
+    "profile": _profile,
+    "profile-ranks": _profile_ranks,
     "reset-position-ids": _reset_position_ids,
     "data-path": _sources("train"),
     "train-data-path": _sources("train"),

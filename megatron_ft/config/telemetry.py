@@ -29,6 +29,14 @@ class TelemetryConfig:
     peak_tflops: float | None = None
     """Peak rate of a GPU (of a rank on CPUs) in TFLOP/s, for the metric ``mfu``. null: the rate of the data sheet, for
     GPUs in ``planning/cost/flops.py``. Without a known rate there is no ``mfu``, and the start of the run says so."""
+    profile_first_iteration: int | None = None
+    """First iteration that ``torch.profiler`` records; null: nothing is recorded."""
+    profile_iterations: int = 3
+    """Number of recorded iterations."""
+    profile_ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks that record. Each writes a trace file for chrome://tracing or Perfetto."""
+    profile_dir: str | None = None
+    """Folder of the trace files; null means ``profiles`` in the run's folder."""
     expert_load_interval_iterations: int = 1
     """Number of iterations between two reports of the tokens per expert and layer; 0 never reports them."""
     progress: str = "auto"

@@ -207,6 +207,11 @@ def _check_telemetry(telemetry: TelemetryConfig) -> None:
     at_least(1, "telemetry.log_interval_iterations", telemetry.log_interval_iterations)
     at_least(0, "telemetry.expert_load_interval_iterations", telemetry.expert_load_interval_iterations)
     above(0, "telemetry.peak_tflops", telemetry.peak_tflops)
+    at_least(1, "telemetry.profile_first_iteration", telemetry.profile_first_iteration)
+    at_least(1, "telemetry.profile_iterations", telemetry.profile_iterations)
+    ranks = telemetry.profile_ranks
+    is_valid = bool(ranks) and min(ranks) >= 0 and len(set(ranks)) == len(ranks)
+    require(is_valid, "telemetry.profile_ranks", ranks, "must name at least one rank, from 0 on, and none twice")
     one_of(("live", "plain", "auto"), "telemetry.progress", telemetry.progress)
     one_of(("online", "offline", "disabled", "auto"), "telemetry.wandb", telemetry.wandb)
     require(bool(telemetry.wandb_project), "telemetry.wandb_project", "''", "must not be empty")

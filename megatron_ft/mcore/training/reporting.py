@@ -8,8 +8,9 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
@@ -17,8 +18,18 @@ import torch
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
+from megatron_ft.config.telemetry import TelemetryConfig
 from megatron_ft.control.node.worker_client import RankContext
-from megatron_ft.events import Evaluation, ExpertLoad, Metrics, PlacementInForce, RunStarted, SnapshotPlanned
+from megatron_ft.events import (
+    Evaluation,
+    ExpertLoad,
+    Metrics,
+    PlacementInForce,
+    ProfileRecorded,
+    Record,
+    RunStarted,
+    SnapshotPlanned,
+)
 from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.mcore.model.transformer_config import moe_layer_pattern
 from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager
@@ -299,3 +310,55 @@ class StragglerTimer:
         if self._began is not None:
             self._passes.append((self._began, self._clock.mark()))
             self._began = None
+
+
+class ProfilerWindow:
+    """Records some iterations of this process with ``torch.profiler``, and writes a trace file.
+
+    A process that joins within the window, or forms a new membership, records the rest of the window to another file.
+    An error of the file never stops training; the event about the trace contains it.
+    """
+
+    def __init__(self, telemetry: TelemetryConfig, run_dir: Path, report: Callable[[Record], None]) -> None:
+        """Prepare the window of ``telemetry``; nothing is recorded if ``profile_first_iteration`` is null. ``report``
+        sends an event from this rank."""
+        first = telemetry.profile_first_iteration
+        self._window = range(0) if first is None else range(first, first + telemetry.profile_iterations)
+        self._ranks = frozenset(telemetry.profile_ranks)
+        self._folder = run_dir / "profiles" if telemetry.profile_dir is None else Path(telemetry.profile_dir)
+        self._report = report
+        self._profiler: torch.profiler.profile | None = None
+        self._recorded = (0, 0)
+        self._name = (0, 0)
+
+    def begin(self, iteration: int, *, rank: int, generation: int) -> None:
+        """Start or continue to record if ``iteration`` is in the window and ``rank`` is one of the ranks."""
+        if iteration not in self._window or rank not in self._ranks:
+            return
+        if self._profiler is None:
+            # Activities are all that the device has: CPU, and CUDA if there is any.
+            self._profiler = torch.profiler.profile()  # type: ignore[no-untyped-call]
+            self._profiler.start()
+            self._recorded, self._name = (iteration, iteration), (rank, generation)
+        self._recorded = (self._recorded[0], iteration)
+
+    def end(self, iteration: int) -> None:
+        """Write the trace if ``iteration`` is the last one of the window."""
+        if iteration + 1 not in self._window:
+            self.stop()
+
+    def stop(self) -> None:
+        """Write the trace of what was recorded so far; do nothing if nothing is being recorded."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        profiler.stop()
+        (first, last), (rank, generation) = self._recorded, self._name
+        path, error = self._folder / f"rank-{rank:05d}-generation-{generation}-iteration-{first:07d}.json", None
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as failure:  # Kineto raises RuntimeError if it cannot write
+            error = f"{type(failure).__name__}: {failure}"
+        record = ProfileRecorded(rank=rank, first_iteration=first, last_iteration=last, path=str(path), error=error)
+        self._report(record)

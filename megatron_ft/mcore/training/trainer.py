@@ -39,6 +39,7 @@ from megatron_ft.mcore.state.tensors import NamedState, SavedExperts, state_dige
 from megatron_ft.mcore.state.train_state import IterationResult
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.mcore.training.reporting import (
+    ProfilerWindow,
     device_name,
     evaluation_record,
     expert_load_record,
@@ -103,6 +104,7 @@ class Trainer:
         self.placed_from = 0
         """First iteration that was committed with the present placement. Earlier windows have another placement."""
         self.snapshots: Snapshotter | None = None
+        self.profiler = ProfilerWindow(config.telemetry, context.run_dir, self._report_here)
         self.ended = False
         """Whether the run has reached its last iteration, or a stop for which the ranks have voted."""
         self.rounded_off = 0
@@ -204,6 +206,7 @@ class Trainer:
             if self.membership_ends():
                 return
             self.iterate(self.engine.iteration + 1)
+        self.profiler.stop()
         if self.config.checkpoint.save_at_end:
             self.save()
         self._digest(due=training.digest_interval_iterations > 0)
@@ -231,6 +234,7 @@ class Trainer:
     def teardown(self, *, keeps_engine: bool = False) -> None:
         """Release all objects that use the process groups, except the engine if ``keeps_engine``. Works even if other
         ranks are lost."""
+        self.profiler.stop()
         # Snapshots and saves end first, because their copies still read tensors that the engine is about to free.
         if self.snapshots is not None:
             self.snapshots.close()
@@ -256,6 +260,7 @@ class Trainer:
     def iterate(self, iteration: int) -> None:
         """Run iteration ``iteration``, and the work that is due before and after it."""
         self._rebalance(iteration)
+        self.profiler.begin(iteration, rank=self.context.rank, generation=self.context.generation)
         began = time.perf_counter()
         result = self.engine.run_iteration(iteration)
         if result.decision.action != "stop":
@@ -270,6 +275,7 @@ class Trainer:
             self.snapshots.after_iteration(iteration, result.vote, seconds)
             keep_log(self.engine, self.snapshots, self.report)
         self.round_off(iteration)
+        self.profiler.end(iteration)
         if self.snapshots is not None and result.vote.stop_requested:
             self.snapshots.persist_newest()
 
@@ -578,6 +584,9 @@ class Trainer:
             self.context.worker.report(record.to_record())
         else:
             self.report(record)
+
+    def _report_here(self, record: Record) -> None:
+        self.context.worker.report(record.to_record())
 
     def report_record(self, record: dict[str, Any]) -> None:
         """Report an event in its JSON form, once for the job."""

@@ -62,6 +62,8 @@ def test_recorded_flags_are_answered() -> None:
         ("--train-samples 99 --global-batch-size 8", ["training.train_samples=99", "training.global_batch_size=8"]),
         ("--lr-warmup-fraction .1 --train-iters 50",
          ["optimizer.lr_warmup_iterations=5", "training.train_iterations=50"]),
+        ("--profile --profile-step-start 4 --profile-step-end 6 --profile-ranks 0 8",
+         ["telemetry.profile_first_iteration=5", "telemetry.profile_iterations=2", "telemetry.profile_ranks=[0,8]"]),
         ("--rampup-batch-size 16 8 1000 --lr-decay-samples 5000 --lr-warmup-fraction .1",
          ["training.rampup_batch_size=[16,8,1000]", "optimizer.lr_decay_samples=5000",
           "optimizer.lr_warmup_samples=500"]),
