@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_ft.config.membership import config_of
+from megatron_ft.config.membership import config_of, derive_placement
 from megatron_ft.config.serialize import from_dict, to_dict
+from megatron_ft.config.validate import on_device
 from megatron_ft.control.rpc import RpcServer, new_token
 from megatron_ft.control.rundir import RunId
 from megatron_ft.errors import ConfigError, DataError, RecoveryError
@@ -26,6 +27,7 @@ from megatron_ft.events import (
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.devices import DeviceFacts
 from megatron_ft.planning.placement.stage import StageRequest, first_plans
+from megatron_ft.planning.recovery.facts import RecoveryFacts
 from megatron_ft.snapshot.storage.window_file import write_window
 from megatron_ft.testing.stored_samples import sample_window
 from tests.unit.snapshot.storage.conftest import make_checkpoint
@@ -266,6 +268,26 @@ def test_events_show_which_windows_and_places_are_still_in_use() -> None:
     assert can_recover.windows_in_memory(events) == [window(12)]
     assert can_recover.placed_from(events) == 0
     assert can_recover.nodes_since_restart(events) == [(0, 2, 3, 4)]
+
+
+def test_the_controller_of_a_job_states_which_nodes_can_take_lost_places(tmp_path: Path) -> None:
+    from pretrain_moe import compose
+
+    keys = ["nodes.num_spare_nodes=1", "recovery.keep_layout=true", "recovery.min_nodes=2"]
+    config = on_device(derive_placement(compose([*ELASTIC, *keys])[0]), "cpu")
+
+    def facts(status: dict[str, Any], *events: Record) -> RecoveryFacts:
+        layout = can_recover.layout_of(config, events)
+        known = {"events": events, "layout": layout, "is_running": True, "status": status}
+        return can_recover.Run(path=tmp_path, config=config, **known).facts([], None)
+
+    (tmp_path / "metrics.jsonl").touch()
+    lost = RanksReady(seconds=1.0, world_size=4)
+    found = facts({"members": [0, 1, 2, 3], "keeps_layout": True, "replacements": [4], "worn": [2]}, lost)
+    assert (found.has_places, found.num_spare_nodes, found.worn_nodes) == (True, 1, (2,))
+    found = facts({"members": [0, 1, 2, 3], "keeps_layout": False, "replacements": [], "worn": []}, lost)
+    assert (found.has_places, found.num_spare_nodes) == (False, 0), "it has grown to all its nodes again"
+    assert facts({}, lost).num_spare_nodes == 1, "an earlier version of the controller"
 
 
 def test_a_placement_of_another_membership_is_refused(run: MadeUpRun, ask: Ask) -> None:
