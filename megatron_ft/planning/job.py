@@ -390,9 +390,17 @@ def _fewer_lanes(config: JobConfig) -> tuple[str, ...]:
     that."""
     if not (config.recovery.keep_layout and config.may_change_layout):
         return ()
-    return (
+    note = (
         f"recovery.min_nodes={config.recovery.min_nodes}: if no node can take a lost place, the job continues with "
-        "fewer lanes (living_state). After that, joining nodes add lanes, and single stages do not replay",
+        "fewer lanes (living_state). After that, joining nodes add lanes, and single stages do not replay"
+    )
+    model = config.model
+    if config.snapshot.policy is None or not (model.hidden_dropout or model.attention_dropout):
+        return (note,)
+    return (
+        note,
+        "dropout: after a loss a stage replays, and its ranks first copy their weights and optimizer state, from which "
+        "they would continue with fewer lanes. Until the replay ends, this state takes its memory twice",
     )
 
 

@@ -277,6 +277,23 @@ def test_a_job_that_a_second_loss_can_end_has_a_note() -> None:
     assert notes(3, min_nodes=2) == notes(2) == notes(4, num_nodes=2, min_nodes=1) == ()
 
 
+@pytest.mark.parametrize(("dropout", "has_windows"), [(0.0, True), (0.1, True), (0.1, False)])
+def test_a_plan_states_that_a_replay_takes_memory_for_copies(dropout: float, has_windows: bool) -> None:
+    """The copies are made only if a replay is necessary for random number generators alone."""
+    search = {"_target_": "megatron_ft.planning.placement.overlap_search.OverlapSearch"}
+    policy = {"_target_": "megatron_ft.planning.snapshot.dense.DenseInterval", "interval_iterations": 3}
+    nodes = grouped(num_nodes=4, ranks_per_node=1, keep_layout=True, min_nodes=3, num_spare_nodes=1)
+    found = plan(
+        model={**SMALL["model"], "num_moe_experts": 4, "moe_ffn_hidden_size": 32, "hidden_dropout": dropout},
+        placement={"algorithm": search, "num_slots_per_rank": 4},
+        parallel={"use_distributed_optimizer": False},
+        snapshot={"policy": policy if has_windows else None},
+        **nodes,
+    ).notes
+    assert any("fewer lanes (living_state)" in note for note in found)
+    assert any("takes its memory twice" in note for note in found) is (dropout > 0 and has_windows)
+
+
 def _slots(*, device: str = "cuda", min_nodes: int | None = None, **limits: int) -> tuple[JobConfig, str]:
     """Return the result of ``with_slots`` for 8 nodes of one rank and 16 experts: 4 slots are enough for 2 replicas."""
     config = from_dict(
