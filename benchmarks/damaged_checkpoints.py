@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(__doc__, argv)
     tally = Tally()
     _try_tools(tally, QUICK_TOOLS_STRIDE if arguments.quick else TOOLS_STRIDE)
-    with tempfile.TemporaryDirectory(prefix="damaged-") as name, _inside(Path(name)) as root:
+    with _folder() as name, _inside(Path(name)) as root:
         growth = _be_hostile(root, tally)
         for kind in KINDS:
             crash(kind, root / f"crash-{kind.name}", tally, stride=37 if arguments.quick else 1)
@@ -97,12 +97,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _try_tools(tally: Tally, stride: int) -> None:
-    # Thousands of small folders are written and removed: in memory, if the machine has a file system there.
-    folder = _MEMORY if os.access(_MEMORY, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="damaged-tools-", dir=folder) as name:
+    with _folder() as name:
         counts, problems = run_all(Path(name), stride=stride)
+    print(f"tools: {counts}, {len(problems)} problems", file=sys.stderr, flush=True)
     tally.outcomes.update(counts)
     tally.problems += problems
+
+
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    # Thousands of small folders are written and removed: in memory, if the machine has a file system there. Crashes are
+    # simulated from the calls of a save, so they do not depend on the file system.
+    return tempfile.TemporaryDirectory(prefix="damaged-", dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None)
 
 
 def _finish(out: Path | None, tally: Tally, growth_bytes: int) -> int:
