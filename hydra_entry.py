@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_ft.config.findings import Findings, keys_in
 from megatron_ft.config.job import JobConfig
-from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
+from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, SeveralErrors
 
 _NO_EFFECT = {
     "hydra.run": "run.dir and run.name set the folder of a run",
@@ -66,7 +66,14 @@ class Options:
         if any(word.startswith("-") for word in extra):
             from megatron_ft.config.megatron_lm import check_flags
 
-            check_flags([word for word in arguments if word not in parser._option_string_actions])
+            try:
+                check_flags([word for word in arguments if word not in parser._option_string_actions])
+            except ConfigError as error:
+                given = tuple(word for word in (*known.overrides, *extra) if "=" in word and not word.startswith("-"))
+                _, wrong = _divide(cls(conf=conf, overrides=given))
+                if not wrong:
+                    raise
+                raise SeveralErrors([error, *(other for other, _ in wrong)]) from None
         if known.experimental_rerun:
             raise ConfigError(f"--experimental-rerun={known.experimental_rerun}: must be left out; use run.resume")
         folders = {}
@@ -479,8 +486,11 @@ def run_sweep(options: Options, script: Path) -> int:
     from megatron_ft.config.validate import validate
 
     jobs = sweep_jobs(options)
+    found = Findings()
     for job in jobs:
-        validate(job.config)
+        with found.collecting(at_fault=()):
+            validate(job.config)
+    found.raise_errors()
     codes: list[int] = []
     stopped: list[int] = []
     running: list[subprocess.Popen[bytes]] = []

@@ -48,8 +48,9 @@ INTRODUCTION = """\
 Generated from the docstrings in `megatron_ft/config/` by `python -m tools.document_config`; do not edit it by hand.
 
 Choose a file of `conf/` with `group=option`, set a key with `group.key=value`, in Hydra's grammar. Units are in the
-names. Unknown keys, values of another type and combinations that cannot run are refused before any rank starts;
-`dry_run=true` checks everything and shows the plan.
+names. Unknown keys, values of another type and combinations that cannot run are refused before any rank starts. All
+independent errors of a command are listed at once, root causes first. `dry_run=true` checks everything and shows the
+plan.
 
 Hydra's options work as in every Hydra program, in about a second and without torch:
 

@@ -1,6 +1,7 @@
 """Error messages for wrong keys, groups, options and flags, with suggestions of similar names. Does not use Hydra."""
 
 import difflib
+import functools
 import re
 import shlex
 from collections.abc import Iterable, Mapping
@@ -84,7 +85,8 @@ def explain(error: BaseException, given: Mapping[str, Any]) -> ConfigError:
     return ConfigError(" ".join(str(causes[-1]).split()))
 
 
-def _known_keys() -> dict[str, KeyDoc]:
+@functools.cache  # a command asks once for each of its overrides
+def _known_keys() -> Mapping[str, KeyDoc]:
     """Return the documentation of every key, by key."""
     return {doc.key: doc for doc in key_docs()}
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ft.config.job import RunConfig
 from megatron_ft.control import rundir
-from megatron_ft.control.rundir import RunDir, _has_state, has_complete_state, is_claimed
+from megatron_ft.control.rundir import RunDir, RunId, _has_state, check_claim, has_complete_state, is_claimed
 from megatron_ft.errors import ConfigError
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
 from tests.helpers.disk import note_steps
@@ -69,7 +69,7 @@ def test_names_that_are_refused(tmp_path: Path, name: str) -> None:
         ("none", "never", "fresh"),
         ("none", "auto", "fresh"),
         ("none", "must", "run.name=x: must be a folder in"),
-        ("empty", "never", "run.name=x: exists"),
+        ("empty", "never", "fresh"),
         ("empty", "auto", "fresh"),
         ("empty", "must", "run.resume=must: needs a checkpoint to continue from"),
         ("checkpoint", "never", "run.name=x: exists"),
@@ -149,3 +149,50 @@ def test_a_folder_that_is_moved_away_is_missed_once(tmp_path: Path, monkeypatch:
         (tmp_path / "elsewhere").rename(run.path)
         assert run.is_there
     run.release()
+
+
+def test_a_start_that_trained_nothing_does_not_take_the_name(tmp_path: Path) -> None:
+    first = claimed(tmp_path, "err", yaml="a: 1\n")
+    (first.path / "logs" / "rank-00000.log").write_text("it failed")
+    (first.path / "metrics.jsonl").write_text("")
+    first_id = RunId.read(first.path)
+    first.release()
+    second = claimed(tmp_path, "err", yaml="a: 2\n")
+    assert second.path == first.path and second.resume_from is None
+    assert (second.path / "failed-start-001" / "logs" / "rank-00000.log").read_text() == "it failed"
+    assert (second.path / "config.yaml").read_text() == "a: 2\n"
+    assert RunId.read(second.path) != first_id
+    second.release()
+    claimed(tmp_path, "err").release()
+    assert {path.name for path in first.path.glob("failed-start-*")} == {"failed-start-001", "failed-start-002"}
+
+
+@pytest.mark.parametrize("state", ["metrics.jsonl", "checkpoints/iter_0000001", "control/window_generations"])
+def test_a_run_with_something_to_lose_keeps_its_name(tmp_path: Path, state: str) -> None:
+    run = claimed(tmp_path, "err")
+    run.release()
+    (run.path / state).parent.mkdir(exist_ok=True)
+    (run.path / state).write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"run\.name=err: exists in "):
+        claimed(tmp_path, "err")
+    with pytest.raises(ConfigError, match=r"run\.name=err: exists in "):
+        check_claim(RunConfig(dir=str(tmp_path), name="err"))
+
+
+def test_a_claim_is_checked_without_a_change(tmp_path: Path) -> None:
+    check_claim(RunConfig(dir=str(tmp_path / "new" / "runs"), name="a"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.dir=.*is a file"):
+        check_claim(RunConfig(dir=str(tmp_path / "file" / "runs"), name="a"))
+    with pytest.raises(ConfigError, match=r"run\.name=file: must be a folder"):
+        check_claim(RunConfig(dir=str(tmp_path), name="file"))
+    with pytest.raises(ConfigError, match=r"run\.name=a: must be a folder in .*run\.resume=must"):
+        check_claim(RunConfig(dir=str(tmp_path), name="a", resume="must"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    used = claimed(tmp_path, "a")
+    with pytest.raises(ConfigError, match="is used by a running job"):
+        check_claim(RunConfig(dir=str(tmp_path), name="a", resume="auto"))
+    used.release()
+    with pytest.raises(ConfigError, match="needs a checkpoint to continue from"):
+        check_claim(RunConfig(dir=str(tmp_path), name="a", resume="must"))
+    check_claim(RunConfig(dir=str(tmp_path), name="a"))
