@@ -1,6 +1,6 @@
 """``ScaledAdamW``: AdamW on quantized masters and moments as a ``torch.optim.Optimizer``."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +20,25 @@ class ParameterRange:
     """Number of the tensor's first element in the flattened parameter; a multiple of the block size."""
 
 
+def placeholder(shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return an FP32 tensor of ``shape`` that has gradients, but whose values all have the memory of one number."""
+    return torch.zeros((), dtype=torch.float32, device=device).expand(tuple(shape))
+
+
 class ScaledAdamW(torch.optim.Optimizer):
     """AdamW whose state contains codes and scales of masters and moments, and an update count for each parameter.
 
     The parameters are FP32 tensors. After each update they contain the decoded masters, from which layers and compute
     weights are computed. The masters are the state: values that are written to a parameter between updates are lost.
 
+    With ``initial``, nothing is decoded: the parameters only have gradients, and the state alone contains the masters.
+
     Args:
         groups: parameter groups with ``params``, and optionally ``lr``, ``betas``, ``eps`` and ``weight_decay``.
         ranges: the range of each parameter, by the parameter's ``id``.
         seed: seed of stochastic rounding of masters; None rounds to nearest.
+        initial: values of the masters by the parameter's ``id``, each in the shape of its parameter, which is a result
+            of :func:`placeholder`. None uses the values of the parameters.
     """
 
     def __init__(
@@ -43,9 +52,11 @@ class ScaledAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         seed: int | None = None,
+        initial: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.regime, self.seed = regime, seed
+        self._has_values = initial is None
         self._ranges = {
             parameter: ranges[id(parameter)] for group in self.param_groups for parameter in group["params"]
         }
@@ -54,20 +65,40 @@ class ScaledAdamW(torch.optim.Optimizer):
         assert len(set(names)) == len(names), "two tensors have the same name and start"
         for parameter in self._ranges:
             assert parameter.dtype is torch.float32, f"{self._ranges[parameter].name}: parameters must be FP32"
+            if initial is not None:
+                self._create(parameter, initial[id(parameter)])
+
+    def rename(self, ranges: Mapping[int, ParameterRange]) -> None:
+        """Replace the ranges of all parameters, by the parameter's ``id``, after their state was replaced by that of
+        other parameters."""
+        self._ranges = {parameter: ranges[id(parameter)] for parameter in self._ranges}
+
+    def reset(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
+        """Replace the state of ``parameter`` in place by that of an untrained parameter with ``values``. The step count
+        stays."""
+        found = self.scaled_state(parameter)
+        new = ScaledState.of(self.regime, values.reshape(-1), name=found.name, start=found.start)
+        for kind, part in found.parts().items():
+            part.copy_(new.parts()[kind])
+
+    def _create(self, parameter: torch.Tensor, values: torch.Tensor) -> ScaledState:
+        place = self._ranges[parameter]
+        found = ScaledState.of(self.regime, values.detach().reshape(-1), name=place.name, start=place.start)
+        self.state[parameter] |= {"step": torch.tensor(0.0), **found.parts()}
+        return found
 
     def scaled_state(self, parameter: torch.Tensor) -> ScaledState:
         """Return the state of ``parameter`` as views of the tensors in ``state``. Make it from the values of the
         parameter if there is none, and round the parameter to its masters."""
         place, state = self._ranges[parameter], self.state[parameter]
         if "master" not in state:
-            values = parameter.detach().reshape(-1)
-            found = ScaledState.of(self.regime, values, name=place.name, start=place.start)
-            state |= {"step": torch.tensor(0.0), **found.parts()}
+            found = self._create(parameter, parameter)
             parameter.detach().copy_(found.master.decode().view_as(parameter))
         return ScaledState.from_parts(self.regime, state, name=place.name, start=place.start)
 
     def decode_masters(self) -> None:
         """Set every parameter to its decoded masters, after codes and scales in ``state`` were replaced."""
+        assert self._has_values, "the parameters have no values"
         for parameter in self._ranges:
             parameter.detach().copy_(self.scaled_state(parameter).master.decode().view_as(parameter))
 
@@ -93,5 +124,6 @@ class ScaledAdamW(torch.optim.Optimizer):
                 lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"]
             )
             update(found, parameter.grad.reshape(-1), values, step=int(count), seed=self.seed)
-            parameter.copy_(found.master.decode().view_as(parameter))
+            if self._has_values:
+                parameter.copy_(found.master.decode().view_as(parameter))
         return loss

@@ -162,6 +162,10 @@ class PrecisionConfig:
     """Format of the operands of linear layers: ``hybrid`` (E4M3, and E5M2 for output gradients), ``e4m3``, or null for
     ``params_dtype``. Weights stay in ``params_dtype`` and are quantized for each product. Needs TP=1 and the local
     layers."""
+    regime: str | None = None
+    """Formats of compute weights, master weights and both moments: one of the five regimes of MoEvement's table 7, such
+    as ``fp8_fp16_fp8_fp16``, or null for FP32 master weights and moments. FP16 and FP8 state has one scale for 64
+    consecutive elements. Choose the regime with ``precision=<regime>``, which sets the other keys, too."""
     fp8_recipe: str = "tensorwise"
     """Elements that share a scale in FP8: the tensor (``tensorwise``) or 64 consecutive elements (``blockwise``).
     ``delayed`` and ``mxfp8`` are refused with ``fp8``."""
@@ -175,3 +179,9 @@ class PrecisionConfig:
     """Number of iterations without overflow after which the dynamic loss scale doubles."""
     hysteresis: int = 2
     """Number of overflows after which the dynamic loss scale halves."""
+
+    @property
+    def optimizer_formats(self) -> tuple[str, str, str] | None:
+        """Formats of master weights and both moments (``fp32``, ``fp16`` or ``fp8``) with ``regime``, otherwise
+        None."""
+        return None if self.regime is None else (*self.regime.split("_")[1:],)  # type: ignore[return-value]

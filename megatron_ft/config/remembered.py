@@ -31,7 +31,7 @@ _SCHEDULE_KEYS = (
     *("optimizer.lr_decay_samples", "optimizer.lr_wsd_decay_samples", "optimizer.lr_wsd_decay_style"),
 )
 """Keys that have an effect only with some values of ``optimizer.lr_decay_style``."""
-_FORMAT_KEYS = ("parallel.use_distributed_optimizer", "precision.params_dtype")
+_FORMAT_KEYS = ("parallel.use_distributed_optimizer", "precision.params_dtype", "precision.regime")
 """Keys that determine which optimizer state exists."""
 _DERIVED = "# Derived; as given: "
 """First words of a line in ``config.yaml``. The line contains the values that the user gave for derived keys."""

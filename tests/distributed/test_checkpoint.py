@@ -32,13 +32,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"world": 2, "ep": 2},
     "tp2": {"world": 2, "tp": 2},
     "pp2_ep2": {"world": 4, "pp": 2, "ep": 2},
+    "dp2_fp8": {"world": 2, "dtype": "bf16", "regime": "fp8_fp8_fp8_fp16"},
+    "dp2_fp8_plain": {"world": 2, "dtype": "bf16", "regime": "fp8_fp16_fp8_fp16", "distributed_optimizer": False},
+    "tp2_fp16": {"world": 2, "tp": 2, "dtype": "fp16", "regime": "fp16_fp16_fp16_fp16"},
+    "ep2_fp8": {"world": 2, "ep": 2, "dtype": "bf16", "regime": "fp8_fp8_fp8_fp16"},
+    "pp2_fp8": {"world": 2, "pp": 2, "dtype": "bf16", "regime": "fp8_fp8_fp8_fp16", "distributed_optimizer": False},
 }
 SAME = ("dp1_fp16", "dp2_bf16", "dp2_bf16_plain", "dp1_fp32_plain", "vpp2", "ep2", "tp2")
-AGAIN = ("dp2_bf16", "dp2_bf16_plain", "tp2", "vpp2")
+SAME += ("dp2_fp8", "dp2_fp8_plain", "tp2_fp16")
+AGAIN = ("dp2_bf16", "dp2_bf16_plain", "tp2", "vpp2", "dp2_fp8")
 RESHARDED = (
     *(("ep2", "pp2"), ("pp2", "tp2"), ("tp2", "dp1"), ("dp2", "ep2"), ("dp2", "vpp2")),
     # TP, PP, EP and DP all differ: 2, 1, 1, 1 and 1, 2, 2, 2.
     *(("tp2", "pp2_ep2"), ("pp2_ep2", "tp2")),
+    *(("ep2_fp8", "pp2_fp8"), ("pp2_fp8", "dp2_fp8")),
 )
 EXTENDED_SAME = ("dp2_bf16_plain", "dp1_fp32_plain", "ep2")
 EXTENDED_AGAIN = ("dp2_bf16_plain", "vpp2")
@@ -295,6 +302,9 @@ def make_config(layout: dict[str, Any]) -> Any:
     parallel.expert_model_parallel_size = layout.get("ep", 1)
     parallel.use_distributed_optimizer = layout.get("distributed_optimizer", True)
     config.precision.params_dtype = layout.get("dtype", "fp32")
+    config.precision.regime = layout.get("regime")
+    if layout.get("regime", "").startswith("fp8"):
+        config.precision.fp8, config.precision.fp8_recipe = "hybrid", "blockwise"
     config.precision.initial_loss_scale, config.precision.loss_scale_window = 256.0, 1
     training.micro_batch_size, training.global_batch_size, training.train_iterations = 1, 4, 20
     training.device = "cpu"
@@ -442,14 +452,14 @@ def scenario_reshard(saved: str, loaded: str, directory: Path) -> dict[str, Any]
         (directory / "loss").write_text(repr(loss))
         return {}
     rank = Rank(loaded, directory, hidden_dropout=0.0)
+    from transformer_engine_ext.quantized import byte_view
+
     _, result = rank.load(directory / "checkpoints" / "iter_0000002")
     rank.manager.save(rank.state(), 2)
     rank.manager.finish()
     first, again = (read_tensors(directory / "checkpoints" / name) for name in ("iter_0000002", "iter_0000002.1"))
     different = sorted(first.keys() ^ again.keys())
-    different += [
-        key for key in first.keys() & again.keys() if first[key].numpy().tobytes() != again[key].numpy().tobytes()
-    ]
+    different += [key for key in first.keys() & again.keys() if not byte_view(first[key]).equal(byte_view(again[key]))]
     return {
         "num_tensors": len(first),
         "num_moments": sum("exp_avg" in key for key in first),

@@ -28,6 +28,11 @@ FP32 = {"precision.params_dtype": "fp32"}
 FP8 = {**BF16, "precision.fp8": "hybrid"}
 TENSORWISE = {**FP8, "precision.fp8_recipe": "tensorwise"}
 BLOCKWISE = {**FP8, "precision.fp8_recipe": "blockwise"}
+FP16_STATE = {**FP16, "precision.regime": "fp16_fp16_fp16_fp16"}
+FP32_STATE = {**BLOCKWISE, "precision.regime": "fp8_fp32_fp32_fp32"}
+FP16_MASTERS = {**BLOCKWISE, "precision.regime": "fp8_fp16_fp32_fp32"}
+FP8_MOMENTS = {**TENSORWISE, "precision.regime": "fp8_fp16_fp8_fp16"}
+FP8_MASTERS = {**BLOCKWISE, "precision.regime": "fp8_fp8_fp8_fp16"}
 PLAIN = {"parallel.use_distributed_optimizer": False}
 TP2 = {"parallel.tensor_model_parallel_size": 2}
 PP2 = {"parallel.pipeline_model_parallel_size": 2}
@@ -88,6 +93,12 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "fp8_tensorwise_ep2_pp2": (4, {"overrides": {**TENSORWISE, **EP2, **PP2, **DROPOUT}, "num_slices": 4}),
     "fp8_blockwise_replicas": (3, {"overrides": {**BLOCKWISE, **BIASED, **SEARCH}, "replicas": True}),
     "fp8_blockwise_recompute": (1, {"overrides": {**BLOCKWISE, **SHARED, **RECOMPUTE}}),
+    "fp16_state": (2, {"overrides": {**FP16_STATE, **TP2, **DROPOUT}, "poisoned": 4}),
+    "fp32_state": (2, {"overrides": {**FP32_STATE, **PLAIN}, "num_parts": PARTS, "num_slices": 4}),
+    "fp16_masters": (4, {"overrides": {**FP16_MASTERS, **EP2, **PP2}, "num_slices": 4}),
+    "fp8_moments": (3, {"overrides": {**FP8_MOMENTS, **PLAIN, **BIASED, **SEARCH}, "replicas": True}),
+    "fp8_masters": (3, {"overrides": {**FP8_MASTERS, **SEARCH, "training.global_batch_size": 6}, "replicas": True}),
+    "fp8_masters_parts": (2, {"overrides": FP8_MASTERS, "num_parts": PARTS, "num_slices": 4}),
     "computed": (1, {"overrides": BF16, "skip_frozen": False}),
 }
 EXTENDED = ("dp2", "vpp2", "ep2", "ep2_pp2", "fp32", "tied", "tied_tp2", "parts_plain", "dense", "recompute_pp2")

@@ -12,6 +12,9 @@ pytestmark = pytest.mark.timeout(400)
 SCENARIOS = "tests.helpers.state_copy_scenarios"
 BF16 = {"precision.params_dtype": "bf16"}
 FP16 = {"precision.params_dtype": "fp16", "precision.initial_loss_scale": 64.0, "precision.loss_scale_window": 1}
+FP8 = {**BF16, "precision.fp8": "hybrid", "precision.fp8_recipe": "blockwise"}
+FP8_MASTERS = {**FP8, "precision.regime": "fp8_fp8_fp8_fp16"}
+FP16_STATE = {**FP16, "precision.regime": "fp16_fp16_fp16_fp16"}
 CLIPPED = {**BF16, "optimizer.clip_grad": 0.01}
 """The gradient norm is above this limit in every iteration."""
 PHASES = {"grad_sync": 2, "vote_before": 2, "vote_inside": 2, "vote_after": 3, "update": 3, "gather": 3}
@@ -29,10 +32,11 @@ def outcomes() -> dict[str, list[Any]]:
     jobs["undisturbed"] = (f"{SCENARIOS}:broken", 3, {"overrides": CLIPPED, "phase": None})
     jobs["fp32"] = (f"{SCENARIOS}:broken", 2, {"overrides": {}, "phase": "update"})
     jobs["unclipped"] = (f"{SCENARIOS}:broken", 2, {"overrides": {"optimizer.clip_grad": 0.0}, "phase": "update"})
+    jobs["fp8"] = (f"{SCENARIOS}:broken", 2, {"overrides": FP8_MASTERS, "phase": "update"})
     jobs["inside"] = (f"{SCENARIOS}:broken_update", 2, {})
-    for name, overrides in (("bf16", BF16), ("fp16", FP16)):
+    for name, overrides in (("bf16", BF16), ("fp16", FP16), ("fp16_state", FP16_STATE)):
         jobs[f"skipped:{name}"] = (f"{SCENARIOS}:skipped", 2, {"overrides": overrides})
-    for name, overrides in (("fp32", {}), ("bf16", BF16)):
+    for name, overrides in (("fp32", {}), ("bf16", BF16), ("fp8", FP8_MASTERS)):
         arguments = {"overrides": overrides, "without": [1], "limit_bytes": SMALL_LIMIT}
         jobs[f"restored:{name}"] = (f"{SCENARIOS}:restored", 3, arguments)
     arguments = {"overrides": BF16, "without": [1, 2], "limit_bytes": SMALL_LIMIT}
@@ -63,7 +67,7 @@ def test_copies_are_at_the_iteration_of_their_rank(outcomes: dict[str, list[Any]
     assert [rank["kept"] == other["kept"] for rank, other in zip(ranks, expected, strict=True)] == [is_finished] * 3
 
 
-@pytest.mark.parametrize("name", ["fp32", "unclipped"])
+@pytest.mark.parametrize("name", ["fp32", "unclipped", "fp8"])
 def test_copies_are_finished_in_every_precision(outcomes: dict[str, list[Any]], name: str) -> None:
     ranks = of_ranks(outcomes, name)
     assert [rank["iteration"] for rank in ranks] == [3] * 2
@@ -81,7 +85,7 @@ def test_a_rank_whose_copies_are_partly_updated_has_no_usable_state(outcomes: di
         assert error.startswith(f"rank {rank}: iteration 3 failed in the middle of its update")
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp16_state"])
 def test_a_skipped_iteration_changes_no_copy(outcomes: dict[str, list[Any]], name: str) -> None:
     by_rank = of_ranks(outcomes, f"skipped:{name}")
     before, skipped, after = (list(ranks) for ranks in zip(*by_rank, strict=True))
@@ -92,7 +96,7 @@ def test_a_skipped_iteration_changes_no_copy(outcomes: dict[str, list[Any]], nam
         _check_copies(ranks)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 def test_shards_are_restored_from_copies(outcomes: dict[str, list[Any]], precision: str) -> None:
     """One rank has lost its shard. It gets the shard back from its copy on another rank, and every rank gets all
     non-expert weights, in several rounds."""

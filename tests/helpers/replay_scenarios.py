@@ -72,8 +72,10 @@ def scramble(engine: TrainingEngine) -> None:
     generator = torch.Generator().manual_seed(99)
     list(masters(engine.model_chunks, engine.optimizer))
     with torch.no_grad():
-        for _, tensor in named_state(engine.model_chunks, engine.optimizer):
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        for name, tensor in named_state(engine.model_chunks, engine.optimizer):
+            values = torch.randn(tensor.shape, generator=generator)
+            # Counts of updates and scales are never negative.
+            tensor.copy_(values.abs() if name.endswith(("/step", "_scales")) else values)
     torch.manual_seed(4711)
     engine.history = History(losses=(123.0,))
 

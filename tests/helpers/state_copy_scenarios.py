@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_ft import failpoints
 from megatron_ft.errors import RecoveryError
-from megatron_ft.mcore.optimizer.adamw import MOMENTS, masters
+from megatron_ft.mcore.optimizer.adamw import masters
 from megatron_ft.mcore.state.optimizer_shards import ShardMove, Shards
 from megatron_ft.mcore.state.rank_status import position_of, resolve_iteration
 from megatron_ft.mcore.state.tensors import is_non_expert, put_state, take_state, tensor_digest
@@ -35,10 +35,9 @@ def _digests(job: Job) -> dict[str, Any]:
     """Return the digests of the copies on this rank by owner, and of this rank's own master weights and moments."""
     own: dict[str, str] = {}
     for master in masters(job.engine.model_chunks, job.engine.optimizer):
-        own[f"{master.name}/master"] = tensor_digest(master.tensor)
-        own |= {f"{master.name}/{kind}": tensor_digest(master.state[kind]) for kind in (*MOMENTS, "step")}
+        own |= {f"{master.name}/{kind}": tensor_digest(tensor) for kind, tensor in master.parts.items()}
     kept = {
-        str(copy.owner): {name: tensor_digest(tensor) for name, tensor in copy.tensors().items()}
+        str(copy.owner): {name: tensor_digest(tensor.view(-1)) for name, tensor in copy.tensors().items()}
         for copy in job.engine.state_copies.kept
     }
     return {"own": own, "kept": kept}

@@ -297,6 +297,12 @@ def _check_partial(config: JobConfig) -> None:
     if policy is None or not getattr(build_policy("snapshot.policy", policy), "leaves_out_experts", False):
         return
     target = policy["_target_"]
+    require(
+        config.precision.regime is None,
+        "precision.regime",
+        config.precision.regime,
+        f"must be null with snapshot.policy={target}: this policy cannot leave out scales yet",
+    )
     stored, every = policy.get("num_persisted_experts"), config.snapshot.persist_interval_windows
     require(
         stored is None or every > 0,

@@ -8,6 +8,13 @@ from megatron_ft.config.checks.primitives import above, at_least, divides, one_o
 from megatron_ft.config.job import JobConfig, OptimizerConfig, TrainingConfig
 from megatron_ft.config.model import PrecisionConfig
 
+REGIMES = (
+    "fp16_fp16_fp16_fp16",
+    "fp8_fp32_fp32_fp32",
+    "fp8_fp16_fp32_fp32",
+    "fp8_fp16_fp8_fp16",
+    "fp8_fp8_fp8_fp16",
+)
 FP8_RECIPES = ("tensorwise", "blockwise", "delayed", "mxfp8")
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 LARGEST_SEED = 2**31 - 1
@@ -183,6 +190,7 @@ def _check_precision(precision: PrecisionConfig) -> None:
     one_of(("fp32", "bf16", "fp16"), "precision.params_dtype", precision.params_dtype)
     one_of(("e4m3", "hybrid"), "precision.fp8", precision.fp8)
     one_of(FP8_RECIPES, "precision.fp8_recipe", precision.fp8_recipe)
+    one_of(REGIMES, "precision.regime", precision.regime)
     for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
         above(0, f"precision.{name}", getattr(precision, name))
     at_least(1, "precision.loss_scale_window", precision.loss_scale_window)
@@ -198,6 +206,27 @@ def _check_precision(precision: PrecisionConfig) -> None:
         "precision.min_loss_scale",
         precision.min_loss_scale,
         f"must not exceed precision.initial_loss_scale={precision.initial_loss_scale}",
+    )
+
+
+def _check_regime(precision: PrecisionConfig) -> None:
+    """Check that compute weights have the format that the regime names."""
+    if precision.regime is None:
+        return
+    needs_fp8, named = precision.regime.startswith("fp8"), f"precision.regime={precision.regime}"
+    advice = f": choose precision={precision.regime}"
+    wanted = "bf16" if needs_fp8 else "fp16"
+    require(
+        precision.params_dtype == wanted,
+        "precision.params_dtype",
+        precision.params_dtype,
+        f"must be {wanted} with {named}{advice}",
+    )
+    require(
+        (precision.fp8 is not None) == needs_fp8,
+        "precision.fp8",
+        precision.fp8,
+        f"must {'not ' if needs_fp8 else ''}be null with {named}{advice}",
     )
 
 
@@ -263,6 +292,7 @@ def _check_checkpoint(config: JobConfig) -> None:
 CHECKS: tuple[Callable[[JobConfig], None], ...] = (
     lambda config: _check_training(config.training),
     lambda config: _check_precision(config.precision),
+    lambda config: _check_regime(config.precision),
     _check_batch_size,
     lambda config: _check_optimizer(config.optimizer, config.training),
     _check_checkpoint,

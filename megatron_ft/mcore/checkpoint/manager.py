@@ -280,7 +280,7 @@ class CheckpointManager:
         # All ranks plan, or none: Megatron's planning is collective.
         if self._collectives.all(self._planner.can_repeat(addresses)):
             planned, batch = self._planner.repeat(rank_state(state.host), state.buffers())
-            adamw.refresh_groups(state.optimizer, self._common["optimizer"])
+            adamw.refresh_groups(state.optimizer, self._common.get("optimizer", {}))
             self._common |= state.common_state()
         else:
             metadata = self._metadata()

@@ -187,6 +187,8 @@ def build_model(
         grad_reduce_in_fp32=config.precision.grad_reduce_in_fp32,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        # Multiples of 2**16 elements: then no rank's part of a bucket ends inside a block of elements with one scale.
+        pad_buckets_for_high_nccl_busbw=config.precision.regime is not None,
         # The commit vote handles gradients that are not finite. Megatron's check would raise an error on one rank only.
         check_for_nan_in_grad=False,
     )

@@ -1,7 +1,8 @@
 """Linear layers of Megatron's local spec with FP8 operands (``precision.fp8``).
 
-Weights stay parameters in ``precision.params_dtype`` with FP32 masters. Each product quantizes its operands, with
-scales that follow from the operands alone. So windows, checkpoints and replays need no other state than without FP8.
+Weights stay parameters in ``precision.params_dtype``. Each product quantizes its operands, with scales that follow from
+the operands alone. So windows, checkpoints and replays need no other state than without FP8. With ``precision.regime``,
+the weights have values that FP8 codes with scales of 64 consecutive elements hold exactly.
 Embedding, router, norms and output layer are not quantized.
 """
 
@@ -23,6 +24,11 @@ class _Fp8Product:
     """Replaces the product of one of Megatron's linear layers."""
 
     scalers: LinearScalers
+    weight: torch.nn.Parameter
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.weight.has_fp8_values = True  # type: ignore[attr-defined]
 
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **others: Any

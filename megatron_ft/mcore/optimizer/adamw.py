@@ -4,7 +4,7 @@
 clips the gradients, and updates master weights and moments of this rank. ``gather`` all-gathers the parameters.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,21 +22,30 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.model.parameters import named_parameters
 from megatron_ft.mcore.model.transformer_config import DTYPES
+from megatron_ft.mcore.optimizer import scaled
+from megatron_ft.mcore.optimizer.scaled import ScaledDistributedOptimizer, ScaledOptimizer, StateFormat
 from megatron_ft.mcore.optimizer.stored_ranges import install_ranges, own_ranges
+from transformer_engine_ext.optimizer import ScaledAdamW
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER, STEP = "master", "step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Master:
     """One master weight that this rank updates: the whole tensor, or a flat range of it if the optimizer is sharded.
-    ``name`` is the parameter's global name. ``state`` contains the moments and the step count of torch's optimizer."""
+    ``name`` is the parameter's global name. ``state`` contains the moments and the step count of torch's optimizer.
+    With ``precision.regime``, ``tensor`` is a placeholder that only has a gradient."""
 
     name: str
+    unique_name: str
+    """Name that keys stochastic rounding: ``name``, with the number of the tensor-parallel part if it is above 0."""
     start: int
     """Number of the first element of ``tensor`` in the flattened parameter."""
     tensor: torch.Tensor
     state: dict[str, Any]
+    parts: dict[str, torch.Tensor]
+    """Result of ``state_tensors``."""
     weight_decay: float
 
 
@@ -47,11 +56,14 @@ def masters(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -
     for member in sub_optimizers(optimizer):
         decay = {id(p): group["weight_decay"] for group in member.optimizer.param_groups for p in group["params"]}
         for parameter, tensor in masters_of(member):
+            unique_names = names if state_format_of(member) is None else member.format.names  # type: ignore[attr-defined]
             yield Master(
                 name=names[parameter],
+                unique_name=unique_names[parameter],
                 start=range_of(member, parameter)[0],
                 tensor=tensor,
                 state=member.optimizer.state[tensor],
+                parts=state_tensors(member, tensor),
                 weight_decay=decay[id(tensor)],
             )
 
@@ -70,8 +82,11 @@ SHARDING_METADATA = {
 
 def sub_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Return the optimizers in ``optimizer`` that have parameters, in order."""
-    chain = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    return [member for member in chain if member.optimizer is not None]
+    return [member for member in _chain(optimizer) if member.optimizer is not None]
+
+
+def _chain(optimizer: MegatronOptimizer) -> list[Any]:
+    return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def masters_of(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
@@ -97,6 +112,52 @@ def _group_pairs(member: Any) -> Iterator[tuple[Any, Any]]:
         yield from zip(groups, groups, strict=True)
 
 
+def state_tensors(member: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the master weight, the moments and the step count that belong to ``master``, and scales if there are any,
+    as flat views in a fixed order. Names of scales end with ``_scales``."""
+    if isinstance(member, ScaledOptimizer | ScaledDistributedOptimizer):
+        return member.parts(master)
+    known = member.optimizer.state[master]
+    # A fused optimizer has one step count per parameter group instead of ``step``; it is in ``TrainState.group_steps``.
+    state = {kind: known[kind].view(-1) for kind in (*MOMENTS, STEP) if torch.is_tensor(known.get(kind))}
+    return {MASTER: master.detach().view(-1), **state}
+
+
+def state_format_of(optimizer: MegatronOptimizer) -> StateFormat | None:
+    """Return the formats of quantized optimizer state; None if the state is FP32."""
+    formats = (getattr(member, "format", None) for member in _chain(optimizer))
+    return next((found for found in formats if found is not None), None)
+
+
+def weight_of(
+    optimizer: MegatronOptimizer, parameter: torch.Tensor, start: int, parts: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return the compute weights of masters, flat, as ``optimizer`` computes them.
+
+    Args:
+        parameter: parameter of the weights, which gives their dtype.
+        start: first element of the masters in the flattened parameter; with scales, a multiple of the block size.
+        parts: flat tensor ``master`` and, if masters have scales, ``master_scales``.
+    """
+    found = state_format_of(optimizer)
+    if found is None:
+        return parts[MASTER].to(parameter.dtype)
+    return found.weight(parameter, scaled.quantized(MASTER, parts), start)
+
+
+def follow_parameters(
+    optimizer: MegatronOptimizer, model_chunks: Sequence[torch.nn.Module], pg_collection: ProcessGroupCollection
+) -> None:
+    """Give masters the marks and the names of their parameters again, after experts have changed places."""
+    names = scaled.names_of(model_chunks, pg_collection)
+    for member in sub_optimizers(optimizer):
+        for parameter, master in masters_of(member):
+            if hasattr(parameter, "shared"):
+                master.shared = parameter.shared  # type: ignore[attr-defined]
+        if isinstance(member, ScaledOptimizer | ScaledDistributedOptimizer):
+            member.rename(names)
+
+
 def range_of(member: Any, parameter: torch.nn.Parameter) -> tuple[int, int]:
     """Return the range (start, stop) of the flattened ``parameter`` that the optimizer ``member`` updates on this rank.
     This is the whole parameter if the optimizer is not sharded."""
@@ -109,6 +170,8 @@ def range_of(member: Any, parameter: torch.nn.Parameter) -> tuple[int, int]:
 def allocate_state(optimizer: MegatronOptimizer) -> None:
     """Create the moments and step counts that the first update would create, with the same values: zeros."""
     for member in sub_optimizers(optimizer):
+        if isinstance(member.optimizer, ScaledAdamW):
+            continue  # it is created with its state
         # Megatron's function creates moments without a step count, and AdamW does not add one later.
         member.init_state_fn(member.optimizer, member.config)
         if isinstance(member.optimizer, torch.optim.Adam):  # includes AdamW
@@ -124,7 +187,7 @@ def step_count(optimizer: MegatronOptimizer) -> int:
 
 
 def _steps(member: MegatronOptimizer) -> Iterator[Any]:
-    if isinstance(member.optimizer, torch.optim.Adam):
+    if isinstance(member.optimizer, torch.optim.Adam | ScaledAdamW):
         yield from (state["step"] for state in member.optimizer.state.values())
     else:  # fused optimizers count per group
         yield from (group["step"] for group in member.optimizer.param_groups if group["params"] and "step" in group)
@@ -135,13 +198,22 @@ def sharded_tree(
 ) -> Any:
     """Build Megatron's nested description of the optimizer's state, whose leaves are shards, numbers or strings."""
     allocate_state(optimizer)
+    if state_format_of(optimizer) is not None:
+        described = [
+            {} if member.optimizer is None else scaled.describe(member, model_shards, is_loading=is_loading)
+            for member in _chain(optimizer)
+        ]
+        return described[0] if len(described) == 1 else dict(enumerate(described))
     with own_ranges(sub_optimizers(optimizer)):
         return optimizer.sharded_state_dict(model_shards, is_loading, metadata=metadata)
 
 
 def refresh_groups(optimizer: MegatronOptimizer, tree: Any) -> None:
     """Set the learning rates, weight decays and step counts of parameter groups in ``tree`` to their present values.
-    ``tree`` is the part of an earlier result of ``sharded_tree`` that contains no shards."""
+    ``tree`` is the part of an earlier result of ``sharded_tree`` that contains no shards. Quantized state has no such
+    part."""
+    if state_format_of(optimizer) is not None:
+        return
     members = sub_optimizers(optimizer)
     frames = [tree] if len(members) == 1 else [tree[index] for index in range(len(members))]
     for member, frame in zip(members, frames, strict=True):
@@ -183,7 +255,7 @@ def install_state(optimizer: MegatronOptimizer, tree: Any, *, step: int, scaler:
     """Set the optimizer's state from ``tree``, the result of :func:`fill_frame`, and its step count and loss scale.
     Learning rate, weight decay and similar values are not changed: the configuration and the scheduler determine
     them."""
-    members = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    members = _chain(optimizer)
     frames = [tree] if len(members) == 1 else [tree[index] for index in range(len(members))]
     for member, frame in zip(members, frames, strict=True):
         if member.optimizer is not None:
@@ -191,13 +263,16 @@ def install_state(optimizer: MegatronOptimizer, tree: Any, *, step: int, scaler:
 
 
 def _install_member(member: MegatronOptimizer, frame: dict[str, Any], step: int, scaler: dict[str, Any] | None) -> None:
-    tensors = frame.pop("param_state", None)
-    _set_step(member, frame, step)
-    member.load_state_dict(frame)
-    _own_steps(member, step)
-    if tensors is not None:
-        with _steps_put_away(member):
-            install_ranges(member, tensors)
+    if isinstance(member.optimizer, ScaledAdamW):
+        scaled.install(member, frame, step)
+    else:
+        tensors = frame.pop("param_state", None)
+        _set_step(member, frame, step)
+        member.load_state_dict(frame)
+        _own_steps(member, step)
+        if tensors is not None:
+            with _steps_put_away(member):
+                install_ranges(member, tensors)
     if scaler is not None and getattr(member, "grad_scaler", None):
         member.grad_scaler.load_state_dict(scaler)
 
@@ -311,7 +386,8 @@ def build_optimizer(
         hysteresis=precision.hysteresis,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
     )
-    with _agreeing(group_keys, is_offline=is_offline) as gathered:
+    state_format = StateFormat.of(config, model_chunks, pg_collection)
+    with _agreeing(group_keys, is_offline=is_offline) as gathered, scaled.scaled_classes(state_format):
         optimizer = get_megatron_optimizer(
             megatron_config, model_chunks, use_gloo_process_groups=False, pg_collection=pg_collection
         )
@@ -411,7 +487,8 @@ def _frozen_masters(part: MegatronOptimizer) -> list[torch.Tensor]:
 def _count_update(part: Any) -> None:
     """Count an update of the frozen parameters of ``part``, because all parameters must have the same step count."""
     masters = _frozen_masters(part)
-    if not masters or not isinstance(part.optimizer, torch.optim.Adam):  # fused optimizers count per group
+    # Fused optimizers count per group.
+    if not masters or not isinstance(part.optimizer, torch.optim.Adam | ScaledAdamW):
         return
     if any("step" not in part.optimizer.state.get(master, {}) for master in masters):
         allocate_state(part)

@@ -24,10 +24,12 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron_ft.config.job import OptimizerConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.mcore.groups import Collectives, exchange_tensors
-from megatron_ft.mcore.optimizer.adamw import MOMENTS, Master, masters
+from megatron_ft.mcore.optimizer.adamw import MOMENTS, STEP, Master, masters, state_format_of
+from megatron_ft.mcore.optimizer.scaled import StateFormat
 from megatron_ft.mcore.state.tensors import expert_of
 from megatron_ft.planning.placement.copies import NON_EXPERT, StateCopyPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
+from transformer_engine_ext.optimizer import ParameterRange, ScaledAdamW, placeholder
 
 
 @dataclass(kw_only=True)
@@ -38,16 +40,25 @@ class _Kept:
     names: list[str]
     starts: list[int]
     """Number of the first copied element in the flattened parameter."""
-    parameters: list[torch.nn.Parameter]
-    optimizer: torch.optim.AdamW
+    parameters: list[torch.Tensor]
+    """Master weights; with ``precision.regime``, placeholders for their gradients."""
+    kinds: tuple[str, ...]
+    """Components of the state, in the order of ``adamw.state_tensors``."""
+    optimizer: torch.optim.AdamW | ScaledAdamW
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all copied tensors by name: ``<name>/master``, ``/exp_avg``, ``/exp_avg_sq`` and ``/step``."""
-        found: dict[str, torch.Tensor] = {}
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            found[f"{name}/master"] = parameter.detach()
-            found |= {f"{name}/{kind}": self.optimizer.state[parameter][kind] for kind in (*MOMENTS, "step")}
-        return found
+        """Return all copied tensors by name: ``<name>/master``, ``/exp_avg``, ``/exp_avg_sq``, ``/step`` and, if there
+        are any, scales."""
+        return {
+            f"{name}/{kind}": tensor
+            for name, parameter in zip(self.names, self.parameters, strict=True)
+            for kind, tensor in self.of(parameter).items()
+        }
+
+    def of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the copied tensors of one parameter."""
+        state = self.optimizer.state[parameter]
+        return {kind: state[kind] if kind in state else parameter.detach() for kind in self.kinds}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +101,11 @@ class StateCopies:
         self.rank = self._me = plan.ranks[group.rank()]
         """Rank of this process in the job."""
         mine = list(masters(model_chunks, optimizer))
+        self._format = state_format_of(optimizer)
         self.ranges = {m.name: (m.start, m.start + m.tensor.numel()) for m in mine}
         """Range of the elements that this rank updates, for each parameter. Ranges change only if ranks change."""
+        self.kinds = {kind: tensor.dtype for kind, tensor in mine[0].parts.items()} if mine else {}
+        """Dtype of each component of the optimizer state, which all parameters have."""
         self._lent = self._lendings(mine, plan, placement)
         # If a process in another failure domain has replaced a lost rank, copies may belong on other ranks than before.
         is_current = former is not None and former._plan.operators == plan.operators
@@ -104,7 +118,7 @@ class StateCopies:
         # Gradients of an earlier iteration remain if it was skipped or rolled back. They are overwritten.
         for kept in self.kept:
             for parameter in kept.parameters:
-                parameter.grad = torch.empty_like(parameter)
+                parameter.grad = torch.empty(parameter.shape, device=parameter.device)
         incoming = self._by_rank({kept.owner: [p.grad for p in kept.parameters] for kept in self.kept})
         exchange_tensors(outgoing, incoming, self._group)
 
@@ -148,11 +162,9 @@ class StateCopies:
         for position, owner in enumerate(self._ranks):
             described = offers[position].get(str(self._me))
             if described:
-                received.append(_make_room(owner, described, config))
-        outgoing = {lent.keeper: [t for m in lent.masters for t in _state_of(m.tensor, m.state)] for lent in sent}
-        incoming = {
-            k.owner: [t for p in k.parameters for t in _state_of(p.detach(), k.optimizer.state[p])] for k in received
-        }
+                received.append(_make_room(owner, described, config, self._format))
+        outgoing = {lent.keeper: [t for m in lent.masters for t in m.parts.values()] for lent in sent}
+        incoming = {kept.owner: [t for p in kept.parameters for t in kept.of(p).values()] for kept in received}
         exchange_tensors(self._by_rank(outgoing), self._by_rank(incoming), self._group)
         return received if former is None else former.kept
 
@@ -183,40 +195,52 @@ def _keepers(
 
 
 def _describe(master: Master) -> dict[str, Any]:
-    if master.tensor.dtype is not torch.float32 or "step" not in master.state:
+    if master.tensor.dtype is not torch.float32 or STEP not in master.parts:
         raise ConfigError(
-            "placement.state_copies needs FP32 master weights and torch's AdamW, because other ranks repeat the "
-            f"update; {master.name} has type {master.tensor.dtype} and optimizer state {sorted(master.state)}: set "
-            "placement.state_copies=null"
+            "placement.state_copies needs FP32 master weights or precision.regime, and torch's AdamW, because other "
+            f"ranks repeat the update; {master.name} has type {master.tensor.dtype} and optimizer state "
+            f"{sorted(master.state)}: set placement.state_copies=null"
         )
-    shape = list(master.tensor.shape)
-    return {"name": master.name, "start": master.start, "shape": shape, "weight_decay": master.weight_decay}
+    return {
+        "name": master.name,
+        "unique_name": master.unique_name,
+        "start": master.start,
+        "shape": list(master.tensor.shape),
+        "weight_decay": master.weight_decay,
+        "kinds": list(master.parts),
+    }
 
 
-def _make_room(owner: int, described: Sequence[Mapping[str, Any]], config: OptimizerConfig) -> _Kept:
+def _make_room(
+    owner: int, described: Sequence[Mapping[str, Any]], config: OptimizerConfig, state_format: StateFormat | None
+) -> _Kept:
     device = torch.cuda.current_device()
-    parameters = [torch.nn.Parameter(torch.zeros(item["shape"], device=device)) for item in described]
-    groups: dict[float, list[torch.nn.Parameter]] = {}
+    zeros = [torch.zeros(item["shape"], device=device) for item in described]
+    parameters = zeros if state_format is None else [placeholder(tensor.shape, device) for tensor in zeros]
+    groups: dict[float, list[torch.Tensor]] = {}
     for parameter, item in zip(parameters, described, strict=True):
         groups.setdefault(item["weight_decay"], []).append(parameter)
-    optimizer = torch.optim.AdamW(
-        [{"params": members, "weight_decay": decay} for decay, members in groups.items()],
-        lr=config.lr,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-    )
-    for parameter in parameters:
-        # Allocated before the first step, because the moments and step counts of the owner are received into them.
-        zeros = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
-        optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+    listed = [{"params": members, "weight_decay": decay} for decay, members in groups.items()]
+    options: dict[str, Any] = {"lr": config.lr, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+    optimizer: torch.optim.AdamW | ScaledAdamW
+    if state_format is None:
+        optimizer = torch.optim.AdamW(listed, **options)
+        for parameter in parameters:
+            # Allocated before the first step, because moments and step counts of the owner are received into them.
+            moments = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
+            optimizer.state[parameter] = {STEP: torch.tensor(0.0), **moments}
+    else:
+        ranges = {
+            id(parameter): ParameterRange(name=item["unique_name"], start=item["start"])
+            for parameter, item in zip(parameters, described, strict=True)
+        }
+        initial = {id(parameter): values for parameter, values in zip(parameters, zeros, strict=True)}
+        optimizer = state_format.build(listed, ranges=ranges, initial=initial, **options)
     return _Kept(
         owner=owner,
         names=[item["name"] for item in described],
         starts=[item["start"] for item in described],
         parameters=parameters,
+        kinds=tuple(described[0]["kinds"]),
         optimizer=optimizer,
     )
-
-
-def _state_of(master: torch.Tensor, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    return [master, *(state[kind] for kind in MOMENTS), state["step"]]

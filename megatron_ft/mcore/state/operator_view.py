@@ -17,9 +17,29 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_ft.errors import RecoveryError
 from megatron_ft.mcore.groups import Collectives, Groups, exchange_tensors
 from megatron_ft.mcore.model.parameters import named_parameters, tensor_part
-from megatron_ft.mcore.optimizer.adamw import MOMENTS, allocate_state, masters_of, range_of, sub_optimizers
-from megatron_ft.operator_state import Component, StateShard, check_shards, operator_of
+from megatron_ft.mcore.optimizer.adamw import (
+    MASTER,
+    STEP,
+    allocate_state,
+    masters_of,
+    range_of,
+    state_format_of,
+    state_tensors,
+    sub_optimizers,
+    weight_of,
+)
+from megatron_ft.mcore.optimizer.scaled import has_fp8_values, quantized
+from megatron_ft.operator_state import (
+    SCALE_BLOCK_ELEMENTS,
+    Component,
+    StateShard,
+    block_elements,
+    check_shards,
+    operator_of,
+)
 from megatron_ft.planning.snapshot.plan import Piece, WindowPlan, batch_bytes, slice_bytes
+from transformer_engine_ext.formats import E4M3
+from transformer_engine_ext.quantized import quantize_blocks
 
 Part = tuple[str, int]
 """A parameter's global name, and the index of its tensor-parallel part."""
@@ -87,13 +107,17 @@ def _sizes(holdings_by_rank: Iterable[Iterable[_PartHolding]]) -> dict[Part, int
 
 def _cut(by_rank: Mapping[int, _PartHolding]) -> Iterable[tuple[int, int, int]]:
     # Yields (rank, start, stop). Ranges of ranks may overlap partly, for example if two stages share the embedding.
+    block = next(block_elements((*holding.full, *holding.frozen)) for holding in by_rank.values())
     edges = sorted({edge for holding in by_rank.values() for bounds in holding.ranges for edge in bounds})
     for start, stop in pairwise(edges):
         # Divide in rank order, so that all ranks compute the same shards, and evenly, so that all ranks share the work.
         holders = [rank for rank, holding in by_rank.items() if holding.covers(start, stop)]
-        for place, rank in enumerate(holders):
-            first = start + (stop - start) * place // len(holders)
-            last = start + (stop - start) * (place + 1) // len(holders)
+        cuts = [start + (stop - start) * place // len(holders) for place in range(len(holders))]
+        # Ranges begin with a block of elements that share a scale.
+        if not holders:
+            continue  # ``check_shards`` reports elements that no rank captures
+        cuts = [start, *(max(start, cut - cut % block) for cut in cuts[1:]), stop]
+        for rank, (first, last) in zip(holders, pairwise(cuts), strict=True):
             if last > first:
                 yield rank, first, last
 
@@ -113,7 +137,8 @@ def _shard(part: Part, holding: _PartHolding, start: int, stop: int, num_layers:
 Payload = bytes | bytearray | memoryview
 """Bytes of a slice, which are read but never changed."""
 
-WEIGHT, MASTER = "weight", "master"
+WEIGHT = "weight"
+_WEIGHT_SCALES = f"{WEIGHT}_scales"
 
 
 def _restore_slice(view: "OperatorView", plan: WindowPlan, index: int, payload: Payload) -> int:
@@ -121,7 +146,7 @@ def _restore_slice(view: "OperatorView", plan: WindowPlan, index: int, payload: 
     holders = _holders(view.holdings_by_rank)
     pieces_by_rank = [Piece.of_slice(plan, index, shards) for shards in view.shards_by_rank]
     sizes = [slice_bytes(pieces) for pieces in pieces_by_rank]
-    content = _content(payload, sizes[view.rank], index)
+    captured = _Captured(pieces_by_rank[view.rank], _content(payload, sizes[view.rank], index))
     # Exchange in batches to limit memory, because the bytes of a batch are copied before and after they are sent. Every
     # rank computes the batches of all ranks.
     at_a_time = batch_bytes(max(sizes))
@@ -132,25 +157,48 @@ def _restore_slice(view: "OperatorView", plan: WindowPlan, index: int, payload: 
                 batches.setdefault(batch, [[] for _ in sizes])[rank].append(part)
     most = 0
     for _, by_rank in sorted(batches.items()):
-        outgoing = _outgoing(view, by_rank[view.rank], content, holders)
+        outgoing = _outgoing(view, by_rank[view.rank], captured, holders)
         incoming = _incoming(view, by_rank, holders)
         exchange_tensors(outgoing, incoming, view.group)
         most = max(most, sum(tensor.nbytes for of_rank in (*outgoing, *incoming) for tensor in of_rank))
     return most
 
 
+class _Captured:
+    """Bytes of a slice that this rank has captured: ``content`` (uint8), which contains ``pieces``."""
+
+    def __init__(self, pieces: Iterable[Piece], content: torch.Tensor) -> None:
+        self.content = content
+        self._pieces: dict[tuple[str, int, str], list[Piece]] = {}
+        for piece in pieces:
+            self._pieces.setdefault((piece.parameter, piece.tensor_part, piece.component), []).append(piece)
+
+    def parts(self, piece: Piece, block: int) -> tuple[int, dict[str, torch.Tensor]]:
+        """Return the values of ``piece``, and their scales if there are any, by component. ``piece`` may begin or end
+        inside a block of ``block`` elements; then the whole block is returned. Return its first element, too."""
+        found, first = {}, piece.start - piece.start % block
+        for component in (piece.component, f"{piece.component}_scales"):
+            for whole in self._pieces.get((piece.parameter, piece.tensor_part, component), ()):
+                if whole.start <= piece.start and piece.stop <= whole.stop:
+                    stop = min(whole.stop, piece.stop + -piece.stop % block)
+                    dtype, per_value = getattr(torch, whole.dtype), whole.elements_per_value
+                    begin = whole.offset + (first - whole.start) // per_value * dtype.itemsize
+                    end = whole.offset - (whole.start - stop) // per_value * dtype.itemsize
+                    # Clone the bytes, because ``view`` needs an address that is aligned for the dtype.
+                    found[component] = self.content[begin:end].clone().view(dtype)
+        return first, found
+
+
 def _outgoing(
-    view: "OperatorView", pieces: Iterable[Piece], content: torch.Tensor, holders: dict[Part, dict[int, _PartHolding]]
+    view: "OperatorView", pieces: Iterable[Piece], captured: _Captured, holders: dict[Part, dict[int, _PartHolding]]
 ) -> list[list[torch.Tensor]]:
     outgoing: list[list[torch.Tensor]] = [[] for _ in view.shards_by_rank]
     for piece in pieces:
-        part = (piece.parameter, piece.tensor_part)
-        captured = content[piece.offset : piece.offset + piece.num_bytes]
-        for component, targets in _deliveries(piece, holders[part]):
-            tensor = captured
-            # The sender rounds the weight, so that all receivers get the same bits, and fewer bytes are sent.
-            if component != piece.component:
-                tensor = _rounded(captured, piece.dtype, holders[part][view.rank])
+        for component, targets in _deliveries(piece, holders[piece.parameter, piece.tensor_part]):
+            tensor = captured.content[piece.offset : piece.end]
+            # The sender computes the weight, so that all receivers get the same bits, and fewer bytes are sent.
+            if component == WEIGHT:
+                tensor = view.weight_of(piece, captured)
             for target in targets:
                 outgoing[target].append(tensor)
     return outgoing
@@ -185,15 +233,10 @@ def _deliveries(piece: Piece, holders: dict[int, _PartHolding]) -> Iterator[tupl
     weight = next(iter(holders.values())).frozen[0]
     if piece.component in (WEIGHT, MASTER):
         yield WEIGHT, tuple(holders)
-    # An FP32 weight is its own master.
-    if piece.component != WEIGHT and (piece.component != MASTER or weight.dtype != piece.dtype):
+    # An FP32 weight is its own master. Scales of weights are not sent, but used by the sender.
+    is_own_master = piece.component == MASTER and weight.dtype == "float32"
+    if piece.component not in (WEIGHT, _WEIGHT_SCALES) and not is_own_master:
         yield piece.component, tuple(r for r, holding in holders.items() if holding.covers(piece.start, piece.stop))
-
-
-def _rounded(captured: torch.Tensor, dtype: str, holding: _PartHolding) -> torch.Tensor:
-    # Clone the bytes, because ``view`` needs an address that is aligned for the dtype, and pieces begin anywhere.
-    master = captured.clone().view(getattr(torch, dtype))
-    return master.to(getattr(torch, holding.frozen[0].dtype))
 
 
 def _content(payload: Payload, num_bytes: int, index: int) -> torch.Tensor:
@@ -210,15 +253,15 @@ def _content(payload: Payload, num_bytes: int, index: int) -> torch.Tensor:
         return torch.frombuffer(payload, dtype=torch.uint8)
 
 
-STEP = "step"
-
-
 @dataclass(kw_only=True)
 class _Held:
     """One tensor-parallel part of a parameter on this rank: its flattened weight, and its optimizer state by element
     range."""
 
+    parameter: torch.nn.Parameter
     weight: torch.Tensor
+    is_encoded: bool
+    """Whether the weight is captured as FP8 codes and scales."""
     states: dict[tuple[int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
 
 
@@ -240,11 +283,12 @@ class OperatorView:
         allocate_state(optimizer)
         self.group = groups.vote
         self.rank: int = groups.vote.rank()
+        self._optimizer = optimizer
         self._held = _held(model_chunks, optimizer, groups.pg_collection)
         # Gather once, so that every rank can later compute the slices of all ranks without communication.
-        mine = [_holding(part, held) for part, held in self._held.items()]
+        self._holdings = {part: _holding(part, held) for part, held in self._held.items()}
         self.holdings_by_rank = tuple(
-            _from_record(record) for record in Collectives(self.group).gather(_to_record(mine))
+            _from_record(record) for record in Collectives(self.group).gather(_to_record(self._holdings.values()))
         )
         self.shards_by_rank = _cut_shards(self.holdings_by_rank, num_layers)
         # Check now: otherwise only a replay would show that no rank has captured an element.
@@ -257,7 +301,12 @@ class OperatorView:
 
     def source(self, piece: Piece) -> torch.Tensor:
         """Return the elements of ``piece`` as a 1-D view of the tensor that training uses. The view has one element if
-        the component, such as a step count, has one value for all elements."""
+        the component, such as a step count, has one value for all elements. Weights of FP8 layers are returned as codes
+        or scales, which hold their values exactly."""
+        held = self._held[piece.parameter, piece.tensor_part]
+        if held.is_encoded and piece.component in (WEIGHT, _WEIGHT_SCALES):
+            found = quantize_blocks(held.weight[piece.start : piece.stop].float(), E4M3, start=piece.start)
+            return found.codes if piece.component == WEIGHT else found.scales
         return self.live((piece.parameter, piece.tensor_part), piece.component, piece.start, piece.stop)
 
     def live(self, part: Part, component: str, start: int, stop: int) -> torch.Tensor:
@@ -268,8 +317,26 @@ class OperatorView:
         for (first, last), state in held.states.items():
             if first <= start and stop <= last:
                 tensor = state[component]
-                return tensor if component == STEP else tensor[start - first : stop - first]
+                if component == STEP:
+                    return tensor
+                per_value = SCALE_BLOCK_ELEMENTS if component.endswith("_scales") else 1
+                return tensor[(start - first) // per_value : -((first - stop) // per_value)]
         raise KeyError(f"{part}/{component}: rank {self.rank} does not have elements {start} to {stop}")
+
+    def weight_of(self, piece: Piece, captured: _Captured) -> torch.Tensor:
+        """Return the compute weights of ``piece``, which contains compute weights or masters, in the dtype of the
+        model."""
+        held, block = self._held[piece.parameter, piece.tensor_part], block_elements(self._components(piece))
+        first, parts = captured.parts(piece, block)
+        if piece.component == MASTER:
+            weights = weight_of(self._optimizer, held.parameter, first, parts)
+        else:
+            weights = quantized(WEIGHT, parts).decode(held.weight.dtype) if held.is_encoded else parts[WEIGHT]
+        return weights[piece.start - first : piece.stop - first]
+
+    def _components(self, piece: Piece) -> tuple[Component, ...]:
+        found = self._holdings[piece.parameter, piece.tensor_part]
+        return (*found.full, *found.frozen)
 
     def restore(self, plan: WindowPlan, index: int, payload: Payload) -> int:
         """Restore slice ``index`` on every rank that has any of its elements. All ranks must call this.
@@ -291,20 +358,24 @@ def _held(
 ) -> dict[Part, _Held]:
     parts: dict[torch.nn.Parameter, Part] = {}
     found: dict[Part, _Held] = {}
+    has_scales = state_format_of(optimizer) is not None
     for chunk in model_chunks:
         for name, parameter in named_parameters(chunk):
             part = (name, tensor_part(name, parameter, pg_collection))
             assert part not in found, f"{part} occurs twice on this rank"
-            parts[parameter], found[part] = part, _Held(weight=parameter.detach().view(-1))
+            parts[parameter] = part
+            weight, is_encoded = parameter.detach().view(-1), has_scales and has_fp8_values(parameter)
+            found[part] = _Held(parameter=parameter, weight=weight, is_encoded=is_encoded)
     for member in sub_optimizers(optimizer):
         for parameter, master in masters_of(member):
-            known = member.optimizer.state[master]
-            # Use a fixed order, because a process with another optimizer may restore the window. A fused optimizer has
-            # one step count per parameter group instead of ``step``; it is in ``TrainState.group_steps``.
-            state = {kind: known[kind].view(-1) for kind in (*MOMENTS, STEP) if torch.is_tensor(known.get(kind))}
-            bounds = range_of(member, parameter)
-            found[parts[parameter]].states[bounds] = {MASTER: master.detach().view(-1), **state}
+            found[parts[parameter]].states[range_of(member, parameter)] = state_tensors(member, master)
     return found
+
+
+_ENCODED_WEIGHT = (
+    Component(name=WEIGHT, dtype=E4M3.name, item_bytes=E4M3.item_bytes),
+    Component(name=_WEIGHT_SCALES, dtype="uint8", item_bytes=1, per_block=True),
+)
 
 
 def _holding(part: Part, held: _Held) -> _PartHolding:
@@ -314,7 +385,7 @@ def _holding(part: Part, held: _Held) -> _PartHolding:
         num_elements=held.weight.numel(),
         ranges=tuple(held.states),
         full=tuple(_component(name, tensor) for name, tensor in state.items()),
-        frozen=(_component(WEIGHT, held.weight),),
+        frozen=_ENCODED_WEIGHT if held.is_encoded else (_component(WEIGHT, held.weight),),
     )
 
 
@@ -324,4 +395,5 @@ def _component(name: str, tensor: torch.Tensor) -> Component:
         dtype=str(tensor.dtype).removeprefix("torch."),
         item_bytes=tensor.element_size(),
         per_element=name != STEP,
+        per_block=name.endswith("_scales"),
     )

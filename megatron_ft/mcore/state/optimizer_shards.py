@@ -8,7 +8,7 @@ carry it out. At the end the compute weights are rounded from the master weights
 before the other ranks had received the weights of its newest update.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,20 +16,23 @@ import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_ft.mcore.groups import Collectives, Groups, exchange_tensors
-from megatron_ft.mcore.optimizer.adamw import MOMENTS, masters, refresh_weights
+from megatron_ft.mcore.optimizer.adamw import MASTER, STEP, masters, refresh_weights
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.state.tensors import NamedState, is_non_expert
-from megatron_ft.operator_state import operator_of
+from megatron_ft.operator_state import SCALE_BLOCK_ELEMENTS, operator_of
 from megatron_ft.planning.state.declined import Declined
 from megatron_ft.planning.state.holdings import Holding, Holdings, Medium, Need, Needs
 from megatron_ft.planning.state.tensors import StateTensor, TensorIndex
 from megatron_ft.planning.state.transfers import STAGING_BYTES, TransferPlan
 
-_MASTER = "master"
-_KINDS = (_MASTER, *MOMENTS)
-
 _Row = tuple[int, str, int, int]
-"""Model part and name of a parameter, and the first element and the end (exclusive) of a range of its elements."""
+"""Model part and name of a parameter, and the first element and the end (exclusive) of a range of its elements. If the
+state has scales, an element is a block of elements with one scale; the last block of a parameter may be incomplete."""
+
+
+def _unit(kinds: Iterable[str]) -> int:
+    """Return the number of values that are planned as one element."""
+    return SCALE_BLOCK_ELEMENTS if any(kind.endswith("_scales") for kind in kinds) else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,16 +44,26 @@ class _Piece:
     parameter: str
     start: int
     tensors: Mapping[str, torch.Tensor]
-    """Flat tensor of each kind in ``_KINDS``."""
+    """Flat tensor of each component besides the step count, in the order of ``adamw.state_tensors``."""
     is_copy: bool = False
+
+    @classmethod
+    def at(cls, start: int, tensors: Mapping[str, torch.Tensor], **more: Any) -> "_Piece":
+        """Make a piece whose first value has the number ``start`` in its parameter. ``tensors`` may have a step."""
+        kept = {kind: tensor.view(-1) for kind, tensor in tensors.items() if kind != STEP}
+        return cls(start=start // _unit(kept), tensors=kept, **more)
 
     @property
     def stop(self) -> int:
-        return self.start + self.tensors[_MASTER].numel()
+        return self.start - (-self.tensors[MASTER].numel() // _unit(self.tensors))
 
     def of(self, start: int, stop: int) -> list[torch.Tensor]:
         """Return the state of the elements [start, stop), as views."""
-        return [self.tensors[kind][start - self.start : stop - self.start] for kind in _KINDS]
+        unit, first, last = _unit(self.tensors), start - self.start, stop - self.start
+        return [
+            tensor[first:last] if kind.endswith("_scales") else tensor[first * unit : last * unit]
+            for kind, tensor in self.tensors.items()
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,10 +71,12 @@ class Shards:
     """The non-expert optimizer state that one rank has after an iteration: its own shard, and copies of others."""
 
     sizes: Mapping[int, Mapping[str, int]]
-    """Number of elements of each non-expert parameter, by model part."""
+    """Number of values of each non-expert parameter, by model part."""
     step: int | None
     """Number of updates; None on a rank without a shard."""
     pieces: tuple[_Piece, ...]
+    kinds: Mapping[str, torch.dtype]
+    """Dtype of each component of the state besides the step count."""
 
     @classmethod
     def split_off(cls, state: NamedState, copies: StateCopies, parts: Sequence[int]) -> "Shards":
@@ -76,21 +91,21 @@ class Shards:
             if not is_non_expert(name):
                 continue
             # An FP32 weight is its own master weight. It is copied, so that the rest of the weight can be freed.
-            master = taken.get(f"{name}/{_MASTER}")
-            master = taken[name].view(-1)[start:stop].clone() if master is None else master.view(-1)
-            moments = {kind: taken[f"{name}/{kind}"].view(-1) for kind in MOMENTS}
-            pieces.append(_Piece(part=part, parameter=name, start=start, tensors={_MASTER: master, **moments}))
+            master = taken.get(f"{name}/{MASTER}")
+            master = taken[name].view(-1)[start:stop].clone() if master is None else master
+            others = {kind: taken[f"{name}/{kind}"] for kind in copies.kinds if kind != MASTER}
+            pieces.append(_Piece.at(start, {MASTER: master, **others}, part=part, parameter=name))
         for kept in copies.kept:
             tensors = kept.tensors()
             for name, start in zip(kept.names, kept.starts, strict=True):
                 if is_non_expert(name):
-                    copied = {kind: tensors[f"{name}/{kind}"].view(-1) for kind in _KINDS}
-                    owner = parts[kept.owner]
-                    pieces.append(_Piece(part=owner, parameter=name, start=start, tensors=copied, is_copy=True))
-                    steps.add(int(tensors[f"{name}/step"]))
+                    copied = {kind: tensors[f"{name}/{kind}"] for kind in copies.kinds}
+                    pieces.append(_Piece.at(start, copied, part=parts[kept.owner], parameter=name, is_copy=True))
+                    steps.add(int(tensors[f"{name}/{STEP}"]))
         assert len(steps) <= 1, f"shards have different numbers of updates: {sorted(steps)}"
         sizes = {name: tensor.numel() for name, tensor in taken.items() if "/" not in name}
-        return cls(sizes={part: sizes}, step=next(iter(steps), None), pieces=tuple(pieces))
+        kinds = {kind: dtype for kind, dtype in copies.kinds.items() if kind != STEP}
+        return cls(sizes={part: sizes}, step=next(iter(steps), None), pieces=tuple(pieces), kinds=kinds)
 
     def and_also(self, other: "Shards | None") -> "Shards":
         """Return the union of this state and ``other``, which must be state after the same iteration."""
@@ -98,10 +113,24 @@ class Shards:
             return self
         return replace(self, sizes={**other.sizes, **self.sizes}, pieces=(*self.pieces, *other.pieces))
 
+    def space_for(self, part: int, parameter: str, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Allocate tensors for the elements [start, stop) of a parameter."""
+        unit, device = _unit(self.kinds), torch.cuda.current_device()
+        num_values = min(stop * unit, self.sizes[part][parameter]) - start * unit
+        return {
+            kind: torch.empty(stop - start if kind.endswith("_scales") else num_values, dtype=dtype, device=device)
+            for kind, dtype in self.kinds.items()
+        }
+
     def statement(self) -> dict[str, Any]:
         """Return a description of this object as JSON values, for ``ShardMove.of``."""
         rows = [[piece.part, piece.parameter, piece.start, piece.stop, piece.is_copy] for piece in self.pieces]
-        return {"sizes": list(self.sizes.items()), "step": self.step, "rows": rows}
+        unit = _unit(self.kinds)
+        item_bytes = sum(
+            dtype.itemsize * (1 if kind.endswith("_scales") else unit) for kind, dtype in self.kinds.items()
+        )
+        sizes = [(part, {name: -(-size // unit) for name, size in found.items()}) for part, found in self.sizes.items()]
+        return {"sizes": sizes, "step": self.step, "rows": rows, "item_bytes": item_bytes}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -141,7 +170,7 @@ class ShardMove:
                 tensor_part=part,
                 kind="master and moments",
                 num_elements=size,
-                item_bytes=len(_KINDS) * torch.float32.itemsize,
+                item_bytes=statement["item_bytes"],
             )
             for statement in known.values()
             for part, sizes in statement["sizes"]
@@ -185,23 +214,12 @@ class ShardMove:
         must call this, and no state may be missing. A rank sends and receives at most ``limit_bytes`` at a time."""
         mine = [master for master in masters(model_chunks, optimizer) if is_non_expert(master.name)]
         part = self.parts[groups.vote.rank()]
-        targets = [
-            _Piece(
-                part=part,
-                parameter=master.name,
-                start=master.start,
-                tensors={
-                    _MASTER: master.tensor.detach().view(-1),
-                    **{kind: master.state[kind].view(-1) for kind in MOMENTS},
-                },
-            )
-            for master in mine
-        ]
+        targets = [_Piece.at(master.start, master.parts, part=part, parameter=master.name) for master in mine]
         # Gather the ranges of all ranks: they cannot be computed, because Megatron divides flat buffers at any element.
         rows = Collectives(groups.vote).gather([(part, piece.parameter, piece.start, piece.stop) for piece in targets])
         self._carry_out(rows, targets, groups, limit_bytes)
         for master in mine:
-            master.state["step"].fill_(self.step)
+            master.state[STEP].fill_(self.step)
         refresh_weights(optimizer, model_chunks)
 
     def evacuate(self, leaving: Sequence[int], groups: Groups) -> Shards | None:
@@ -225,7 +243,7 @@ class ShardMove:
                 part=part,
                 parameter=name,
                 start=start,
-                tensors={kind: torch.empty(stop - start, device=torch.cuda.current_device()) for kind in _KINDS},
+                tensors=self.mine.space_for(part, name, start, stop),
                 is_copy=True,
             )
             for part, name, start, stop in rows[groups.vote.rank()]

@@ -9,8 +9,9 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_ft.mcore.groups import exchange_one, exchange_tensors, wait_for_all
 from megatron_ft.mcore.model.parameters import named_parameters, unwrap
-from megatron_ft.mcore.optimizer.adamw import allocate_state, masters_of, sub_optimizers
+from megatron_ft.mcore.optimizer.adamw import allocate_state, masters_of, state_tensors, sub_optimizers
 from megatron_ft.planning.placement.migration import Replacement, Step, Transfer
+from transformer_engine_ext.optimizer import ScaledAdamW
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -27,7 +28,8 @@ def named_state(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of every parameter, persistent buffer, master weight and moment on this rank. Names are
     ``<parameter>``, ``<parameter>/master``, ``<parameter>/exp_avg`` and so on, where ``<parameter>`` is a global name.
-    With the distributed optimizer, masters and moments are this rank's flat ranges."""
+    With the distributed optimizer, masters and moments are this rank's flat ranges. With ``precision.regime`` they are
+    codes, and ``<parameter>/master_scales`` and so on are their scales, also flat."""
     names: dict[torch.nn.Parameter, str] = {}
     for number, chunk in enumerate(model_chunks):
         for name, parameter in named_parameters(chunk):
@@ -39,6 +41,10 @@ def named_state(
                 yield f"buffer.{number}.{name}", tensor
     for member in sub_optimizers(optimizer):
         for parameter, master in masters_of(member):
+            if isinstance(member.optimizer, ScaledAdamW):
+                for kind, value in sorted(state_tensors(member, master).items()):
+                    yield f"{names[parameter]}/{kind}", value
+                continue
             if master is not parameter:
                 yield f"{names[parameter]}/master", master
             for kind, value in sorted(member.optimizer.state.get(master, {}).items()):

@@ -34,7 +34,7 @@ from megatron_ft.mcore.moe.router import (
     take_auxiliary_losses,
 )
 from megatron_ft.mcore.optimizer import adamw
-from megatron_ft.mcore.optimizer.adamw import build_optimizer, build_scheduler, masters_of, set_position, sub_optimizers
+from megatron_ft.mcore.optimizer.adamw import build_optimizer, build_scheduler, set_position
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.pipeline.communicator import Boundaries
 from megatron_ft.mcore.state.tensors import (
@@ -253,10 +253,7 @@ class TrainingEngine:
             # Experts are sorted as in a newly built model, because sums over parameters depend on the order.
             places.sort(number, layer.local_expert_indices)
             layer.use(replicas.slots_of(number))
-        for member in sub_optimizers(self.optimizer):
-            for parameter, master in masters_of(member):
-                if hasattr(parameter, "shared"):
-                    master.shared = parameter.shared  # type: ignore[attr-defined]
+        adamw.follow_parameters(self.optimizer, self.model_chunks, self.pg)
         self.end_copies()
         self.replica_gradients = ReplicaGradients(self.model_chunks, replicas, self.pg.ep)
 

@@ -224,7 +224,7 @@ def _other_optimizer(stored: Mapping[str, Any], present: Mapping[str, Any]) -> l
     """List the keys because of which the optimizer of a checkpoint has other tensors than the optimizer of this job."""
     keys: list[str] = []
     if _master_weights(stored) != _master_weights(present):
-        names = (_SHARDED, _DTYPE)
+        names = (_SHARDED, _DTYPE, _REGIME)
         keys += [name for name in names if stored.get(name) != present.get(name)]
     if stored.get(_FROZEN) != present.get(_FROZEN):
         keys.append(_FROZEN)
@@ -232,10 +232,14 @@ def _other_optimizer(stored: Mapping[str, Any], present: Mapping[str, Any]) -> l
 
 
 _SHARDED, _DTYPE, _FROZEN = "parallel.use_distributed_optimizer", "precision.params_dtype", "training.frozen"
+_REGIME = "precision.regime"
 
 
 def _master_weights(optimizer: Mapping[str, Any]) -> str | None:
-    """Return Megatron's name of the master weights in a checkpoint; None if the checkpoint stores only the weights."""
+    """Return the name of the master weights in a checkpoint: Megatron's name, or the regime of quantized state. None if
+    it stores none besides the weights."""
+    if optimizer.get(_REGIME) is not None:
+        return str(optimizer[_REGIME])
     if optimizer.get(_SHARDED):
         return "param"
     return None if optimizer.get(_DTYPE) == "fp32" else "fp32_param"

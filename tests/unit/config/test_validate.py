@@ -136,6 +136,21 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"optimizer.lr_warmup_iterations": 60}, "optimizer.lr_warmup_iterations"),
     ({"optimizer.lr_decay_style": "WSD"}, "optimizer.lr_wsd_decay_iterations"),
     ({"precision.fp8": "e5m2"}, "precision.fp8"),
+    ({"precision.regime": "fp8_fp8"}, "precision.regime"),
+    ({"precision.regime": "fp16_fp16_fp16_fp16"}, "precision.params_dtype"),
+    ({"precision.regime": "fp8_fp32_fp32_fp32", "precision.params_dtype": "bf16"}, "precision.fp8"),
+    (
+        {"precision.regime": "fp16_fp16_fp16_fp16", "precision.params_dtype": "fp16", "precision.fp8": "hybrid"},
+        "precision.fp8",
+    ),
+    (
+        {
+            "precision.regime": "fp16_fp16_fp16_fp16",
+            "precision.params_dtype": "fp16",
+            "snapshot.policy": {"_target_": "megatron_ft.planning.snapshot.partial_experts.PartialExperts"},
+        },
+        "precision.regime",
+    ),
     ({"precision.fp8": "hybrid", "precision.fp8_recipe": "delayed"}, "precision.fp8_recipe"),
     ({"precision.fp8": "hybrid", "precision.fp8_recipe": "mxfp8"}, "precision.fp8_recipe"),
     ({"precision.fp8": "e4m3", "precision.params_dtype": "fp16"}, "precision.params_dtype"),
