@@ -44,7 +44,7 @@ def test_the_command_names_all_old_keys_and_quotes_for_the_shell(capsys: pytest.
     assert pretrain_moe.main(["launch.interface=lo", fault, "dry_run=true"]) == ConfigError.exit_code
     assert capsys.readouterr().err.splitlines() == [
         "error: launch.interface=lo: is now control.interface; write control.interface=lo",
-        f"{fault}: is now testing.failpoints; write 'testing.failpoints=[\"kill(rank=1)\"]'",
+        f"error: {fault}: is now testing.failpoints; write 'testing.failpoints=[\"kill(rank=1)\"]'",
     ]
 
 
