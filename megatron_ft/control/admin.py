@@ -90,7 +90,8 @@ class AdminClient:
 
     def status(self) -> Message:
         """Return the job's status, an object with ``generation, phase, members, waiting, lost, draining, nodes,
-        num_reforms`` and ``epoch``."""
+        num_reforms, keeps_layout, replacements`` (nodes that can take a lost place), ``worn`` (members that are not
+        started again after their next loss) and ``epoch``."""
         return self._call("status", {}, STATUS_SECONDS)
 
     def drain(self, node: int) -> None:
