@@ -24,7 +24,6 @@ from megatron_ft.errors import (
     MegatronFtError,
     SeveralErrors,
 )
-from megatron_ft.formatting import gib
 
 if TYPE_CHECKING:
     import hydra_entry
@@ -239,17 +238,23 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str], found: "Fi
     inspected = _inspect(config, facts, found, may_be_elsewhere=config.dry_run)
     _check_source(inspected, found)
     if not config.dry_run:
-        _check_this_machine(inspected.on_its_device, found)
+        from megatron_ft.doctor.start import check_this_machine
+
+        check_this_machine(inspected.on_its_device, found)
     found.raise_errors()
     plan = inspected.plan()
     _check_resume(config, plan.data)
     if config.dry_run:
-        _show(_with_compiler_note(plan, config), config)
+        from megatron_ft.doctor.start import with_compiler_note
+
+        _show(with_compiler_note(plan, config), config)
         if (end := _reached_end(config)) is not None:
             _note(end)
         return EXIT_OK
     config, config_yaml = _decide(config, config_yaml, plan)
-    _check_host_memory(config, plan)
+    from megatron_ft.doctor.start import check_host_memory
+
+    check_host_memory(config, plan)
     if not _another_rank_reports():
         for note in plan.notes:
             print(f"note: {note}", file=sys.stderr)
@@ -455,6 +460,7 @@ class _Inspected:
         Raises:
             ConfigError: the job cannot run.
         """
+        from megatron_ft.doctor.start import with_gpu_memory
         from megatron_ft.planning.job import JobPlan, with_prebuilt_parts, with_slots
 
         config, choice, data = self.config, self.choice, self.data
@@ -464,7 +470,7 @@ class _Inspected:
         derived, reason = with_slots(self.on_its_device, choice.device, lambda: data)
         derived, prebuilt_reason = with_prebuilt_parts(derived, choice.device, lambda: data)
         return JobPlan.of(
-            _with_gpu_memory(derived, self.facts),
+            with_gpu_memory(derived, self.facts),
             data,
             self.inputs,
             device=choice.device,
@@ -503,8 +509,10 @@ def _inspect(config: JobConfig, facts: "DeviceFacts", found: "Findings", *, may_
             may_be_elsewhere=may_be_elsewhere,
         )
     if choice is not None and not config.dry_run and not may_be_elsewhere:
+        from megatron_ft.doctor.start import check_gpus
+
         with found.collecting():  # before data are read and indexed
-            _check_gpus(on_device(config, choice.device), facts)
+            check_gpus(on_device(config, choice.device), facts)
     with found.collecting(at_fault=()):
         data = check_data(dataclasses.replace(config, dry_run=True) if found else config)
     with found.collecting(at_fault=()):
@@ -537,15 +545,6 @@ def observe_here(*, asks_memory: bool = False) -> "DeviceFacts":
     from megatron_ft.doctor.devices import observe_devices
 
     return observe_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), asks_memory=asks_memory)
-
-
-def _with_gpu_memory(config: JobConfig, facts: "DeviceFacts") -> JobConfig:
-    """Return ``config`` with this machine's GPU memory as ``limits.gpu_memory_bytes``, unless the configuration sets
-    that limit."""
-    if config.training.device != "cuda" or config.limits.gpu_memory_bytes is not None:
-        return config
-    limits = dataclasses.replace(config.limits, gpu_memory_bytes=facts.gpu_memory_bytes)
-    return dataclasses.replace(config, limits=limits)
 
 
 def _decide(config: JobConfig, config_yaml: str, plan: "JobPlan") -> tuple[JobConfig, str]:
@@ -581,91 +580,6 @@ def _show(plan: "JobPlan", config: JobConfig) -> None:
     from megatron_ft.planning.render import render
 
     print(json.dumps(plan.to_json(), indent=2) if config.dry_run_format == "json" else render(plan))
-
-
-def _check_gpus(config: JobConfig, facts: "DeviceFacts") -> None:
-    """Check that this machine has enough GPUs for the ranks that the command starts on it. Other machines check their
-    own ranks."""
-    launch = config.launch
-    if config.training.device != "cuda" or launch.mode != "local" or launch.node_launcher != "local":
-        return
-    from megatron_ft.planning.devices import gpus_needed
-
-    usable, num_ranks = facts.usable_gpus(), config.most_nodes * launch.ranks_per_node
-    if usable == 0:
-        raise ConfigError.of("training.device", "cuda", "needs a GPU, and this machine has no usable GPU")
-    if usable < gpus_needed(num_ranks, launch.ranks_per_gpu):
-        most = usable * launch.ranks_per_gpu
-        constraint = (
-            f"must be lower: the job starts {num_ranks} ranks on this machine, but its {usable} usable GPUs have room "
-        )
-        constraint += f"for {most} (launch.ranks_per_gpu={launch.ranks_per_gpu})"
-        raise ConfigError.of("launch.ranks_per_node", launch.ranks_per_node, constraint)
-
-
-def _check_this_machine(config: JobConfig, found: "Findings") -> None:
-    """Check that this machine can start the ranks: installed software, addresses and sockets, and the run's folder.
-    Errors are added to ``found``."""
-    from megatron_ft.control.launcher import check_start
-
-    with found.collecting():
-        _check_transformer_engine(config)
-    with found.collecting():
-        if missing := _missing_compiler(config, config.training.device):
-            raise ConfigError.of("placement.dispatch_backend", config.placement.dispatch_backend, missing)
-    if config.launch.mode == "local":
-        check_start(config, found)
-
-
-def _check_host_memory(config: JobConfig, plan: "JobPlan") -> None:
-    """Check that this machine has enough memory for all nodes that this command starts on it."""
-    if config.launch.mode != "local" or config.limits.host_memory_bytes is not None:
-        return
-    import psutil
-
-    nodes_here = plan.num_nodes if config.launch.node_launcher == "local" else 1
-    total, needed = psutil.virtual_memory().total, plan.host_bytes_per_node * nodes_here
-    if needed > total:
-        raise ConfigError.of(
-            "limits.host_memory_bytes",
-            "null",
-            f"the job's nodes on this machine ({nodes_here}) need an estimated {gib(needed)}, but the machine has "
-            f"{gib(total)}; choose a smaller model or fewer ranks",
-        )
-
-
-def _check_transformer_engine(config: JobConfig) -> None:
-    from importlib.util import find_spec
-
-    from megatron_ft.config.checks.parallel import needs_transformer_engine
-
-    if find_spec("transformer_engine") is None:
-        for key, value, constraint in needs_transformer_engine(config):
-            shown = str(value).lower()
-            raise ConfigError.of(
-                key, shown, f"{constraint}: this value needs Transformer Engine, which is not installed on this machine"
-            )
-
-
-def _missing_compiler(config: JobConfig, device: str) -> str:
-    """Return an error message if ranks on this machine need a compiler that is not installed. Return an empty string if
-    a compiler is installed or not needed, or if ranks run on other machines."""
-    import shutil
-
-    from megatron_ft.planning.compilers import find_compiler, no_compiler
-
-    kernels = config.placement.kernels_on(device)
-    runs_elsewhere = config.launch.mode == "local" and config.launch.node_launcher != "local"
-    if not kernels or runs_elsewhere or find_compiler(kernels, os.environ, shutil.which):
-        return ""
-    return no_compiler(kernels, os.environ)
-
-
-def _with_compiler_note(plan: "JobPlan", config: JobConfig) -> "JobPlan":
-    if config.launch.mode != "local" or not (missing := _missing_compiler(config, plan.device)):
-        return plan
-    key = f"placement.dispatch_backend={config.placement.dispatch_backend}"
-    return dataclasses.replace(plan, notes=(*plan.notes, f"{key}: {missing}; without one, no ranks can start here"))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,107 @@
+"""Checks of a job, before its ranks start, against the machine on which the command runs."""
+
+import dataclasses
+import os
+import shutil
+from importlib.util import find_spec
+
+import psutil
+
+from megatron_ft.config.checks.parallel import needs_transformer_engine
+from megatron_ft.config.findings import Findings
+from megatron_ft.config.job import JobConfig
+from megatron_ft.control.launcher import check_start
+from megatron_ft.errors import ConfigError
+from megatron_ft.formatting import gib
+from megatron_ft.planning.compilers import find_compiler, no_compiler
+from megatron_ft.planning.devices import DeviceFacts, gpus_needed
+from megatron_ft.planning.job import JobPlan
+
+
+def with_gpu_memory(config: JobConfig, facts: DeviceFacts) -> JobConfig:
+    """Return ``config`` with this machine's GPU memory as ``limits.gpu_memory_bytes``, unless the configuration sets
+    that limit."""
+    if config.training.device != "cuda" or config.limits.gpu_memory_bytes is not None:
+        return config
+    limits = dataclasses.replace(config.limits, gpu_memory_bytes=facts.gpu_memory_bytes)
+    return dataclasses.replace(config, limits=limits)
+
+
+def check_gpus(config: JobConfig, facts: DeviceFacts) -> None:
+    """Check that this machine has enough GPUs for the ranks that the command starts on it. Other machines check their
+    own ranks.
+
+    Raises:
+        ConfigError: it has too few.
+    """
+    launch = config.launch
+    if config.training.device != "cuda" or launch.mode != "local" or launch.node_launcher != "local":
+        return
+    usable, num_ranks = facts.usable_gpus(), config.most_nodes * launch.ranks_per_node
+    if usable == 0:
+        raise ConfigError.of("training.device", "cuda", "needs a GPU, and this machine has no usable GPU")
+    if usable < gpus_needed(num_ranks, launch.ranks_per_gpu):
+        most = usable * launch.ranks_per_gpu
+        constraint = (
+            f"must be lower: the job starts {num_ranks} ranks on this machine, but its {usable} usable GPUs have room "
+        )
+        constraint += f"for {most} (launch.ranks_per_gpu={launch.ranks_per_gpu})"
+        raise ConfigError.of("launch.ranks_per_node", launch.ranks_per_node, constraint)
+
+
+def check_this_machine(config: JobConfig, found: Findings) -> None:
+    """Check that this machine can start the ranks: installed software, addresses and sockets, and the run's folder.
+    Errors are added to ``found``."""
+    with found.collecting():
+        _check_transformer_engine(config)
+    with found.collecting():
+        if missing := _missing_compiler(config, config.training.device):
+            raise ConfigError.of("placement.dispatch_backend", config.placement.dispatch_backend, missing)
+    if config.launch.mode == "local":
+        check_start(config, found)
+
+
+def check_host_memory(config: JobConfig, plan: JobPlan) -> None:
+    """Check that this machine has enough memory for all nodes that this command starts on it.
+
+    Raises:
+        ConfigError: it has too little.
+    """
+    if config.launch.mode != "local" or config.limits.host_memory_bytes is not None:
+        return
+    nodes_here = plan.num_nodes if config.launch.node_launcher == "local" else 1
+    total, needed = psutil.virtual_memory().total, plan.host_bytes_per_node * nodes_here
+    if needed > total:
+        raise ConfigError.of(
+            "limits.host_memory_bytes",
+            "null",
+            f"the job's nodes on this machine ({nodes_here}) need an estimated {gib(needed)}, but the machine has "
+            f"{gib(total)}; choose a smaller model or fewer ranks",
+        )
+
+
+def with_compiler_note(plan: JobPlan, config: JobConfig) -> JobPlan:
+    """Return ``plan`` with a note if ranks cannot start on this machine because a compiler is missing."""
+    if config.launch.mode != "local" or not (missing := _missing_compiler(config, plan.device)):
+        return plan
+    key = f"placement.dispatch_backend={config.placement.dispatch_backend}"
+    return dataclasses.replace(plan, notes=(*plan.notes, f"{key}: {missing}; without one, no ranks can start here"))
+
+
+def _check_transformer_engine(config: JobConfig) -> None:
+    if find_spec("transformer_engine") is None:
+        for key, value, constraint in needs_transformer_engine(config):
+            shown = str(value).lower()
+            raise ConfigError.of(
+                key, shown, f"{constraint}: this value needs Transformer Engine, which is not installed on this machine"
+            )
+
+
+def _missing_compiler(config: JobConfig, device: str) -> str:
+    """Return an error message if ranks on this machine need a compiler that is not installed. Return an empty string if
+    a compiler is installed or not needed, or if ranks run on other machines."""
+    kernels = config.placement.kernels_on(device)
+    runs_elsewhere = config.launch.mode == "local" and config.launch.node_launcher != "local"
+    if not kernels or runs_elsewhere or find_compiler(kernels, os.environ, shutil.which):
+        return ""
+    return no_compiler(kernels, os.environ)
