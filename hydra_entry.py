@@ -224,8 +224,8 @@ def compose_accepted(options: Options, found: Findings) -> tuple[JobConfig, str,
                 break
             del accepted[due_to]
     # Errors of overrides are independent of each other, also if one of them suggests the key of another one.
-    for error, _ in wrong:
-        found.add(error, at_fault=())
+    for each, _ in wrong:
+        found.add(each, at_fault=())
     found.blame(key for _, keys in wrong for key in keys)
     if composed is None or any("experiment" in keys for _, keys in wrong):
         return None

@@ -251,9 +251,9 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str], found: "Fi
         if (end := _reached_end(config)) is not None:
             _note(end)
         return EXIT_OK
-    config, config_yaml = _decide(config, config_yaml, plan)
     from megatron_ft.doctor.start import check_host_memory
 
+    config, config_yaml = _decide(config, config_yaml, plan)
     check_host_memory(config, plan)
     if not _another_rank_reports():
         for note in plan.notes:
@@ -465,8 +465,7 @@ class _Inspected:
 
         config, choice, data = self.config, self.choice, self.data
         assert choice is not None and data is not None, "a configuration without errors has a device and data"
-        # These numbers are derived only from limits in the configuration. So a dry run on another machine gives the
-        # same.
+        # These numbers depend only on the configuration, so a dry run on another machine gives the same ones.
         derived, reason = with_slots(self.on_its_device, choice.device, lambda: data)
         derived, prebuilt_reason = with_prebuilt_parts(derived, choice.device, lambda: data)
         return JobPlan.of(
@@ -496,6 +495,7 @@ def _inspect(config: JobConfig, facts: "DeviceFacts", found: "Findings", *, may_
     from megatron_ft.config.inputs import JobInputs  # after the checks, so that errors are reported quickly
     from megatron_ft.config.validate import on_device, refused_devices
     from megatron_ft.corpus.samples import check_data
+    from megatron_ft.doctor.start import check_gpus
     from megatron_ft.planning.devices import DeviceChoice
 
     refused = refused_devices(config)
@@ -509,8 +509,6 @@ def _inspect(config: JobConfig, facts: "DeviceFacts", found: "Findings", *, may_
             may_be_elsewhere=may_be_elsewhere,
         )
     if choice is not None and not config.dry_run and not may_be_elsewhere:
-        from megatron_ft.doctor.start import check_gpus
-
         with found.collecting():  # before data are read and indexed
             check_gpus(on_device(config, choice.device), facts)
     with found.collecting(at_fault=()):
