@@ -4,8 +4,11 @@ A checkpoint of a random Mixtral model is converted to a folder, and the folder 
 ``tools/convert_checkpoint.py`` in processes of their own. The largest sum of private and shared memory of each process
 is sampled. Between conversions, the same files are copied and flushed to disk, by processes that have imported the same
 modules. Each process drops the page cache just before it starts the clock, if it may do so. So both begin in the same
-state: a virtual machine that gives free memory back to its host is slower after a pause. Figures are medians over
-alternating pairs.
+state: a virtual machine that gives free memory back to its host is slower after a pause.
+
+The large model gives the memory, and the speed of one pair of conversion and copy in each direction. The small model
+gives the medians of several alternating pairs. Each folder is removed as soon as nothing reads it any more, so the disk
+needs space for two models of the large size.
 """
 
 import os
@@ -22,11 +25,15 @@ from typing import Any
 
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.config.model import ModelConfig
+from megatron_ft.errors import ConfigError
 
 ID = "convert-memory"
 SIZES, QUICK_SIZES = (20e9, 2e9), (0.2e9, 0.2e9)
 """Bytes of the model whose memory is measured, and of the model whose time is measured."""
-PAIRS, QUICK_PAIRS = 7, 2
+PAIRS, QUICK_PAIRS = 5, 2
+"""Pairs with the small model."""
+SPACE = 2.2
+"""Free space of the disk at the start, as a multiple of the large model."""
 MOST_MEMORY = 2e9
 MIN_SPEED, QUICK_MIN_SPEED = 0.5, 0.3
 FILE_BYTES = 500_000_000
@@ -43,6 +50,7 @@ _LAYER = ModelConfig(
     moe_ffn_hidden_size=3584,
     num_moe_experts=8,
 )
+WAYS = ("to-hf", "from-hf")
 THRESHOLD = "<= 2 GB of private and shared memory, at least 0.5 of the speed of copies with fsync"
 
 
@@ -51,22 +59,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(__doc__, argv)
     (large, timed), pairs = (QUICK_SIZES, QUICK_PAIRS) if arguments.quick else (SIZES, PAIRS)
     with tempfile.TemporaryDirectory(prefix="convert-memory-") as name:
-        memory, num_bytes = _measure_memory(Path(name), large)
+        free = shutil.disk_usage(name).free
+        if free < SPACE * large:
+            raise ConfigError(f"TMPDIR={name}: needs {SPACE * large / 1e9:.0f} GB, but has {free / 1e9:.0f} GB free")
+        memory, whole, num_bytes = _measure_large(Path(name), large)
         rows = _measure_speed(Path(name), timed, pairs)
-    speeds = {way: statistics.median(row[way] for row in rows) for way in ("to-hf", "from-hf")}
+    speeds = {way: statistics.median(row[way] for row in rows) for way in WAYS}
     figure = (
-        f"{num_bytes / 1e9:.1f} GB within {max(memory.values()) / 1e9:.2f} GB of memory; {timed / 1e9:.1f} GB at "
-        f"{speeds['to-hf']:.2f} (to a folder) and {speeds['from-hf']:.2f} (to a checkpoint) of the speed of a copy"
+        f"{num_bytes / 1e9:.1f} GB within {max(memory.values()) / 1e9:.2f} GB of memory, at {whole['to-hf']:.2f} (to a "
+        f"folder) and {whole['from-hf']:.2f} (to a checkpoint) of the speed of a copy; {timed / 1e9:.1f} GB at "
+        f"{speeds['to-hf']:.2f} and {speeds['from-hf']:.2f}"
     )
+    # One pair with a small model says nothing about speed.
+    judged = [*speeds.values(), *(() if arguments.quick else (whole[way] for way in WAYS))]
     limit = QUICK_MIN_SPEED if arguments.quick else MIN_SPEED
     return finish(
         arguments.out,
         ID,
-        passed=max(memory.values()) <= MOST_MEMORY and min(speeds.values()) >= limit,
+        passed=max(memory.values()) <= MOST_MEMORY and min(judged) >= limit,
         figure=figure,
         threshold=THRESHOLD.replace(str(MIN_SPEED), str(limit)),
         counts={"pairs": pairs, "cache_dropped": int(os.access(_CACHES, os.W_OK))},
-        details={"memory": memory, "bytes": num_bytes, "rows": rows, "speeds": speeds},
+        details={"memory": memory, "bytes": num_bytes, "large": whole, "rows": rows, "speeds": speeds},
     )
 
 
@@ -102,14 +116,18 @@ def _write_checkpoint(path: Path, num_bytes: float) -> int:
     return sum(file.stat().st_size for file in path.iterdir())
 
 
-def _measure_memory(folder: Path, num_bytes: float) -> tuple[dict[str, int], int]:
+def _measure_large(folder: Path, num_bytes: float) -> tuple[dict[str, int], dict[str, float], int]:
+    """Convert and copy the large model once in each direction. Return the largest memory of each conversion in bytes,
+    its speed as a share of the speed of the copy, with the seconds of both, and the size of the model."""
     size = _write_checkpoint(folder / "large", num_bytes)
-    memory = {"to-hf": _convert("to-hf", folder / "large", folder / "large-hf")[1]}
-    shutil.rmtree(folder / "large")
-    memory["from-hf"] = _convert("from-hf", folder / "large-hf", folder / "large")[1]
-    shutil.rmtree(folder / "large-hf")
-    shutil.rmtree(folder / "large")
-    return memory, size
+    memory: dict[str, int] = {}
+    speeds: dict[str, float] = {}
+    for number, (way, source, target) in enumerate((("to-hf", "large", "large-hf"), ("from-hf", "large-hf", "back"))):
+        row, memory[way] = _measure_pair(folder, way, source, target, is_copied_first=not number)
+        speeds |= row
+        shutil.rmtree(folder / source)
+        print(f"{size / 1e9:.1f} GB, {row}", flush=True)
+    return memory, speeds, size
 
 
 def _measure_speed(folder: Path, num_bytes: float, pairs: int) -> list[dict[str, float]]:
@@ -117,18 +135,36 @@ def _measure_speed(folder: Path, num_bytes: float, pairs: int) -> list[dict[str,
     _write_checkpoint(folder / "weights", num_bytes)
     rows = []
     for number in range(pairs):
-        row = {}
+        row: dict[str, float] = {}
         for way, source, target in (("to-hf", "weights", "hf"), ("from-hf", "hf", "back")):
             # Which of both is first alternates, because the first one may find less memory that is ready for use.
-            order = [("copy", "copy"), (way, target)][:: -1 if number % 2 else 1]
-            seconds = {name: _convert(name, folder / source, folder / out)[0] for name, out in order}
-            shutil.rmtree(folder / "copy")
-            row[way] = seconds["copy"] / seconds[way]
-            row[f"{way} seconds"], row[f"copy for {way} seconds"] = seconds[way], seconds["copy"]
+            row |= _measure_pair(folder, way, source, target, is_copied_first=number % 2 == 0)[0]
         shutil.rmtree(folder / "hf")
-        shutil.rmtree(folder / "back")
+        print(f"pair {number + 1}/{pairs}, {row}", flush=True)
         rows.append(row)
+    shutil.rmtree(folder / "weights")
     return rows
+
+
+def _measure_pair(
+    folder: Path, way: str, source: str, target: str, *, is_copied_first: bool
+) -> tuple[dict[str, float], int]:
+    """Convert and copy ``source``. Return the speed of the conversion as a share of that of the copy, with the seconds
+    of both, and the largest memory of the conversion in bytes. The copy and the checkpoint of ``from-hf`` are removed
+    before anything else is written."""
+    seconds: dict[str, float] = {}
+    memory = 0
+    for name, out in [("copy", "copy"), (way, target)][:: 1 if is_copied_first else -1]:
+        seconds[name], most = _convert(name, folder / source, folder / out)
+        memory = most if name == way else memory
+        if name != "to-hf":  # its folder is the input of ``from-hf``
+            shutil.rmtree(folder / out)
+    row = {
+        way: seconds["copy"] / seconds[way],
+        f"{way} seconds": seconds[way],
+        f"copy for {way} seconds": seconds["copy"],
+    }
+    return row, memory
 
 
 _CHILD = """
