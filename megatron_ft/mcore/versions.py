@@ -76,13 +76,6 @@ def plan_save(strategy: Any, shards: dict[str, Any], directory: Any) -> None:
         strategy.async_save(shards, directory)
 
 
-def forget_reduction(bucket_group: Any) -> None:
-    """Make Megatron reduce the gradients of ``bucket_group`` in the next iteration. From 0.18, a bucket group does
-    nothing if its gradients were already reduced since its buffers were last set to zero."""
-    if _HAS_0_18:
-        bucket_group.grad_reduce_finished = False
-
-
 def balancing_token_count(num_tokens: int, num_shares: int) -> int:
     """Return the token count for ``TopKRouter.attach_and_log_load_balancing_loss`` that gives a balancing loss the
     weight ``num_tokens * num_shares``. From 0.19, Megatron multiplies the count by the number of shares.
@@ -110,25 +103,25 @@ def _recorder() -> Callable[..., None]:
     return save_to_aux_losses_tracker  # type: ignore[no-any-return]
 
 
-def auxiliary_losses() -> dict[str, torch.Tensor]:
+def auxiliary_losses(*, forget: bool = False) -> dict[str, torch.Tensor]:
     """Return the values in Megatron's tracker of auxiliary losses, by name: one number per layer. They are not copied.
-    From 0.18, the tracker is an object, and the function with which earlier releases return it makes a copy."""
-    if _HAS_0_18:
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-        return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
+    From 0.18, the tracker is an object, and the function with which earlier releases return it makes a copy.
+
+    Args:
+        forget: also remove the tracker's entries, which reference process groups.
+    """
+    if _HAS_0_18:
+        from megatron.core.transformer.moe import moe_logging
+
+        found = {name: entry.values for name, entry in moe_logging.get_moe_metrics_tracker().metrics.items()}
+        if forget:
+            moe_logging.destroy_moe_metrics_tracker()
+        return found
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
-    return {name: entry["values"] for name, entry in get_moe_layer_wise_logging_tracker().items()}
-
-
-def forget_auxiliary_losses() -> None:
-    """Remove all entries of Megatron's tracker of auxiliary losses, which reference process groups."""
-    if _HAS_0_18:
-        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-
-        destroy_moe_metrics_tracker()
-        return
-    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-
-    get_moe_layer_wise_logging_tracker().clear()
+    tracker = get_moe_layer_wise_logging_tracker()
+    found = {name: entry["values"] for name, entry in tracker.items()}
+    if forget:
+        tracker.clear()
+    return found

@@ -58,7 +58,8 @@ def forget_iteration(model_chunks: list[torch.nn.Module]) -> None:
             group.is_first_batch = True
             group.per_param_grad_ready_counts = {}
             group.golden_per_param_grad_ready_counts = {}
-            versions.forget_reduction(group)
+            # From 0.18, a bucket group reduces gradients only once until its buffers are set to zero.
+            group.grad_reduce_finished = False
 
 
 def forget_shards(model_chunks: list[torch.nn.Module]) -> None:

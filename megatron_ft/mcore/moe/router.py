@@ -312,7 +312,7 @@ def take_auxiliary_losses() -> tuple[float, float]:
 def forget_auxiliary_losses() -> None:
     """Clear Megatron's global tracker of auxiliary losses, which references process groups of the current engine. The
     global scale of auxiliary losses is also reset. The schedule of the next engine sets it again."""
-    versions.forget_auxiliary_losses()
+    versions.auxiliary_losses(forget=True)
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
