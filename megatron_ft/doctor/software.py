@@ -177,7 +177,7 @@ def _check_megatron(facts: SoftwareFacts) -> list[Finding]:
     (package,) = (each for each in PACKAGES if each.name == name)
     if version is None or not _fits(version, package.versions):
         return []
-    fix = f"make train MEGATRON={next(reversed(MEGATRON))} VENV=.venv-megatron PYTHON=python3.12"
+    fix = f"make train MEGATRON={list(MEGATRON)[-1]} VENV=.venv-megatron PYTHON=python3.12"
     pythons = MEGATRON.get(_public(version))
     if pythons is None:
         return [Finding.warning("versions", f"{name} {version}: only {', '.join(MEGATRON)} are tested", fix)]
