@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.model import ModelConfig
+from megatron_ft.operator_state import SCALE_BLOCK_ELEMENTS
 from megatron_ft.operators import Operator, head_channels, is_moe_layer, operators_of
 from megatron_ft.topology import Topology
 
@@ -74,6 +75,8 @@ def _tied_copy(model: ModelConfig, operators: tuple[Operator, ...], topology: To
 
 BYTES_PER_VALUE = {"fp32": 4, "bf16": 2, "fp16": 2}
 FP32_BYTES = 4
+STATE_DTYPES = {"fp8": ("float8_e4m3fn", 1), "fp16": ("float16", 2), "fp32": ("float32", 4)}
+"""Dtype in torch and bytes of a value, by the format of quantized optimizer state."""
 OPTIMIZER_BYTES = 3 * FP32_BYTES
 """Bytes of the master weight and the two moments of one parameter in a checkpoint."""
 PROCESS_BYTES = 450_000_000
@@ -118,16 +121,28 @@ class RankMemory:
         """
         value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
         gradient_bytes = FP32_BYTES if config.precision.grad_reduce_in_fp32 else value_bytes
-        updated = _updated_here(config, parameters, topology)
+        master_bytes, moments_bytes = optimizer_bytes(config, _updated_here(config, parameters, topology))
+        copied = _copied_here(config, parameters, topology)
         return cls(
             weights_bytes=parameters.total * value_bytes,
             gradients_bytes=parameters.total * gradient_bytes,
-            master_bytes=0 if value_bytes == FP32_BYTES else updated * FP32_BYTES,
-            moments_bytes=updated * 2 * FP32_BYTES,
-            # A copy has its own master weights, also with FP32 weights.
-            copies_bytes=_copied_here(config, parameters, topology) * 4 * FP32_BYTES,
+            master_bytes=master_bytes,
+            moments_bytes=moments_bytes,
+            copies_bytes=_copies_bytes(config, copied),
             activations_bytes=_activation_bytes(config, topology, pipeline_stage, vocab_size),
         )
+
+
+def optimizer_bytes(config: JobConfig, num_parameters: int) -> tuple[int, int]:
+    """Return the bytes of master weights and of both moments of ``num_parameters`` parameters, with scales. FP32
+    weights have no separate master weights."""
+    formats = config.precision.optimizer_formats
+    if formats is None:
+        value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
+        return (0 if value_bytes == FP32_BYTES else num_parameters * FP32_BYTES), num_parameters * 2 * FP32_BYTES
+    scales = -(-num_parameters // SCALE_BLOCK_ELEMENTS)
+    sizes = [num_parameters * STATE_DTYPES[name][1] + (scales if name != "fp32" else 0) for name in formats]
+    return sizes[0], sizes[1] + sizes[2]
 
 
 def expert_state_bytes(config: JobConfig) -> int:
@@ -136,9 +151,16 @@ def expert_state_bytes(config: JobConfig) -> int:
     # PyTorch's Adam keeps one FP32 step count for each tensor.
     num_tensors = 2 if not config.model.add_bias_linear else 4
     value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
-    master_bytes = 0 if value_bytes == FP32_BYTES else FP32_BYTES
-    per_parameter = value_bytes + master_bytes + 2 * FP32_BYTES
-    return expert.num_parameters * per_parameter + num_tensors * FP32_BYTES
+    state_bytes = sum(optimizer_bytes(config, expert.num_parameters))
+    return expert.num_parameters * value_bytes + state_bytes + num_tensors * FP32_BYTES
+
+
+def _copies_bytes(config: JobConfig, num_parameters: int) -> int:
+    """Return the bytes of copied state and of its gradients. A copy has its own master weights, also with FP32
+    weights."""
+    if config.precision.regime is None:
+        return num_parameters * 4 * FP32_BYTES
+    return sum(optimizer_bytes(config, num_parameters)) + num_parameters * FP32_BYTES
 
 
 def _updated_here(config: JobConfig, parameters: RankParameters, topology: Topology) -> int:

@@ -8,7 +8,7 @@ from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.operators import operators_of
-from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES, expert_state_bytes
+from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, expert_state_bytes, optimizer_bytes
 from megatron_ft.planning.placement.copies import NON_EXPERT, StateCopyPlan
 from megatron_ft.planning.placement.overlap_search import OverlapSearch
 from megatron_ft.planning.placement.plan import PlacementPlan
@@ -152,10 +152,9 @@ def _movable_copies(plan: PlacementPlan, min_replicas: int) -> list[int]:
 def _optimizer_bytes(config: JobConfig, num_dense: int) -> tuple[int, int]:
     """Return the bytes of optimizer state of one expert, and of all non-expert weights of a stage. A rank of the stage
     has ``num_dense`` non-expert parameters."""
-    full_precision = BYTES_PER_VALUE[config.precision.params_dtype] == FP32_BYTES
-    state_bytes = (2 if full_precision else 3) * FP32_BYTES
     num_parts = config.parallel.tensor_model_parallel_size
-    return _expert_parameters(config) * state_bytes, num_dense * num_parts * state_bytes
+    expert, dense = (optimizer_bytes(config, number) for number in (_expert_parameters(config), num_dense * num_parts))
+    return sum(expert), sum(dense)
 
 
 def _expert_parameters(config: JobConfig) -> int:

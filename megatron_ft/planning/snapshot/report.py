@@ -6,10 +6,11 @@ from typing import Any
 
 from megatron_ft.config.checks.primitives import within_limit
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.model import PrecisionConfig
 from megatron_ft.config.serialize import build_policy
 from megatron_ft.operator_state import Component, StateShard
 from megatron_ft.operators import Operator, operators_of
-from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES
+from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES, STATE_DTYPES
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.memory import NodeMemory, PeerAssignment, host_bytes
 from megatron_ft.planning.snapshot.partial_experts import ExpertBytes, ExpertPolicy
@@ -36,25 +37,39 @@ def estimate_demand(config: JobConfig, topology: Topology, tokenizer_vocab_size:
     Experts in replica slots are split over all ranks of the stage, and a tied embedding over the first and last stage.
     """
     operators = operators_of(config.model, tokenizer_vocab_size)
-    components = _components(config.precision.params_dtype)
+    precision = config.precision
+    has_fp8_weights = precision.regime is not None and precision.fp8 is not None
     shards: list[list[StateShard]] = [[] for _ in range(topology.world_size)]
     for ranks, spans in _groups(config, topology, operators):
         for rank, (operator, start, stop) in _deal(config, ranks, spans):
-            shards[rank].append(_shard(operator, start, stop, components))
+            # Router, embedding and output layer have no FP8 weights. Norms do neither, but they are small.
+            is_fp8 = has_fp8_weights and operator.id.kind in ("expert", "non_expert")
+            shards[rank].append(_shard(operator, start, stop, _components(precision, is_fp8=is_fp8)))
     return Demand(shards_by_rank=tuple(tuple(of_rank) for of_rank in shards))
 
 
-def _components(params_dtype: str) -> tuple[tuple[Component, ...], tuple[Component, ...]]:
-    names = ("master", "exp_avg", "exp_avg_sq")
-    full = tuple(Component(name=name, dtype="float32", item_bytes=FP32_BYTES) for name in names)
+_Components = tuple[tuple[Component, ...], tuple[Component, ...]]
+"""Components of an active and of a frozen operator."""
+
+
+def _components(precision: PrecisionConfig, *, is_fp8: bool) -> _Components:
+    """Return the components of an operator. ``is_fp8`` means that its weights hold FP8 values."""
+    formats = zip(("master", "exp_avg", "exp_avg_sq"), precision.optimizer_formats or ("fp32",) * 3, strict=True)
+    full = [part for name, found in formats for part in _scaled(name, *STATE_DTYPES[found], found != "fp32")]
     step = Component(name="step", dtype="float32", item_bytes=FP32_BYTES, per_element=False)
-    weight = Component(name="weight", dtype=_DTYPES[params_dtype], item_bytes=BYTES_PER_VALUE[params_dtype])
-    return (*full, step), (weight,)
+    weight = (_DTYPES[precision.params_dtype], BYTES_PER_VALUE[precision.params_dtype])
+    frozen = _scaled("weight", *(STATE_DTYPES["fp8"] if is_fp8 else weight), is_fp8)
+    return (*full, step), tuple(frozen)
 
 
-def _shard(
-    operator: Operator, start: int, stop: int, components: tuple[tuple[Component, ...], tuple[Component, ...]]
-) -> StateShard:
+def _scaled(name: str, dtype: str, item_bytes: int, has_scales: bool) -> list[Component]:
+    found = [Component(name=name, dtype=dtype, item_bytes=item_bytes)]
+    if has_scales:
+        found.append(Component(name=f"{name}_scales", dtype="uint8", item_bytes=1, per_block=True))
+    return found
+
+
+def _shard(operator: Operator, start: int, stop: int, components: _Components) -> StateShard:
     full, frozen = components
     return StateShard(
         operator=operator.id,

@@ -10,7 +10,10 @@ from megatron_ft.mcore.optimizer.adamw import masters
 from megatron_ft.mcore.optimizer.scaled import has_fp8_values
 from megatron_ft.mcore.state.operator_view import OperatorView
 from megatron_ft.mcore.state.tensors import named_state
+from megatron_ft.planning.cost.memory import optimizer_bytes
+from megatron_ft.planning.snapshot.report import estimate_demand
 from megatron_ft.testing import engines
+from megatron_ft.topology import Topology
 from transformer_engine_ext.formats import E4M3
 from transformer_engine_ext.quantized import BLOCK_ELEMENTS, quantize_blocks
 from transformer_engine_ext.regimes import REGIMES
@@ -52,3 +55,16 @@ def test_weights_of_fp8_layers_hold_fp8_values_and_windows_contain_their_codes()
         kinds = {shard.parameter: [part.dtype for part in shard.frozen] for shard in view.shards}
         assert all(kinds[name] == ["float8_e4m3fn", "uint8"] for name in weights)
         assert kinds["embedding.word_embeddings.weight"] == ["bfloat16"]
+
+
+@pytest.mark.parametrize(("name", "full", "frozen"), [("fp16_fp16_fp16_fp16", 6, 2), ("fp8_fp8_fp8_fp16", 4, 1)])
+def test_a_dry_run_estimates_the_bytes_of_the_regime(name: str, full: int, frozen: int) -> None:
+    config = engines.micro_config(regime_keys(name))
+    demand = estimate_demand(config, Topology.of(config.parallel, 1), 64)
+    experts = [shard for shard in demand.shards_by_rank[0] if shard.operator.kind == "expert"]
+    assert len(experts) == 8
+    for shard in experts:
+        sizes = [sum(c.num_values(6400) * c.item_bytes for c in found) for found in (shard.full[:-1], shard.frozen)]
+        # Each component with scales has 100 more bytes.
+        assert sizes == [full * 6400 + 300, frozen * 6400 + (100 if frozen == 1 else 0)]
+    assert optimizer_bytes(config, 6400) == {4: (6500, 3 * 6400 + 200), 6: (12900, 4 * 6400 + 200)}[full]
