@@ -72,13 +72,13 @@ AnyJob = Job | FaultJob
 def jobs_of(*, quick: bool) -> list[AnyJob]:
     """Return all jobs of the campaign, those of the common layout first."""
     if quick:
-        return [_rejoining(0, COMMON, ("backward", "update"), kills_nodes=True)]
+        return [rejoining(0, COMMON, ("backward", "update"), kills_nodes=True)]
     halves = (ITERATION_PHASES[0::2], ITERATION_PHASES[1::2])
     jobs: list[AnyJob] = [
-        _rejoining(0, COMMON, halves[0], kills_nodes=True),
-        _rejoining(1, COMMON, halves[1], kills_nodes=True),
-        _rejoining(2, COMMON, ITERATION_PHASES, kills_nodes=False),
-        _kept(3, COMMON_KEPT, _TWICE, "localized_replay"),
+        rejoining(0, COMMON, halves[0], kills_nodes=True),
+        rejoining(1, COMMON, halves[1], kills_nodes=True),
+        rejoining(2, COMMON, ITERATION_PHASES, kills_nodes=False),
+        kept(3, COMMON_KEPT, _TWICE, "localized_replay"),
     ]
     for cell in covered():
         jobs += _jobs_of_cell(cell, len(jobs))
@@ -88,12 +88,12 @@ def jobs_of(*, quick: bool) -> list[AnyJob]:
 def _jobs_of_cell(cell: Cell, number: int) -> Iterator[AnyJob]:
     strategy = prospects()[cell.in_fp32].strategies[0]
     if cell.way == "restart":
-        yield _kept(number, cell, ITERATION_PHASES, strategy)
+        yield kept(number, cell, ITERATION_PHASES, strategy)
     elif cell.way == "kept layout":
-        yield _kept(number, cell, _TWICE, strategy)
-        yield _kept(number + 1, cell, (), strategy)
+        yield kept(number, cell, _TWICE, strategy)
+        yield kept(number + 1, cell, (), strategy)
     elif cell.nodes == "return":
-        yield _rejoining(number, cell, _TWICE[:18], kills_nodes=number % 2 == 0)
+        yield rejoining(number, cell, _TWICE[:18], kills_nodes=number % 2 == 0)
     elif cell.nodes == "spare":
         yield _spared(number, cell)
     else:
@@ -113,7 +113,7 @@ def _passes(phase: str, rng: random.Random) -> int:
     return rng.randint(1, _PASSES.get(phase, 3))
 
 
-def _rejoining(number: int, cell: Cell, phases: Sequence[str], *, kills_nodes: bool) -> Job:
+def rejoining(number: int, cell: Cell, phases: Sequence[str], *, kills_nodes: bool) -> Job:
     """Make a job whose lost nodes start again and join before the next one dies."""
     rng, num_nodes, lanes = _rng(cell, number), cell.layout.num_ranks, cell.layout.dp - 1
     phases = _occurring(phases, cell)
@@ -177,7 +177,7 @@ def _shrinking(number: int, cell: Cell) -> Job:
     return Job("halving", number, words, faults, kills_nodes=number % 2 == 0, num_nodes=num_nodes, layout=kept)
 
 
-def _kept(number: int, cell: Cell, phases: Sequence[str], strategy: str) -> FaultJob:
+def kept(number: int, cell: Cell, phases: Sequence[str], strategy: str) -> FaultJob:
     """Make a job that keeps its layout and loses ranks in ``phases``; if empty, whole nodes at any moment."""
     rng, layout = _rng(cell, number), cell.layout
     if phases:
@@ -242,7 +242,7 @@ class LayoutCampaign:
     """Executes the jobs of all ways to recover."""
 
     jobs: Sequence[AnyJob]
-    changing: ChangingCampaign
+    changing: Campaign
     kept: KeptCampaign
 
     @classmethod
