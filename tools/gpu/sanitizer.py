@@ -1,5 +1,7 @@
-"""Stage ``sanitizer`` of a GPU day: runs a dispatch with every kernel under compute-sanitizer."""
+"""Stage ``sanitizer`` of a GPU day: runs a dispatch with every kernel, and updates of FP8 state, under
+compute-sanitizer."""
 
+import itertools
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,16 @@ from tools.gpu.runner import ROOT
 
 PROGRAM = "compute-sanitizer"
 CHECKS = ("memcheck", "racecheck")
+PROGRAMS = {
+    "dispatch": ("tools.gpu.dispatch_once", "cuda"),
+    "update": (
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "tests/gpu/test_fp8.py::test_the_kernel_writes_nothing_outside_its_range",
+    ),
+}
+"""Module and arguments of each program that is checked."""
 _FOUND = 99
 
 
@@ -17,21 +29,20 @@ def run(day: Day) -> None:
     """Run every check of compute-sanitizer. Without a GPU, run only the dispatch."""
     if not day.has_gpu:
         day.check(dispatch("reference", "cpu"), "the results of the dispatch differ from those of the reference")
-    for check in CHECKS:
+    for name, check in itertools.product(PROGRAMS, CHECKS):
         if not day.has_gpu or shutil.which(PROGRAM) is None:
-            day.lacks(check, f"needs a GPU and {PROGRAM}")
+            day.lacks(f"{check} of {name}", f"needs a GPU and {PROGRAM}")
         else:
-            with day.part(check):
-                _run(day, check)
+            with day.part(f"{check} of {name}"):
+                _run(day, name, check)
 
 
-def _run(day: Day, check: str) -> None:
-    command = [PROGRAM, "--tool", check, "--error-exitcode", str(_FOUND)]
-    command += [sys.executable, "-m", "tools.gpu.dispatch_once", "cuda"]
+def _run(day: Day, name: str, check: str) -> None:
+    command = [PROGRAM, "--tool", check, "--error-exitcode", str(_FOUND), sys.executable, "-m", *PROGRAMS[name]]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=max(1.0, day.remaining_seconds - 2), check=False
     )
     print(done.stdout[-4000:], done.stderr[-4000:])
-    day.record(**{check: done.returncode})
-    day.check(done.returncode != _FOUND, f"{check} found errors: {done.stdout[-300:]}")
-    day.check(done.returncode in (0, _FOUND), f"{check}: exit code {done.returncode}: {done.stdout[-300:]}")
+    day.record(**{f"{check} of {name}": done.returncode})
+    day.check(done.returncode != _FOUND, f"{check} of {name} found errors: {done.stdout[-300:]}")
+    day.check(done.returncode in (0, _FOUND), f"{check} of {name}: exit code {done.returncode}: {done.stdout[-300:]}")

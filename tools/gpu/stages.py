@@ -49,7 +49,7 @@ _FIRST = (
         about="FP8 products and the kernel of scaled AdamW are correct",
     ),
     Stage(name="snapshots", entry="tools.gpu.suites:run_snapshots", seconds=90, about="copier, windows, upstream log"),
-    Stage(name="sanitizer", entry="tools.gpu.sanitizer:run", seconds=120, about="kernels access only their memory"),
+    Stage(name="sanitizer", entry="tools.gpu.sanitizer:run", seconds=180, about="kernels access only their memory"),
 )
 _NCCL = (
     Stage(name="smoke", entry="tools.gpu.collectives:run", seconds=120, about="several ranks on one GPU"),
