@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.covering import Row
 from benchmarks.layout_cells import Cell, has_meaning, prospect_of
-from benchmarks.layouts_bitwise import _rejoining
+from benchmarks.layouts_bitwise import rejoining
 from benchmarks.localized_jobs import Layout, in_order, single_faults
 from megatron_ft.failpoints import ITERATION_PHASES
 
@@ -77,7 +77,7 @@ def test_each_fault_ends_a_membership_that_will_exist(keeps_layout: bool, genera
 
 @pytest.mark.parametrize("windows", [True, False])
 def test_faults_come_in_phases_that_occur(windows: bool) -> None:
-    job = _rejoining(0, Cell.of({**ROW, "windows": windows}), ITERATION_PHASES, kills_nodes=True)
+    job = rejoining(0, Cell.of({**ROW, "windows": windows}), ITERATION_PHASES, kills_nodes=True)
     phases = [fault["phase"] for fault in job.faults]
     assert ("capture" in phases, "replicate" in phases, "gather" in phases) == (windows, windows, True)
     assert [fault["generation"] for fault in job.faults] == list(range(0, 2 * len(phases), 2))

@@ -140,7 +140,8 @@ class DenseReader:
     def _resolved(self) -> "dict[str, tuple[TensorStorageMetadata, list[_StoredPart]]]":
         found: dict[str, tuple[TensorStorageMetadata, list[_StoredPart]]] = {}
         is_foreign = self.manifest is None
-        is_gated = is_foreign and has_gated_units(self.directory)
+        is_gated = is_foreign and any(map(_GATED.search, self.metadata.state_dict_metadata))
+        is_gated = is_gated and has_gated_units(self.directory)
         for name, entry in self.metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
                 continue

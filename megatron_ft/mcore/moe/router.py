@@ -66,7 +66,7 @@ class PaddingAwareRouter(TopKRouter):
         device = torch.cuda.current_device()
         self.load = torch.zeros(self.config.num_moe_experts, dtype=torch.int64, device=device)
         self.repaid = torch.zeros_like(self.load)
-        self._owing = self.load.new_empty(0)
+        self._owing: torch.Tensor | None = None
 
     def start_iteration(self, iteration: int, owed: Sequence[int] = ()) -> None:
         """Reset ``load`` and ``repaid`` at the start of ``iteration``, unless it is 0, which means an evaluation.
@@ -78,7 +78,8 @@ class PaddingAwareRouter(TopKRouter):
             self.load.zero_()
             self.repaid.zero_()
         experts = sorted((e for e, tokens in enumerate(owed) if tokens), key=lambda expert: -owed[expert])
-        self._owing = torch.tensor(experts, dtype=torch.int64, device=self.load.device)
+        # A tensor of host values waits for the device, so none is made in the usual case.
+        self._owing = torch.tensor(experts, dtype=torch.int64, device=self.load.device) if experts else None
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -112,7 +113,7 @@ class PaddingAwareRouter(TopKRouter):
             drop_policy=limits.moe_token_drop_policy,
         )
         extra = None
-        if len(self._owing) and self.training:
+        if self._owing is not None and self.training:
             num_tokens, num_experts = probs.shape
             capacity = get_capacity(num_tokens * self.topk, num_experts, limits.moe_expert_capacity_factor)
             most = int(self._repay_capacity_share * capacity)

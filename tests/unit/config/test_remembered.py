@@ -18,6 +18,7 @@ from megatron_ft.config.remembered import (
     with_given_values,
 )
 from megatron_ft.config.serialize import to_dict
+from megatron_ft.control import rundir
 from megatron_ft.control.rundir import RunDir, RunId, read_run_config
 from megatron_ft.errors import ConfigError
 
@@ -126,6 +127,7 @@ def test_derived_values_are_derived_again() -> None:
 def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Create the folder of a run without a checkpoint. Return the overrides that name it."""
     monkeypatch.setattr(pretrain_moe, "_check_resume", lambda *_: None)
+    monkeypatch.setattr(rundir, "_has_state", lambda _: True)
     here = [f"run.dir={tmp_path}", "run.name=a"]
     given = composed(*here, "optimizer.lr=0.5", "model=moe_micro")
     used = dataclasses.replace(given, training=dataclasses.replace(given.training, device="cpu"))

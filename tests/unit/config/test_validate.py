@@ -148,6 +148,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
             "precision.regime": "fp16_fp16_fp16_fp16",
             "precision.params_dtype": "fp16",
             "snapshot.policy": {"_target_": "megatron_ft.planning.snapshot.partial_experts.PartialExperts"},
+            "snapshot.num_peer_copies": 0,
         },
         "precision.regime",
     ),

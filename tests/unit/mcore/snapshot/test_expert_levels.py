@@ -41,9 +41,8 @@ def window(rank: int, iteration: int, experts: Mapping[int, int]) -> tuple[Windo
             content[offset : offset + num_bytes] = bytes([16 * number + at % 16]) * num_bytes
             captured_at.append(at)
             offset += 64
-    ledger = TokenLedger(
-        processed=(tuple(processed(expert, iteration) for expert in range(NUM_EXPERTS)),), lost=((0,) * NUM_EXPERTS,)
-    )
+    none = [[0] * NUM_EXPERTS]
+    ledger = TokenLedger.empty(none).after([[processed(expert, iteration) for expert in range(NUM_EXPERTS)]])
     state = TrainState(
         iteration=iteration, rng=None, buffers={}, grad_scalers=(), group_steps=(), history=History(tokens=ledger)
     )
