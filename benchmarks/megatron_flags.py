@@ -45,13 +45,14 @@ torchrun --nproc_per_node 8 --nnodes 8 --node_rank 0 --master_addr localhost --m
 --load checkpoints/mixtral --tensorboard-dir checkpoints/tensorboard --no-load-optim --no-load-rng
 --wandb-project Mixtral --wandb-exp-name Mixtral_8x7B
 """
+# Without --exit-duration-in-mins: ``training.exit_after_minutes`` is refused under torchrun, with the way to replace it.
 DEEPSEEK = """
 torchrun --nproc_per_node 8 --nnodes 8 pretrain_gpt.py --distributed-timeout-minutes 60
 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 16 --decoder-first-pipeline-num-layers 4
 --decoder-last-pipeline-num-layers 1 --expert-model-parallel-size 64 --context-parallel-size 1
 --expert-tensor-parallel-size 1 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 --use-mcore-models --sequence-parallel --use-flash-attn --disable-bias-linear --micro-batch-size 1
---global-batch-size 8192 --train-samples 585937500 --exit-duration-in-mins 220 --no-check-for-nan-in-loss-and-grad
+--global-batch-size 8192 --train-samples 585937500 --no-check-for-nan-in-loss-and-grad
 --cross-entropy-loss-fusion --cross-entropy-fusion-impl te --manual-gc --manual-gc-interval 10
 --transformer-impl transformer_engine --seq-length 4096 --data-cache-path cache
 --tokenizer-type HuggingFaceTokenizer --tokenizer-model . --data-path text_document --split 99,1,0
@@ -188,6 +189,8 @@ def _words(flag: Flag) -> list[str]:
     if accepted.startswith("in "):
         return [f"--{flag.name}", accepted.split()[1]]
     is_text = _types().get(head.removesuffix("=*"), "int").startswith("str")
+    if flag.name == "rampup-batch-size":  # first batch, increment, samples
+        return [f"--{flag.name}", "2", "2", "4"]
     return [f"--{flag.name}", "word" if is_text else "2"]
 
 
