@@ -45,7 +45,7 @@ torchrun --nproc_per_node 8 --nnodes 8 --node_rank 0 --master_addr localhost --m
 --load checkpoints/mixtral --tensorboard-dir checkpoints/tensorboard --no-load-optim --no-load-rng
 --wandb-project Mixtral --wandb-exp-name Mixtral_8x7B
 """
-# Without --exit-duration-in-mins: ``training.exit_after_minutes`` is refused under torchrun, with the way to replace it.
+# Without --exit-duration-in-mins: under torchrun, ``training.exit_after_minutes`` is refused.
 DEEPSEEK = """
 torchrun --nproc_per_node 8 --nnodes 8 pretrain_gpt.py --distributed-timeout-minutes 60
 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 16 --decoder-first-pipeline-num-layers 4
