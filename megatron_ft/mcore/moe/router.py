@@ -39,7 +39,7 @@ class PaddingAwareRouter(TopKRouter):
     attaches auxiliary losses through an autograd function that does not depend on the loss.
 
     ``load`` [E] int64 is the number of tokens that were routed to each expert since the iteration began. ``repaid`` [E]
-    int64 is the number of those that were beyond the expert's capacity.
+    int64 is the number of those that were beyond the expert's capacity; None without ``repay_capacity_share``.
 
     Args:
         repay_capacity_share: Share of the capacity that an expert that lost tokens in a recovery gets in addition
@@ -56,6 +56,7 @@ class PaddingAwareRouter(TopKRouter):
     ) -> None:
         self._limits = config
         self._repay_capacity_share = repay_capacity_share
+        self.repaid: torch.Tensor | None = None
         if repay_capacity_share is not None:
             # Megatron's router drops tokens in the middle of ``routing``. Here they are dropped after it, when it is
             # known how much capacity other experts leave unused.
@@ -63,9 +64,9 @@ class PaddingAwareRouter(TopKRouter):
             config.moe_expert_capacity_factor = None
         super().__init__(config=config, pg_collection=pg_collection, **others)
         self.is_padding = False
-        device = torch.cuda.current_device()
-        self.load = torch.zeros(self.config.num_moe_experts, dtype=torch.int64, device=device)
-        self.repaid = torch.zeros_like(self.load)
+        self.load = torch.zeros(self.config.num_moe_experts, dtype=torch.int64, device=torch.cuda.current_device())
+        if repay_capacity_share is not None:
+            self.repaid = torch.zeros_like(self.load)
         self._owing: torch.Tensor | None = None
 
     def start_iteration(self, iteration: int, owed: Sequence[int] = ()) -> None:
@@ -76,7 +77,8 @@ class PaddingAwareRouter(TopKRouter):
         """
         if iteration:
             self.load.zero_()
-            self.repaid.zero_()
+            if self.repaid is not None:
+                self.repaid.zero_()
         experts = sorted((e for e, tokens in enumerate(owed) if tokens), key=lambda expert: -owed[expert])
         # A tensor of host values waits for the device, so none is made in the usual case.
         self._owing = torch.tensor(experts, dtype=torch.int64, device=self.load.device) if experts else None
@@ -317,12 +319,15 @@ def forget_auxiliary_losses() -> None:
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
-def routed_tokens(model_chunks: list[torch.nn.Module], num_layers: int, num_experts: int) -> torch.Tensor:
-    """Return the number of tokens that this rank has routed to each expert in this iteration, and the number of those
-    beyond the capacities of experts. The result is int64 [2, num_layers, num_experts], on the CPU."""
-    load = torch.zeros((2, num_layers, num_experts), dtype=torch.int64)
+def routed_tokens(
+    model_chunks: list[torch.nn.Module], num_layers: int, num_experts: int, *, with_repaid: bool = False
+) -> torch.Tensor:
+    """Return the number of tokens that this rank has routed to each expert in this iteration. ``with_repaid`` adds the
+    number of those beyond the capacities of experts, which routers then count (``snapshot.repay_capacity_share``). The
+    result is int64 [1 or 2, num_layers, num_experts], on the CPU."""
+    load = torch.zeros((1 + with_repaid, num_layers, num_experts), dtype=torch.int64)
     for router in routers(model_chunks):
-        load[:, router.layer_number - 1] = torch.stack([router.load, router.repaid]).cpu()
+        load[:, router.layer_number - 1] = torch.stack([router.load, router.repaid][: len(load)]).cpu()
     return load
 
 

@@ -112,6 +112,7 @@ class TrainingEngine:
         self.num_forward_passes = 0  # one pass: one microbatch through one chunk
         self._router = router_builder(config)
         self._counted_layers = counted_layers(config)
+        self._repays = config.snapshot.repay_capacity_share is not None
         self._straggler_timer = StragglerTimer.on(device)
         self.policy = CommitPolicy.of(config)
 
@@ -398,7 +399,8 @@ class TrainingEngine:
         # Loads are summed before the vote. If ranks are lost after it, survivors finish the iteration and must plan
         # placements from the same loads, but can no longer sum them with the lost ranks.
         if self._counted_layers or self.wants_load(iteration):
-            in_progress.expert_load, in_progress.repaid = self._expert_tokens()
+            in_progress.expert_load, *repaid = self._expert_tokens()
+            in_progress.repaid = repaid[0] if repaid else None
         # Read before ``adamw.prepare`` updates it, because the ballot must contain the loss scale of these gradients.
         loss_scale = float(self.optimizer.get_loss_scale())
         found_inf, grad_norm = adamw.prepare(self.optimizer)
@@ -537,14 +539,15 @@ class TrainingEngine:
         [num_layers, num_moe_experts], on the CPU. All ranks must call this."""
         return self._expert_tokens()[0]
 
-    def _expert_tokens(self) -> torch.Tensor:  # [2, num_layers, num_moe_experts]: all, and those beyond the capacity
-        tokens = routed_tokens(self.model_chunks, self.config.model.num_layers, self.config.model.num_moe_experts or 0)
+    def _expert_tokens(self) -> torch.Tensor:  # all tokens and, if they are counted, those beyond the capacities
+        num_layers, num_experts = self.config.model.num_layers, self.config.model.num_moe_experts or 0
+        tokens = routed_tokens(self.model_chunks, num_layers, num_experts, with_repaid=self._repays)
         dist.all_reduce(tokens, group=self.groups.vote)
         return tokens
 
     def _start_iteration(self, iteration: int) -> None:  # 0: an evaluation
         self._current_iteration = iteration
-        owed = self.history.owed(self._counted_layers)
+        owed = self.history.owed(self._counted_layers) if self._repays else {}
         for layer in self._mixture_layers:
             layer.start_iteration(iteration, owed.get(layer.layer_number, ()))
 
