@@ -7,12 +7,11 @@ data, splits and tokenizers are replaced by those of small files, because a dry 
 import contextlib
 import functools
 import io
-import os
 import shlex
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ from megatron_ft.config.docs import key_docs
 from megatron_ft.config.megatron_lm import Flag, Translation, flags, translate
 from megatron_ft.corpus.indexed import IndexedWriter
 from megatron_ft.errors import MegatronFtError
+from megatron_ft.testing.jobs import inside
 
 ID = "megatron-flags"
 LISTED = ROOT.parent / "shared" / "data" / "megatron" / "flags.txt"
@@ -45,14 +45,13 @@ torchrun --nproc_per_node 8 --nnodes 8 --node_rank 0 --master_addr localhost --m
 --load checkpoints/mixtral --tensorboard-dir checkpoints/tensorboard --no-load-optim --no-load-rng
 --wandb-project Mixtral --wandb-exp-name Mixtral_8x7B
 """
-# Without --exit-duration-in-mins: under torchrun, ``training.exit_after_minutes`` is refused.
 DEEPSEEK = """
 torchrun --nproc_per_node 8 --nnodes 8 pretrain_gpt.py --distributed-timeout-minutes 60
 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 16 --decoder-first-pipeline-num-layers 4
 --decoder-last-pipeline-num-layers 1 --expert-model-parallel-size 64 --context-parallel-size 1
 --expert-tensor-parallel-size 1 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 --use-mcore-models --sequence-parallel --use-flash-attn --disable-bias-linear --micro-batch-size 1
---global-batch-size 8192 --train-samples 585937500 --no-check-for-nan-in-loss-and-grad
+--global-batch-size 8192 --train-samples 585937500 --exit-duration-in-mins 220 --no-check-for-nan-in-loss-and-grad
 --cross-entropy-loss-fusion --cross-entropy-fusion-impl te --manual-gc --manual-gc-interval 10
 --transformer-impl transformer_engine --seq-length 4096 --data-cache-path cache
 --tokenizer-type HuggingFaceTokenizer --tokenizer-model . --data-path text_document --split 99,1,0
@@ -97,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(__doc__, argv)
     problems = [*flag_problems(), *key_problems(), *listed_problems()]
     kinds = Counter(_kind(flag) for flag in flags().values())
-    with tempfile.TemporaryDirectory(prefix="megatron-flags-") as name, _inside(Path(name)):
+    with tempfile.TemporaryDirectory(prefix="megatron-flags-") as name, inside(Path(name)):
         _write_inputs(Path(name))
         deepseek_text = DEEPSEEK
         if arguments.quick:  # a dry run takes a time proportional to the number of operators
@@ -210,16 +209,6 @@ def _write_inputs(folder: Path) -> None:
     Tokenizer(WordLevel({f"t{index}": index for index in range(256)}, "t0")).save(str(folder / "tokenizer.json"))
     with IndexedWriter(folder / "text_document", np.dtype("<u2")) as writer:
         writer.add_document(np.arange(1_000_000) % 250)
-
-
-@contextlib.contextmanager
-def _inside(folder: Path) -> Iterator[None]:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
 
 
 if __name__ == "__main__":

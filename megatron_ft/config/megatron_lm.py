@@ -106,11 +106,14 @@ def translate(words: Sequence[str]) -> Translation:
     start = next((at + 1 for at, word in enumerate(words) if word.endswith(".py")), 0)
     launcher = tuple(words[: max(start - 1, 0)])
     given, refused = _parse(words[start:])
+    launched = _launched(launcher)
+    # Not a flag: the name cannot be one, because it contains "=".
+    known = {**given, **{word: [] for each in launched for word in each.overrides}}
     answers = []
     for name, values in given.items():
-        answers.append(_answer(name, values, given) if name in flags() else refused[name])
+        answers.append(_answer(name, values, known) if name in flags() else refused[name])
     defaults = _defaults(given) if "num-layers" in given else ()
-    return Translation(answers=(*_launched(launcher), *answers), defaults=tuple(defaults), launcher=launcher)
+    return Translation(answers=(*launched, *answers), defaults=tuple(defaults), launcher=launcher)
 
 
 def _parse(words: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, Answer]]:
@@ -177,6 +180,9 @@ def _value(values: Sequence[str]) -> str:
     return written[0] if len(written) == 1 else f"[{','.join(written)}]"
 
 
+_TORCHRUN = "launch=torchrun"
+
+
 def _launched(launcher: Sequence[str]) -> list[Answer]:
     """Return the answers to the numbers of nodes and ranks that the launcher's words contain."""
     options: dict[str, str] = {}
@@ -190,13 +196,19 @@ def _launched(launcher: Sequence[str]) -> list[Answer]:
             answers.append(Answer(given=f"{name}={count}", kind="key", overrides=(f"{key}={count}",)))
     if options.get("--nnodes", "1") not in ("", "1"):
         note = "torchrun starts pretrain_moe.py on every node, as before"
-        answers.insert(0, Answer(given=launcher[0], kind="key", overrides=("launch=torchrun",), note=note))
+        answers.insert(0, Answer(given=launcher[0], kind="key", overrides=(_TORCHRUN,), note=note))
     return answers
 
 
 # Computed answers. Each function gets the values of its flag and all flags, and returns kind, overrides and a note.
 
 Computed = tuple[str, Sequence[str], str]
+
+
+def _exit_duration(values: Sequence[str], given: Given) -> Computed:
+    if _TORCHRUN in given:
+        return "none", (), "under torchrun, a job saves and ends when Slurm signals before the time limit"
+    return "key", [f"training.exit_after_minutes={values[0]}"], ""
 
 
 def _number(given: Given, name: str) -> int | None:
@@ -462,6 +474,7 @@ _SPECIAL: dict[str, Callable[[Sequence[str], Given], Computed]] = {
     "split": _split,
     "tokenizer-type": _tokenizer_type,
     "tokenizer-model": _tokenizer_model,
+    "exit-duration-in-mins": _exit_duration,
     "save": _save,
     "load": _load,
     "finetune": _finetune,

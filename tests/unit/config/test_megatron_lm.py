@@ -108,6 +108,7 @@ def test_flags_become_overrides(text: str, expected: list[str]) -> None:
         ("--num-layers", "num-layers", "refused", "write it as model.num_layers=<value>"),
         ("--distributed-timeout-minutes x", "distributed", "refused", "a number"),
         ("--num-layer 3", "num-layer", "refused", "did you mean 'num-layers'"),
+        ("torchrun --nnodes 2 a.py --exit-duration-in-mins 9", "exit-duration-in-mins", "none", "Slurm signals"),
     ],
 )
 def test_what_has_no_override_has_a_reason(text: str, name: str, kind: str, note: str) -> None:
