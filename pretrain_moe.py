@@ -231,8 +231,9 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str], found: "Fi
         config, config_yaml = read_failure_domains(config, config_yaml)
     with found.collecting():
         config, config_yaml = _choose_checkpoint(config, config_yaml)
-        from megatron_ft.telemetry import check_sinks
+    from megatron_ft.telemetry import check_sinks
 
+    with found.collecting():
         check_sinks(config)
     facts = observe_here(asks_memory=not config.dry_run and not _another_rank_reports())
     inspected = _inspect(config, facts, found, may_be_elsewhere=config.dry_run)
