@@ -159,7 +159,7 @@ class TrainingConfig:
     """Settings of training: length, batch sizes, evaluations, device, and what is done after bad iterations."""
 
     train_iterations: int = 60
-    """Number of iterations of the whole run; not used with ``train_samples``, from which it follows."""
+    """Number of iterations of the whole run. With ``train_samples``, it follows from that key."""
     train_samples: int | None = None
     """Number of samples of the whole run, rounded down to whole iterations. The learning-rate schedule then counts
     samples, too (``optimizer.lr_decay_samples``, ``optimizer.lr_warmup_samples``)."""

@@ -55,7 +55,7 @@ def test_help_names_groups_keys_and_exit_codes(capsys: pytest.CaptureFixture[str
     for part in (
         "mixtral_8x7b",
         "training.train_iterations (int, 60)",
-        "Number of iterations of the whole run;",
+        "Number of iterations of the whole run.",
         "exit codes:",
     ):
         assert part in text

@@ -158,6 +158,6 @@ def test_nothing_is_reported_where_nothing_is_sent_or_no_layout_is_kept() -> Non
 def test_a_node_over_the_limit_is_refused_with_the_bytes_needed() -> None:
     needed = 19 * 49_152
     assert reported(kept_job(upstream_log={"memory_limit_bytes": needed}))[0] is not None
-    message = rf"^upstream_log\.memory_limit_bytes={needed - 1}: must be at least {needed} "
+    message = rf"^upstream_log\.memory_limit_bytes={needed - 1}: must be at least {needed} \("
     with pytest.raises(ConfigError, match=message):
         reported(kept_job(upstream_log={"memory_limit_bytes": needed - 1}))

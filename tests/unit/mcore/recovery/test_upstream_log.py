@@ -155,13 +155,13 @@ def test_logs_over_the_limit_are_refused_before_memory_is_taken() -> None:
     allowed = Run(windows(2), memory_limit_bytes=node_bytes)
     allowed.train(1)
     assert allowed.output == [planned(1, 6)]
-    message = rf"^upstream_log\.memory_limit_bytes={node_bytes - 1}: must be at least {node_bytes} "
+    message = rf"^upstream_log\.memory_limit_bytes={node_bytes - 1}: must be at least {node_bytes} \("
     refused = Run(windows(2), memory_limit_bytes=node_bytes - 1)
     with pytest.raises(ConfigError, match=message):
         refused.train(1)
     assert refused.boundaries.log is None and not refused.output
     allowed.snapshots.plan = windows(3)
-    with pytest.raises(ConfigError, match=f"must be at least {planned(0, 8).node_bytes} "):
+    with pytest.raises(ConfigError, match=rf"must be at least {planned(0, 8).node_bytes} \("):
         allowed.train(1)
     assert allowed.boundaries.log is not None and allowed.boundaries.log.num_iterations == 6
 
