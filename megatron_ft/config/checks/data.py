@@ -1,6 +1,6 @@
 """Checks of the keys of ``data``. ``megatron_ft.corpus.samples`` checks the files that these keys name."""
 
-from megatron_ft.config.checks.parallel import needs_transformer_engine
+from megatron_ft.config.checks.parallel import require_local_layers
 from megatron_ft.config.checks.primitives import one_of, require
 from megatron_ft.config.job import DataConfig, JobConfig
 
@@ -32,15 +32,8 @@ def check_documents(config: JobConfig) -> None:
     )
     if not config.data.reset_attention_mask:
         return
-    named = "data.reset_attention_mask=true"
-    for key, value, constraint in needs_transformer_engine(config):
-        require(False, key, value, f"{constraint} with {named}: only Transformer Engine can train this value")
-    require(
-        config.training.transformer_impl != "transformer_engine",
-        "training.transformer_impl",
-        config.training.transformer_impl,
-        f"must be local or auto with {named}: the fused attention of Transformer Engine is only causal",
-    )
+    reason = "the fused attention of Transformer Engine is only causal"
+    require_local_layers(config, "data.reset_attention_mask=true", "local or auto", reason)
 
 
 def _check_sources(split: str, sources: list[str], weights: list[float] | None) -> None:

@@ -129,6 +129,20 @@ def needs_transformer_engine(config: JobConfig) -> list[tuple[str, object, str]]
     return needs
 
 
+def require_local_layers(config: JobConfig, named: str, accepted: str, reason: str) -> None:
+    """Check that a job with the setting ``named`` can use Megatron's local layers, and that no other layers are chosen.
+
+    Args:
+        accepted: values of ``training.transformer_impl`` that the error message names.
+        reason: why Transformer Engine's layers are not possible.
+    """
+    for key, value, constraint in needs_transformer_engine(config):
+        require(False, key, value, f"{constraint} with {named}: only Transformer Engine can train this value")
+    chosen = config.training.transformer_impl
+    constraint = f"must be {accepted} with {named}: {reason}"
+    require(chosen != "transformer_engine", "training.transformer_impl", chosen, constraint)
+
+
 CHECKS = (
     _check_sizes,
     _check_pipeline,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from megatron_ft.config.batch_size import with_train_iterations
-from megatron_ft.config.checks.parallel import needs_transformer_engine
+from megatron_ft.config.checks.parallel import require_local_layers
 from megatron_ft.config.checks.primitives import above, at_least, divides, one_of, require, share, show
 from megatron_ft.config.job import JobConfig, OptimizerConfig, TrainingConfig
 from megatron_ft.config.model import PrecisionConfig
@@ -262,14 +262,8 @@ def _check_fp8(config: JobConfig) -> None:
         config.model.multi_latent_attention,
         f"must be false with {named}: latent attention has no FP8 layers yet",
     )
-    for key, value, constraint in needs_transformer_engine(config):
-        require(False, key, value, f"{constraint} with {named}: only Transformer Engine can train this value")
-    require(
-        config.training.transformer_impl != "transformer_engine",
-        "training.transformer_impl",
-        config.training.transformer_impl,
-        f"must be local with {named}: the FP8 state of Transformer Engine's layers is not captured",
-    )
+    reason = "the FP8 state of Transformer Engine's layers is not captured"
+    require_local_layers(config, named, "local", reason)
 
 
 def _check_checkpoint(config: JobConfig) -> None:
