@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -23,6 +23,7 @@ from benchmarks.bad_inputs import LAYOUT, SYNTAX, VALUES, Case, file_cases
 from benchmarks.bad_placements import PLACEMENT, placement_file_cases
 from benchmarks.report import finish, parse_arguments
 from benchmarks.source import ROOT
+from megatron_ft.testing.jobs import inside
 from tools import preprocess_data
 
 ID = "bad-config"
@@ -65,7 +66,7 @@ class Observed:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all cases. The quick variant runs fewer of them in separate processes."""
     arguments = parse_arguments(__doc__, argv)
-    with tempfile.TemporaryDirectory(prefix="bad-config-") as name, _inside(Path(name)) as folder:
+    with tempfile.TemporaryDirectory(prefix="bad-config-") as name, inside(Path(name)) as folder:
         cases = [*SYNTAX, *LAYOUT, *VALUES, *PLACEMENT, *file_cases(folder), *placement_file_cases(folder)]
         problems = [problem for case in cases for problem in in_process(case).problems(case)]
         alone = cases[:: len(cases) // (4 if arguments.quick else 12)]
@@ -144,17 +145,6 @@ def _cpu_seconds_of_children() -> float:
 def _messages(lines: Sequence[str]) -> list[str]:
     """Return the lines of stderr, without the note about a detected launcher."""
     return [line for line in lines if not line.startswith("this process is a rank of")]
-
-
-@contextlib.contextmanager
-def _inside(folder: Path) -> Iterator[Path]:
-    """Work in a folder, so that files that a case leaves behind are noticed."""
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield folder
-    finally:
-        os.chdir(before)
 
 
 if __name__ == "__main__":

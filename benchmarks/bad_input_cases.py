@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import pretrain_moe
+from benchmarks.bad_inputs import TORCHRUN
 from megatron_ft.config.docs import key_docs
 from megatron_ft.config.identity import settings_of
 from megatron_ft.corpus.indexed import IndexedWriter, bin_path, idx_path
@@ -436,17 +437,6 @@ def wrong_tokenizers(folder: Path) -> list[Case]:
         one(kind, "model.vocab_size=10", says=["model.vocab_size=10", "at least 257"]),
         one(kind, "data.train=[other]", says=["other.tokenizer.json", "fingerprint of a tokenizer"], exit_code=DATA),
     ]
-
-
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "x",
-    "RANK": "0",
-    "WORLD_SIZE": "2",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "29500",
-}
 
 
 def wrong_environments(folder: Path) -> list[Case]:

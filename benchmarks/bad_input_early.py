@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ import pretrain_moe
 from benchmarks.bad_input_cases import CHECKPOINT, CONFIG, DATA, Case, all_cases
 from benchmarks.report import finish, parse_arguments
 from benchmarks.source import ROOT
+from megatron_ft.testing.jobs import inside
 
 ID = "bad-input-early"
 MIN_CASES = 220
@@ -78,7 +79,7 @@ class Observed:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all cases. The quick variant runs every sixth case."""
     arguments = parse_arguments(__doc__, argv)
-    with tempfile.TemporaryDirectory(prefix=f"{ID}-") as name, _inside(Path(name)) as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{ID}-") as name, inside(Path(name)) as folder:
         every = all_cases(folder)
         cases = every[::6] if arguments.quick else every
         before = _runs(folder)
@@ -205,16 +206,6 @@ def _environment() -> Mapping[str, str]:
 def _runs(folder: Path) -> set[str]:
     """Return the names of all runs below the working directory."""
     return {path.name for path in folder.glob("runs/*")}
-
-
-@contextlib.contextmanager
-def _inside(folder: Path) -> Iterator[Path]:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield folder
-    finally:
-        os.chdir(before)
 
 
 assert {CONFIG, DATA, CHECKPOINT} == {2, 3, 5}, "the claim states these exit codes"

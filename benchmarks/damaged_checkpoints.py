@@ -29,6 +29,7 @@ from benchmarks.report import finish, parse_arguments
 from megatron_ft.errors import CheckpointError
 from megatron_ft.snapshot.storage import files
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
+from megatron_ft.testing.jobs import inside
 from megatron_ft.testing.stored_samples import KINDS, NEW, OLD, Kind, Loaded, sample_window
 
 ID = "damaged-checkpoints"
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(__doc__, argv)
     tally = Tally()
     _try_tools(tally, QUICK_TOOLS_STRIDE if arguments.quick else TOOLS_STRIDE)
-    with _folder() as name, _inside(Path(name)) as root:
+    with _folder() as name, inside(Path(name)) as root:
         growth = _be_hostile(root, tally)
         for kind in KINDS:
             crash(kind, root / f"crash-{kind.name}", tally, stride=37 if arguments.quick else 1)
@@ -354,17 +355,6 @@ def _replaced(path: Path, content: bytes | None) -> Iterator[None]:
         yield
     finally:
         path.write_bytes(before)
-
-
-@contextmanager
-def _inside(folder: Path) -> Iterator[Path]:
-    """Work in a folder, in which code hidden in a file would create its marker."""
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield folder
-    finally:
-        os.chdir(before)
 
 
 if __name__ == "__main__":

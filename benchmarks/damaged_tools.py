@@ -39,6 +39,7 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.control.rundir import RunId
 from megatron_ft.snapshot.storage.checkpoints import directory_name
+from megatron_ft.testing.jobs import inside
 from megatron_ft.testing.stored_samples import KINDS, NEW, OLD, sample_name, sample_window
 
 REFUSALS = (2, 3, 5)
@@ -254,11 +255,10 @@ def _call(command: Command, words: list[str], cwd: Path) -> tuple[int, str, str]
 
     run = _load_weights if command.tool == LOAD else importlib.import_module(f"tools.{command.tool}").main
     printed, errors = io.StringIO(), io.StringIO()
-    before = Path.cwd()
-    os.chdir(cwd)
     try:
         # The windows belong to a run whose id is no random number. They cannot be replayed, so the job is not started.
         with (
+            inside(cwd),
             contextlib.redirect_stdout(printed),
             contextlib.redirect_stderr(errors),
             mock.patch.object(window_replay.RunId, "read", return_value=RunId(run_id=sample_window(NEW, 0)[0].run_id)),
@@ -271,8 +271,6 @@ def _call(command: Command, words: list[str], cwd: Path) -> tuple[int, str, str]
         import traceback
 
         return -1, printed.getvalue(), errors.getvalue() + "".join(traceback.format_exception(error)[-6:])
-    finally:
-        os.chdir(before)
     return code, printed.getvalue(), errors.getvalue()
 
 

@@ -13,20 +13,16 @@ Losses and the digests of every rank's state, which contain codes, scales, momen
 """
 
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.campaign import run_campaign
-from benchmarks.covering import Row
-from benchmarks.elastic_bitwise import WARM, Campaign, Job
+from benchmarks.elastic_bitwise import Campaign, Job
 from benchmarks.layout_cells import Cell
-from benchmarks.layouts_bitwise import AnyJob, LayoutCampaign, kept, rejoining
+from benchmarks.layouts_bitwise import AnyJob, LayoutCampaign, kept, rejoining, run_jobs
 from benchmarks.localized_jobs import Layout
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.config.checks.training import REGIMES
-from megatron_ft.testing.jobs import forkserver
 
 ID = "fp8-bitwise"
 MIN_TRIALS = 40
@@ -77,11 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the campaign and judge its result."""
     arguments = parse_arguments(__doc__, argv, takes_jobs=True)
     jobs = jobs_of(quick=arguments.quick)
-    chosen = range(len(jobs)) if arguments.jobs is None else arguments.jobs
-    trials: list[Row] = [{"job": number, **fault} for number in chosen for fault in jobs[number].faults]
-    with tempfile.TemporaryDirectory(prefix=f"{ID}-") as folder, forkserver(WARM) as socket:
-        campaign = campaign_of(jobs, Path(folder), socket)
-        counts, outcomes = run_campaign(ID, trials, campaign.execute, script=Path(__file__), quick=arguments.quick)
+    counts, outcomes = run_jobs(
+        *(ID, jobs, arguments),
+        script=Path(__file__),
+        open_campaign=lambda folder, socket: campaign_of(jobs, folder, socket),
+    )
     planned = sum(len(job.faults) for job in jobs)
     strategies = sorted({str(o.details["strategy"]) for _, o in outcomes if o.proven and o.passed})
     num_changing = sum(isinstance(job, Job) for job in jobs)

@@ -18,6 +18,7 @@ import xxhash
 from megatron_ft.snapshot.storage.checkpoints import directory_name
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
 from megatron_ft.snapshot.storage.window_file import rank_name
+from megatron_ft.testing.jobs import inside
 from megatron_ft.testing.stored_samples import NEW, WORLD_SIZE, forge, sample_name, sample_window
 
 MARKER = "executed"
@@ -312,10 +313,5 @@ def _link_to_itself(path: Path) -> None:
 
 def _socket(path: Path) -> None:
     """Bind a unix socket by a short relative path, because the length of a socket's path is limited."""
-    before = Path.cwd()
-    os.chdir(path.parent)
-    try:
-        with socket.socket(socket.AF_UNIX) as sock:
-            sock.bind(path.name)
-    finally:
-        os.chdir(before)
+    with inside(path.parent), socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(path.name)

@@ -16,15 +16,16 @@ Each job continues after each of its faults. Its bits must equal those of a refe
 The campaign can be stopped and continues with the jobs that are missing; ``--jobs`` runs some of them.
 """
 
+import argparse
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.campaign import Outcome, Trial, execute_jobs, run_campaign
+from benchmarks.campaign import Counts, Outcome, Trial, execute_jobs, run_campaign
 from benchmarks.covering import Row
 from benchmarks.elastic_bitwise import WARM, Campaign, Job
 from benchmarks.elastic_jobs import Bench, Recorded
@@ -282,16 +283,39 @@ def cells_table() -> dict[str, Any]:
     return {"title": title, "header": ["way to recover", "cells", "reason"], "rows": rows}
 
 
+def run_jobs(
+    claim: str,
+    jobs: Sequence[AnyJob],
+    arguments: argparse.Namespace,
+    *,
+    script: Path,
+    open_campaign: Callable[[Path, str], LayoutCampaign],
+) -> tuple[Counts, list[tuple[Trial, Outcome]]]:
+    """Run the faults of all jobs that ``arguments`` choose. Return totals and outcomes.
+
+    Args:
+        claim: id of the claim.
+        arguments: options of the claim's script.
+        script: file of the campaign.
+        open_campaign: creates the campaign from a temporary folder and the socket of a fork server.
+    """
+    chosen = range(len(jobs)) if arguments.jobs is None else arguments.jobs
+    trials: list[Row] = [{"job": number, **fault} for number in chosen for fault in jobs[number].faults]
+    with tempfile.TemporaryDirectory(prefix=f"{claim}-") as folder, forkserver(WARM) as socket:
+        campaign = open_campaign(Path(folder), socket)
+        return run_campaign(claim, trials, campaign.execute, script=script, quick=arguments.quick)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the campaign and judge its result."""
     arguments = parse_arguments(__doc__, argv, takes_jobs=True)
     jobs = jobs_of(quick=arguments.quick)
-    chosen = range(len(jobs)) if arguments.jobs is None else arguments.jobs
-    trials: list[Row] = [{"job": number, **fault} for number in chosen for fault in jobs[number].faults]
-    with tempfile.TemporaryDirectory(prefix=f"{ID}-") as folder, forkserver(WARM) as socket:
-        num_fresh = _NUM_FRESH_QUICK if arguments.quick else _NUM_FRESH
-        campaign = LayoutCampaign.of(jobs, Path(folder), socket, num_fresh)
-        counts, outcomes = run_campaign(ID, trials, campaign.execute, script=Path(__file__), quick=arguments.quick)
+    num_fresh = _NUM_FRESH_QUICK if arguments.quick else _NUM_FRESH
+    counts, outcomes = run_jobs(
+        *(ID, jobs, arguments),
+        script=Path(__file__),
+        open_campaign=lambda folder, socket: LayoutCampaign.of(jobs, folder, socket, num_fresh),
+    )
     planned = sum(len(job.faults) for job in jobs)
     num_whole = sum(len(job.faults) for job in jobs if job.kills_nodes)
     good = [outcome.details for _, outcome in outcomes if outcome.proven and outcome.passed and outcome.num_compared]

@@ -71,6 +71,17 @@ def run_job(
     return JobResult(process.returncode, _run_dir(runs, known, overrides), output)
 
 
+@contextlib.contextmanager
+def inside(folder: Path) -> Iterator[Path]:
+    """Make ``folder`` the working directory of this process while the block runs."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield folder
+    finally:
+        os.chdir(before)
+
+
 def start(command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
     """Start a command in the repository, in its own process group, and collect its output."""
     return subprocess.Popen(
