@@ -150,8 +150,8 @@ def _measure(trainer: Any, change: Any, iteration: int) -> dict[str, Any]:
     received = []
     replace_experts = trainer.engine.replace_experts
 
-    def counted(steps: Any, replicas: Any) -> int:
-        received.append((len(steps), replace_experts(steps, replicas)))
+    def counted(steps: Any, replicas: Any, **others: Any) -> int:
+        received.append((len(steps), replace_experts(steps, replicas, **others)))
         return received[-1][1]
 
     trainer.engine.replace_experts = counted
