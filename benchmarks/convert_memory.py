@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"folder) and {whole['from-hf']:.2f} (to a checkpoint) of the speed of a copy; {timed / 1e9:.1f} GB at "
         f"{speeds['to-hf']:.2f} and {speeds['from-hf']:.2f}"
     )
-    # One pair with a small model says nothing about speed.
+    # The ratio of one pair with a small model is mostly noise.
     judged = [*speeds.values(), *(() if arguments.quick else (whole[way] for way in WAYS))]
     limit = QUICK_MIN_SPEED if arguments.quick else MIN_SPEED
     return finish(
