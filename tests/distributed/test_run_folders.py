@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -20,6 +21,8 @@ from tests.distributed.test_launch import LIMIT_SECONDS, assert_nothing_left, ev
 from tests.distributed.test_lost_nodes import LAYOUT, decisions, finish, reformed
 
 SMALL_BYTES = 32768
+SPARE_BYTES = 16
+"""Bytes by which the journals of two equal jobs may differ, because of the digits of numbers."""
 
 
 @pytest.fixture
@@ -52,16 +55,31 @@ def kinds(runs: Path) -> list[str]:
     return [record["kind"] for record in records(runs)]
 
 
-def resume(runs: Path, iterations: int) -> "subprocess.Popen[str]":
-    """Start a job that resumes the run in its folder. Nodes without a heartbeat for half a second are lost."""
+def resume(runs: Path, iterations: int, *, padding: int = 0) -> "subprocess.Popen[str]":
+    """Start a job that resumes the run in its folder. Nodes without a heartbeat for half a second are lost. ``padding``
+    makes the journal longer by this number of bytes."""
     settings = {"recovery.position_timeout_seconds": 0.5, "training.train_iterations": iterations, "run.resume": "auto"}
+    settings["telemetry.wandb_project"] = "p" * (1 + padding)
     job = start_dummy_job(runs, "run_surviving", overrides={**LAYOUT, **settings})
     eventually(lambda: len(started(runs).get(0, [])) == 6, "all ranks run")
     return job
 
 
+def resume_with_a_full_page(runs: Path, iterations: int) -> "subprocess.Popen[str]":
+    """Start a job as ``resume``. Its journal ends where a page ends: on a full disk, the rest of a page can still be
+    written, and the rest of this page is too short for a decision."""
+    trial = runs.with_name("x" * len(runs.name))  # the journal contains paths
+    job = resume(trial, iterations)
+    size = (trial / "dummy" / FOLDER / JOURNAL).stat().st_size
+    for _ in range(2):
+        os.kill(job.pid, signal.SIGINT)
+        time.sleep(0.1)
+    wait(job, LIMIT_SECONDS)
+    return resume(runs, iterations, padding=-(size + SPARE_BYTES) % mmap.PAGESIZE)
+
+
 def test_a_recovery_waits_for_room_on_a_full_disk_and_loses_nobody_else(runs: Path, small_disk: Path) -> None:
-    job = resume(runs, 400)
+    job = resume_with_a_full_page(runs, 400)
     filler = fill(small_disk)
     rank_process(runs, 3).kill()
     eventually(lambda: "controller_waits" in kinds(runs), "it says why it does nothing")
@@ -78,7 +96,7 @@ def test_a_recovery_waits_for_room_on_a_full_disk_and_loses_nobody_else(runs: Pa
 
 
 def test_ctrl_c_twice_ends_a_job_that_waits_for_room(runs: Path, small_disk: Path) -> None:
-    job = resume(runs, 100000)
+    job = resume_with_a_full_page(runs, 100000)
     fill(small_disk)
     rank_process(runs, 3).kill()
     eventually(lambda: "controller_waits" in kinds(runs), "it says why it does nothing")
