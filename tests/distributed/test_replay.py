@@ -95,7 +95,7 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "fp8_blockwise_recompute": (1, {"overrides": {**BLOCKWISE, **SHARED, **RECOMPUTE}}),
     "fp16_state": (2, {"overrides": {**FP16_STATE, **TP2, **DROPOUT}, "poisoned": 4}),
     "fp32_state": (2, {"overrides": {**FP32_STATE, **PLAIN}, "num_parts": PARTS, "num_slices": 4}),
-    "fp16_masters": (4, {"overrides": {**FP16_MASTERS, **EP2, **PP2, "model.num_layers": 4}, "num_slices": 4}),
+    "fp16_masters": (4, {"overrides": {**FP16_MASTERS, **EP2, **PP2, **BIASED}, "num_slices": 4}),
     "fp8_moments": (3, {"overrides": {**FP8_MOMENTS, **PLAIN, **BIASED, **SEARCH}, "replicas": True}),
     "fp8_masters": (3, {"overrides": {**FP8_MASTERS, **SEARCH, "training.global_batch_size": 6}, "replicas": True}),
     "fp8_masters_parts": (2, {"overrides": FP8_MASTERS, "num_parts": PARTS, "num_slices": 4}),
