@@ -441,7 +441,9 @@ class _UnauthenticatedConnections:
         self._named.difference_update(named.values())
         others = connections - self._authenticated
         self._since = {one: since for one, since in self._since.items() if one in others}
-        for one in sorted(others - self._since.keys(), key=lambda one: one.inode):  # inodes rise with time
+        # Each CPU numbers inodes from a range of its own, so their order is that of time for one CPU only. It decides
+        # only between connections that this look finds first.
+        for one in sorted(others - self._since.keys(), key=lambda one: one.inode):
             self._since[one] = now
         num_more = len(self._since) - self.most(len(self._authenticated))
         self._is_pressed = num_more > 0
