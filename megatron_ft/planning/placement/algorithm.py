@@ -149,32 +149,32 @@ def ascending(replica_counts: Sequence[int]) -> list[int]:
 
 def fill_vacancies(
     placed: Counts, replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None
-) -> Counts:
-    """Put replicas that ``placed`` lacks into free slots, if possible in domains without a replica of the same expert.
+) -> None:
+    """Add replicas that ``placed`` lacks to it, if possible in domains without a replica of the same expert.
 
     Experts with the most missing replicas come first. Each expert gets slots in the domains with the most free slots;
     ties are resolved by the smallest load so far, then by position. If all experts lack equally many replicas and a
     solution with distinct domains exists, this order finds one. If no other domain has a free slot, a replica goes to a
     domain that already has a replica of its expert.
     """
-    result = placed.copy()
     totals = np.asarray(replica_counts, dtype=np.int64)
-    vacant = np.asarray(capacities, dtype=np.int64) - result.sum(axis=0)
+    left = totals - placed.sum(axis=1)
+    if not left.any():
+        return
+    vacant = np.asarray(capacities, dtype=np.int64) - placed.sum(axis=0)
     weights = np.ones(len(totals)) if loads is None else np.asarray(loads, dtype=np.float64) / totals
-    sums = weights @ result
-    left = totals - result.sum(axis=1)
+    sums = weights @ placed
     for expert in sorted(np.nonzero(left)[0].tolist(), key=lambda expert: (-left[expert], expert)):
         while left[expert] > 0:
             # The emptiest domain comes first: otherwise it might have to take several replicas of one expert later.
-            order = np.lexsort((sums, -vacant))
-            new = order[(vacant[order] > 0) & (result[expert, order] == 0)]
-            chosen = (new if new.size else order[:1])[: left[expert]]
-            result[expert, chosen] += 1
+            new = np.flatnonzero((vacant > 0) & (placed[expert] == 0))
+            options, number = (new, left[expert]) if new.size else (np.arange(len(vacant)), 1)
+            chosen = options[np.lexsort((sums[options], -vacant[options]))[:number]]
+            placed[expert, chosen] += 1
             vacant[chosen] -= 1
             sums[chosen] += weights[expert]
             left[expert] -= len(chosen)
     assert vacant.min() >= 0, "there are more replicas than slots"
-    return result
 
 
 def spread_to_floor(counts: Counts, floor: int) -> Counts:
@@ -182,11 +182,12 @@ def spread_to_floor(counts: Counts, floor: int) -> Counts:
 
     If a domain has several replicas of an expert, one of them is swapped with a replica of another expert in another
     domain. The other expert must lose no domain, or still be in enough domains. If domains have equal size, such a swap
-    always exists.
+    always exists. Without a swap, the result is ``counts`` itself.
     """
-    result = counts.copy()
-    goals = np.minimum(np.minimum(result.sum(axis=1), floor), result.shape[1])
-    for expert in np.nonzero((result > 0).sum(axis=1) < goals)[0].tolist():
+    goals = np.minimum(np.minimum(counts.sum(axis=1), floor), counts.shape[1])
+    short = np.nonzero((counts > 0).sum(axis=1) < goals)[0].tolist()
+    result = counts.copy() if short else counts
+    for expert in short:
         while (result[expert] > 0).sum() < goals[expert]:
             if not _spread_once(result, expert, goals):
                 return result

@@ -19,8 +19,6 @@ import numpy.typing as npt
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.layout import Counts
 
-Integers = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
@@ -154,67 +152,84 @@ def add_extra_copies(
         held: copies in the previous placement, ``[E, D]``; copies that an expert still needs stay in their domains.
     """
     result = base.copy()
-    left = np.asarray(replica_counts, dtype=np.int64) - base.sum(axis=1)
-    free = np.asarray(capacities, dtype=np.int64) - base.sum(axis=0)
+    left = (np.asarray(replica_counts, dtype=np.int64) - base.sum(axis=1)).tolist()
+    free = (np.asarray(capacities, dtype=np.int64) - base.sum(axis=0)).tolist()
     weights = np.asarray(loads, dtype=np.float64) / np.asarray(replica_counts)
     order = np.argsort(-weights, kind="stable").tolist()
     if held is not None:
         _keep(result, held, left, free, order)
-    sums = weights @ result
-    queue = [(float(sums[domain] / capacities[domain]), domain) for domain in np.nonzero(free)[0].tolist()]
+    # With hundreds of experts and domains almost all entries are 0, so only the others are read one by one.
+    experts, domains = np.nonzero(result)
+    tokens = np.bincount(domains, weights[experts] * result[experts, domains], minlength=len(free))
+    sums = (tokens / np.asarray(capacities)).tolist()
+    queue = [(sums[domain], domain) for domain, slots in enumerate(free) if slots]
     heapq.heapify(queue)
+    ends = np.searchsorted(experts, range(len(order) + 1)).tolist()
+    places, weights_of = domains.tolist(), weights.tolist()
+    rows: list[int] = []
+    columns: list[int] = []
     for expert in order:
-        for _ in range(int(left[expert])):
-            if not _add_copy(result[expert], float(weights[expert]), queue, free, capacities):
-                break
+        if left[expert]:
+            holders = set(places[ends[expert] : ends[expert + 1]])
+            chosen = _choose_domains(holders, left[expert], weights_of[expert], queue, free, capacities)
+            rows += [expert] * len(chosen)
+            columns += chosen
+    result[rows, columns] += 1
     _fill_up(result, free, np.asarray(loads, dtype=np.float64))
     return result
 
 
-def _keep(result: Counts, held: Counts, left: Integers, free: Integers, order: Sequence[int]) -> None:
+def _keep(result: Counts, held: Counts, left: list[int], free: list[int], order: Sequence[int]) -> None:
+    experts, domains = np.nonzero(held)
+    ends = np.searchsorted(experts, range(len(order) + 1)).tolist()
+    places, numbers = domains.tolist(), (held[experts, domains] - result[experts, domains]).tolist()
     for expert in order:
-        for domain in np.nonzero(held[expert] > result[expert])[0].tolist():
-            kept = min(int(held[expert, domain] - result[expert, domain]), int(left[expert]), int(free[domain]))
-            result[expert, domain] += kept
-            left[expert] -= kept
-            free[domain] -= kept
+        for position in range(ends[expert], ends[expert + 1]):
+            domain = places[position]
+            kept = min(numbers[position], left[expert], free[domain])
+            if kept > 0:
+                result[expert, domain] += kept
+                left[expert] -= kept
+                free[domain] -= kept
 
 
-def _add_copy(
-    copies: Counts,
+def _choose_domains(
+    holders: set[int],
+    number: int,
     weight: float,
     queue: list[tuple[float, int]],
-    free: Integers,
+    free: list[int],
     capacities: Sequence[int],
-) -> bool:
-    """Add one copy of an expert to the first domain in ``queue`` without one. Return False if there is no such domain.
+) -> list[int]:
+    """Return up to ``number`` domains for copies of an expert: the first ones in ``queue`` that are not ``holders``.
 
     Entries of ``queue`` are pairs (load per slot, domain with a free slot).
     """
-    passed = []
-    while queue and copies[queue[0][1]]:
-        passed.append(heapq.heappop(queue))
-    is_added = bool(queue)
-    if is_added:
-        load, domain = heapq.heappop(queue)
-        copies[domain] += 1
+    passed: list[tuple[float, int]] = []
+    chosen: list[int] = []
+    while queue and len(chosen) < number:
+        entry = heapq.heappop(queue)
+        load, domain = entry
+        if domain in holders:
+            passed.append(entry)
+            continue
+        chosen.append(domain)
         free[domain] -= 1
         if free[domain]:
             passed.append((load + weight / capacities[domain], domain))
     for entry in passed:
         heapq.heappush(queue, entry)
-    return is_added
+    return chosen
 
 
-def _fill_up(result: Counts, free: Integers, loads: npt.NDArray[np.float64]) -> None:
+def _fill_up(result: Counts, free: list[int], loads: npt.NDArray[np.float64]) -> None:
     """Fill each free slot with an expert with the fewest copies in the slot's domain: a second copy in a domain helps
     less than the first copy of another expert. Among these experts, the one with the most tokens per copy is chosen."""
-    for domain in np.nonzero(free)[0].tolist():
-        for _ in range(int(free[domain])):
+    for domain, slots in enumerate(free):
+        for _ in range(slots):
             fewest = np.nonzero(result[:, domain] == result[:, domain].min())[0]
             per_copy = loads[fewest] / result[fewest].sum(axis=1)
             result[fewest[per_copy.argmax()], domain] += 1
-        free[domain] = 0
 
 
 def match_domains(base: Sequence[Counts], held: Sequence[Counts], capacities: Sequence[int]) -> list[Counts]:

@@ -1,5 +1,6 @@
 """``Layout``: the slots of ranks and failure domains. It assigns the replicas of a domain to the ranks in it."""
 
+import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -97,10 +98,14 @@ class Layout:
             members[domain].append(position)
         slots: list[list[int]] = [[] for _ in self.ranks]
         order = np.argsort(-weights, kind="stable")
-        domains, places = np.nonzero(counts[order].T)
-        replicas = counts[order[places], domains]
-        experts = np.repeat(order[places], replicas).tolist()
-        ends = np.cumsum(counts.sum(axis=0)).tolist()
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        held_experts, domains = np.nonzero(counts)
+        sequence = np.lexsort((place[held_experts], domains))
+        held_experts, domains = held_experts[sequence], domains[sequence]
+        replicas = counts[held_experts, domains]
+        experts = np.repeat(held_experts, replicas).tolist()
+        ends = np.cumsum(np.bincount(np.repeat(domains, replicas), minlength=len(members))).tolist()
         loads_of = weights.tolist()
         for first, last, positions in zip([0, *ends], ends, members, strict=False):
             self._deal_domain(experts[first:last], loads_of, positions, slots, held)
@@ -123,12 +128,20 @@ class Layout:
             for position in positions:
                 slots[position] = _take(experts, held[position], self.num_slots_per_rank)
                 sums[position] = sum(weights[expert] for expert in slots[position])
+        free = (position for position in positions if len(slots[position]) < self.num_slots_per_rank)
+        queue = [(sums[position], len(slots[position]), position) for position in free]
+        heapq.heapify(queue)
         for expert in experts:
-            free = (position for position in positions if len(slots[position]) < self.num_slots_per_rank)
             # A second copy on a rank has no benefit. With equal loads, the rank with the fewest replicas comes first.
-            chosen = min(free, key=lambda place: (expert in slots[place], sums[place], len(slots[place]), place))
-            slots[chosen].append(expert)
-            sums[chosen] += weights[expert]
+            passed = []
+            while queue and expert in slots[queue[0][2]]:
+                passed.append(heapq.heappop(queue))
+            load, number, position = heapq.heappop(queue) if queue else passed.pop(0)
+            slots[position].append(expert)
+            if number + 1 < self.num_slots_per_rank:
+                passed.append((load + weights[expert], number + 1, position))
+            for entry in passed:
+                heapq.heappush(queue, entry)
 
 
 def _take(experts: list[int], held: frozenset[int], most: int) -> list[int]:
@@ -159,6 +172,19 @@ def copies_per_rank(
     columns = np.repeat(range(num_columns) if column_of is None else column_of, [len(held) for held in by_rank])
     flat = np.bincount(experts * num_columns + columns, minlength=num_experts * num_columns)
     return flat.reshape(num_experts, num_columns)
+
+
+def even_tokens(by_rank: Sequence[Sequence[int]], load: Sequence[float]) -> npt.NDArray[np.float64]:
+    """Return the number of tokens of each rank in a layer, ``[N]``, if all copies of an expert get equal shares.
+
+    Args:
+        by_rank: experts in the slots of each rank, ``[N][slots]``.
+        load: tokens of each expert, ``[E]``.
+    """
+    experts = np.fromiter(chain.from_iterable(by_rank), dtype=np.int64)
+    ranks = np.repeat(range(len(by_rank)), [len(held) for held in by_rank])
+    per_copy = np.asarray(load, dtype=np.float64) / np.maximum(np.bincount(experts, minlength=len(load)), 1)
+    return np.asarray(np.bincount(ranks, per_copy[experts], minlength=len(by_rank)), dtype=np.float64)
 
 
 def busiest_tokens(copies: Counts, load: Sequence[float], shares: str = BALANCED) -> float:

@@ -56,4 +56,5 @@ def overlap_groups(
         counts[np.asarray(group), first_domain : first_domain + num_domains] = 1
         first_expert += size
         first_domain += num_domains
-    return fill_vacancies(counts, replica_counts, capacities, loads)
+    fill_vacancies(counts, replica_counts, capacities, loads)
+    return counts

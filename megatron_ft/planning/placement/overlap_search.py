@@ -10,7 +10,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from megatron_ft.config.placement import BALANCED, EVEN
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.algorithm import PlacementBase, spread_to_floor
 from megatron_ft.planning.placement.allocation import add_extra_copies, base_capacities, base_counts, match_domains
@@ -20,6 +19,7 @@ from megatron_ft.planning.placement.layout import (
     Layout,
     busiest_tokens,
     copies_per_rank,
+    even_tokens,
     per_replica_loads,
 )
 from megatron_ft.planning.placement.local_search import EPSILON, Bools, Losses, Search, support_masks
@@ -231,6 +231,8 @@ class OverlapSearch(PlacementBase):
         others = (full[::-1], even, even[::-1]) if searched else (even,)
         options = {tuple(sizes) for sizes in others} - {tuple(full)}
         built = [overlap_groups(replica_counts, capacities, sizes, loads) for sizes in sorted(options)]
+        if not built:
+            return [start]
         starts = [start, *(spread_to_floor(counts, floor) for counts in built)]
         # Scores are rounded, so that equal scores have the same order on every machine.
         return sorted(starts, key=lambda counts: -round(self._score([counts]), 12))
@@ -307,8 +309,10 @@ def _cheaper(
     """Return ``fresh`` if it saves more than ``WORTH_MOVING`` of the busiest rank's tokens compared with ``kept``,
     otherwise ``kept``."""
     # Even shares never give the busiest rank fewer tokens than balanced shares, and they are cheaper to compute.
-    shares = BALANCED if len(kept) <= MAX_BALANCED_RANKS else EVEN
-    before, after = (busiest_tokens(copies_per_rank(slots, len(loads)), loads, shares) for slots in (kept, fresh))
+    if len(kept) <= MAX_BALANCED_RANKS:
+        before, after = (busiest_tokens(copies_per_rank(slots, len(loads)), loads) for slots in (kept, fresh))
+    else:
+        before, after = (float(even_tokens(slots, loads).max()) for slots in (kept, fresh))
     return kept if before * (1 - WORTH_MOVING) <= after else fresh
 
 
@@ -418,9 +422,10 @@ def _even_out(counts: Counts, loads: Sequence[float], max_exchanges: int = MAX_E
     held = counts.astype(np.float64)
     overlaps = held @ held.T
     distances = overlaps[left, left] + overlaps[right, right] - 2 * overlaps[left, right]
-    along = held @ (weights @ held)
+    domain_tokens = weights @ held
+    along = held @ domain_tokens
     # Smaller gains may be rounding errors, with which the exchanges would never end.
-    enough = -NEGLIGIBLE * float((weights @ held).sum()) ** 2
+    enough = -NEGLIGIBLE * float(domain_tokens.sum()) ** 2
     expert_of = np.arange(len(totals))  # expert of each row
     for _ in range(max_exchanges):
         standing = weights[expert_of]

@@ -57,13 +57,21 @@ def surviving_weights(
         TooManyStates: a connected component needs more than ``MAX_STATES`` states.
     """
     touched = 0
-    total: list[float] = [1]
+    found: list[tuple[float, ...]] = []
     for part in _parts(masks):
         union = 0
         for mask in part:
             union |= mask
         touched |= union
-        total = _convolve(total, _sweep(part, union, max_lost, odds), max_lost)
+        found.append(tuple(_sweep(part, union, max_lost, odds)))
+    total: list[float] = [1]
+    if odds is None:
+        # Most parts have the same counts. Integers are exact in every order, so equal factors become a power.
+        for counts, number in Counter(found).items():
+            total = _convolve(total, _power(counts, number, max_lost), max_lost)
+    else:
+        for weights in found:
+            total = _convolve(total, weights, max_lost)
     free = [domain for domain in range(num_domains) if not touched >> domain & 1]
     if odds is None:
         total = _convolve(total, [math.comb(len(free), lost) for lost in range(max_lost + 1)], max_lost)
@@ -131,7 +139,19 @@ def _add(states: dict[int, list[float]], state: int, weights: list[float]) -> No
     states[state] = [value + other for value, other in zip(longer, shorter, strict=False)] + longer[len(shorter) :]
 
 
-def _convolve(left: list[float], right: list[float], max_lost: int) -> list[float]:
+def _power(counts: Sequence[float], exponent: int, max_lost: int) -> list[float]:
+    result: list[float] = [1]
+    factor = list(counts)
+    while exponent:
+        if exponent & 1:
+            result = _convolve(result, factor, max_lost)
+        exponent >>= 1
+        if exponent:
+            factor = _convolve(factor, factor, max_lost)
+    return result
+
+
+def _convolve(left: Sequence[float], right: Sequence[float], max_lost: int) -> list[float]:
     result: list[float] = [0] * min(len(left) + len(right) - 1, max_lost + 1)
     for position, value in enumerate(left):
         if value:
