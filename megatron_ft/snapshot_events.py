@@ -63,7 +63,7 @@ class WindowCommitted(Record):
     lost_share: float | None = None
     """Share of the whole training's tokens whose updates recoveries have lost (PLT); None as for ``at_risk_share``."""
     owed_share: float | None = None
-    """The part of ``lost_share`` that experts have not made up for. None without ``snapshot.repay_capacity_share``."""
+    """The part of ``lost_share`` that experts have not repaid. None without ``snapshot.repay_capacity_share``."""
     stored_at_risk_share: float | None = None
     """Share of the whole training's tokens whose updates of experts would be lost by a recovery from the newest file.
     None unless ``snapshot.policy.num_persisted_experts`` is set and a file was written or is being written."""

@@ -69,8 +69,11 @@ class ScaledAdamW(torch.optim.Optimizer):
                 self._create(parameter, initial[id(parameter)])
 
     def rename(self, ranges: Mapping[int, ParameterRange]) -> None:
-        """Replace the ranges of all parameters, by the parameter's ``id``, after their state was replaced by that of
-        other parameters."""
+        """Set the ranges of all parameters after their state was replaced by the state of other parameters.
+
+        Args:
+            ranges: range of each parameter, by the parameter's ``id``.
+        """
         self._ranges = {parameter: ranges[id(parameter)] for parameter in self._ranges}
 
     def reset(self, parameter: torch.Tensor, values: torch.Tensor) -> None:

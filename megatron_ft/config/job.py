@@ -412,8 +412,8 @@ class SnapshotConfig:
     week), a server ends. 0 ends servers with the job. Must be 0 with ``launch.node_launcher=srun``, because Slurm ends
     all processes of a step."""
     repay_capacity_share: float | None = None
-    """Share of its capacity by which an expert that lost tokens in a recovery may exceed it, as long as other experts
-    leave as much unused, until it has processed as many tokens in addition as it lost (MoEtion uses 0.1). Needs
+    """Additional capacity of an expert that lost tokens in a recovery, as a share of its capacity (MoEtion uses 0.1),
+    until it has processed as many additional tokens as it lost. Other experts must leave as much capacity unused. Needs
     ``model.moe_expert_capacity_factor``. null never exceeds a capacity."""
     replan_interval_windows: int = 4
     """Number of windows after which the plan is compared with measured bandwidth, iteration time and expert loads, and

@@ -270,7 +270,11 @@ def _moe_layer_freq(values: Sequence[str], given: Given) -> Computed:
         return "none", (), "the layers can only be translated together with --num-layers"
     pattern = moe_pattern(values[0], num_layers)
     if pattern is None:
-        return "refused", (), f"must be a distance or a list with one number for each of the {num_layers} layers"
+        return (
+            "refused",
+            (),
+            f"must be a number n (every n-th layer is a MoE layer) or a list of {num_layers} numbers, one per layer",
+        )
     if (found := keys_of_pattern(pattern)) is not None:
         return "key", [f"model.moe_layer_freq={found[0]}", f"model.moe_first_dense_layers={found[1]}"], ""
     note = (
@@ -308,7 +312,7 @@ def _pipeline(values: Sequence[str], given: Given) -> Computed:
             (),
             f"every stage holds the same number of layers, and {stages} does not divide {num_layers}; {possible}",
         )
-    note = "the split is even here" if any(name in given for name in _UNEVEN) else ""
+    note = "this project gives every stage the same number of layers" if any(name in given for name in _UNEVEN) else ""
     return "key", [f"parallel.pipeline_model_parallel_size={stages}"], note
 
 

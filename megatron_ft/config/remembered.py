@@ -65,7 +65,7 @@ def check_names(allowed: Iterable[str], config: JobConfig) -> None:
     """Check that ``run.allow_change`` contains only keys that determine the result of training.
 
     Raises:
-        ConfigError: it contains another word.
+        ConfigError: it contains another key.
     """
     known = {*_flat_settings(config), *_SCHEDULE_KEYS}
     for key in allowed:

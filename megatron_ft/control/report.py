@@ -81,7 +81,7 @@ _WIDTH = 100
 _MAX_LINES = 40
 _TAIL_LINES = 15
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
-"""Parts of errors that gloo and NCCL raise in a rank because another rank has ended."""
+"""Texts in the error messages of gloo and NCCL if another rank has ended."""
 _ENDING_FAULTS = ("kill", "exit", "raise")
 """Actions of failpoints that end the process, so that its node leaves the membership."""
 # Left out of the advice: it names the run itself, faults would be injected again, and the fork server may be gone.

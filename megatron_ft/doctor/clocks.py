@@ -29,7 +29,7 @@ class ClockFacts:
     is_synchronized: bool | None
     """Whether the time service reports the clock as synchronized; None if no service answers."""
     source: str
-    """Program that answered, or the reason why none answered."""
+    """Program that reported ``is_synchronized``, or the reason why no program reported it."""
 
     def check(self) -> list[Finding]:
         """Report a wall clock that was set during the observation, has an impossible date, or is not synchronized."""

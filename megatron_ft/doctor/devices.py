@@ -90,11 +90,11 @@ def check_devices(facts: DeviceFacts, needs: "JobNeeds") -> list[Finding]:
     needed = gpus_needed(needs.ranks_here, needs.ranks_per_gpu)
     if usable < needed:
         each = "a GPU each" if needs.ranks_per_gpu == 1 else f"{needed} GPUs, with {needs.ranks_per_gpu} ranks on each"
-        what = f"{seen}; {count(needs.ranks_here, 'rank')} here must have {each}"
+        what = f"{seen}; {count(needs.ranks_here, 'rank')} on this machine must have {each}"
         fix = f"set launch.ranks_per_node={usable // needs.nodes_here or 1}, or use another machine"
         return [Finding.error("devices", what, fix)]
     return [
-        Finding.info("devices", f"{seen}; {count(needs.ranks_here, 'rank')} here"),
+        Finding.info("devices", f"{seen}; {count(needs.ranks_here, 'rank')} of the job on this machine"),
         *_check_gpu_memory(facts, needs),
     ]
 
@@ -135,5 +135,9 @@ def _check_gpu_memory(facts: DeviceFacts, needs: "JobNeeds") -> list[Finding]:
         return [Finding.warning("devices", what, "set limits.gpu_memory_bytes to the memory of one GPU")]
     if needs.device_bytes > facts.gpu_memory_bytes:
         fix = "use more ranks, larger parallel sizes, training.recompute_granularity=full or a smaller micro_batch_size"
-        return [Finding.error("devices", f"{needed}; the smallest GPU here has {amount(facts.gpu_memory_bytes)}", fix)]
-    return [Finding.info("devices", f"{needed}; the smallest GPU here has {amount(facts.gpu_memory_bytes)}")]
+        return [
+            Finding.error(
+                "devices", f"{needed}; the smallest GPU on this machine has {amount(facts.gpu_memory_bytes)}", fix
+            )
+        ]
+    return [Finding.info("devices", f"{needed}; the smallest GPU on this machine has {amount(facts.gpu_memory_bytes)}")]

@@ -190,7 +190,7 @@ def _check_open_files(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
     most = SPARE_DESCRIPTORS + (GLOO_GROUPS if needs.device == "cpu" else 4) * peers
     if soft is None or soft >= most:
         shown = "unlimited" if soft is None else f"{soft}"
-        return [Finding.info("limits", f"limit of open files: {shown}; {rank} needs at most {most}")]
+        return [Finding.info("limits", f"limit of open files: {shown}, which is enough; {rank} needs at most {most}")]
     fix = _raise(f"ulimit -n {most}", hard, most)
     if soft < least:
         return [Finding.error("limits", f"limit of open files: {soft}; {rank} needs at least {least}", fix)]

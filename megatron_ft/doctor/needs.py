@@ -59,7 +59,8 @@ class JobNeeds:
     starts_elsewhere: bool = False
     """Whether nodes run on other machines than the machine that starts the job."""
     is_batch_job: bool = False
-    """Whether ``control.interface`` belongs to the host of a batch job and may name one of its network interfaces."""
+    """Whether the job runs in a Slurm allocation. Then ``control.interface`` is resolved on the batch host, and may be
+    the name of a network interface."""
     kernels: str = ""
     """Kernels of the token dispatch that the ranks build: ``cpp``, ``cuda`` or empty."""
     uses_fp8: bool = False

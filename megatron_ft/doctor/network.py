@@ -188,7 +188,7 @@ def _check_ephemeral(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
     wide = "run sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
     needed = SPARE_PORTS + PORTS_PER_RANK * needs.ranks_here
     if width < needed:
-        what = f"only {width} ephemeral ports ({low}-{high}); {count(needs.ranks_here, 'rank')} here may need {needed}"
+        what = f"only {width} ephemeral ports ({low}-{high}); {count(needs.ranks_here, 'rank')} may need {needed}"
         found.append(Finding.warning("ports", what, wide))
     for first, last, named in _own_ports(needs):
         free = not (first <= high and last >= low)

@@ -85,7 +85,9 @@ def with_compiler_note(plan: JobPlan, config: JobConfig) -> JobPlan:
     if config.launch.mode != "local" or not (missing := _missing_compiler(config, plan.device)):
         return plan
     key = f"placement.dispatch_backend={config.placement.dispatch_backend}"
-    return dataclasses.replace(plan, notes=(*plan.notes, f"{key}: {missing}; without one, no ranks can start here"))
+    return dataclasses.replace(
+        plan, notes=(*plan.notes, f"{key}: {missing}; without one, no ranks can start on this machine")
+    )
 
 
 def _check_transformer_engine(config: JobConfig) -> None:

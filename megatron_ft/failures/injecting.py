@@ -63,7 +63,7 @@ def _links_to(process_ids: Iterable[int]) -> list[str]:
     if len(names) < len(far):
         raise CannotCut(
             f"only {len(names)} of {len(far)} links of the nodes lead to this network namespace; the others cannot be "
-            "disconnected from here"
+            "disconnected from it"
         )
     return sorted(names)
 

@@ -33,7 +33,7 @@ LOGGERS = (
     "megatron.core.distributed.distributed_data_parallel",
     "megatron.core.models.gpt.gpt_model",
 )
-"""Loggers that give the warnings ``NOT_NEWS``."""
+"""Loggers of Megatron that emit the warnings ``NOT_NEWS``."""
 
 
 def submodules_of(spec: Any) -> Any:

@@ -80,7 +80,7 @@ class DeviceChoice:
             return cls(device=requested, is_certain=True, reason=f"training.device={requested}")
         num_gpus = facts.usable_gpus()
         if num_gpus:
-            reason = f"training.device=auto found {num_gpus} GPU{'' if num_gpus == 1 else 's'} here"
+            reason = f"training.device=auto found {num_gpus} GPU{'' if num_gpus == 1 else 's'} on this machine"
             _check_accepted(refused["cuda"], reason)
             return cls(device="cuda", is_certain=True, reason=reason)
         # The job is meant for GPUs, so it trains on CPU only if the user asks for that.
@@ -91,7 +91,7 @@ class DeviceChoice:
             reason = "training.device=auto, and limits.gpu_memory_bytes is set"
             _check_accepted(refused["cuda"], reason)
             return cls(device="cuda", is_certain=True, reason=reason)
-        reason = f"training.device=auto found no GPU here: {_why_no_gpu(facts)}"
+        reason = f"training.device=auto found no GPU on this machine: {_why_no_gpu(facts)}"
         # A plan for an unknown machine prefers a device that can run the job. A start must use the device of this one.
         if not may_be_elsewhere or not refused["cpu"] or refused["cuda"]:
             _check_accepted(refused["cpu"], reason)

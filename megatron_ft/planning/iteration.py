@@ -323,7 +323,7 @@ class History:
 
         Args:
             loads: tokens of [MoE layer][expert] of the iteration; None if they are not counted.
-            repaid: those of them that were beyond the capacity of their expert; None for none.
+            repaid: number of these tokens that exceeded the capacity of their expert; None if no token did.
         """
         # Losses of skipped iterations are left out: spikes would raise the median, and later spikes would pass.
         if decision.action != "commit":
@@ -338,8 +338,8 @@ class History:
         return replace(self, tokens=(self.tokens or TokenLedger.empty(lost)).after_loss(lost))
 
     def owed(self, layers: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """Return the lost tokens of each expert that it has not made up for, by layer. ``layers`` are the MoE layers
-        whose tokens are counted."""
+        """Return the number of lost tokens that each expert has not repaid (``TokenLedger.owed``), by layer.
+        ``layers`` are the MoE layers whose tokens are counted."""
         return {} if self.tokens is None else dict(zip(layers, self.tokens.owed(), strict=True))
 
     def to_json(self) -> dict[str, Any]:

@@ -183,7 +183,7 @@ def forced_experts(counts: Sequence[int], num_tokens: int, key: str) -> npt.NDAr
     """
     topk, rest = divmod(sum(counts), num_tokens)
     assert rest == 0 and max(counts) <= num_tokens, (
-        f"{list(counts)} must add up to a multiple of {num_tokens} tokens and have no larger entry"
+        f"{list(counts)} must add up to a multiple of {num_tokens} tokens, and no entry may exceed {num_tokens}"
     )
     order = _shuffled(len(counts), f"{key}/experts")
     row = np.repeat(order, np.asarray(counts, dtype=np.int64)[order])

@@ -105,7 +105,9 @@ def iterations_kept(window_iterations: int, commit_lag_iterations: int, interval
     """
     interval = window_iterations if interval_iterations is None else interval_iterations
     assert window_iterations >= 1, f"window_iterations={window_iterations} must be at least 1"
-    assert interval >= window_iterations, f"{window_iterations} iterations of a window exceed the interval {interval}"
+    assert interval >= window_iterations, (
+        f"interval_iterations={interval} must be at least window_iterations={window_iterations}"
+    )
     assert commit_lag_iterations >= 0, f"commit_lag_iterations={commit_lag_iterations} must be at least 0"
     return interval + window_iterations + 2 * commit_lag_iterations
 

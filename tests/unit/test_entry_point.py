@@ -174,7 +174,7 @@ def test_what_needs_a_gpu_is_refused_where_auto_finds_none(capsys: pytest.Captur
         "error: parallel.expert_tensor_parallel_size",
         "error: model.add_bias_linear",
     ]
-    assert all("found no GPU here" in line for line in lines)
+    assert all("found no GPU on this machine" in line for line in lines)
 
 
 ELASTIC = ("placement=spread", "parallel.use_distributed_optimizer=false", "launch.num_nodes=4", "recovery.min_nodes=3")

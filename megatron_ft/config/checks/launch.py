@@ -211,7 +211,12 @@ def _check_telemetry(telemetry: TelemetryConfig) -> None:
     at_least(1, "telemetry.profile_iterations", telemetry.profile_iterations)
     ranks = telemetry.profile_ranks
     is_valid = bool(ranks) and min(ranks) >= 0 and len(set(ranks)) == len(ranks)
-    require(is_valid, "telemetry.profile_ranks", ranks, "must name at least one rank, from 0 on, and none twice")
+    require(
+        is_valid,
+        "telemetry.profile_ranks",
+        ranks,
+        "must contain at least one rank, no negative rank, and no rank twice",
+    )
     one_of(("live", "plain", "auto"), "telemetry.progress", telemetry.progress)
     one_of(("online", "offline", "disabled", "auto"), "telemetry.wandb", telemetry.wandb)
     require(bool(telemetry.wandb_project), "telemetry.wandb_project", "''", "must not be empty")

@@ -145,8 +145,9 @@ def _check_strategies(config: JobConfig) -> None:
         recovery.max_restarts > 0 and recovery.may_use("checkpoint"),
         "recovery.min_nodes",
         recovery.min_nodes,
-        f"must be null with {feature} and recovery.max_restarts={recovery.max_restarts}: without living_state, ranks "
-        "on fewer nodes can only restart from a checkpoint; or allow checkpoint and set recovery.max_restarts above 0",
+        f"must be null with {feature} and recovery.max_restarts={recovery.max_restarts}: without living_state, "
+        "a job can continue on fewer nodes only from a checkpoint. Or allow checkpoint and set recovery.max_restarts "
+        "above 0",
     )
 
 

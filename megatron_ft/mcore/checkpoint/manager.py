@@ -143,7 +143,7 @@ class CheckpointManager:
         self._pending: _Pending | None = None
         self._copier: Copier | None = None
         self._before_update: list[Callable[[], None]] = []
-        """List of functions to which the newest save has added ``settle``."""
+        """Functions that the engine calls before an update; the newest save has added ``settle`` to this list."""
         self._cleaning: FileSystemJob | None = None
         self._resumed_from: str | None = None
         self._finder = CheckpointFinder(

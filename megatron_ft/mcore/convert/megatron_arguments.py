@@ -111,7 +111,7 @@ def model_of_arguments(directory: Path) -> ModelConfig:
     of weights nor outputs have their default values.
 
     Raises:
-        CheckpointError: the checkpoint has no arguments, they lack one, or their model is not possible here.
+        CheckpointError: the checkpoint has no arguments, they lack one, or this project does not support their model.
     """
     given, where = read_common(directory).get("args"), directory / COMMON_NAME
     if not isinstance(given, argparse.Namespace):
@@ -119,14 +119,14 @@ def model_of_arguments(directory: Path) -> ModelConfig:
     values = vars(given)
     try:
         if refused := [name for name in _REFUSED if values.get(name)]:
-            raise CheckpointError(
-                f"{where}: {refused[0]}={values[refused[0]]!r:.80}: models with it are not possible here"
-            )
+            raise CheckpointError(f"{where}: {refused[0]}={values[refused[0]]!r:.80}: this project has no such models")
         return valid_model(_keys_of(values))
     except KeyError as error:
         raise CheckpointError(f"{where}: its arguments lack {error.args[0]}, so the model is not known") from None
     except (ConfigError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: its arguments describe no model that is possible here: {error}") from None
+        raise CheckpointError(
+            f"{where}: its arguments describe a model that this project does not support: {error}"
+        ) from None
 
 
 _SAME = (

@@ -63,7 +63,7 @@ def use_fp8(submodules: Any, precision: PrecisionConfig, device: torch.device) -
     try:
         scalers = LinearScalers.of(provider_for("torch", recipe, device), recipe, device)
     except ProviderError as error:
-        raise ConfigError.of("precision.fp8_recipe", precision.fp8_recipe, f"is not possible here: {error}") from error
+        raise ConfigError.of("precision.fp8_recipe", precision.fp8_recipe, f"is not supported: {error}") from error
     _replace(submodules, scalers)
 
 

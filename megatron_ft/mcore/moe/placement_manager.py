@@ -74,7 +74,7 @@ class PreviousPlacement:
     is_evacuation: bool = False
     """Whether the migration moved all experts to the ranks that remain in the job, before other ranks leave it."""
     copies: StateCopies | None = None
-    """Copies of optimizer state for other ranks, as before the migration; None if there are newer ones."""
+    """Copies of optimizer state for other ranks, from before the migration; None if newer copies exist."""
     is_in_place: bool = False
     """Whether the migration overwrites experts in the tensors of the model. Then this rank no longer has the state of
     all experts that ``plans`` assigns to it."""

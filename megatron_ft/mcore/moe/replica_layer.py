@@ -166,7 +166,7 @@ class MixtureLayer(MoELayer):
 
     def start_iteration(self, iteration: int, owed: Sequence[int] = ()) -> None:
         """Set the number of the iteration, which failpoints and forced routing need. 0 means an evaluation. ``owed``
-        has one entry for each expert: the tokens that it lost and has not made up for (``PaddingAwareRouter``)."""
+        has one entry for each expert: the lost tokens that it has not repaid (``PaddingAwareRouter``)."""
         self.iteration = iteration
         self.router.start_iteration(iteration, owed)
 

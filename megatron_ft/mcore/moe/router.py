@@ -39,7 +39,7 @@ class PaddingAwareRouter(TopKRouter):
     attaches auxiliary losses through an autograd function that does not depend on the loss.
 
     ``load`` [E] int64 is the number of tokens that were routed to each expert since the iteration began. ``repaid`` [E]
-    int64 is the number of those that were beyond the expert's capacity; None without ``repay_capacity_share``.
+    int64 is the number of tokens that exceeded the expert's capacity; None without ``repay_capacity_share``.
 
     Args:
         repay_capacity_share: Share of the capacity that an expert that lost tokens in a recovery gets in addition
@@ -73,7 +73,7 @@ class PaddingAwareRouter(TopKRouter):
         """Reset ``load`` and ``repaid`` at the start of ``iteration``, unless it is 0, which means an evaluation.
 
         Args:
-            owed: for each expert, the tokens whose updates it lost and that it has not made up for.
+            owed: for each expert, its lost tokens minus the additional tokens that it has processed since.
         """
         if iteration:
             self.load.zero_()
@@ -103,9 +103,9 @@ class PaddingAwareRouter(TopKRouter):
         self, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Drop tokens of ``probs`` and ``routing_map`` [T, E] beyond the capacities of their experts, as Megatron does.
-        Experts that have not made up for lost tokens keep more of them, as far as other experts leave capacity unused.
-        Return probs and routing_map, and the number of additional tokens of each expert [E]; None if all experts have
-        made up for their lost tokens."""
+        Experts that have not repaid their lost tokens keep more of them, as far as other experts leave capacity
+        unused. Return probs and routing_map, and the number of additional tokens of each expert [E]; None if every
+        expert has repaid its lost tokens."""
         limits = self._limits
         kept_probs, kept = apply_router_token_dropping(
             probs,
@@ -322,9 +322,9 @@ def forget_auxiliary_losses() -> None:
 def routed_tokens(
     model_chunks: list[torch.nn.Module], num_layers: int, num_experts: int, *, with_repaid: bool = False
 ) -> torch.Tensor:
-    """Return the number of tokens that this rank has routed to each expert in this iteration. ``with_repaid`` adds the
-    number of those beyond the capacities of experts, which routers then count (``snapshot.repay_capacity_share``). The
-    result is int64 [1 or 2, num_layers, num_experts], on the CPU."""
+    """Return the number of tokens that this rank has routed to each expert in this iteration, as int64
+    [1, num_layers, num_experts] on the CPU. With ``with_repaid`` the shape is [2, num_layers, num_experts]: the second
+    entry is the number of tokens that exceeded the expert's capacity (``snapshot.repay_capacity_share``)."""
     load = torch.zeros((1 + with_repaid, num_layers, num_experts), dtype=torch.int64)
     for router in routers(model_chunks):
         load[:, router.layer_number - 1] = torch.stack([router.load, router.repaid][: len(load)]).cpu()

@@ -222,7 +222,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         )
 
     def _check_parts(self, move: MembershipMove) -> None:
-        """Check that a remaining rank has the state of each model part.
+        """Check that, for each model part, at least one remaining rank has the state.
 
         Raises:
             RecoveryError: the state of a model part is lost.

@@ -32,8 +32,8 @@ Moved = tuple[int, frozenset[tuple[int, int]]]
 """Model part of a rank, and its experts of this part, as pairs (layer number, expert)."""
 
 _ITERATION_STRIDE = 1_000_003
-"""Difference between the seeds of ranks that join after consecutive iterations. A number is also added to a seed for
-the rank and the pipeline stage. The difference is larger than these numbers, so that no two seeds are equal."""
+"""Difference between the seeds of ranks that join after consecutive iterations. A seed also contains an offset for the
+rank and the pipeline stage. The difference is larger than any such offset, so that no two seeds are equal."""
 
 
 @dataclass(kw_only=True)

@@ -178,8 +178,8 @@ class Trainer:
         failpoints.watch(self._tell_phase)
 
     def break_with(self, hang_up: Abort) -> None:
-        """Use ``hang_up`` to shut down the connections to other ranks. If this rank can survive the loss of other
-        ranks, the control plane also calls ``hang_up`` when a rank is lost."""
+        """Set the function that shuts down the connections to other ranks. If this rank can survive the loss of other
+        ranks, the control plane also calls the function when a rank is lost."""
         self.hang_up = hang_up
         if self.context.worker.can_survive:
             self.context.worker.on_break(hang_up)

@@ -187,7 +187,7 @@ class _Ring:
         for step in range(1, self.num_copies):
             members = self.members[cycle[(start + step) % len(cycle)]]
             candidates = [position for position in members if position in holders] or members
-            # If all ranks hold the part, owners have the same position in their domains, so that all own equally much.
+            # If all ranks hold the part, owners have the same position in their domains, so that all own equal shares.
             place = (
                 self.members[self.domains[holder]].index(holder) if len(holders) == len(self.ranks) else turn + shard
             )

@@ -44,7 +44,7 @@ class LaneLimits:
         num_slots_per_rank: int | None = None,
         optimizer_bytes: tuple[int, int] = (1, 1),
     ) -> "LaneLimits":
-        """Return the limits of a job whose TP·CP groups have the size of those in ``layout``.
+        """Return the limits of a job whose TP·CP groups have the same size as in ``layout``.
 
         Args:
             num_expert_ranks: EP times expert TP; used only if ``num_slots_per_rank`` is None.
@@ -120,8 +120,8 @@ class JobLayouts:
 
     A layout depends only on the nodes and on the *base*, the newest layout whose ranks all had received their state.
     Memberships that were abandoned while they were formed have no influence, so it does not matter whether nodes were
-    lost or have left by a schedule. A stage gives groups to other stages only if it has more groups than lanes, so the
-    loss of one node takes state from one stage only.
+    lost or left according to ``testing.membership_schedule``. A stage gives groups to other stages only if it has more
+    groups than lanes, so the loss of one node takes state from one stage only.
     """
 
     num_nodes: int

@@ -29,7 +29,7 @@ class StoredWindow:
     node: int = -1
     """Node whose memory contains the window; -1 for storage."""
     committed: bool = False
-    """Whether the windows with this ``key`` of all ranks are replicated."""
+    """Whether every rank's window with this ``key`` is replicated."""
     buffer: int | None = None
     """Number of the buffer that contains the window; None on storage and in the inventory of a peer."""
 

@@ -330,7 +330,8 @@ class Cost:
             return "every bit equals that of the undisturbed run"
         undisturbed = "within a tolerance of the undisturbed run"
         if self.keeps_processes:
-            return f"every bit equals that of a run in which the same nodes leave by a schedule; {undisturbed}"
+            faultless = "a run without faults in which the same nodes leave at the same iterations"
+            return f"every bit equals that of {faultless}; {undisturbed}"
         return f"{undisturbed}, because fewer ranks compute sums in another order"
 
     def to_json(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class TokenLedger:
     lost: Rows
     """Tokens whose updates were lost in recoveries, summed over recoveries."""
     repaid: Rows
-    """Tokens of committed iterations that experts processed beyond their capacity, to make up for lost tokens."""
+    """Additional tokens of committed iterations that experts processed beyond their capacity because of lost tokens."""
 
     @classmethod
     def empty(cls, loads: Sequence[Sequence[int]]) -> "TokenLedger":
@@ -35,7 +35,7 @@ class TokenLedger:
 
         Args:
             loads: its tokens of [MoE layer][expert].
-            repaid: those of them that were beyond the capacity of the expert; None for none.
+            repaid: number of these tokens that exceeded the capacity of the expert; None if no token did.
         """
         return TokenLedger(
             processed=_sum(self.processed, loads),
@@ -48,7 +48,8 @@ class TokenLedger:
         return replace(self, lost=_sum(self.lost, lost))
 
     def owed(self) -> Rows:
-        """Return the lost tokens of [MoE layer][expert] that the expert has not made up for yet."""
+        """Return the number of lost tokens that an expert has not repaid, as [MoE layer][expert]: its lost tokens
+        minus ``repaid``, the additional tokens that it has processed since."""
         return tuple(
             tuple(max(0, lost - repaid) for lost, repaid in zip(*rows, strict=True))
             for rows in zip(self.lost, self.repaid, strict=True)

@@ -157,7 +157,7 @@ class StorageBasis:
         urgency = self.stored_at if oldest_first else self.at_risk - self.stored_at_risk
         num_layers, num_experts_of_layer = is_newer.shape
         groups = np.arange(num_experts_of_layer) * self.num_groups // num_experts_of_layer
-        # Each layer begins with the experts of another group, so that all ranks write equally much.
+        # The group whose experts are written first differs between layers, so that all ranks write equally many bytes.
         turn = (groups[None, :] - np.arange(num_layers)[:, None]) % self.num_groups
         # The last key counts first. The sort is stable, so the number of the expert decides ties on all ranks alike.
         order = np.lexsort((turn, urgency, self.captured_at <= self.since, ~is_newer), axis=1)

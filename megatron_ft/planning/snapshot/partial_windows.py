@@ -163,7 +163,7 @@ class PartialWindows:
         return self._share(self.at_risk(start) or ()), ledger.lost_share(self._planned_tokens)
 
     def owed_share(self, ledger: TokenLedger) -> float:
-        """Return the share of the planned tokens that experts have lost and not made up for."""
+        """Return the share of the planned tokens that experts have lost and not repaid (``TokenLedger.owed``)."""
         return self._share(ledger.owed())
 
     def _share(self, tokens: Rows) -> float:

@@ -67,8 +67,8 @@ def check_source(directory: Path, settings: Settings | None, *, weights_only: bo
     """Check that a new run can start from ``directory``, before any rank starts. Only the manifest is read.
 
     Args:
-        settings: settings of the job (``settings_of``), of which the concerns ``model`` and ``optimizer`` are compared.
-            If None, because the job has other errors, nothing is compared.
+        settings: settings of the job (``settings_of``). The groups ``model`` and ``optimizer`` are compared. If
+            None, because the job has other errors, nothing is compared.
         weights_only: whether only the weights are loaded (``checkpoint.load_weights``).
         trust: ``checkpoint.trust``.
 

@@ -217,7 +217,9 @@ class WindowFile:
             with self._open_earlier(key) as opened:
                 (other,) = opened.window.slices[:1]
                 if opened.window.num_slices != 1 or not all(part.has_same(index, other) for index in wanted):
-                    raise CheckpointError(f"{self.path}: {opened.path} does not have the pieces that are omitted here")
+                    raise CheckpointError(
+                        f"{self.path}: {opened.path} does not have the pieces that the first file omits"
+                    )
                 opened._read_own(other, {index: buffer[part.pieces[index].offset :] for index in wanted})
         for index in range(len(part.pieces)):
             part.check_hash(index, part.hash_piece(index, buffer), self.path)

@@ -271,7 +271,7 @@ def _load_panel(loads: ExpertLoads, layer: _LayerLoads) -> _Panel:
 
 
 MAX_PLACEMENT_CELLS = 200_000
-"""Largest product of the numbers of experts and ranks, summed over all layers. Larger placements are not drawn."""
+"""Limit of the number of cells (experts times ranks) in all layers together. Larger placements are not drawn."""
 MAX_CHANGES = 40
 _PLACEMENT_WORDS = "A map for each layer: experts from top to bottom, ranks from left to right."
 _PLACEMENT_LEGEND = (

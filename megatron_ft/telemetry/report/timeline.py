@@ -81,8 +81,8 @@ class Lane:
 
     @property
     def name(self) -> str:
-        """Return the name of the row, e.g. ``rank 3``. If the process has ended, this is its rank before the
-        recovery."""
+        """Return the name of the row, e.g. ``rank 3``: the rank after the recovery. If the process has ended, it is the
+        rank before the recovery."""
         return f"rank {self.previous if self.rank is None else self.rank}"
 
     @property

@@ -102,7 +102,7 @@ def test_flags_become_overrides(text: str, expected: list[str]) -> None:
         ("--moe-router-dtype fp64", "moe-router-dtype", "none", "FP64 is not connected"),
         ("--mtp-num-layers 1", "mtp", "none", "no multi-token prediction"),
         ("--num-layers 4 --moe-layer-freq 2", "moe-layer-freq", "none", "no key for another pattern"),
-        ("--num-layers 4 --moe-layer-freq [0,1]", "moe-layer-freq", "refused", "each of the 4 layers"),
+        ("--num-layers 4 --moe-layer-freq [0,1]", "moe-layer-freq", "refused", "a list of 4 numbers"),
         ("--num-layers 61 --pipeline-model-parallel-size 16", "pipeline", "none", "16 does not divide 61"),
         ("--bf16 true", "bf16", "refused", "without a value"),
         ("--num-layers", "num-layers", "refused", "write it as model.num_layers=<value>"),

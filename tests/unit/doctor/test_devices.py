@@ -23,7 +23,7 @@ CAUSES: dict[str, tuple[dict[str, Any], str]] = {
     "a driver without GPUs": ({"num_gpus": 0}, "0 GPUs"),
     "PyTorch without CUDA": ({"torch_has_cuda": False}, "PyTorch is built without CUDA"),
     "too little memory": ({"gpu_memory_bytes": 40 * GIB}, "needs 60.0 GiB of GPU memory"),
-    "too few": ({"num_gpus": 7}, "8 ranks here must have a GPU each"),
+    "too few": ({"num_gpus": 7}, "8 ranks on this machine must have a GPU each"),
     "too few that are visible": ({"visible": "0,1"}, "2 of them visible by CUDA_VISIBLE_DEVICES=0,1"),
     "none that is visible": ({"visible": ""}, "0 of them"),
 }
@@ -41,7 +41,7 @@ def test_ranks_that_share_gpus_need_fewer() -> None:
     few = replace(DEVICES, num_gpus=2)
     assert judged(check_devices(few, replace(CUDA, ranks_per_gpu=4))) == []
     (finding,) = judged(check_devices(few, replace(CUDA, ranks_per_gpu=3)))
-    assert "8 ranks here must have 3 GPUs, with 3 ranks on each" in finding.what
+    assert "8 ranks on this machine must have 3 GPUs, with 3 ranks on each" in finding.what
 
 
 def test_the_environment_of_ranks_is_printed_and_what_is_set_otherwise_is_a_warning() -> None:

@@ -46,7 +46,7 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     ),
     "a port that is not allowed": ({"bind_error": "denied"}, {"master_port": 80}, "error", "denied"),
     "a narrow ephemeral range": ({"ephemeral": (60000, 60999)}, {}, "warning", "1000 ephemeral ports"),
-    "many ranks for the range": ({}, {"ranks_per_node": 256}, "warning", "512 ranks here may need 33768"),
+    "many ranks for the range": ({}, {"ranks_per_node": 256}, "warning", "512 ranks may need 33768"),
     "a range that is reserved": ({"reserved": ((32768, 60000),)}, {}, "warning", "999 ephemeral ports"),
     "own ports in the range": ({"ephemeral": (1024, 65535)}, {}, "warning", "rendezvous ports 20000-31999"),
     "own port in the range": ({}, {"master_port": 40000}, "warning", "may use launch.master_port=40000"),

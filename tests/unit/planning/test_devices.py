@@ -65,7 +65,7 @@ def test_a_gpu_here_decides_and_its_refusal_counts(elsewhere: bool) -> None:
 def test_without_a_gpu_a_start_takes_the_cpu_or_is_refused() -> None:
     assert choose(NONE, BOTH) == ("cpu", True)
     assert choose(NONE, CPU_ONLY) == ("cpu", True)
-    with pytest.raises(ConfigError, match=r"add_bias_linear=true: .* \(training\.device=auto found no GPU here"):
+    with pytest.raises(ConfigError, match=r"add_bias_linear=true: .* \(training\.device=auto found no GPU on this"):
         choose(NONE, CUDA_ONLY)
     with pytest.raises(
         ConfigError,

@@ -162,8 +162,9 @@ def test_a_plan_states_with_what_the_result_of_replicas_is_equal() -> None:
     groups = {"launch": {"num_nodes": 3}, "recovery": {"min_nodes": 2}, "placement": placement}
     moe = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_moe_experts": 4}
     text = render(plan(with_losses=True, model=moe, parallel={"use_distributed_optimizer": False}, **groups))
-    meaning = "every bit equals that of a run in which the same nodes leave by a schedule; within a tolerance of"
-    assert f"  tolerance: {meaning} the undisturbed run" in text.splitlines()
+    reference = "a run without faults in which the same nodes leave at the same iterations"
+    meaning = f"every bit equals that of {reference}; within a tolerance of the undisturbed run"
+    assert f"  tolerance: {meaning}" in text.splitlines()
 
 
 def test_a_plan_states_how_much_of_the_state_a_window_captures_and_a_recovery_loses() -> None:
@@ -193,7 +194,7 @@ def test_a_plan_states_how_much_of_the_state_a_window_captures_and_a_recovery_lo
 
 def test_a_refusal_on_the_other_device_is_printed_once() -> None:
     refused = {"cpu": "", "cuda": "training.device=cuda: must be cpu"}
-    choice = DeviceChoice(device="cpu", is_certain=False, reason="training.device=auto found no GPU here")
+    choice = DeviceChoice(device="cpu", is_certain=False, reason="training.device=auto found no GPU on this machine")
     text = render(JobPlan.of(from_dict(SMALL), DATA, device="cpu", choice=choice, refused=refused))
     assert text.count(refused["cuda"]) == 1 and f"  device        {choice.reason}\n" in text
     accepted = render(JobPlan.of(from_dict(SMALL), DATA, device="cpu", choice=choice, refused={"cpu": "", "cuda": ""}))

@@ -218,9 +218,9 @@ def test_megatrons_distance_between_layers_with_experts_begins_with_the_first(tm
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"squared_relu": True}, "squared_relu=True: models with it are not possible here"),
-        ({"hidden_size": None}, "describe no model that is possible here"),
-        ({"hidden_size": "8"}, "describe no model that is possible here"),
+        ({"squared_relu": True}, "squared_relu=True: this project has no such models"),
+        ({"hidden_size": None}, "describe a model that this project does not support"),
+        ({"hidden_size": "8"}, "describe a model that this project does not support"),
         ({"moe_layer_freq": 2}, "moe_layer_freq"),
         ({"moe_layer_freq": [1, 0, 1]}, "moe_layer_freq"),
         ({"num_layers": 4}, "describe another kind of model"),

@@ -69,5 +69,5 @@ def test_results_are_near_bf16_but_are_not_those_of_bf16() -> None:
 
 def test_a_product_that_torch_lacks_is_refused_by_key() -> None:
     precision = PrecisionConfig(fp8="hybrid", fp8_recipe="mxfp8")
-    with pytest.raises(ConfigError, match=r"^precision\.fp8_recipe=mxfp8: is not possible here: recipe=mxfp8"):
+    with pytest.raises(ConfigError, match=r"^precision\.fp8_recipe=mxfp8: is not supported: recipe=mxfp8"):
         use_fp8(None, precision, torch.device("cpu"))
