@@ -81,7 +81,9 @@ def linear(
     Returns:
         ``[..., n]`` in the dtype of ``inputs``.
     """
-    rows = inputs.reshape(-1, inputs.shape[-1]) if inputs.numel() else inputs.new_empty(0, inputs.shape[-1])
+    # Inputs without rows must stay in the graph of autograd. Otherwise the rank of an expert without tokens would leave
+    # the all-to-all that brings the tokens out of the backward pass. (-1 is ambiguous without elements.)
+    rows = inputs.reshape(inputs.shape[:-1].numel(), inputs.shape[-1])
     found: torch.Tensor = _Linear.apply(rows, weight, codes, scalers)  # type: ignore[no-untyped-call]
     return found.view(*inputs.shape[:-1], weight.shape[0])
 

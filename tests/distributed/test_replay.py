@@ -91,6 +91,8 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "recompute_pp2": (2, {"overrides": {**BF16, **RECOMPUTE, **PP2}}),
     "fp8_tensorwise": (1, {"overrides": TENSORWISE}),
     "fp8_tensorwise_ep2_pp2": (4, {"overrides": {**TENSORWISE, **EP2, **PP2, **DROPOUT}, "num_slices": 4}),
+    "fp8_tensorwise_ep2": (2, {"overrides": {**TENSORWISE, **EP2, "model.num_layers": 4}, "num_slices": 4}),
+    "fp8_blockwise_ep2": (2, {"overrides": {**BLOCKWISE, **EP2, "model.num_layers": 4}, "num_slices": 4}),
     "fp8_blockwise_replicas": (3, {"overrides": {**BLOCKWISE, **BIASED, **SEARCH}, "replicas": True}),
     "fp8_blockwise_recompute": (1, {"overrides": {**BLOCKWISE, **SHARED, **RECOMPUTE}}),
     "fp16_state": (2, {"overrides": {**FP16_STATE, **TP2, **DROPOUT}, "poisoned": 4}),
@@ -103,6 +105,7 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 EXTENDED = ("dp2", "vpp2", "ep2", "ep2_pp2", "fp32", "tied", "tied_tp2", "parts_plain", "dense", "recompute_pp2")
 EXTENDED += ("fp8_tensorwise", "fp8_blockwise_recompute", "one", "tp2", "pp2", "recompute", "replicas_plain")
+EXTENDED += ("fp8_blockwise_ep2",)
 """Scenarios whose features another scenario also has."""
 DAMAGES: dict[str, str] = {
     "weight": "the replay of iteration 3 had other results than the logged vote",

@@ -154,6 +154,35 @@ def job_of(
 # -- scenarios --------------------------------------------------------------------------------------------
 
 
+def order_of_exchanges(
+    *, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any], replicas: bool = False
+) -> dict[str, Any]:
+    """Train three iterations. Return the ranks of this rank's expert group, the fewest rows that an exchange brought to
+    this rank, the all-to-alls of the backward pass in order (type and shape of their rows), and the losses."""
+    exchange = dist.all_to_all_single
+    of_backward: list[str] = []
+    num_rows: list[int] = []
+
+    def watched(received: torch.Tensor, sent: torch.Tensor, *others: Any, **named: Any) -> Any:
+        if torch._C._current_graph_task_id() >= 0:  # during a backward pass; -1 otherwise
+            of_backward.append(f"{sent.dtype} {list(sent.shape[1:])}")
+        elif received.dim() > 1:  # neither probabilities nor gradients of expert copies
+            num_rows.append(len(received))
+        return exchange(received, sent, *others, **named)
+
+    config = config_of(overrides, world_size, replicas=replicas)
+    with job_of(config, rank=rank, world_size=world_size, store=store) as job:
+        dist.all_to_all_single = watched
+        losses = job.train(3)
+        dist.all_to_all_single = exchange
+        return {
+            "group": dist.get_process_group_ranks(job.engine.groups.pg_collection.ep),
+            "fewest_rows": min(num_rows),
+            "of_backward": of_backward,
+            "losses": losses,
+        }
+
+
 def train(
     *, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any], replicas: bool
 ) -> dict[str, Any]:

@@ -94,6 +94,21 @@ def test_experts_in_a_group_equal_single_experts(scaling: str) -> None:
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("shape", [(0, 32), (3, 0, 32), (0, 2, 32)])
+def test_inputs_without_rows_get_a_gradient_without_rows(scaling: str, shape: tuple[int, ...]) -> None:
+    """The collective that brings the rows of an expert also takes part in the backward pass if there are no rows."""
+    inputs, weight = torch.ones(shape, requires_grad=True), torch.randn(16, 32, requires_grad=True)
+    calls: list[torch.Size] = []
+    brought = inputs * 1.0
+    brought.register_hook(lambda gradient: calls.append(gradient.shape))
+    output = linear(brought, weight, layer(scaling))
+    assert output.shape == (*shape[:-1], 16)
+    output.sum().backward()
+    assert calls == [inputs.shape] and inputs.grad.shape == inputs.shape
+    assert weight.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
 def test_existing_codes_are_used_instead_of_the_weight(scaling: str) -> None:
     torch.manual_seed(0)
     inputs, weight = torch.randn(4, 32), torch.randn(16, 32)
