@@ -49,7 +49,7 @@ _LISTED = ("all", METADATA, RUN)
 _READ = (*_LISTED, VALUES, DTYPE, SHAPES)
 _COMPARED = (*_LISTED, VALUES, DTYPE)  # other shapes are a difference
 _MODEL = ("model", EXPERTS, MLP, SETTINGS)
-_ALL = (*_READ, *_MODEL)
+_ALL = (*_READ, *_MODEL, NAMES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,18 +100,28 @@ LOAD = "checkpoint.load_weights"
 """Name of the command that loads weights as a job does: the check of the launcher, then the load of a rank."""
 _PROMPT = ("--prompt", "x", "--tokens", 1)
 COMMANDS: tuple[Command, ...] = (
-    _dense("to-hf", _CONVERT, "to-hf", "IN", "OUT", "--family", "mixtral", reads=(*_ALL, NAMES)),
+    _dense("to-hf", _CONVERT, "to-hf", "IN", "OUT", "--family", "mixtral"),
     _dense("weights", _CONVERT, "weights", "IN", "OUT"),
     _dense("weights, rounded", _CONVERT, "weights", "IN", "OUT", "--dtype", "fp16"),
-    _dense("average, first", _CONVERT, "average", "IN", "SOUND", "OUT", reads=(*_ALL, NAMES)),
-    _dense("average, second", _CONVERT, "average", "SOUND", "IN", "OUT", reads=(*_ALL, NAMES)),
-    _dense("to-megatron", _CONVERT, "to-megatron", "IN", "OUT", reads=(*_LISTED, COMMON, *_MODEL)),
+    _dense("average, first", _CONVERT, "average", "IN", "SOUND", "OUT"),
+    _dense("average, second", _CONVERT, "average", "SOUND", "IN", "OUT"),
+    _dense("to-megatron", _CONVERT, "to-megatron", "IN", "OUT", reads=(*_LISTED, SHAPES, COMMON, NAMES, *_MODEL)),
     _dense(
-        "upcycle", _CONVERT, "upcycle", "IN", "OUT", "--experts", 4, "--topk", 2, experts=False, reads=(*_READ, "model")
+        "upcycle",
+        _CONVERT,
+        "upcycle",
+        "IN",
+        "OUT",
+        "--experts",
+        4,
+        "--topk",
+        2,
+        experts=False,
+        reads=(*_READ, NAMES, "model", MLP),
     ),
     _dense("list", _INSPECT, "list", "IN", reads=_LISTED),
     _dense("list, with norms", _INSPECT, "list", "IN", "--norms", "--json", reads=_READ),
-    _dense("verify", _INSPECT, "verify", "IN", reads=(*_READ, COMMON, "model", EXPERTS, MLP)),
+    _dense("verify", _INSPECT, "verify", "IN", reads=(*_READ, NAMES, COMMON, "model", EXPERTS, MLP)),
     _dense("strategies", _INSPECT, "strategies", "IN", reads=_LISTED),
     _dense("diff, first", _INSPECT, "diff", "IN", "SOUND", reads=_COMPARED),
     _dense("diff, second", _INSPECT, "diff", "SOUND", "IN", "--optimizer", reads=_COMPARED),
@@ -339,19 +349,13 @@ def _write_checkpoint(path: Path, config: JobConfig, iteration: int) -> None:
 
     from megatron_ft.config.identity import settings_of
     from megatron_ft.corpus.samples import resolve_vocab_size
-    from megatron_ft.mcore.convert.converter import FAMILIES
+    from megatron_ft.mcore.convert.model_tensors import tensors_of
     from megatron_ft.mcore.convert.weights import weights_manifest, write_weights
 
     model = replace(config.model, vocab_size=resolve_vocab_size(config))
     settings = settings_of(config, data_fingerprint="", vocab_size=model.vocab_size or 0)["model"]
     generator = torch.Generator().manual_seed(7)
-    shapes = {rule.ours: rule.shape(model) for rule in FAMILIES["mixtral"].tensors(model)}
-    if model.num_moe_experts is None:
-        for layer in range(model.num_layers):
-            shapes[f"decoder.layers.{layer}.mlp.linear_fc1.weight"] = (2 * model.ffn_hidden_size, model.hidden_size)
-            shapes[f"decoder.layers.{layer}.mlp.linear_fc2.weight"] = (model.hidden_size, model.ffn_hidden_size)
-        shapes = {name: shape for name, shape in shapes.items() if "router" not in name}
-    tensors = ((name, torch.randn(shape, generator=generator)) for name, shape in sorted(shapes.items()))
+    tensors = ((name, torch.randn(shape, generator=generator)) for name, shape in sorted(tensors_of(model)))
     manifest = replace(weights_manifest("run", settings, {}), iteration=iteration, run_id=RUN_ID)
     write_weights(path, tensors, manifest, num_bytes=0)
 

@@ -14,6 +14,7 @@ from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.convert.converter import FAMILIES
 from megatron_ft.mcore.convert.family import Family
 from megatron_ft.mcore.convert.folder import CONFIG, ONLY_FILE
+from megatron_ft.mcore.convert.model_tensors import tensors_of
 
 SMALL = ModelConfig(
     num_layers=3,
@@ -100,6 +101,11 @@ def test_no_tensor_is_named_twice(family: Family, model: ModelConfig) -> None:
     assert len(ours) == len(set(ours)) and len(theirs) == len(set(theirs))
     assert len(ours) > model.num_layers * (model.num_moe_experts or 0) * 3
     assert not any("{" in name for name in (*ours, *theirs))
+
+
+@pytest.mark.parametrize(("family", "model"), CASES)
+def test_a_family_names_exactly_the_tensors_of_its_models(family: Family, model: ModelConfig) -> None:
+    assert {rule.ours: rule.shape(model) for rule in family.tensors(model)} == dict(tensors_of(model))
 
 
 @pytest.mark.parametrize(("family", "model"), CASES)

@@ -30,6 +30,7 @@ from megatron_ft.config.serialize import to_dict
 from megatron_ft.errors import ControlError
 from megatron_ft.events import Metrics, RanksReady, RunFinished, RunStarted
 from megatron_ft.mcore.convert.converter import import_folder
+from megatron_ft.mcore.convert.model_tensors import tensors_of
 from megatron_ft.mcore.convert.weights import weights_manifest, write_weights
 from megatron_ft.snapshot.storage.checkpoints import MEGATRON_LATEST_NAME
 from tests.contract.test_convert import write_folder
@@ -129,9 +130,8 @@ def _write_weights(folder: Path) -> None:
 
 def _write_dense(saved: Path) -> None:
     """Write a checkpoint of weights of a dense model of one layer."""
-    model = ModelConfig(num_layers=1, num_moe_experts=None, moe_ffn_hidden_size=None)
-    shapes = {"linear_fc1.weight_w": (256, 128), "linear_fc1.weight_v": (256, 128), "linear_fc2.weight": (128, 256)}
-    tensors = {f"decoder.layers.0.mlp.{name}": torch.zeros(shape) for name, shape in shapes.items()}
+    model = ModelConfig(num_layers=1, vocab_size=128, num_moe_experts=None, moe_ffn_hidden_size=None)
+    tensors = {name: torch.zeros(shape) for name, shape in tensors_of(model)}
     settings = {f"model.{name}": value for name, value in vars(model).items()}
     write_weights(saved, iter(tensors.items()), weights_manifest("dense", settings, {}), num_bytes=0)
 

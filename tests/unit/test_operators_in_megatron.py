@@ -1,4 +1,4 @@
-"""Compares parameter counts with models that Megatron-Core builds, by kind of operator."""
+"""Compares parameter counts, by kind of operator, and tensors of checkpoints with models that Megatron-Core builds."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.config.model import ModelConfig
+from megatron_ft.mcore.convert.model_tensors import tensors_of
 from megatron_ft.operators import operators_of
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,7 @@ LATENT = {
     "qk_pos_emb_head_dim": 4,
     "v_head_dim": 10,
 }
+DENSE: dict[str, Any] = {"num_moe_experts": None, "moe_ffn_hidden_size": None}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "gpt2_like": GPT2_LIKE,
@@ -56,13 +58,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "every_second_layer": {"num_layers": 4, "moe_layer_freq": 2, "max_position_embeddings": 64},
     "latent_attention": LATENT,
     "latent_attention_with_low_rank_queries": {**LATENT, "q_lora_rank": 12, "moe_first_dense_layers": 1},
-    "dense": {"num_moe_experts": None, "moe_ffn_hidden_size": None},
+    "dense": DENSE,
+    "dense_gpt2_like": {**GPT2_LIKE, **DENSE},
+    "dense_latent_attention": {**LATENT, **DENSE, "normalization": "LayerNorm"},
+    "latent_attention_with_biases": {
+        **LATENT,
+        "q_lora_rank": 12,
+        "normalization": "LayerNorm",
+        "add_bias_linear": True,
+    },
+    "latent_attention_without_norms": {**LATENT, "qk_layernorm": False, "q_lora_rank": 12},
+    "gated_with_biases": {**GPT2_LIKE, "qk_layernorm": True, "gated_linear_unit": True, "moe_first_dense_layers": 1},
+    "expert_bias": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    "shared_experts_not_gated": {"moe_shared_expert_intermediate_size": 24, "gated_linear_unit": False},
 }
 
 
 @pytest.fixture(scope="module")
-def built() -> dict[str, dict[str, int]]:
-    """Return the counts of all variants, which are built in one separate process."""
+def built() -> dict[str, dict[str, Any]]:
+    """Return the counts and tensors of all variants, which are built in one separate process."""
     models = [{**SMALL, **variant} for variant in VARIANTS.values()]
     done = subprocess.run(
         [sys.executable, "-m", "tests.helpers.count_parameters"],
@@ -79,8 +93,15 @@ def built() -> dict[str, dict[str, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
-def test_counts_are_megatrons(name: str, built: dict[str, dict[str, int]]) -> None:
+def test_counts_are_megatrons(name: str, built: dict[str, dict[str, Any]]) -> None:
     ours: Counter[str] = Counter()
     for operator in operators_of(ModelConfig(**{**SMALL, **VARIANTS[name]})):
         ours[operator.id.kind] += operator.num_parameters
-    assert dict(ours) == built[name]
+    assert dict(ours) == built[name]["counts"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_tensors_of_checkpoints_are_megatrons(name: str, built: dict[str, dict[str, Any]]) -> None:
+    ours = {own: list(shape) for own, shape in tensors_of(ModelConfig(**{**SMALL, **VARIANTS[name]}))}
+    assert ours == built[name]["tensors"]

@@ -13,6 +13,7 @@ from megatron_ft.mcore.checkpoint.metadata import read_common
 from megatron_ft.mcore.convert.converter import verify_folder
 from megatron_ft.mcore.convert.dense_files import DenseReader
 from megatron_ft.mcore.convert.folder import CONFIG, DTYPES, Folder
+from megatron_ft.mcore.convert.model_tensors import check_tensors
 from megatron_ft.snapshot.storage.window_file import rank_name, window_name
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.snapshot.window import Slice, Window
@@ -69,10 +70,11 @@ class DenseSource:
         return self.reader.read(name)
 
     def check(self) -> None:
-        """Check the state that is the same on all ranks, and the description of the model."""
+        """Check the state that is the same on all ranks, the description of the model, and that no tensor of the model
+        is missing."""
         read_common(self.reader.directory)
         if self.reader.manifest is not None and self.reader.manifest.settings.get("model"):
-            self.reader.model()
+            check_tensors(self.reader.weights, self.reader.model(), str(self.path))
 
 
 class FolderSource:

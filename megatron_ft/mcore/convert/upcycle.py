@@ -17,6 +17,7 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.errors import CheckpointError, ConfigError
 from megatron_ft.mcore.convert.dense_files import DenseReader
+from megatron_ft.mcore.convert.model_tensors import norm_before_mlp
 from megatron_ft.mcore.convert.weights import (
     MOST_FILE_BYTES,
     Progress,
@@ -105,7 +106,6 @@ def upcycle_weights(
             f"{checkpoint}: has model.add_bias_linear=true: must be false, because experts have no bias"
         )
     model = upcycling.model(dense)
-    _check_layers(reader, dense)
     changed = {f"model.{name}": value for name, value in vars(model).items() if value != getattr(dense, name)}
     parts = [name for name in reader.weights if _is_copied(name)]
     copied = sum(size_of(reader, name) for name in parts)
@@ -122,8 +122,14 @@ def upcycle_weights(
 
 
 def _is_copied(name: str) -> bool:
-    # The norm before the MLP belongs to the layer. It has the same name in a layer with experts.
+    # The norm before the MLP belongs to the layer.
     return _MLP in name and _NORM not in name
+
+
+def _renamed(name: str, model: ModelConfig) -> str:
+    """Return the name of a tensor that is not copied, in a layer with experts."""
+    dense, mixture = (norm_before_mlp(model, has_experts=has_experts) for has_experts in (False, True))
+    return name.replace(f".{dense}", f".{mixture}")
 
 
 def _router(layer: int) -> str:
@@ -132,15 +138,6 @@ def _router(layer: int) -> str:
 
 def _last(layer: int) -> str:
     return f"decoder.layers.{layer}.mlp.linear_fc2.weight"
-
-
-def _check_layers(reader: DenseReader, model: ModelConfig) -> None:
-    missing = [name for name in map(_last, range(model.num_layers)) if name not in reader.weights]
-    if missing:
-        raise CheckpointError(f"{reader.directory}: has no {missing[0]}, which the model in its manifest has")
-    shape, expected = tuple(reader.weights[_last(0)].size), (model.hidden_size, model.ffn_hidden_size)
-    if shape != expected:
-        raise CheckpointError(f"{reader.directory}: {_last(0)} has shape {list(shape)}: must be {list(expected)}")
 
 
 def _dtype(reader: DenseReader) -> torch.dtype:
@@ -152,7 +149,7 @@ def _tensors(reader: DenseReader, model: ModelConfig, upcycling: Upcycling) -> I
     for name in sorted(reader.weights):
         tensor = reader.read(name)
         if not _is_copied(name):
-            yield name, tensor
+            yield _renamed(name, model), tensor
             continue
         before, after = name.split(_MLP)
         for expert in range(upcycling.num_experts):

@@ -21,6 +21,7 @@ from megatron_ft.mcore.checkpoint.state import layout_of
 from megatron_ft.mcore.convert.dense_files import WEIGHTS_ONLY, DenseReader
 from megatron_ft.mcore.convert.folder import CONFIG
 from megatron_ft.mcore.convert.inspection import DenseSource, FolderSource, Source, WindowSource, is_window, open_source
+from megatron_ft.mcore.convert.model_tensors import check_tensors
 from megatron_ft.planning.placement.stage import StageRequest, first_plans
 from megatron_ft.planning.recovery.facts import RecoveryFacts
 from megatron_ft.planning.recovery.uses import SavedState, Use, uses_by_strategies
@@ -210,6 +211,8 @@ def _use_of_key(key: str, source: Source, state: SavedState, job: _Job | None) -
         else:
             settings = reader.manifest.settings if job is None or not job.identity.settings else job.identity.settings
             check_source(reader.directory, settings, weights_only=weights_only, trust=False)
+            if reader.manifest.settings.get("model"):
+                check_tensors(reader.weights, reader.model(), f"{key}={reader.directory}")
     except CheckpointError as error:
         return _no(key, str(error).removeprefix(f"{key}={reader.directory}: "))
     what = "only the weights" if weights_only else "weights and optimizer state"

@@ -17,6 +17,7 @@ import torch
 from megatron_ft.errors import CheckpointError, ConfigError
 from megatron_ft.mcore.convert.dense_files import WEIGHTS_ONLY, DenseReader, WeightsWriter, WrittenFile
 from megatron_ft.mcore.convert.folder import check_space
+from megatron_ft.mcore.convert.model_tensors import check_tensors
 from megatron_ft.mcore.convert.streams import Values, tensor_of
 from megatron_ft.serde import decode, encode, parse_json
 from megatron_ft.snapshot.storage.files import FileEntry, entry_of, fsync_directory, write_atomically
@@ -338,12 +339,10 @@ def _mean(readers: Sequence[DenseReader], factors: Sequence[float] | None, name:
 
 
 def open_weights(checkpoint: Path) -> DenseReader:
-    """Open and verify a checkpoint. Raises CheckpointError if it has no weights, or its manifest does not describe the
-    model."""
+    """Open and verify a checkpoint. Raises CheckpointError if its manifest does not describe the model, or it lacks a
+    tensor of the model."""
     reader = DenseReader.open(checkpoint)
-    reader.model()  # called only for its error if the manifest does not describe the model
-    if not reader.weights:
-        raise CheckpointError(f"{checkpoint}: has no weights")
+    check_tensors(reader.weights, reader.model(), str(checkpoint))
     return reader
 
 

@@ -27,6 +27,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "model.gated_linear_unit": False,
         "model.activation": "gelu",
     },
+    "latent attention": {
+        "model.multi_latent_attention": True,
+        "model.qk_layernorm": True,
+        "model.kv_lora_rank": 16,
+        "model.qk_head_dim": 8,
+        "model.qk_pos_emb_head_dim": 4,
+        "model.v_head_dim": 10,
+    },
 }
 TOKENS = torch.arange(48).reshape(3, 16) * 5 % engines.VOCAB_SIZE
 

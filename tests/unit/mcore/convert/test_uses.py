@@ -15,6 +15,7 @@ from megatron_ft.config.identity import settings_of
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.corpus.samples import resolve_vocab_size
+from megatron_ft.corpus.tokenizers import ByteTokenizer
 from megatron_ft.mcore.convert.dense_files import DenseReader
 from megatron_ft.planning.recovery.costs import STRATEGIES
 from megatron_ft.snapshot.storage.checkpoints import directory_name
@@ -23,6 +24,7 @@ from megatron_ft.snapshot.storage.run_settings import SETTINGS
 from megatron_ft.snapshot.storage.window_file import write_window
 from megatron_ft.snapshot.storage.window_folder import RejectedWindow, window_digest
 from megatron_ft.snapshot.window import Window
+from megatron_ft.testing import engines
 from megatron_ft.testing.stored_samples import sample_name, sample_window
 from tests.contract.test_convert import write_folder
 from tests.helpers import dense_fixture
@@ -67,6 +69,11 @@ def window_of(rank: int, settings: Any) -> tuple[Window, tuple[bytes, ...]]:
     first, *others = window.slices
     header = {**first.header, SETTINGS: json.dumps(settings)}
     return replace(window, run_id=RUN_ID, slices=[replace(first, header=header), *others]), payload
+
+
+@pytest.fixture(autouse=True)
+def _vocabulary_of_the_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ByteTokenizer, "vocab_size", engines.VOCAB_SIZE)
 
 
 @pytest.fixture

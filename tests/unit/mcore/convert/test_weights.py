@@ -4,25 +4,41 @@ not fit together are refused by name."""
 import shutil
 import weakref
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_ft.config.job import JobConfig
+from megatron_ft.config.model import ModelConfig
 from megatron_ft.mcore.convert import dense_files
 from megatron_ft.mcore.convert.dense_files import WEIGHTS_ONLY, DenseReader
+from megatron_ft.mcore.convert.model_tensors import tensors_of
 from megatron_ft.mcore.convert.weights import weights_manifest, write_weights
-from tools import convert_checkpoint
+from tools import convert_checkpoint, inspect_checkpoint
 
-BASE = {f"model.{name}": value for name, value in vars(JobConfig().model).items()}
-NAMES = ("tensors.0.weight", "tensors.1.weight", "embedding.weight")
+MODEL = ModelConfig(
+    num_layers=1,
+    hidden_size=16,
+    num_attention_heads=2,
+    vocab_size=64,
+    ffn_hidden_size=24,
+    num_moe_experts=None,
+    moe_ffn_hidden_size=None,
+)
+BASE = {f"model.{name}": value for name, value in vars(MODEL).items()}
+SHAPES = dict(tensors_of(MODEL))
+NAMES = tuple(SHAPES)
+NUM_BYTES = sum(2 * prod(shape) for shape in SHAPES.values())
+EMBEDDING, NORM = "embedding.word_embeddings.weight", "decoder.final_layernorm.weight"
 
 
 def random(seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn((64, 9), generator=generator, dtype=torch.float64).to(dtype) for name in NAMES}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in SHAPES.items()
+    }
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor], **model: Any) -> Path:
@@ -89,7 +105,7 @@ def test_one_tensor_of_each_checkpoint_is_in_memory(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(dense_files.DenseReader, "read", counted)
     run("average", *paths, tmp_path / "mean")
-    assert len(known) == 9 and most <= 3
+    assert len(known) == 3 * len(NAMES) and most <= 3
 
 
 def test_buffers_of_integers_must_be_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,11 +125,11 @@ def test_buffers_of_integers_must_be_equal(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("tensors", "model", "message"),
     [
-        ({"tensors.1.weight": None}, {}, "it lacks ['tensors.1.weight']"),
-        ({"tensors.9.weight": torch.ones(2)}, {}, "adds ['tensors.9.weight']"),
-        ({"embedding.weight": torch.ones((9, 64), dtype=torch.bfloat16)}, {}, "is torch.bfloat16 [9, 64], but in"),
-        ({"embedding.weight": torch.ones((64, 9))}, {}, "embedding.weight is torch.float32 [64, 9], but in"),
-        ({}, {"num_layers": 17}, "model.num_layers: 4, here 17"),
+        ({NORM: None}, {}, f"lacks the tensors ['{NORM}'] (the first 3 are shown)"),
+        ({"counts": torch.ones(2)}, {}, "adds ['counts']"),
+        ({NORM: torch.ones(15, dtype=torch.bfloat16)}, {}, f"{NORM} has the shape [15], but the model of its manifest"),
+        ({NORM: torch.ones(16)}, {}, f"{NORM} is torch.float32 [16], but in"),
+        ({}, {"num_attention_heads": 4}, "model.num_attention_heads: 2, here 4"),
         ({}, {"rotary_base": 7}, "model.rotary_base: 10000, here 7"),
     ],
 )
@@ -125,8 +141,8 @@ def test_checkpoints_that_do_not_fit_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     changed = {name: value for name, value in {**random(1), **tensors}.items() if value is not None}
-    one = write(tmp_path / "one", random(0), num_layers=4)
-    other = write(tmp_path / "other", changed, **{"num_layers": 4, **model})
+    one = write(tmp_path / "one", random(0))
+    other = write(tmp_path / "other", changed, **model)
     run("average", one, other, tmp_path / "mean", code=5)
     error = capsys.readouterr().err
     assert message in error and str(other) in error
@@ -169,7 +185,7 @@ def test_outputs_and_inputs_are_checked_first(
         with monkeypatch.context() as patch:
             patch.setattr("megatron_ft.mcore.convert.folder.free_bytes", lambda path: 3000)
             run(*words, tmp_path / "out", code=2)
-        assert "needs 3,456 bytes, but its file system has only 3,000" in capsys.readouterr().err
+        assert f"needs {NUM_BYTES:,} bytes, but its file system has only 3,000" in capsys.readouterr().err
         run(*words, tmp_path / "out", "--file-bytes", 0, code=2)
     run("average", one, tmp_path / "out", code=2)
     assert "must be at least 2 checkpoints" in capsys.readouterr().err
@@ -185,6 +201,30 @@ def test_outputs_and_inputs_are_checked_first(
     run("weights", damaged, tmp_path / "out", code=5)
     assert "has no manifest.json" in capsys.readouterr().err
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, NORM, "decoder.layers.0.mlp.linear_fc1.weight_v", "output_layer.weight"])
+@pytest.mark.parametrize("command", ["weights", "upcycle", "to-megatron"])
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(
+    command: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"upcycle": ("--experts", 4, "--topk", 2)}.get(command, ())
+    source = write(tmp_path / "source", random(0))
+    run(command, source, tmp_path / "whole", *options)
+    lacking = write(tmp_path / "lacking", {own: value for own, value in random(0).items() if own != name})
+    reshaped = write(tmp_path / "reshaped", {**random(0), name: torch.ones(3)})
+    before = sorted(tmp_path.rglob("*"))
+    capsys.readouterr()
+    run(command, lacking, tmp_path / "out", *options, code=5)
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith(f"{lacking}: lacks the tensors ['{name}']")
+    run(command, reshaped, tmp_path / "out", *options, code=5)
+    assert f"{name} has the shape [3]" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before, "something was written"
+    assert inspect_checkpoint.main(["verify", str(lacking)]) == 5
+    assert name in capsys.readouterr().err
+    assert inspect_checkpoint.main(["strategies", str(lacking)]) == 0
+    assert f"checkpoint.load_weights  no   lacks the tensors ['{name}']" in capsys.readouterr().out
 
 
 def test_weights_keep_their_bits(tmp_path: Path) -> None:
