@@ -4,7 +4,6 @@ Tensors that are equal on both sides are copied from file to file. Others are in
 rounded unless another dtype is requested.
 """
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
@@ -20,17 +19,15 @@ from megatron_ft.mcore.convert import deepseek, mixtral, qwen_moe
 from megatron_ft.mcore.convert.dense_files import DenseReader
 from megatron_ft.mcore.convert.family import SAME, Family, Rule
 from megatron_ft.mcore.convert.folder import CONFIG, DTYPES, Folder, FolderPlan, FolderWriter, PlannedFile, check_space
+from megatron_ft.mcore.convert.resume import ConversionRecord, WrittenFile, continued
 from megatron_ft.mcore.convert.streams import StoredValues, Values, VerifiedFiles, tensor_of
 from megatron_ft.mcore.convert.weights import MOST_FILE_BYTES, Progress, continue_weights, weights_manifest
-from megatron_ft.serde import parse_json
-from megatron_ft.snapshot.storage.files import FileEntry, hash_file, write_atomically
+from megatron_ft.snapshot.storage.files import FileEntry, write_atomically
 from megatron_ft.snapshot.storage.manifest import Manifest
 
 _FAMILIES = (mixtral.FAMILY, qwen_moe.QWEN2, qwen_moe.QWEN3, deepseek.DEEPSEEK, deepseek.DEEPSEEK_2)
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _FAMILIES}
 """Maps each ``model_type`` in ``config.json`` to its family."""
-RECORD = "megatron_ft_conversion.json"
-"""Name of a file in an exported folder; it has checksums of the source's manifest and of the folder's files."""
 _IGNORED = ("_extra_state",)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json")
 _TOKENIZER_FILES += ("vocab.json", "merges.txt", "added_tokens.json", "generation_config.json")
@@ -167,23 +164,20 @@ def export_checkpoint(
     source = {"family": export.family.name, "plan": asdict(export.plan) | {"dtype": str(export.plan.dtype)}}
     # Only a checksum, because the folder may be published, and the manifest names the run and its data.
     source["source"] = "" if reader.manifest is None else xxhash.xxh3_128_hexdigest(reader.manifest.to_bytes())
-    writer = FolderWriter(path=out, plan=export.plan)
-    copied = _tokenizer_files(tokenizer)
-    checksums = _resume(out, json.loads(json.dumps(source)))
-    left = [file for file in export.plan.files if file.name not in checksums]
-    check_space(out, sum(map(export.plan.bytes_of, left)))
+    writer, copied = FolderWriter(path=out, plan=export.plan), _tokenizer_files(tokenizer)
     planned = {file.name: (number, file) for number, file in enumerate(export.plan.files, 1)}
+    with continued(out, source, files=out, out=out) as record:
+        left = [file for file in export.plan.files if file.name not in record.names()]
+        check_space(out, sum(map(export.plan.bytes_of, left)))
 
-    def note(name: str, what: str) -> None:
-        progress(f"{planned[name][0]}/{len(planned)} {name}: {what}")
+        def note(name: str, what: str) -> None:
+            progress(f"{planned[name][0]}/{len(planned)} {name}: {what}")
 
-    def complete(entry: FileEntry) -> None:
-        checksums[entry.name] = entry.xxh3_128
-        _write_record(out, source, checksums)
-        file = planned[entry.name][1]
-        note(entry.name, f"{len(file.tensors)} tensors, {export.plan.bytes_of(file):,} bytes")
+        def complete(entry: FileEntry) -> None:
+            record.add(WrittenFile(entry=entry))
+            file = planned[entry.name][1]
+            note(entry.name, f"{len(file.tensors)} tensors, {export.plan.bytes_of(file):,} bytes")
 
-    try:
         with VerifiedFiles(out, complete) as files:
             for file in export.plan.files:
                 if file in left:
@@ -191,14 +185,9 @@ def export_checkpoint(
                     continue
                 files.wait()  # so that the lines are in the order of the files
                 note(file.name, "complete already")
-    except CheckpointError:
-        if not checksums:  # no tensor of the checkpoint could be read, so no later conversion continues this one
-            (out / RECORD).unlink()
-            out.rmdir()
-        raise
-    for path in copied:
-        write_atomically(out, path.name, path.read_bytes())
-    writer.finish(export.config())
+        for path in copied:
+            write_atomically(out, path.name, path.read_bytes())
+        writer.finish(export.config())
     # The content of each file was already read again and compared with its checksum.
     folder = Folder.open(out)
     _check_folder(folder, *model_of(folder))
@@ -213,51 +202,6 @@ def _tokenizer_files(folder: Path | None) -> list[Path]:
     return found
 
 
-def _resume(out: Path, source: Mapping[str, Any]) -> dict[str, str]:
-    """Create ``out`` if it does not exist. Return the checksums of the files in it that an earlier conversion has
-    completed."""
-    out.mkdir(parents=True, exist_ok=True)
-    present = sorted(path.name for path in out.iterdir() if not path.name.endswith(".tmp"))
-    if not present:
-        _write_record(out, source, {})
-        return {}
-    record = _record(out)
-    if record is None or {**record, "files": {}} != {**source, "files": {}}:
-        raise ConfigError.of(
-            "out", str(out), f"must be empty, or have been begun by the same conversion; it contains {present[0]}"
-        )
-    for path in out.glob(".*.tmp"):  # of the conversion that was interrupted
-        path.unlink()
-    return {name: checksum for name, checksum in record["files"].items() if _checksum(out / name) == checksum}
-
-
-def _record(folder: Path) -> dict[str, Any] | None:
-    """Return the record of a conversion; None if the folder has none. Raises CheckpointError if it is damaged."""
-    path = folder / RECORD
-    if not path.exists():
-        return None
-    try:
-        content = parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    files = content.get("files") if isinstance(content, dict) else None
-    if not isinstance(files, dict) or not all(Path(name).name == name for name in files):
-        raise CheckpointError(f"{path}: must list the files of the folder")
-    return dict(content)
-
-
-def _write_record(out: Path, source: Mapping[str, Any], checksums: Mapping[str, str]) -> None:
-    content = {**source, "files": checksums}
-    write_atomically(out, RECORD, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
-
-
-def _checksum(path: Path) -> str | None:
-    if path.is_symlink() or not path.is_file():
-        return None
-    with path.open("rb", buffering=0) as file:
-        return hash_file(file)
-
-
 def verify_folder(path: Path) -> Folder:
     """Read the headers of all files of a folder, and compare tensors and shapes with those of the model in
     ``config.json``. If this project wrote the folder, also compare the content of each file with its checksum.
@@ -268,10 +212,8 @@ def verify_folder(path: Path) -> Folder:
     folder = Folder.open(path)
     family, model = model_of(folder)
     _check_folder(folder, family, model)
-    record = _record(path)
-    for name, checksum in sorted({} if record is None else record["files"].items()):
-        if _checksum(path / name) != checksum:
-            raise CheckpointError(f"{path / name}: damaged: its checksum differs from the one in {RECORD}")
+    if (record := ConversionRecord.read(path)) is not None:
+        record.check(path)
     return folder
 
 
@@ -355,7 +297,7 @@ def import_folder(
         out,
         left,
         weights_manifest(path.name or "weights", keys, {"family": family.name}),
-        source=json.loads(json.dumps(source)),
+        source=source,
         num_bytes=items * (max(widths) if dtype is None else dtype.itemsize),
         most_file_bytes=most_file_bytes,
     )

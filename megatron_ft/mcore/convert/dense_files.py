@@ -8,7 +8,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import count, product
@@ -33,6 +33,7 @@ from megatron_ft.errors import CheckpointError, ConfigError
 from megatron_ft.mcore.checkpoint.files import BACKEND, BACKEND_VERSION, FORMAT_NAME
 from megatron_ft.mcore.checkpoint.metadata import COMMON_NAME, METADATA_NAME, OPTIMIZER, describe, read_metadata
 from megatron_ft.mcore.convert.megatron_arguments import has_gated_units, model_of_arguments
+from megatron_ft.mcore.convert.resume import ConversionRecord, WrittenFile, WrittenTensor
 from megatron_ft.mcore.convert.streams import Span, StoredValues, Values, VerifiedFiles, chunks_of, tensor_of
 from megatron_ft.snapshot.storage.checkpoints import newest_of_megatron
 from megatron_ft.snapshot.storage.files import FileEntry, HashedFile, entry_of, fsync_directory, write_file
@@ -355,31 +356,6 @@ class _Sparse(io.RawIOBase):
         return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenTensor:
-    """Tensor in a file that ``WeightsWriter`` has written."""
-
-    name: str
-    dtype: str
-    """Name of the dtype in torch, e.g. ``bfloat16``."""
-    shape: tuple[int, ...]
-    offset: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenFile:
-    """File that ``WeightsWriter`` has completed."""
-
-    entry: FileEntry
-    tensors: tuple[WrittenTensor, ...]
-
-    @property
-    def number(self) -> int:
-        """Number in the name of the file."""
-        return int(self.entry.name.strip("_").split("_")[0])
-
-
 @dataclass(kw_only=True)
 class WeightsWriter:
     """Writes a dense checkpoint of weights into a directory, file by file."""
@@ -387,10 +363,14 @@ class WeightsWriter:
     directory: Path
     most_file_bytes: int
     """A new file begins when a file has reached this size."""
-    files: list[WrittenFile] = field(default_factory=list)
+    record: ConversionRecord | None = None
+    """Record to which each complete file is added; None if an interrupted call is not continued."""
+    files: list[WrittenFile] = field(default_factory=list, init=False)
     """Complete files, also those that an interrupted conversion has written."""
-    completed: Callable[[], None] = lambda: None
-    """Called in a thread after each file that was added to ``files``."""
+
+    def __post_init__(self) -> None:
+        if self.record is not None:
+            self.files = self.record.files
 
     def write(self, tensors: Iterable[tuple[str, Values]]) -> None:
         """Write tensors, each as one part.
@@ -399,12 +379,12 @@ class WeightsWriter:
             CheckpointError: a tensor cannot be read, or a file does not contain what was written.
             OSError: a file cannot be written.
         """
-        left, numbers = iter(tensors), {file.number for file in self.files}
+        left, numbers = iter(tensors), set(map(_number, self.files))
         contents: dict[str, tuple[WrittenTensor, ...]] = {}
 
         def complete(entry: FileEntry) -> None:
-            self.files.append(WrittenFile(entry=entry, tensors=contents[entry.name]))
-            self.completed()
+            file = WrittenFile(entry=entry, tensors=contents[entry.name])
+            (self.files.append if self.record is None else self.record.add)(file)
 
         with VerifiedFiles(self.directory, complete) as files:
             for item in left:
@@ -431,7 +411,7 @@ class WeightsWriter:
             OSError: a file cannot be written.
         """
         described, results = dict[str, TensorStorageMetadata](), list[WriteResult]()
-        for written in sorted(self.files, key=lambda file: file.number):
+        for written in sorted(self.files, key=_number):
             for tensor in written.tensors:
                 offsets, shape = torch.Size([0] * len(tensor.shape)), torch.Size(tensor.shape)
                 place = _StorageInfo(written.entry.name, tensor.offset, tensor.num_bytes)
@@ -459,6 +439,11 @@ class WeightsWriter:
         manifest.write(self.directory)
         Manifest.verified(self.directory, known=[file.entry.name for file in self.files])
         return manifest
+
+
+def _number(file: WrittenFile) -> int:
+    """Return the number in the name of a file."""
+    return int(file.entry.name.strip("_").split("_")[0])
 
 
 def _write_tensor(file: HashedFile, name: str, values: Values) -> WrittenTensor:

@@ -1,8 +1,5 @@
 """Writes checkpoints that contain only weights: those of one dense checkpoint, or the mean of several ones."""
 
-import contextlib
-import fcntl
-import json
 import math
 import os
 import secrets
@@ -15,12 +12,12 @@ from typing import Any
 import torch
 
 from megatron_ft.errors import CheckpointError, ConfigError
-from megatron_ft.mcore.convert.dense_files import WEIGHTS_ONLY, DenseReader, WeightsWriter, WrittenFile
+from megatron_ft.mcore.convert.dense_files import WEIGHTS_ONLY, DenseReader, WeightsWriter
 from megatron_ft.mcore.convert.folder import check_space
 from megatron_ft.mcore.convert.model_tensors import check_tensors
+from megatron_ft.mcore.convert.resume import continued
 from megatron_ft.mcore.convert.streams import Values, tensor_of
-from megatron_ft.serde import decode, encode, parse_json
-from megatron_ft.snapshot.storage.files import FileEntry, entry_of, fsync_directory, write_atomically
+from megatron_ft.snapshot.storage.files import fsync_directory
 from megatron_ft.snapshot.storage.manifest import Manifest
 from megatron_ft.snapshot.storage.run_settings import other_model
 
@@ -29,7 +26,7 @@ MOST_FILE_BYTES = 5_000_000_000
 _SUM_TOLERANCE = 1e-6
 """Largest allowed difference between 1 and the sum of all factors, which users write as rounded decimals."""
 _PROGRESS_TENSORS = 100
-_PARTIAL, _RECORD = "weights", "conversion.json"
+_PARTIAL = "weights"
 Tensors = Iterator[tuple[str, Values]]
 Progress = Callable[[str], None]
 
@@ -91,19 +88,15 @@ def continue_weights(
     """
     check_new(out)
     work = out.parent / f".{out.name}.partial"
-    with _locked(work, out):
-        writer = WeightsWriter(directory=work / _PARTIAL, most_file_bytes=most_file_bytes)
-        writer.completed = lambda: _write_record(work, source, writer.files)
-        writer.files = _kept(work, source)
-        present = sum(file.entry.num_bytes for file in writer.files)
-        names = {tensor.name for file in writer.files for tensor in file.tensors}
-        try:
-            check_space(out.parent, max(0, num_bytes - present))
-            written = _complete(writer, tensors(names), manifest, out)
-        except BaseException:
-            if not writer.files:
-                shutil.rmtree(work, ignore_errors=True)
-            raise
+    with continued(work, source, files=work / _PARTIAL, out=out) as record:
+        writer = WeightsWriter(directory=work / _PARTIAL, most_file_bytes=most_file_bytes, record=record)
+        for path in writer.directory.iterdir():
+            if path.name not in record.names():
+                path.unlink()
+        present = sum(file.entry.num_bytes for file in record.files)
+        check_space(out.parent, max(0, num_bytes - present))
+        names = {tensor.name for file in record.files for tensor in file.tensors}
+        written = _complete(writer, tensors(names), manifest, out)
         shutil.rmtree(work)
     return written
 
@@ -114,71 +107,6 @@ def _complete(writer: WeightsWriter, tensors: Tensors, manifest: Manifest, out: 
     writer.directory.rename(out)
     fsync_directory(out.parent)
     return written
-
-
-@contextlib.contextmanager
-def _locked(work: Path, out: Path) -> Iterator[None]:
-    """Create the folder ``work``, and lock it until the end of the ``with`` block or of the process."""
-    work.mkdir(exist_ok=True)
-    descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError.of("out", str(out), "is being written by another process; wait until it ends") from None
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _record(work: Path) -> Any:
-    path = work / _RECORD
-    try:
-        return parse_json(path.read_bytes()) if path.exists() else None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}; delete {work} to begin again") from error
-
-
-def _write_record(work: Path, source: Mapping[str, Any], files: Sequence[WrittenFile]) -> None:
-    content = {"source": source, "files": encode(list(files))}
-    write_atomically(work, _RECORD, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
-
-
-def _kept(work: Path, source: Mapping[str, Any]) -> list[WrittenFile]:
-    """Return the complete files of an interrupted conversion, after their content was compared with their checksums.
-    Delete all other files. Without such a conversion, begin a new one."""
-    partial, content = work / _PARTIAL, _record(work)
-    if content is None:
-        if any(work.iterdir()):
-            raise ConfigError.of(
-                "out", str(work), "must be empty or the result of an interrupted conversion; delete it"
-            )
-        content = {"source": source, "files": []}
-        _write_record(work, source, [])
-    if not isinstance(content, dict) or content.get("source") != source:
-        raise ConfigError.of(
-            "out",
-            str(work),
-            "must have been begun by the same conversion; delete it to begin again, or choose another out",
-        )
-    try:
-        listed = decode(list[WrittenFile], content.get("files"), "files")
-    except ValueError as error:
-        raise CheckpointError(f"{work / _RECORD}: {error}; delete {work} to begin again") from None
-    partial.mkdir(exist_ok=True)
-    kept = [file for file in listed if _is_intact(partial, file.entry)]
-    names = {file.entry.name for file in kept}
-    for path in partial.iterdir():
-        if path.name not in names:
-            path.unlink()
-    return kept
-
-
-def _is_intact(directory: Path, entry: FileEntry) -> bool:
-    path = directory / entry.name
-    if Path(entry.name).name != entry.name or path.is_symlink() or not path.is_file():
-        return False
-    return path.stat().st_size == entry.num_bytes and entry_of(directory, entry.name) == entry
 
 
 def weights_manifest(run_name: str, model: Mapping[str, Any], origin: Mapping[str, Any]) -> Manifest:

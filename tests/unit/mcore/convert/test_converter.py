@@ -17,9 +17,10 @@ import pretrain_moe
 from megatron_ft.config.identity import settings_of
 from megatron_ft.errors import CheckpointError, ConfigError, MegatronFtError
 from megatron_ft.mcore.convert import converter
-from megatron_ft.mcore.convert.converter import FAMILIES, RECORD, Export, export_checkpoint, import_folder
+from megatron_ft.mcore.convert.converter import FAMILIES, Export, export_checkpoint, import_folder
 from megatron_ft.mcore.convert.dense_files import DenseReader
 from megatron_ft.mcore.convert.folder import CONFIG, INDEX, ONLY_FILE
+from megatron_ft.mcore.convert.resume import RECORD
 from megatron_ft.mcore.convert.streams import StoredValues
 from megatron_ft.snapshot.storage.run_settings import other_model
 from tests.contract.test_convert import SMALL, write_folder
@@ -135,6 +136,9 @@ def test_a_killed_conversion_continues(
     partial = out if way == "to-hf" else out.parent / ".out.partial" / "weights"
     assert out.exists() == (way == "to-hf") and list(partial.glob(".*.tmp"))
     first, second = sorted(path for path in partial.iterdir() if path.suffix in (".distcp", ".safetensors"))
+    record = json.loads(((out if way == "to-hf" else partial.parent) / RECORD).read_text())
+    assert record.keys() == {"source", "files"}
+    assert [file["entry"]["name"] for file in record["files"]] == [first.name, second.name]
     kept = first.stat().st_ino, first.stat().st_mtime_ns
     content = bytearray(second.read_bytes())
     content[-1] ^= 1
@@ -168,10 +172,25 @@ def test_two_processes_do_not_write_one_checkpoint(source: Path, tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_two_processes_do_not_write_one_folder(dense: Path, tmp_path: Path) -> None:
+    refused = list[str]()
+
+    def convert_twice(line: str) -> None:
+        with pytest.raises(ConfigError, match="is being written by another process"):
+            export(dense, tmp_path / "out")
+        refused.append(line)
+
+    reader = DenseReader.open(dense)
+    plan = Export.of(reader, FAMILY, vocab_size=SMALL.vocab_size, most_file_bytes=FILE_BYTES)
+    export_checkpoint(reader, plan, tmp_path / "out", progress=convert_twice)
+    assert len(refused) == len(plan.plan.files)
+    converter.verify_folder(tmp_path / "out")
+
+
 def test_a_foreign_folder_with_the_name_of_the_partial_result_is_not_touched(source: Path, tmp_path: Path) -> None:
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial" / "notes").write_text("mine")
-    with pytest.raises(ConfigError, match="must be empty or the result of an interrupted conversion"):
+    with pytest.raises(ConfigError, match="begun by the same conversion, but .*partial contains notes"):
         import_folder(source, tmp_path / "out", progress=mute)
     assert (tmp_path / ".out.partial" / "notes").read_text() == "mine"
 
@@ -199,11 +218,11 @@ def test_a_folder_of_another_conversion_is_not_touched(dense: Path, tmp_path: Pa
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     reader = DenseReader.open(dense)
     other = Export.of(reader, FAMILY, dtype=torch.float32)
-    with pytest.raises(ConfigError, match="must be empty, or have been begun by the same conversion"):
+    with pytest.raises(ConfigError, match="begun by the same conversion, but .* was begun by another one"):
         export_checkpoint(reader, other, out, progress=mute)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"it contains notes\.txt"):
+    with pytest.raises(ConfigError, match=r"contains notes\.txt"):
         export(dense, tmp_path / "notes")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     with pytest.raises(ConfigError, match="must not exist"):
@@ -216,10 +235,14 @@ def test_too_little_space_is_reported_first(
     monkeypatch.setattr("megatron_ft.mcore.convert.folder.free_bytes", lambda path: 1000)
     with pytest.raises(ConfigError, match="only 1,000 free bytes"):
         export(dense, tmp_path / "out")
-    assert not list((tmp_path / "out").glob("*.safetensors"))
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigError, match="only 1,000 free bytes"):
+        export(dense, tmp_path / "mine")
+    assert not list((tmp_path / "mine").iterdir()), "only an empty folder was there before"
     with pytest.raises(ConfigError, match="only 1,000 free bytes"):
         import_folder(source, tmp_path / "weights", progress=mute)
-    assert not (tmp_path / "weights").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine"]
 
 
 def test_tokenizer_files_are_copied(source: Path, dense: Path, tmp_path: Path) -> None:
@@ -332,9 +355,14 @@ def test_a_damaged_export_is_found(dense: Path, tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{path.name}: damaged"):
         converter.verify_folder(out)
-    (out / RECORD).write_text('{"files": {"../x": "y"}}')
-    with pytest.raises(CheckpointError, match="must list the files of the folder"):
-        converter.verify_folder(out)
+    record = json.loads((out / RECORD).read_text())
+    for name, message in (("../x", "names of files in this folder"), (None, "files")):
+        record["files"][0]["entry"]["name"] = name
+        (out / RECORD).write_text(json.dumps(record))
+        with pytest.raises(CheckpointError, match=f"{RECORD}: cannot be read: .*{message}"):
+            converter.verify_folder(out)
+        with pytest.raises(CheckpointError, match=f"delete {out} to begin again"):
+            export(dense, out)
 
 
 def test_other_models_and_values_are_refused(dense: Path) -> None:

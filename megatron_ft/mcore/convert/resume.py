@@ -1,0 +1,185 @@
+"""The record of a conversion that can be continued: what is converted, and which files are complete.
+
+Both directions between checkpoints and Hugging Face folders write it after each file, and continue from it. A folder
+keeps it as the list of its checksums.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.errors import CheckpointError, ConfigError
+from megatron_ft.serde import decode, encode, parse_json
+from megatron_ft.snapshot.storage.files import FileEntry, entry_of, write_atomically
+
+RECORD = "megatron_ft_conversion.json"
+"""Name of the record's file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenTensor:
+    """Tensor in a file of a checkpoint of weights."""
+
+    name: str
+    dtype: str
+    """Name of the dtype in torch, e.g. ``bfloat16``."""
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFile:
+    """File that a conversion has completed."""
+
+    entry: FileEntry
+    tensors: tuple[WrittenTensor, ...] = ()
+    """Tensors of a file of a checkpoint, whose positions are in no other file yet; empty for other files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Content:
+    source: dict[str, Any]
+    files: tuple[WrittenFile, ...]
+
+
+@dataclass(kw_only=True)
+class ConversionRecord:
+    """Record of a conversion in the folder that it writes."""
+
+    folder: Path
+    source: Mapping[str, Any]
+    """JSON object that identifies everything on which the content of the files depends."""
+    files: list[WrittenFile] = field(default_factory=list)
+    """Complete files."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "ConversionRecord | None":
+        """Return the record in ``folder``; None if there is none. Raises CheckpointError if it is damaged."""
+        path = folder / RECORD
+        if not os.path.lexists(path):
+            return None
+        try:
+            found: _Content = decode(_Content, parse_json(path.read_bytes()), "record")
+            names = [file.entry.name for file in found.files]
+            if len(set(names)) < len(names) or not all(Path(name).name == name for name in names):
+                raise ValueError("files: must be different names of files in this folder")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        return cls(folder=folder, source=found.source, files=list(found.files))
+
+    def write(self) -> None:
+        """Write the record. Raises OSError."""
+        content = {"source": self.source, "files": encode(self.files)}
+        write_atomically(self.folder, RECORD, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
+
+    def add(self, file: WrittenFile) -> None:
+        """Add a complete file, and write the record. Raises OSError."""
+        self.files.append(file)
+        self.write()
+
+    def names(self) -> set[str]:
+        """Return the names of the complete files."""
+        return {file.entry.name for file in self.files}
+
+    def check(self, directory: Path) -> None:
+        """Compare the files in ``directory`` with their checksums. Raises CheckpointError if one is damaged."""
+        for file in self.files:
+            if not _is_intact(directory, file.entry):
+                raise CheckpointError(
+                    f"{directory / file.entry.name}: damaged: its checksum differs from the one in {RECORD}"
+                )
+
+
+def _is_intact(directory: Path, entry: FileEntry) -> bool:
+    path = directory / entry.name
+    if path.is_symlink() or not path.is_file() or path.stat().st_size != entry.num_bytes:
+        return False
+    return entry_of(directory, entry.name) == entry
+
+
+@contextlib.contextmanager
+def continued(folder: Path, source: Mapping[str, Any], *, files: Path, out: Path) -> Iterator[ConversionRecord]:
+    """Begin a conversion in ``folder``, or continue the one that was interrupted there, and yield its record. Files of
+    that conversion are verified; damaged ones no longer count as complete, and unfinished ones are deleted.
+
+    The folder is created if it does not exist, and is locked until the end of the ``with`` block or of the process. If
+    the block ends with an error before a file is complete, nothing is left.
+
+    Args:
+        source: JSON object that identifies everything on which the content of the files depends.
+        files: directory of the files: ``folder``, or a directory in it.
+        out: path that the user named, for messages.
+
+    Raises:
+        CheckpointError: the record is damaged.
+        ConfigError: the folder contains other files, or was begun by another conversion, or another process is writing
+            to it.
+        OSError: a file cannot be read or written.
+    """
+    source, is_new = json.loads(json.dumps(source)), not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder, out):
+        record = _begun(folder, source, out)
+        files.mkdir(exist_ok=True)
+        for path in (*folder.glob(".*.tmp"), *files.glob(".*.tmp")):
+            path.unlink(missing_ok=True)
+        record.files = [file for file in record.files if _is_intact(files, file.entry)]
+        try:
+            yield record
+        except BaseException:
+            if not record.files:
+                (folder / RECORD).unlink(missing_ok=True)
+                for path in {files, folder} if is_new else {files} - {folder}:
+                    _remove_if_empty(path)
+            raise
+
+
+def _begun(folder: Path, source: Mapping[str, Any], out: Path) -> ConversionRecord:
+    """Return the record in ``folder``. Write a new one if the folder is empty."""
+    try:
+        record = ConversionRecord.read(folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; delete {folder} to begin again") from error
+    if record is None:
+        # A process that was killed may have left the unfinished file of a record.
+        if present := sorted(path.name for path in folder.iterdir() if not path.name.endswith(".tmp")):
+            raise ConfigError.of(
+                "out",
+                str(out),
+                f"must be new, empty or begun by the same conversion, but {folder} contains {present[0]}; choose "
+                "another out",
+            )
+        record = ConversionRecord(folder=folder, source=source)
+        record.write()
+    elif record.source != source:
+        raise ConfigError.of(
+            "out",
+            str(out),
+            f"must be new, empty or begun by the same conversion, but {folder} was begun by another one; delete it to "
+            "begin again, or choose another out",
+        )
+    return record
+
+
+def _remove_if_empty(path: Path) -> None:
+    if not any(path.iterdir()):
+        path.rmdir()
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, out: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError.of("out", str(out), "is being written by another process; wait until it ends") from None
+        yield
+    finally:
+        os.close(descriptor)
