@@ -62,10 +62,10 @@ def _torn_checkpoints() -> Iterator[Damage]:
 
 
 def _tear(name: str, what: str, folder: Path) -> Path:
-    return _tear_file(_checkpoint(folder) / name, what)
+    return tear_file(_checkpoint(folder) / name, what)
 
 
-def _tear_file(path: Path, what: str) -> Path:
+def tear_file(path: Path, what: str) -> Path:
     content = path.read_bytes()
     changed = {"cut to a half": content[: len(content) // 2], "cut by one byte": content[:-1], "without bytes": b""}
     changed |= {"one byte more": content + b"\0", "zeros": bytes(len(content))}
@@ -125,7 +125,7 @@ def _seal_cut(name: str, length: int, folder: Path) -> Path:
 
 
 def _sealed_metadata() -> Iterator[Damage]:
-    for name, change in _METADATA_CHANGES.items():
+    for name, change in METADATA_CHANGES.items():
         part = _PARTS.get(name, METADATA)
         yield Damage(name=f"sealed metadata: {name}", apply=partial(_seal_metadata, change), part=part)
 
@@ -159,7 +159,7 @@ def _victim(metadata: Any) -> tuple[str, Any]:
     return next(
         (name, entry)
         for name, entry in sorted(metadata.state_dict_metadata.items())
-        if "layernorm" not in name and len(entry.size) == 2
+        if "norm" not in name and len(getattr(entry, "size", ())) == 2
     )
 
 
@@ -239,7 +239,7 @@ def _attribute(name: str, value: Any) -> Callable[[Any], None]:
     return lambda metadata: setattr(metadata, name, value)
 
 
-_METADATA_CHANGES: dict[str, Callable[[Any], None]] = {
+METADATA_CHANGES: dict[str, Callable[[Any], None]] = {
     "no tensors": _attribute("state_dict_metadata", {}),
     "tensors are a list": _attribute("state_dict_metadata", []),
     "tensors are None": _attribute("state_dict_metadata", None),
@@ -373,7 +373,7 @@ def _torn_windows() -> Iterator[Damage]:
 
 
 def _tear_window(rank: int, what: str, folder: Path) -> Path:
-    return _tear_file(folder / sample_name(NEW) / rank_name(rank), what)
+    return tear_file(folder / sample_name(NEW) / rank_name(rank), what)
 
 
 def _mix_windows(folder: Path) -> Path:

@@ -12,7 +12,8 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,9 +36,13 @@ from benchmarks.damaged_inputs import (
     damaged_folders,
     damaged_windows,
 )
+from benchmarks.damaged_megatron import ARGUMENTS, FOLDER, FORMAT, SOUND, TRACKER, damaged_megatron
+from benchmarks.damaged_megatron import write_folder as write_megatron
+from benchmarks.forked import Begin, Job, run_forked
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.control.rundir import RunId
+from megatron_ft.corpus.samples import resolve_vocab_size
 from megatron_ft.snapshot.storage.checkpoints import directory_name
 from megatron_ft.testing.jobs import inside
 from megatron_ft.testing.stored_samples import KINDS, NEW, OLD, sample_name, sample_window
@@ -45,11 +50,15 @@ from megatron_ft.testing.stored_samples import KINDS, NEW, OLD, sample_name, sam
 REFUSALS = (2, 3, 5)
 """Exit codes of errors about values, input files and checkpoints."""
 RUN_ID = "ab" * 16
+_JOB_CASES = 60
+"""Number of cases that one process runs: so many that forking costs little, and few enough for all cores to be busy to
+the end."""
 _LISTED = ("all", METADATA, RUN)
 _READ = (*_LISTED, VALUES, DTYPE, SHAPES)
 _COMPARED = (*_LISTED, VALUES, DTYPE)  # other shapes are a difference
 _MODEL = ("model", EXPERTS, MLP, SETTINGS)
 _ALL = (*_READ, *_MODEL, NAMES)
+_FOREIGN = ("all", METADATA, COMMON, FORMAT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +71,7 @@ class Command:
     words: Callable[[Path, Path], list[object]]
     """Returns the command line for (folder with the damaged input, path of the result)."""
     kind: str
-    """Kind of the damaged input: ``dense``, ``window`` or ``folder``."""
+    """Kind of the damaged input: ``dense``, ``window``, ``folder`` (of Hugging Face) or ``megatron``."""
     reads: tuple[str, ...] = _ALL
     """Parts of the input that the command reads. With damage to another part, it may succeed.
 
@@ -89,13 +98,24 @@ def _dense(name: str, tool: str, *words: object, **options: Any) -> Command:
             "SOUND-WINDOW": folder / sample_name(OLD),
             "HF": folder / "hf",
             "SOUND-HF": folder / "sound-hf",
+            "MEGATRON": folder / FOLDER,
+            "MEGATRON-CHECKPOINT": folder / FOLDER / directory_name(NEW),
+            "SOUND-MEGATRON": folder / SOUND,
         }
         return [known.get(word, word) if isinstance(word, str) else word for word in words]
 
     return Command(name=name, tool=tool, words=fill, **{"kind": "dense", **options})
 
 
-_CONVERT, _INSPECT = "convert_checkpoint", "inspect_checkpoint"
+def _megatron(name: str, tool: str, *words: object, **options: Any) -> Command:
+    """Return a command that gets a folder of Megatron-LM."""
+    return _dense(name, tool, *words, **{"kind": "megatron", "reads": _EVERYTHING, **options})
+
+
+_FOREIGN_VALUES = (*_FOREIGN, TRACKER, VALUES, DTYPE, SHAPES)
+_FOREIGN_COMPARED = (*_FOREIGN, TRACKER, VALUES, DTYPE)
+_EVERYTHING = (*_FOREIGN_VALUES, NAMES, ARGUMENTS)
+_CONVERT, _INSPECT, _TRUST = "convert_checkpoint", "inspect_checkpoint", "--trust"
 LOAD = "checkpoint.load_weights"
 """Name of the command that loads weights as a job does: the check of the launcher, then the load of a rank."""
 _PROMPT = ("--prompt", "x", "--tokens", 1)
@@ -156,6 +176,28 @@ COMMANDS: tuple[Command, ...] = (
     _dense("diff, first", _INSPECT, "diff", "HF", "SOUND-HF", kind="folder"),
     _dense("diff, second", _INSPECT, "diff", "SOUND-HF", "HF", kind="folder"),
     _dense("to-hf, a folder", _CONVERT, "to-hf", "HF", "OUT", "--family", "mixtral", kind="folder", code=5),
+    _megatron("to-hf", _CONVERT, "to-hf", "MEGATRON", "OUT", "--family", "mixtral", _TRUST, reads=_EVERYTHING),
+    _megatron("list", _INSPECT, "list", "MEGATRON", _TRUST, reads=(*_FOREIGN, TRACKER)),
+    _megatron("list, with norms", _INSPECT, "list", "MEGATRON", "--norms", "--json", _TRUST, reads=_FOREIGN_VALUES),
+    _megatron("verify", _INSPECT, "verify", "MEGATRON", _TRUST, reads=_FOREIGN_VALUES),
+    _megatron("strategies", _INSPECT, "strategies", "MEGATRON", _TRUST, reads=(*_FOREIGN, TRACKER)),
+    _megatron("diff, first", _INSPECT, "diff", "MEGATRON", "SOUND-MEGATRON", _TRUST, reads=_FOREIGN_COMPARED),
+    _megatron("diff, second", _INSPECT, "diff", "SOUND-MEGATRON", "MEGATRON", _TRUST, reads=_FOREIGN_COMPARED),
+    _megatron("load_weights", LOAD, "MEGATRON", _TRUST, reads=(*_FOREIGN, TRACKER, VALUES, SHAPES, NAMES)),
+    _megatron(
+        "generate",
+        "generate",
+        "MEGATRON-CHECKPOINT",
+        "--run",
+        "RUN",
+        *_PROMPT,
+        _TRUST,
+        reads=(*_FOREIGN, VALUES, SHAPES, NAMES),
+    ),
+    _megatron("to-hf, not trusted", _CONVERT, "to-hf", "MEGATRON", "OUT", "--family", "mixtral", code=5),
+    _megatron("weights, not trusted", _CONVERT, "weights", "MEGATRON", "OUT", code=5),
+    _megatron("verify, not trusted", _INSPECT, "verify", "MEGATRON", code=5),
+    _megatron("load_weights, not trusted", LOAD, "MEGATRON", code=5),
 )
 """All commands that read checkpoints, windows or folders, once for each argument that can be damaged."""
 
@@ -163,6 +205,7 @@ COMMANDS: tuple[Command, ...] = (
 def damages(kind: str) -> list[Damage]:
     """Return all damages of one kind of input."""
     makers = {"dense": damaged_checkpoints, "window": damaged_windows, "folder": damaged_folders}
+    makers["megatron"] = damaged_megatron
     return makers[kind]()
 
 
@@ -193,6 +236,8 @@ class Workplace:
             window.save(folder / "windows", iteration)
         for name in ("hf", "sound-hf"):
             _write_folder(folder / "folders" / name)
+        write_megatron(folder / "megatron" / FOLDER, config, resolve_vocab_size(config))
+        shutil.copytree(folder / "megatron" / FOLDER, folder / "megatron" / SOUND)
         for template in (self._template(True), self._template(False)):
             (template / "config.yaml").write_text(yaml.safe_dump(to_dict(config)))
             (template / "run_id.json").write_text(json.dumps({"run_id": RUN_ID, "is_older": False}))
@@ -200,11 +245,12 @@ class Workplace:
     def _template(self, experts: bool) -> Path:
         return self.root / ("experts" if experts else "dense")
 
-    def run(self, command: Command, damage: Damage | None, outcomes: Outcomes) -> None:
-        """Run a command on a damaged copy, or on an intact one if ``damage`` is None, and judge what it does."""
-        case = self.root / "case"
+    def run(self, command: Command, damage: Damage | None, outcomes: Outcomes, case: Path | None = None) -> None:
+        """Run a command on a damaged copy, or on an intact one if ``damage`` is None, and judge what it does. The copy
+        is written to ``case``, which is deleted first; None for a directory in ``root``."""
+        case = self.root / "case" if case is None else case
         shutil.rmtree(case, ignore_errors=True)
-        names = {"dense": "checkpoints", "window": "windows", "folder": "folders"}
+        names = {"dense": "checkpoints", "window": "windows", "folder": "folders", "megatron": "megatron"}
         run, template = case / "run", self._template(command.experts)
         run.mkdir(parents=True)
         for name in ("config.yaml", "run_id.json"):
@@ -295,15 +341,17 @@ def _load_weights(words: list[str]) -> int:
     from megatron_ft.mcore.device.install import install
     from megatron_ft.mcore.model.build import build_bare_model
     from megatron_ft.mcore.model.transformer_config import build_transformer_config
+    from megatron_ft.snapshot.storage.checkpoints import newest_of_megatron
     from megatron_ft.snapshot.storage.run_settings import check_source
     from megatron_ft.testing import engines
 
-    path, config = Path(words[0]), _config()
+    path, config, is_trusted = Path(words[0]), _config(), _TRUST in words
     vocab_size = resolve_vocab_size(config)
     settings = settings_of(config, data_fingerprint="", vocab_size=vocab_size)
     _, transformer_impl = install(config)
     try:
-        check_source(path, settings, weights_only=True, trust=False)
+        path = newest_of_megatron(path) or path
+        check_source(path, settings, weights_only=True, trust=is_trusted)
         with warnings.catch_warnings(), engines.groups_of(config) as groups:
             warnings.simplefilter("ignore")  # as in a rank
             model = build_bare_model(
@@ -314,7 +362,7 @@ def _load_weights(words: list[str]) -> int:
                 pg_collection=groups.pg_collection,
             )
             manager = CheckpointManager(
-                config.checkpoint,
+                replace(config.checkpoint, trust=is_trusted),
                 run_dir=path,  # nothing is saved
                 identity=JobIdentity(run_id="", run_name="", settings=settings),
                 topology_record={"world_size": 1},
@@ -348,7 +396,6 @@ def _write_checkpoint(path: Path, config: JobConfig, iteration: int) -> None:
     import torch
 
     from megatron_ft.config.identity import settings_of
-    from megatron_ft.corpus.samples import resolve_vocab_size
     from megatron_ft.mcore.convert.model_tensors import tensors_of
     from megatron_ft.mcore.convert.weights import weights_manifest, write_weights
 
@@ -384,7 +431,8 @@ def _folder_model() -> Any:
 
 
 def run_all(root: Path, *, stride: int = 1) -> tuple[dict[str, int], list[str]]:
-    """Run all commands on damaged inputs, each on every ``stride``-th one. ``root`` is an empty directory.
+    """Run all commands on damaged inputs, each on every ``stride``-th one, in forked processes. ``root`` is an empty
+    directory.
 
     Returns:
         Counts of outcomes by kind of input, and everything that a command must not do.
@@ -393,13 +441,34 @@ def run_all(root: Path, *, stride: int = 1) -> tuple[dict[str, int], list[str]]:
 
     engines.install()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as ``tools/generate.py`` sets it
-    workplace, counts, problems = Workplace(root), dict[str, int](), list[str]()
+    (root / "inputs").mkdir()
+    (root / "jobs").mkdir()
+    workplace, counts, problems = Workplace(root / "inputs"), dict[str, int](), list[str]()
+    chosen: list[tuple[Command, list[Damage | None]]] = []
     for number, command in enumerate(COMMANDS):
-        outcomes = Outcomes()
-        workplace.run(command, None, outcomes)
-        for damage in damages(command.kind)[number % stride :: stride]:
-            workplace.run(command, damage, outcomes)
+        mine = [None, *damages(command.kind)[number % stride :: stride]]
+        chosen += [(command, mine[start : start + _JOB_CASES]) for start in range(0, len(mine), _JOB_CASES)]
+    engines.be_ready_to_fork()
+    jobs = [
+        Job(name=f"{command.kind}, {command.name}", run=partial(_run_cases, workplace, command, mine))
+        for command, mine in chosen
+    ]
+    for (command, _), done in zip(chosen, run_forked(jobs, root / "jobs"), strict=True):
+        if done.problem is not None:
+            problems.append(done.problem)
+            continue
+        outcomes = Outcomes(**done.result)
         problems += outcomes.problems
         for name, count in (("refused", outcomes.refused), ("unread", outcomes.unaffected)):
             counts[f"tools_{command.kind}_{name}"] = counts.get(f"tools_{command.kind}_{name}", 0) + count
     return counts, problems
+
+
+def _run_cases(
+    workplace: Workplace, command: Command, chosen: list[Damage | None], folder: Path, begin: Begin
+) -> dict[str, Any]:
+    outcomes = Outcomes()
+    for damage in chosen:
+        begin("intact" if damage is None else damage.name)
+        workplace.run(command, damage, outcomes, folder / "case")
+    return asdict(outcomes)

@@ -40,22 +40,23 @@ def reading(
         raise kind(f"{path}: {what}: {type(error).__name__}{f': {reason}' if reason else ''}") from error
 
 
-def read_bytes(path: Path, *, max_bytes: int) -> bytes:
+def read_bytes(path: Path, *, max_bytes: int, kind: type[MegatronFtError] = DataError) -> bytes:
     """Read a regular file; its size is checked before memory is allocated.
 
     Raises:
-        DataError: the file cannot be read, is not a regular file, or is larger than ``max_bytes``.
+        MegatronFtError: an error of type ``kind``: the file cannot be read, is not a regular file, or is larger than
+            ``max_bytes``.
     """
-    with reading(path):
+    with reading(path, kind):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe must not block
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise DataError(f"{path}: must be a regular file")
+                raise kind(f"{path}: must be a regular file")
             # One byte more than allowed is read, to detect that the file has grown since its size was checked.
             content = b"" if status.st_size > max_bytes else file.read(max_bytes + 1)
             if status.st_size > max_bytes or len(content) > max_bytes:
-                raise DataError(f"{path}: {status.st_size} bytes: must be at most {max_bytes}")
+                raise kind(f"{path}: {status.st_size} bytes: must be at most {max_bytes}")
             return content
 
 

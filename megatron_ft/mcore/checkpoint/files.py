@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ft.config.identity import Difference, JobIdentity
 from megatron_ft.errors import CheckpointError
-from megatron_ft.mcore.checkpoint.metadata import METADATA_NAME
+from megatron_ft.mcore.checkpoint.metadata import FORMAT_NAME, METADATA_NAME
 from megatron_ft.mcore.groups import Collectives
 from megatron_ft.mcore.versions import plan_save
 from megatron_ft.snapshot.capture.capture import CopyBatch
@@ -180,7 +180,6 @@ class CheckpointFinder:
 
 
 BACKEND, BACKEND_VERSION = "torch_dist", 1
-FORMAT_NAME = "metadata.json"
 
 
 @dataclass(kw_only=True)

@@ -36,7 +36,15 @@ from megatron_ft.mcore.checkpoint.files import (
     WriteJob,
 )
 from megatron_ft.mcore.checkpoint.metadata import COMMON_NAME, describe, read_common, read_metadata
-from megatron_ft.mcore.checkpoint.state import OURS_KEY, DenseState, install, layout_of, load_shards, rank_state
+from megatron_ft.mcore.checkpoint.state import (
+    OURS_KEY,
+    DenseState,
+    install,
+    layout_of,
+    load_shards,
+    rank_state,
+    refuse_other_shapes,
+)
 from megatron_ft.mcore.groups import Collectives
 from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.mcore.optimizer import adamw
@@ -519,7 +527,7 @@ class CheckpointManager:
         }
         try:
             loaded, unclaimed, absent = dist_checkpointing.load(
-                wanted, str(directory), strict=StrictHandling.RETURN_ALL
+                refuse_other_shapes(wanted), str(directory), strict=StrictHandling.RETURN_ALL
             )
         # torch's own error has those of all ranks. It is no ``Exception``.
         except (CheckpointingException, CheckpointException, pickle.UnpicklingError) as error:

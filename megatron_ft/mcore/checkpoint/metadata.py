@@ -6,6 +6,7 @@ and positions are compared with the files before a tensor is allocated.
 
 import enum
 import io
+import os
 import pathlib
 import pickle
 import re
@@ -29,10 +30,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_ft.errors import CheckpointError
+from megatron_ft.reading import read_bytes
 
 METADATA_NAME = ".metadata"
 COMMON_NAME = "common.pt"
 """Name of the file with the state that is the same on all ranks."""
+FORMAT_NAME = "metadata.json"
+"""Name of the file with the format of a checkpoint."""
+_MOST_METADATA_BYTES, _MOST_FORMAT_BYTES = 1 << 30, 1 << 20
 OPTIMIZER = "optimizer."
 """Beginning of the names of the optimizer's tensors."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
@@ -78,8 +83,9 @@ def _member(kind: Any, name: str) -> Any:
 def load_metadata(directory: Path) -> Metadata:
     """Read the metadata of a checkpoint. Raises CheckpointError if it is not a pickle of torch's classes alone."""
     path = directory / METADATA_NAME
+    content = read_bytes(path, max_bytes=_MOST_METADATA_BYTES, kind=CheckpointError)
     try:
-        found = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        found = _Unpickler(io.BytesIO(content)).load()
     except Exception as error:  # an unpickler may raise any exception for invalid content
         raise CheckpointError(f"{path}: cannot be read: {describe(error)}") from error
     if not isinstance(found, Metadata) or not isinstance(getattr(found, "state_dict_metadata", None), dict):
@@ -110,6 +116,10 @@ def read_common(directory: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it cannot be read, or contains other classes than those that Megatron has registered as safe.
     """
+    # Megatron would open pipes and devices, and read a file of any size. Without a manifest, nothing has checked them.
+    read_bytes(directory / FORMAT_NAME, max_bytes=_MOST_FORMAT_BYTES, kind=CheckpointError)
+    if os.path.lexists(directory / COMMON_NAME) and not (directory / COMMON_NAME).is_file():
+        raise CheckpointError(f"{directory / COMMON_NAME}: must be a regular file")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about unusual pickles before it refuses them

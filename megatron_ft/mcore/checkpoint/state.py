@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -160,6 +161,15 @@ def layout_of(directory: Path, *, weights_only: bool) -> dict[str, bool]:
     }
 
 
+def refuse_other_shapes(frame: dict[str, Any]) -> dict[str, Any]:
+    """Make Megatron refuse a stored embedding or head of another shape than in ``frame``, as it does other tensors.
+    Otherwise it would load the common rows and leave zeros in the others. Return ``frame``."""
+    for shard in nested_values(frame):
+        if isinstance(shard, ShardedTensor):
+            shard.allow_shape_mismatch = False
+    return frame
+
+
 def load_shards(
     frame: dict[str, Any],
     wanted: dict[str, Any],
@@ -184,6 +194,7 @@ def load_shards(
     """
     request = {key: value for key, value in frame.items() if key != "optimizer"}
     request |= {"optimizer_shards": split_shards(frame["optimizer"]), **wanted}
+    refuse_other_shapes(request)
     try:
         strategy = get_default_load_sharded_strategy(str(directory))
         if fully_parallel:

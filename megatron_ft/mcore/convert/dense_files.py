@@ -30,8 +30,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_ft.config.checks.model import valid_model
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.errors import CheckpointError, ConfigError
-from megatron_ft.mcore.checkpoint.files import BACKEND, BACKEND_VERSION, FORMAT_NAME
-from megatron_ft.mcore.checkpoint.metadata import COMMON_NAME, METADATA_NAME, OPTIMIZER, describe, read_metadata
+from megatron_ft.mcore.checkpoint.files import BACKEND, BACKEND_VERSION
+from megatron_ft.mcore.checkpoint.metadata import (
+    COMMON_NAME,
+    FORMAT_NAME,
+    METADATA_NAME,
+    OPTIMIZER,
+    describe,
+    read_metadata,
+)
 from megatron_ft.mcore.convert.megatron_arguments import has_gated_units, model_of_arguments
 from megatron_ft.mcore.convert.resume import ConversionRecord, WrittenFile, WrittenTensor
 from megatron_ft.mcore.convert.streams import Span, StoredValues, Values, VerifiedFiles, chunks_of, tensor_of

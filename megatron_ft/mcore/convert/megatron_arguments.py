@@ -155,6 +155,7 @@ _REFUSED = (
 )
 _REFUSED += ("mtp_num_layers", "heterogeneous_layers_config_path", "experimental_attention_variant")
 """Arguments of models that this project does not have."""
+_MOST_LAYERS = 100_000
 
 
 def _keys_of(given: dict[str, Any]) -> dict[str, Any]:
@@ -187,9 +188,12 @@ def _keys_of(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layers(given: dict[str, Any]) -> tuple[int, int]:
-    pattern = given.get("moe_layer_freq", 1)
+    pattern, num_layers = given.get("moe_layer_freq", 1), given["num_layers"]
     if isinstance(pattern, int):  # Megatron-LM's first layer has experts
-        pattern = [int(layer % pattern == 0) for layer in range(given["num_layers"])]
+        # Both come from a file, and a damaged one must not fill the memory with a list.
+        if pattern < 1 or not isinstance(num_layers, int) or not 0 < num_layers <= _MOST_LAYERS:
+            raise ValueError(f"moe_layer_freq={pattern}, num_layers={num_layers!r:.80}: must be sizes of a model")
+        pattern = [int(layer % pattern == 0) for layer in range(num_layers)]
     if (found := keys_of_pattern(pattern)) is None:
         raise ValueError(f"moe_layer_freq={pattern!r:.200}: must be layers n, 2n, ... after dense first layers")
     return found

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ft.errors import CheckpointError
+from megatron_ft.reading import read_bytes, reading
 from megatron_ft.serde import parse_json
 from megatron_ft.snapshot.storage.backends import TRASH_PREFIX, LocalBackend
 from megatron_ft.snapshot.storage.files import fsync_directory, write_atomically
@@ -206,13 +207,10 @@ def newest_of_megatron(folder: Path) -> Path | None:
             not in Megatron's format ``torch_dist``.
     """
     tracker = folder / MEGATRON_LATEST_NAME
-    try:
-        with tracker.open("rb") as file:
-            text = file.read(_MAX_TRACKER_BYTES + 1).decode("ascii").strip()
-    except (FileNotFoundError, NotADirectoryError):
+    if not os.path.lexists(tracker):
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{tracker}: cannot be read: {error}") from None
+    with reading(tracker, CheckpointError):
+        text = read_bytes(tracker, max_bytes=_MAX_TRACKER_BYTES, kind=CheckpointError).decode("ascii").strip()
     if text != RELEASE_NAME and not re.fullmatch(r"\d{1,18}", text):
         raise CheckpointError(f"{tracker}: must contain an iteration or {RELEASE_NAME!r}, not {text[:20]!r}")
     path = folder / (RELEASE_NAME if text == RELEASE_NAME else directory_name(int(text)))

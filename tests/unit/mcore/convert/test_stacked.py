@@ -223,6 +223,8 @@ def test_megatrons_distance_between_layers_with_experts_begins_with_the_first(tm
         ({"hidden_size": "8"}, "describe a model that this project does not support"),
         ({"moe_layer_freq": 2}, "moe_layer_freq"),
         ({"moe_layer_freq": [1, 0, 1]}, "moe_layer_freq"),
+        ({"moe_layer_freq": 0}, "moe_layer_freq=0"),
+        ({"num_layers": 10**12}, "num_layers=1000000000000"),
         ({"num_layers": 4}, "describe another kind of model"),
         ({"num_experts": 4}, "describe another kind of model"),
         ("swiglu", "its arguments lack swiglu"),

@@ -183,7 +183,7 @@ def test_a_pointer_nested_too_deep_is_named(tmp_path: Path) -> None:
         (b"7", "names the checkpoint iter_0000007, but this directory does not exist"),
         (b"../x", "must contain an iteration or 'release'"),
         (b"\xff", "cannot be read"),
-        (b"1" * 80, "must contain an iteration"),
+        (b"1" * 80, "80 bytes: must be at most 64"),
         (b"5", "must be in Megatron's format torch_dist"),
     ],
 )
@@ -191,6 +191,12 @@ def test_a_folder_of_megatron_that_names_no_checkpoint(tmp_path: Path, text: byt
     (tmp_path / "iter_0000005").mkdir()
     (tmp_path / checkpoints.MEGATRON_LATEST_NAME).write_bytes(text)
     with pytest.raises(CheckpointError, match=re.escape(message)):
+        checkpoints.newest_of_megatron(tmp_path)
+
+
+def test_a_pipe_in_place_of_megatrons_tracker_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / checkpoints.MEGATRON_LATEST_NAME)
+    with pytest.raises(CheckpointError, match=f"{checkpoints.MEGATRON_LATEST_NAME}: must be a regular file"):
         checkpoints.newest_of_megatron(tmp_path)
 
 
