@@ -42,8 +42,8 @@ from megatron_ft.mcore.checkpoint.state import (
     install,
     layout_of,
     load_shards,
+    other_shape,
     rank_state,
-    refuse_other_shapes,
 )
 from megatron_ft.mcore.groups import Collectives
 from megatron_ft.mcore.model.parameters import unwrap
@@ -474,6 +474,7 @@ class CheckpointManager:
         same_layout = manifest is not None and manifest.topology == self._topology
         layout = {} if manifest is not None else layout_of(directory, weights_only=False)
         frame = state.build_shards(self._metadata() | layout, is_loading=True)
+        self._check_shapes(frame, directory)
         # Random number generators belong to a rank in a layout. In another layout, no rank has the same place.
         wanted: dict[str, Any] = {RANK_STATE_KEY: rank_state()} if same_layout else {}
         loaded = load_shards(
@@ -525,9 +526,10 @@ class CheckpointManager:
             str(number): {key: shard for key, shard in frame.items() if not isinstance(shard, ShardedObject)}
             for number, frame in enumerate(frames)
         }
+        self._check_shapes(wanted, directory)
         try:
             loaded, unclaimed, absent = dist_checkpointing.load(
-                refuse_other_shapes(wanted), str(directory), strict=StrictHandling.RETURN_ALL
+                wanted, str(directory), strict=StrictHandling.RETURN_ALL
             )
         # torch's own error has those of all ranks. It is no ``Exception``.
         except (CheckpointingException, CheckpointException, pickle.UnpicklingError) as error:
@@ -547,6 +549,13 @@ class CheckpointManager:
         # The master weights still have the values of the optimizer's construction, so they are copied again.
         if optimizer is not None:
             optimizer.reload_model_params()
+
+    def _check_shapes(self, frame: dict[str, Any], directory: Path) -> None:
+        error = other_shape(frame, directory)
+        # Only the ranks of the first and the last pipeline stage have the tensors, but all must end here.
+        everywhere = self._collectives.errors(error)
+        if everywhere is not None:
+            raise CheckpointError(everywhere if error is None else error)
 
     def read_extra(self, directory: Path) -> dict[str, Any]:
         """Read ``DenseState.extra`` and the history from the checkpoint in ``directory``, without loading the rest. The

@@ -161,13 +161,20 @@ def layout_of(directory: Path, *, weights_only: bool) -> dict[str, bool]:
     }
 
 
-def refuse_other_shapes(frame: dict[str, Any]) -> dict[str, Any]:
-    """Make Megatron refuse a stored embedding or head of another shape than in ``frame``, as it does other tensors.
-    Otherwise it would load the common rows and leave zeros in the others. Return ``frame``."""
+def other_shape(frame: dict[str, Any], directory: Path) -> str | None:
+    """Return an error about an embedding or head that has another shape in the checkpoint than in ``frame``; None if
+    there is none. Megatron would load the common rows of these tensors, and leave zeros in the others."""
+    stored = load_metadata(directory).state_dict_metadata
     for shard in nested_values(frame):
-        if isinstance(shard, ShardedTensor):
-            shard.allow_shape_mismatch = False
-    return frame
+        if isinstance(shard, ShardedTensor) and shard.allow_shape_mismatch:
+            size = getattr(stored.get(shard.key), "size", shard.global_shape)
+            if tuple(size) != tuple(shard.global_shape):
+                return (
+                    f"{directory}: {shard.key} has the shape {list(size)}, but the model has "
+                    f"{list(shard.global_shape)}; set model.vocab_size and model.make_vocab_size_divisible_by to those "
+                    "of the checkpoint"
+                )
+    return None
 
 
 def load_shards(
@@ -194,7 +201,6 @@ def load_shards(
     """
     request = {key: value for key, value in frame.items() if key != "optimizer"}
     request |= {"optimizer_shards": split_shards(frame["optimizer"]), **wanted}
-    refuse_other_shapes(request)
     try:
         strategy = get_default_load_sharded_strategy(str(directory))
         if fully_parallel:

@@ -12,6 +12,7 @@ from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 from megatron_ft.mcore.checkpoint.state import DenseState
 from megatron_ft.mcore.convert.dense_files import DenseReader
+from megatron_ft.mcore.convert.weights import weights_manifest, write_weights
 from megatron_ft.snapshot.storage.run_settings import check_source
 from megatron_ft.testing import engines
 from tools import convert_checkpoint
@@ -82,6 +83,16 @@ def run(*words: object, code: int = 0) -> None:
     assert convert_checkpoint.main([str(word) for word in words]) == code
 
 
+def with_rows(checkpoint: Path, out: Path, rows: int) -> Path:
+    """Write a copy of a checkpoint of weights whose embedding has another number of rows."""
+    reader = DenseReader.open(checkpoint)
+    tensors = {name: reader.read(name) for name in reader.weights}
+    name = "embedding.word_embeddings.weight"
+    tensors[name] = torch.cat([tensors[name]] * 2)[:rows].contiguous()
+    write_weights(out, iter(tensors.items()), weights_manifest("rows", {}, {}), num_bytes=0)
+    return out
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_without_noise_the_logits_are_those_of_the_dense_model(
     variant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -106,6 +117,11 @@ def test_without_noise_the_logits_are_those_of_the_dense_model(
         loaded = dict(engine.model_chunks[0].named_parameters())
         assert all(torch.equal(loaded[name], value) for name, value in new.items()), "routers of a new model"
         assert engine.run_iteration(1).decision.action == "commit"
+        # Megatron would load the rows that both have, and leave zeros in the others.
+        for rows in (engines.VOCAB_SIZE - 8, engines.VOCAB_SIZE + 8):
+            other_rows = with_rows(out, tmp_path / str(rows), rows)
+            with pytest.raises(CheckpointError, match=rf"{other_rows}: embedding.* has the shape \[{rows}, "):
+                manager_of(engine, tmp_path).load_weights(engine.model_chunks, engine.optimizer, other_rows)
         manager_of(engine, tmp_path).load_weights(engine.model_chunks, engine.optimizer, noisy)
         assert not torch.allclose(logits(engine), expected, atol=1e-4)
 
