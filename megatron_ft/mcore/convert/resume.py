@@ -135,8 +135,10 @@ def continued(folder: Path, source: Mapping[str, Any], *, files: Path, out: Path
         except BaseException:
             if not record.files:
                 (folder / RECORD).unlink(missing_ok=True)
-                for path in {files, folder} if is_new else {files} - {folder}:
-                    _remove_if_empty(path)
+                if files != folder:
+                    _remove_if_empty(files)
+                if is_new:
+                    _remove_if_empty(folder)
             raise
 
 
