@@ -1,6 +1,6 @@
 """Positions of ranks in the parallel groups, in Megatron's rank order; nodes and failure domains of ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from megatron_ft.config.job import ParallelConfig
@@ -125,6 +125,13 @@ class Topology:
     def stage_ranks(self, pipeline_stage: int) -> range:
         """Return the global ranks of a pipeline stage."""
         return range(pipeline_stage * self.stage_size, (pipeline_stage + 1) * self.stage_size)
+
+    def expert_parallel_ranks(self, ranks: Iterable[int]) -> list[list[int]]:
+        """Return those of ``ranks`` that hold the same range of experts, by expert-parallel coordinate."""
+        found: list[list[int]] = [[] for _ in range(self.expert_model_parallel_size)]
+        for rank in ranks:
+            found[self.coordinates(rank).ep].append(rank)
+        return found
 
     def chunk_layers(self, num_layers: int, pipeline_stage: int, chunk: int = 0) -> range:
         """Return the layer numbers, counted from 1, of one virtual pipeline chunk of a stage."""

@@ -31,7 +31,7 @@ from megatron_ft.planning.snapshot.lost_tokens import TokenLedger
 from megatron_ft.planning.snapshot.memory import PeerAssignment, WindowBuffers, buffer_bytes, host_bytes
 from megatron_ft.planning.snapshot.partial_experts import expert_policy, planned_tokens, stores_fewer_experts
 from megatron_ft.planning.snapshot.partial_windows import PartialWindows
-from megatron_ft.planning.snapshot.plan import Activations, WindowKey, WindowPlan, window_bytes
+from megatron_ft.planning.snapshot.plan import Activations, WindowKey, WindowPlan, window_bytes, window_bytes_by_rank
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy, replan, why_outdated
 from megatron_ft.planning.snapshot.report import check_limit, whole_plan
 from megatron_ft.snapshot.capture.capture import (
@@ -445,7 +445,7 @@ class Snapshotter:
 
     def _checked_host_bytes(self, plan: WindowPlan, view: OperatorView) -> int:
         places, shards = self._config.rank_places, view.shards_by_rank
-        nodes = host_bytes(plan, shards, places, self._assignment, plans_again=self._plans_again)
+        nodes = host_bytes(window_bytes_by_rank(plan, shards), places, self._assignment, plans_again=self._plans_again)
         needed = max(node.total_bytes for node in nodes)
         check_limit(needed, self._config.snapshot.host_memory_limit_bytes)
         return needed
@@ -456,7 +456,7 @@ class Snapshotter:
         allocated. The server would replace this memory if the request were larger. So exactly the needed size is
         requested, without the usual reserve."""
         exact = window_bytes(plan, view.shards)
-        needed = exact if is_resumed else buffer_bytes(plan, view.shards, plans_again=self._plans_again)
+        needed = exact if is_resumed else buffer_bytes(exact, plans_again=self._plans_again)
         is_outgrown = self._memory is not None
         if self._memory is not None:
             if not self._collectives.any(exact > self._memory.arena.window_bytes):

@@ -27,7 +27,7 @@ class HeldOperator:
 
     def lives_on(self, ranks: frozenset[int]) -> bool:
         """Whether ``ranks`` together hold every part of the state."""
-        return all(held & ranks for held in self.holders)
+        return not any(held.isdisjoint(ranks) for held in self.holders)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +95,7 @@ class RecoveryFacts:
         # A job that has lost nodes already holds its state on fewer ranks than it was configured for.
         of_present = config if len(present) == launch.num_nodes else config_of(config, layout.rank_nodes)
         topology = Topology.of(of_present.parallel, len(layout.processes))
+        memories = tuple(_memory(of_present, topology))
         return cls(
             config=config,
             nodes=present,
@@ -105,10 +106,18 @@ class RecoveryFacts:
             layout=layout,
             placements=tuple(plans),
             snapshot=snapshot,
-            state_bytes=max(memory.state_bytes for memory in _memory(of_present, topology)),
-            received_bytes=tuple(map(_received_bytes, _memory(of_present, topology))),
+            state_bytes=max(memory.state_bytes for memory in memories),
+            received_bytes=tuple(map(_received_bytes, memories)),
             iteration_seconds=config.snapshot.iteration_seconds,
         )
+
+    def missing_on(self, ranks: frozenset[int]) -> tuple[OperatorId, ...]:
+        """Return the operators whose complete state is not on ``ranks``."""
+        # Many operators share one tuple of holders. It is found by its identity, because its hash takes as long to
+        # compute as the answer.
+        lives = {id(held.holders): held for held in self.operators}
+        lost = {key for key, held in lives.items() if not held.lives_on(ranks)}
+        return tuple(held.operator for held in self.operators if id(held.holders) in lost) if lost else ()
 
     @property
     def min_nodes(self) -> int | None:
@@ -258,10 +267,29 @@ def _held(config: JobConfig, topology: Topology, plans: Sequence[PlacementPlan])
     stages = range(topology.pipeline_model_parallel_size) if is_copied else ()
     copied = [_holders_of_copies(config, stage, plans[stage] if plans else None) for stage in stages]
     # The size of the vocabulary changes how much state there is, not which ranks hold it.
+    # Operators with the same holders share one tuple, so what depends on the holders is computed once for all of them.
+    known: dict[tuple[int, int | None], tuple[frozenset[int], ...]] = {}
+    # Megatron gives each expert-parallel rank a contiguous range of experts.
+    each = max(1, (config.model.num_moe_experts or 1) // topology.expert_model_parallel_size)
+    # A placement may have any number of experts per rank, and says itself which ranks hold them.
+    owners_of = (
+        []
+        if plans
+        else [
+            topology.expert_parallel_ranks(topology.stage_ranks(stage))
+            for stage in range(topology.pipeline_model_parallel_size)
+        ]
+    )
     for operator in operators_of(config.model, 1):
         stage = stage_of[operator.id.layer]
-        if operator.id.kind == "expert":
-            groups = _expert_groups(config, topology, stage, operator.id, plans)
+        key = (stage, None if operator.id.expert is None else operator.id.expert // each)
+        if key in known:
+            yield HeldOperator(operator=operator.id, holders=known[key])
+            continue
+        if operator.id.expert is not None:
+            groups = _expert_groups(
+                topology, stage, operator.id, plans, () if plans else owners_of[stage][operator.id.expert // each]
+            )
             sharded_here = sharded and not plans
         else:
             groups, sharded_here = _dense_groups(topology, stage), sharded
@@ -275,7 +303,11 @@ def _held(config: JobConfig, topology: Topology, plans: Sequence[PlacementPlan])
             groups, sharded_here = [copied[stage][rank - first] for rank in owners], False
         # Each shard of the distributed optimizer is on one rank; other state is on every rank of its group.
         parts = [frozenset((rank,)) for group in groups for rank in sorted(group)] if sharded_here else groups
-        yield HeldOperator(operator=operator.id, holders=tuple(parts))
+        holders = tuple(parts)
+        # In replica slots, the holders of an expert also depend on its layer.
+        if operator.id.expert is None or not plans:
+            known[key] = holders
+        yield HeldOperator(operator=operator.id, holders=holders)
 
 
 def _holders_of_copies(config: JobConfig, stage: int, plan: PlacementPlan | None) -> list[frozenset[int]]:
@@ -303,16 +335,12 @@ def _dense_groups(topology: Topology, stage: int) -> list[frozenset[int]]:
 
 
 def _expert_groups(
-    config: JobConfig, topology: Topology, stage: int, operator: OperatorId, plans: Sequence[PlacementPlan]
+    topology: Topology, stage: int, operator: OperatorId, plans: Sequence[PlacementPlan], owners: Sequence[int]
 ) -> list[frozenset[int]]:
-    assert operator.expert is not None, f"{operator} is not an expert"
     if plans:
         plan = plans[stage]
         by_rank = plan.slots[plan.layer_numbers.index(operator.layer)]
         return [frozenset(rank for rank, held in zip(plan.ranks, by_rank, strict=True) if operator.expert in held)]
-    # Megatron gives each expert-parallel rank a contiguous range of experts.
-    each = (config.model.num_moe_experts or 1) // topology.expert_model_parallel_size
     first = topology.stage_ranks(stage)[0]
     size = topology.expert_tensor_parallel_size
-    owners = [r for r in topology.stage_ranks(stage) if topology.coordinates(r).ep == operator.expert // each]
     return [frozenset(rank for rank in owners if (rank - first) % size == part) for part in range(size)]

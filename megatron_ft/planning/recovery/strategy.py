@@ -99,7 +99,7 @@ class Loss:
             nodes=lost,
             remaining=remaining,
             is_gone=is_gone,
-            missing=tuple(held.operator for held in facts.operators if not held.lives_on(living)),
+            missing=facts.missing_on(living),
             ends_job=ends_job,
             restart=None if ends_job else _restart(facts, lost, remaining, is_gone),
             stored=stored,

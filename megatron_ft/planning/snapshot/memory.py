@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.operator_state import StateShard
 from megatron_ft.planning.iteration import WindowReport
-from megatron_ft.planning.snapshot.plan import WindowPlan, window_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,19 +328,23 @@ class NodeMemory:
 
 
 def host_bytes(
-    plan: WindowPlan,
-    shards_by_rank: Sequence[Sequence[StateShard]],
+    window_bytes: Sequence[int],
     rank_places: Sequence[int],
     assignment: PeerAssignment,
     *,
     plans_again: bool = False,
 ) -> tuple[NodeMemory, ...]:
-    """Compute the memory for windows on every node. ``rank_places`` is the node of each rank, as an index into the
-    nodes of ``assignment``."""
+    """Compute the memory for windows on every node.
+
+    Args:
+        window_bytes: bytes of a window of each rank (``window_bytes_by_rank``).
+        rank_places: node of each rank, as an index into the nodes of ``assignment``.
+        plans_again: whether later plans can have larger windows.
+    """
     num_nodes = len(assignment.peers)
     by_node: list[list[int]] = [[] for _ in range(num_nodes)]
-    for place, shards in zip(rank_places, shards_by_rank, strict=True):
-        by_node[place].append(buffer_bytes(plan, shards, plans_again=plans_again))
+    for place, num_bytes in zip(rank_places, window_bytes, strict=True):
+        by_node[place].append(buffer_bytes(num_bytes, plans_again=plans_again))
     return tuple(
         NodeMemory(
             own_bytes=sum(NUM_OWN_BUFFERS * num_bytes + STATUS_BYTES for num_bytes in by_node[node]),
@@ -352,11 +354,10 @@ def host_bytes(
     )
 
 
-def buffer_bytes(plan: WindowPlan, shards: Sequence[StateShard], *, plans_again: bool) -> int:
-    """Return the bytes of one buffer of the rank with ``shards``: those of a window, plus a margin if ``plans_again``
-    is true."""
+def buffer_bytes(window_bytes: int, *, plans_again: bool) -> int:
+    """Return the bytes of one buffer of a rank: those of a window, plus a margin if ``plans_again`` is true."""
     numerator, denominator = _MARGIN_FOR_OTHER_PLANS if plans_again else (1, 1)
-    return _whole_pages(max(1, -(-window_bytes(plan, shards) * numerator // denominator)))
+    return _whole_pages(max(1, -(-window_bytes * numerator // denominator)))
 
 
 def _whole_pages(num_bytes: int) -> int:

@@ -30,6 +30,8 @@ class Unit:
 
     def range_of(self, shard: StateShard) -> tuple[int, int]:
         """Return the elements (start, stop) of ``shard`` that belong to this unit."""
+        if self.num_parts == 1:
+            return shard.start, shard.stop
         # Whole blocks are divided, and only the last block of a shard may be short.
         block = shard.block_elements
         num_blocks = -(-shard.num_elements // block)
@@ -305,22 +307,40 @@ def align(num_bytes: int, alignment: int = SLICE_ALIGNMENT_BYTES) -> int:
 
 def window_bytes(plan: WindowPlan, shards: Sequence[StateShard]) -> int:
     """Return the bytes of a window on the rank with ``shards``: the sum of ``slice_bytes`` over all slices."""
-    by_operator: dict[OperatorId, list[StateShard]] = {}
+    return window_bytes_by_rank(plan, [shards])[0]
+
+
+def window_bytes_by_rank(plan: WindowPlan, shards_by_rank: Sequence[Sequence[StateShard]]) -> tuple[int, ...]:
+    """Return ``window_bytes`` of each rank. The plan is read once for all ranks, so the time for a rank is proportional
+    to its own shards, and not to the operators of the job."""
+    units_of: dict[OperatorId, list[tuple[int, Unit]]] = {}
+    for index, units in enumerate(plan.slices):
+        for unit in units:
+            units_of.setdefault(unit.operator, []).append((index, unit))
+    return tuple(_window_bytes(plan.num_iterations, units_of, shards) for shards in shards_by_rank)
+
+
+def _window_bytes(
+    num_slices: int, units_of: Mapping[OperatorId, Sequence[tuple[int, Unit]]], shards: Iterable[StateShard]
+) -> int:
+    full, frozen = [0] * num_slices, [0] * num_slices
     for shard in shards:
-        by_operator.setdefault(shard.operator, []).append(shard)
+        for index, unit in units_of.get(shard.operator, ()):
+            start, stop = unit.range_of(shard)
+            full[index] += _aligned_bytes(stop - start, shard.full)
+            frozen[index] += _aligned_bytes(stop - start, shard.frozen)
     total = later_frozen = 0
     # Backwards from the last slice: every slice contains the compute weights of the units of all later slices.
-    for units in reversed(plan.slices):
-        found = [(unit, shard) for unit in units for shard in by_operator.get(unit.operator, ())]
-        full = sum(_aligned_bytes(unit, shard, shard.full) for unit, shard in found)
-        total += align(full + later_frozen)
-        later_frozen += sum(_aligned_bytes(unit, shard, shard.frozen) for unit, shard in found)
+    for index in reversed(range(num_slices)):
+        total += align(full[index] + later_frozen)
+        later_frozen += frozen[index]
     return total
 
 
-def _aligned_bytes(unit: Unit, shard: StateShard, components: Sequence[Component]) -> int:
-    pieces = _pieces_of(unit, shard, components, 0)
-    return sum(align(piece.num_bytes, PIECE_ALIGNMENT_BYTES) for piece in pieces)
+def _aligned_bytes(num_elements: int, components: Sequence[Component]) -> int:
+    # Bytes of the pieces of ``_pieces_of``, without making them.
+    sizes = (component.num_values(num_elements) * component.item_bytes for component in components)
+    return sum(align(size, PIECE_ALIGNMENT_BYTES) for size in sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

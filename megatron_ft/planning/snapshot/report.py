@@ -14,7 +14,7 @@ from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES, STATE_
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.memory import NodeMemory, PeerAssignment, host_bytes
 from megatron_ft.planning.snapshot.partial_experts import ExpertBytes, ExpertPolicy
-from megatron_ft.planning.snapshot.plan import Unit, WindowPlan, batch_bytes, window_bytes
+from megatron_ft.planning.snapshot.plan import Unit, WindowPlan, batch_bytes, window_bytes_by_rank
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy
 from megatron_ft.topology import Topology
 
@@ -39,12 +39,13 @@ def estimate_demand(config: JobConfig, topology: Topology, tokenizer_vocab_size:
     operators = operators_of(config.model, tokenizer_vocab_size)
     precision = config.precision
     has_fp8_weights = precision.regime is not None and precision.fp8 is not None
+    components = {is_fp8: _components(precision, is_fp8=is_fp8) for is_fp8 in (False, True)}
     shards: list[list[StateShard]] = [[] for _ in range(topology.world_size)]
     for ranks, spans in _groups(config, topology, operators):
         for rank, (operator, start, stop) in _deal(config, ranks, spans):
             # Router, embedding and output layer have no FP8 weights. Norms do neither, but they are small.
             is_fp8 = has_fp8_weights and operator.id.kind in ("expert", "non_expert")
-            shards[rank].append(_shard(operator, start, stop, _components(precision, is_fp8=is_fp8)))
+            shards[rank].append(_shard(operator, start, stop, components[is_fp8]))
     return Demand(shards_by_rank=tuple(tuple(of_rank) for of_rank in shards))
 
 
@@ -108,9 +109,10 @@ def _expert_groups(
 ) -> Iterator[tuple[list[int], list[Span]]]:
     size, num_groups = topology.expert_tensor_parallel_size, topology.expert_model_parallel_size
     per_group = (config.model.num_moe_experts or 0) // num_groups
-    for ep in range(num_groups):
-        held = [span for span in experts if (span[0].id.expert or 0) // per_group == ep]
-        in_group = [rank for rank in ranks if topology.coordinates(rank).ep == ep]
+    held_by_group: list[list[Span]] = [[] for _ in range(num_groups)]
+    for span in experts:
+        held_by_group[(span[0].id.expert or 0) // per_group].append(span)
+    for held, in_group in zip(held_by_group, topology.expert_parallel_ranks(ranks), strict=True):
         for tp in range(size):
             yield [rank for rank in in_group if (rank - ranks[0]) % size == tp], _part(held, tp, size)
 
@@ -274,16 +276,18 @@ class SnapshotReport:
         stored, stored_bytes = _stored(policy, plan, demand)
         assignment = PeerAssignment.of(config.member_domains, snapshot.num_peer_copies)
         plans_again = snapshot.replan_interval_windows > 0
+        dense_bytes = window_bytes_by_rank(dense, demand.shards_by_rank)
+        planned_bytes = dense_bytes if plan is dense else window_bytes_by_rank(plan, demand.shards_by_rank)
         report = cls(
             policy=type(policy).__name__,
             window_iterations=plan.num_iterations if is_known else None,
             interval_iterations=plan.interval_iterations if is_known else None,
-            window_bytes=max(window_bytes(plan, shards) for shards in demand.shards_by_rank),
-            dense_bytes=max(window_bytes(dense, shards) for shards in demand.shards_by_rank),
-            restore_bytes=_restore_bytes(topology, dense, demand.shards_by_rank),
+            window_bytes=max(planned_bytes),
+            dense_bytes=max(dense_bytes),
+            restore_bytes=_restore_bytes(topology, max(dense_bytes)),
             num_peer_copies=snapshot.num_peer_copies,
             peers=assignment.peers,
-            nodes=host_bytes(plan, demand.shards_by_rank, config.rank_places, assignment, plans_again=plans_again),
+            nodes=host_bytes(planned_bytes, config.rank_places, assignment, plans_again=plans_again),
             host_memory_limit_bytes=snapshot.host_memory_limit_bytes,
             leaves_out_experts=bool(update_loss),
             captured_experts=None if plan.partial is None else plan.partial.num_experts,
@@ -306,12 +310,11 @@ def _stored(policy: SnapshotPolicy, plan: WindowPlan, demand: Demand) -> tuple[i
     return stored, state.most_captured(stored)
 
 
-def _restore_bytes(topology: Topology, dense: WindowPlan, shards_by_rank: Sequence[tuple[StateShard, ...]]) -> int:
+def _restore_bytes(topology: Topology, dense_bytes: int) -> int:
     # After a recovery, a window is captured in one slice. A rank sends its part of a batch to all ranks with its
     # tensors.
-    largest = max(window_bytes(dense, shards) for shards in shards_by_rank)
     num_equal = topology.data_parallel_size * topology.context_parallel_size
-    return 2 * num_equal * batch_bytes(largest)
+    return 2 * num_equal * batch_bytes(dense_bytes)
 
 
 def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:

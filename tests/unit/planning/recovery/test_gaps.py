@@ -1,6 +1,9 @@
 """Tests proposals of keys: a job that is started with the proposed words recovers as proposed."""
 
 import json
+import sys
+from math import log
+from types import FrameType
 
 import pytest
 
@@ -156,3 +159,30 @@ def test_mixtral_on_64_ranks_recovers_as_planned_with_and_without_a_spare(device
     assert [cost.lost_nodes for cost in kept.losses if cost.is_gone] == [(node,) for node in range(8)]
     (gap,) = without.gaps
     assert gap.changes == replaced
+
+
+def calls_of_plan(num_nodes: int) -> int:
+    """Return the number of calls of functions while a job is planned that has two experts per rank and layer."""
+    words = (f"launch.num_nodes={num_nodes}", "launch.ranks_per_node=2", "training.device=cpu", "model=moe_micro")
+    sizes = (f"model.num_moe_experts={4 * num_nodes}", f"parallel.expert_model_parallel_size={2 * num_nodes}")
+    given, _ = compose([*words, *sizes, f"training.global_batch_size={16 * num_nodes}", "snapshot=sparse_window"])
+    config, _ = with_slots(given, "cpu", lambda: DATA)
+    num_calls = 0
+
+    def count(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        JobPlan.of(config, DATA, device="cpu", with_losses=True, given=given)
+    finally:
+        sys.setprofile(before)
+    return num_calls
+
+
+def test_calls_to_plan_a_job_do_not_grow_with_ranks_times_experts() -> None:
+    calls_of_plan(4)  # fills caches
+    few, many = calls_of_plan(16), calls_of_plan(64)
+    assert log(many / few) / log(64 / 16) < 1.45, (few, many)

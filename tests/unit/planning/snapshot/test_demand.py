@@ -73,7 +73,7 @@ def test_a_node_has_three_windows_of_each_rank_and_two_of_each_rank_it_helps() -
     windows = [window_bytes(plan, shards) for shards in demand.shards_by_rank]
     assignment = PeerAssignment.of(["a", "b", "c"], 1)
     assert assignment.peers == ((1,), (2,), (0,))
-    nodes = host_bytes(plan, demand.shards_by_rank, (0, 0, 1, 1, 2, 2), assignment)
+    nodes = host_bytes(windows, (0, 0, 1, 1, 2, 2), assignment)
     assert nodes[1] == NodeMemory(
         own_bytes=3 * (windows[2] + windows[3]) + 2 * 4096, copies_bytes=2 * (windows[0] + windows[1])
     )
