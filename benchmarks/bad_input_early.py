@@ -1,12 +1,15 @@
 """Claim ``bad-input-early``: all errors of a command are reported in one list, before any process of the job starts.
 
-Most cases call the entry point in this process, up to the claim of the run's folder. The others are real commands, in
-which a hook of the interpreter records every process that the command starts.
+All cases call the entry point in forked copies of this process, one for each core, which need not import it again. They
+go up to the claim of the run's folder. Some cases also run as real commands, in which a hook of the interpreter records
+every process that the command starts.
 """
 
 import contextlib
+import gc
 import io
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -15,6 +18,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
+from multiprocessing.pool import Pool
 from pathlib import Path
 from unittest import mock
 
@@ -86,17 +91,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands = cases[:: len(cases) // (6 if arguments.quick else MIN_COMMANDS)]
         (folder / "hook").mkdir()
         (folder / "hook" / "sitecustomize.py").write_text(HOOK)
-        with ThreadPoolExecutor(1) as pool:
-            observed = pool.map(lambda pair: as_command(pair[1], folder, pair[0]), enumerate(commands))
-            problems = []
-            for case in cases:
-                found = in_process(case).problems(case)
-                print(*found, sep="\n", end="\n" if found else "", file=sys.stderr, flush=True)
-                problems += found
-            for case, seen in zip(commands, observed, strict=True):
-                found = seen.problems(case)
-                print(*found, sep="\n", end="\n" if found else "", file=sys.stderr, flush=True)
-                problems += found
+        with copies_of_this_process() as copies, ThreadPoolExecutor(1) as pool:
+            refusals = copies.imap(in_process, cases)
+            typed = pool.map(lambda pair: as_command(pair[1], folder, pair[0]), enumerate(commands))
+            problems = [
+                problem
+                for case, observed in chain(zip(cases, refusals, strict=True), zip(commands, typed, strict=True))
+                for problem in reported(case, observed)
+            ]
         sites = site_cases(folder)
         for words, text in sites[:2] if arguments.quick else sites:
             problems += site_problems(words, text)
@@ -123,6 +125,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         },
         details={"problems": problems, "cases": [case.name for case in cases]},
     )
+
+
+def copies_of_this_process() -> Pool:
+    """Return a pool of forked processes, one for each core, in which the entry point has been imported and used."""
+    in_process(Case(kind="none", words=("model.num_layers=0",), errors=()))
+    gc.freeze()
+    return multiprocessing.get_context("fork").Pool(os.cpu_count())
+
+
+def reported(case: Case, observed: Observed) -> list[str]:
+    """Return the problems of a case, and print the case with them to stderr."""
+    problems = observed.problems(case)
+    print("\n".join(problems) or f"refused: {case.name}", file=sys.stderr, flush=True)
+    return problems
 
 
 def in_process(case: Case) -> Observed:
