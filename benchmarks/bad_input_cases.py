@@ -351,12 +351,11 @@ def incompatible() -> list[Case]:
             ("launch.mode=torchrun", "must be local"),
         ),
         (("launch=torchrun", "recovery.max_restarts=1", "dry_run=true"), ("recovery.max_restarts=1", "must be 0")),
-        (("checkpoint.load=a", "checkpoint.load_weights=b"), ("checkpoint.load_weights=b", "must be null")),
         (("run.start_over=true",), ("run.start_over=true", "must be false")),
         (("data.train_weights=[1,2]",), ("data.train_weights", "as many weights")),
         (("data.tokenizer_file=x",), ("data.tokenizer_file=x", "must be null with data.tokenizer=bytes")),
         (("data.valid_weights=[1]",), ("data.valid_weights", "weights")),
-        (("testing.failpoints=['kill(rank=5)']",), ("must name a rank in 0..0",)),
+        (("testing.failpoints=['kill(rank=5,phase=\"forward\")']",), ("must name a rank in 0..0",)),
         (("testing.membership_schedule=['lose(nodes=[3],before_iteration=2)']",), ("must name nodes in 0..0",)),
         (("run.name=../up",), ("run.name=../up", "must be 1 to 100 letters")),
         (("control.interface=0.0.0.0",), ("must not mean all interfaces",)),
@@ -486,7 +485,7 @@ def wrong_checkpoints(folder: Path) -> list[Case]:
         (("checkpoint.load_weights=gone",), ("checkpoint.load_weights=gone", "existing directory")),
         (("checkpoint.load=saved",), ("is the folder of a run", good)),
         (("checkpoint.load=saved/checkpoints",), ("is a folder of checkpoints", good)),
-        (("checkpoint.load=damaged",), ("manifest is damaged",)),
+        (("checkpoint.load=damaged",), ("damaged/manifest.json", "manifest is not valid JSON")),
         (("checkpoint.load=weights",), ("contains only weights", "set checkpoint.load_weights instead")),
         (("checkpoint.load=foreign",), ("has no manifest.json of this project",)),
         (("checkpoint.load=nothing",), ("contains no checkpoint",)),
@@ -551,6 +550,10 @@ def combinations() -> list[Case]:
         several(
             *("model.num_moe_experts=16", EP3, THREE, "model.moe_router_topk=17"),
             says=[["model.moe_router_topk=17", "num_moe_experts=16"], ["expert_model_parallel_size=3", "experts=16"]],
+        ),
+        several(
+            *("checkpoint.load=/nope", "checkpoint.load_weights=/gone"),
+            says=[["checkpoint.load_weights=/gone", "must be null"], ["checkpoint.load=/nope", "existing directory"]],
         ),
         several("data.train=[/nope,/gone]", says=[["data.train[0]=/nope"], ["data.train[1]=/gone"]], exit_code=DATA),
         several(
