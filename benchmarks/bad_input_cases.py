@@ -485,7 +485,7 @@ def wrong_checkpoints(folder: Path) -> list[Case]:
         (("checkpoint.load_weights=gone",), ("checkpoint.load_weights=gone", "existing directory")),
         (("checkpoint.load=saved",), ("is the folder of a run", good)),
         (("checkpoint.load=saved/checkpoints",), ("is a folder of checkpoints", good)),
-        (("checkpoint.load=damaged",), ("damaged/manifest.json", "manifest is not valid JSON")),
+        (("checkpoint.load=damaged",), ("damaged/manifest.json", "manifest is damaged: it is not valid JSON")),
         (("checkpoint.load=weights",), ("contains only weights", "set checkpoint.load_weights instead")),
         (("checkpoint.load=foreign",), ("has no manifest.json of this project",)),
         (("checkpoint.load=nothing",), ("contains no checkpoint",)),

@@ -1,6 +1,7 @@
 """Draws a run as one picture: loss, learning rate, gradient norm and expert load.
 
-    python tools/plot_run.py runs/moe_tiny-001 --out run.png
+    python -m tools.plot_run runs/moe_tiny-001                  # writes runs/moe_tiny-001/run.png
+    python -m tools.plot_run runs/moe_tiny-001 --out run.pdf
 
 The tool reads ``metrics.jsonl`` and ``events.jsonl`` of a run, which may still be running. It needs matplotlib (the
 ``docs`` extra).
@@ -14,11 +15,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ft.errors import DataError, MegatronFtError, SoftwareError
+from megatron_ft.errors import ConfigError, DataError, MegatronFtError, SoftwareError
 from megatron_ft.events import Evaluation, ExpertLoad, Metrics, Record, RunStarted
 from megatron_ft.telemetry.expert_load import relative_load
 from megatron_ft.telemetry.read import read_events, read_metrics
 
+FILE = "run.png"
 BLUE, ORANGE, VERMILION, GREEN, GREY = "#0072b2", "#e69f00", "#d55e00", "#009e73", "#7f7f7f"
 """Colours of Okabe and Ito's palette, which can be distinguished with any colour vision."""
 MAX_LAYERS = 12
@@ -29,15 +31,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("run_dir", type=Path, help="folder of the run")
-    parser.add_argument("--out", type=Path, required=True, help="picture to write, in the format that its suffix names")
+    formats = "in the format that its suffix names"
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help=f"picture to write, {formats}; default {FILE} in the run's folder"
+    )
     options = parser.parse_args(arguments)
+    out = options.out or options.run_dir / FILE
     try:
         metrics, events = read_run(options.run_dir)
-        draw(metrics, events, title=options.run_dir.resolve().name).savefig(options.out, dpi=150)
+        figure = draw(metrics, events, title=options.run_dir.resolve().name)
+        try:
+            figure.savefig(out, dpi=150)
+        except (OSError, ValueError) as error:  # ValueError: no format has this suffix
+            raise ConfigError.of(
+                "--out", out, f"must be a writable file with the suffix of a picture: {error}"
+            ) from None
     except MegatronFtError as error:
         print(f"plot_run: {error}", file=sys.stderr)
         return error.exit_code
-    print(options.out)
+    print(out)
     return 0
 
 

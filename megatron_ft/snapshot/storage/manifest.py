@@ -156,9 +156,9 @@ def parse_object(content: bytes) -> dict[str, Any]:
     try:
         body = json.loads(content.decode(), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"manifest is not valid JSON: {error}") from None
+        raise CheckpointError(f"manifest is damaged: it is not valid JSON: {error}") from None
     if not isinstance(body, dict):
-        raise CheckpointError("manifest is not a JSON object")
+        raise CheckpointError("manifest is damaged: it is not a JSON object")
     return body
 
 

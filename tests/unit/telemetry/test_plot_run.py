@@ -56,3 +56,18 @@ def test_without_matplotlib_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert plot_run.main([str(finished_run), "--out", str(tmp_path / "run.png")]) == 4
     assert "pip install -e '.[docs]'" in capsys.readouterr().err
+
+
+def test_the_picture_is_in_the_folder_of_the_run_by_default(finished_run: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the docs extra")
+    assert plot_run.main([str(finished_run)]) == 0
+    assert (finished_run / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["gone/run.png", "run.unknown"])
+def test_a_picture_that_cannot_be_written_is_refused(
+    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the docs extra")
+    assert plot_run.main([str(finished_run), "--out", str(tmp_path / name)]) == 2
+    assert f"--out={tmp_path / name}: must be a writable file" in capsys.readouterr().err
