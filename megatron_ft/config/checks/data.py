@@ -32,7 +32,7 @@ def check_documents(config: JobConfig) -> None:
     )
     if not config.data.reset_attention_mask:
         return
-    reason = "the fused attention of Transformer Engine is only causal"
+    reason = "the fused attention of Transformer Engine supports only causal masks"
     require_local_layers(config, "data.reset_attention_mask=true", "local or auto", reason)
 
 

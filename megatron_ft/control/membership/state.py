@@ -405,7 +405,7 @@ class Failure:
     rank: int | None = None
     node: int | None = None
     number: int | None = None
-    """Number of the rank in the membership in which it failed. None if the rank's report contains this number."""
+    """Rank number in the membership in which the rank failed; None if the report of the rank contains it."""
     iteration: int = 0
     """Last iteration that the rank reached, 0 before the first."""
     sudden: bool = False

@@ -373,7 +373,7 @@ class WeightsWriter:
     record: ConversionRecord | None = None
     """Record to which each complete file is added; None if an interrupted call is not continued."""
     files: list[WrittenFile] = field(default_factory=list, init=False)
-    """Complete files, also those that an interrupted conversion has written."""
+    """Complete files of this conversion, including those from before an interruption."""
 
     def __post_init__(self) -> None:
         if self.record is not None:

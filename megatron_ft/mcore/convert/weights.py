@@ -253,8 +253,8 @@ def _mean(readers: Sequence[DenseReader], factors: Sequence[float] | None, name:
         for reader in readers[1:]:
             if not torch.equal(first, reader.read(name)):
                 raise CheckpointError(
-                    f"{reader.directory}: {name} is {first.dtype}, which has no mean, and it differs from that of "
-                    f"{readers[0].directory}"
+                    f"{reader.directory}: {name} differs from the same tensor in {readers[0].directory}; tensors of "
+                    f"{first.dtype} cannot be averaged, so they must be equal"
                 )
         return first
     wide = torch.float64 if first.dtype == torch.float64 else torch.float32
