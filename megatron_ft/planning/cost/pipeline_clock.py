@@ -94,6 +94,26 @@ class IterationSeconds:
         )
 
 
+Wait = tuple[float, float]
+"""Start and end of a wait, in seconds since the start of the iteration."""
+
+
+def receive_waits(
+    shape: PipelineShape, stages: Sequence[StageSeconds], *, send_seconds: float = 0.0
+) -> tuple[tuple[Wait, ...], ...]:
+    """Simulate one training iteration. Return for each stage the times in which it waits for a message, in order.
+
+    The time after the last pass of a stage is not part of the result, because the stage then receives no message.
+
+    Args:
+        stages: times of every stage of the pipeline.
+        send_seconds: time from the end of a pass until its tensor arrives.
+    """
+    run = _Run(shape, stages, frozenset(range(shape.num_stages)), send_seconds)
+    run.to_the_end()
+    return tuple(tuple(run.waits[stage]) for stage in range(shape.num_stages))
+
+
 class _Run:
     def __init__(
         self, shape: PipelineShape, stages: Sequence[StageSeconds], own: frozenset[int], send_seconds: float
@@ -101,6 +121,8 @@ class _Run:
         self._shape, self._stages, self._own, self._send_seconds = shape, stages, own, send_seconds
         self._sent: dict[tuple[Direction, int, Place], float] = {}
         """Arrival time of the output of each pass."""
+        self.waits: dict[int, list[Wait]] = {stage: [] for stage in own}
+        """Times in which each stage waits for the input of a pass."""
         self._logged = dict(self._log())
 
     def to_the_end(self) -> dict[int, float]:
@@ -111,6 +133,8 @@ class _Run:
             before = sum(map(len, waiting.values()))
             for stage, passes in waiting.items():
                 while passes and (there := self._arrival(stage, passes[-1])) is not None:
+                    if there > free[stage]:
+                        self.waits[stage].append((free[stage], there))
                     free[stage] = self._compute(stage, passes.pop(), max(free[stage], there))
             # If no pass runs in a round, stages wait for each other: Megatron could not run this order of passes.
             assert sum(map(len, waiting.values())) < before, (
