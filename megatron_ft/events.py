@@ -171,6 +171,21 @@ class ExpertLoad(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineIdle(Record):
+    """Time for which pipeline stages waited for messages of adjacent stages (bubbles)."""
+
+    durable: ClassVar[bool] = False
+
+    iteration: int
+    """Iteration in which the time was measured."""
+    seconds: tuple[float, ...]
+    """Time of each stage, as a mean over its ranks."""
+
+    def describe(self) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementInForce(Record):
     """Expert replicas get a new placement; the folder ``placements/`` of the run contains the plan."""
 

@@ -57,6 +57,9 @@ class WindowCommitted(Record):
     """Bytes that the snapshot server of the first rank has sent to all peers since the previous committed window."""
     persisted_bytes: int | None = None
     """Bytes that the snapshot server of the first rank has written to storage since the previous committed window."""
+    idle_copied_bytes: int | None = None
+    """The part of ``captured_bytes`` that was copied while the rank waited for messages of another pipeline stage. None
+    without ``snapshot.copy_in_bubbles``."""
     at_risk_share: float | None = None
     """Share of the whole training's tokens whose updates of experts would be lost by a recovery from this window, as a
     mean over MoE layers. None if windows leave out no experts."""

@@ -420,6 +420,9 @@ class SnapshotConfig:
     replaced if necessary. 0 keeps the first plan."""
     skip_frozen_gradients: bool = True
     """Skip the weight gradients of frozen operators in a replay. Use false only to measure how much time this saves."""
+    copy_in_bubbles: bool = False
+    """Copy slices while a rank waits for messages of another pipeline stage, before other times (MoEtion, section 5.3).
+    Windows have the same bytes and are complete at the same time. Needs a pipeline and CPUs."""
 
 
 @dataclass

@@ -149,6 +149,9 @@ class Ballot(WindowReport):
     change_requested: int = 0
     pass_seconds: float = 0.0
     """Time of this rank for work that is the same on every rank; 0 if unknown. It is not part of ``Vote``."""
+    idle_seconds: float = 0.0
+    """Time for which this rank waited for messages of adjacent pipeline stages; 0 if unknown. It is not part of
+    ``Vote``."""
     allocated_bytes: int = 0
     reserved_bytes: int = 0
     peak_bytes: int = 0

@@ -158,6 +158,18 @@ _FROM_EVENTS = (
         "bytes",
         "Bytes that the snapshot server of the first rank has written to storage so far.",
     ),
+    _Metric(
+        "snapshot/idle_copied_bytes",
+        "bytes",
+        "Bytes that the first rank has captured while it waited for messages of another pipeline stage "
+        "(`snapshot.copy_in_bubbles`).",
+    ),
+    _Metric(
+        "pipeline/stage_<n>_idle_seconds",
+        "s",
+        "Time for which pipeline stage n waited for messages of adjacent stages, mean over its ranks. Not measured "
+        "with NCCL.",
+    ),
     _Metric("upstream_log/rank_bytes", "bytes", "Memory of the upstream log on the rank with the largest log."),
     _Metric("upstream_log/node_bytes", "bytes", "Memory of upstream logs on the node with the largest logs."),
     _Metric(

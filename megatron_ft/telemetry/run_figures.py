@@ -58,6 +58,9 @@ class RunFigures:
                 self._lasting["snapshot/window_iterations"] = record.window_iterations
             case events.WindowCommitted():
                 self._capture(record)
+            case events.PipelineIdle():
+                for stage, seconds in enumerate(record.seconds):
+                    self._lasting[f"pipeline/stage_{stage}_idle_seconds"] = seconds
             case events.UpstreamLogPlanned():
                 self._lasting["upstream_log/rank_bytes"] = record.log_bytes
                 self._lasting["upstream_log/node_bytes"] = record.node_bytes
@@ -111,6 +114,7 @@ class RunFigures:
             "snapshot/captured_bytes": record.captured_bytes,
             "snapshot/replicated_bytes": record.replicated_bytes,
             "snapshot/persisted_bytes": record.persisted_bytes,
+            "snapshot/idle_copied_bytes": record.idle_copied_bytes,
         }
         for name, value in risen.items():
             if value is not None:
@@ -121,6 +125,7 @@ class RunFigures:
 
 
 _OF_THE_RUN = frozenset(
-    f"snapshot/{name}" for name in ("stalled_seconds", "captured_bytes", "replicated_bytes", "persisted_bytes")
+    f"snapshot/{name}"
+    for name in ("stalled_seconds", "captured_bytes", "replicated_bytes", "persisted_bytes", "idle_copied_bytes")
 )
 """Figures that are sums over all attempts. All other figures belong to the newest attempt."""

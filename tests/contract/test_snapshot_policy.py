@@ -1,22 +1,32 @@
 """Tests the properties that every snapshot policy must have."""
 
+import itertools
 import json
-from dataclasses import FrozenInstanceError
+import threading
+from collections.abc import Sequence
+from dataclasses import FrozenInstanceError, dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
 from megatron_ft.config.serialize import build_policy
 from megatron_ft.formatting import counted, every
+from megatron_ft.operator_state import StateShard
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.dense import DenseInterval, GeminiStyle, OverheadBounded
 from megatron_ft.planning.snapshot.orders import BackToFront, CapacityAware, LayerOrder
 from megatron_ft.planning.snapshot.partial_experts import PartialExperts, SelectiveExperts
-from megatron_ft.planning.snapshot.plan import ReorderTrigger, WindowPlan
+from megatron_ft.planning.snapshot.plan import Piece, ReorderTrigger, WindowPlan, window_bytes
 from megatron_ft.planning.snapshot.policy import SnapshotPolicy, replan
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
+from megatron_ft.snapshot.capture import capture
+from megatron_ft.snapshot.capture.capture import CaptureFigures, WindowCapture, _ThreadCopier
+from megatron_ft.snapshot.capture.idle_gate import CopyTimes, IdleGate
+from megatron_ft.snapshot.window import Slice
 from megatron_ft.testing.demands import context, dense_model, equal_experts, one_huge_embedding, uneven
 
 POLICIES: dict[str, SnapshotPolicy] = {
@@ -118,6 +128,82 @@ def test_nested_fields_are_built_from_mappings() -> None:
     )
     trigger = ReorderTrigger(min_share=0.5)
     assert policy == SparseWindow(order=CapacityAware(capacities=(1.0, 2.0)), reorder=trigger)
+
+
+@policies
+@demands
+def test_windows_have_the_same_bytes_if_they_are_copied_in_bubbles(
+    policy: SnapshotPolicy, demand: Demand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In some iterations the rank waits for messages until its slice is copied. In the others it never waits."""
+    monkeypatch.setattr(capture, "CHUNK_BYTES", 48)
+    plan = policy.plan(demand, context(demand, 0.3))
+    for shards in demand.shards_by_rank:
+        at_once, in_bubbles = captured(plan, shards, is_gated=False), captured(plan, shards, is_gated=True)
+        assert (at_once.windows, at_once.reported) == (in_bubbles.windows, in_bubbles.reported)
+        assert at_once.figures.num_bytes == in_bubbles.figures.num_bytes
+        assert at_once.figures.idle_bytes == 0
+        assert in_bubbles.figures.idle_bytes == in_bubbles.num_expected
+        assert in_bubbles.num_expected > 0 or not shards
+
+
+@dataclass(kw_only=True)
+class Captured:
+    """Result of capturing two windows of made-up state."""
+
+    figures: CaptureFigures = field(default_factory=CaptureFigures)
+    windows: list[bytes] = field(default_factory=list)
+    reported: list[tuple[int, int]] = field(default_factory=list)
+    """Index and iteration of each slice."""
+    num_expected: int = 0
+    """Bytes of the slices of iterations in which the rank waited."""
+
+
+class Reports:
+    """Client that notes the slices that a snapshot server would receive."""
+
+    def __init__(self, reported: list[tuple[int, int]]) -> None:
+        self._reported, self.has_slice = reported, threading.Event()
+
+    def begin(self, buffer: int, **about: object) -> None:
+        """Do nothing."""
+
+    def captured(self, buffer: int, index: int, part: Slice) -> None:
+        self._reported.append((index, part.iteration))
+        self.has_slice.set()
+
+
+def captured(plan: WindowPlan, shards: Sequence[StateShard], *, is_gated: bool) -> Captured:
+    """Capture two windows of state that changes as soon as a slice has settled."""
+    found, random, state = Captured(), np.random.default_rng(1), dict[tuple[object, ...], torch.Tensor]()
+
+    def source(piece: Piece) -> torch.Tensor:
+        key = (piece.parameter, piece.tensor_part, piece.start, piece.component)
+        return state.setdefault(key, torch.from_numpy(random.integers(0, 256, piece.num_bytes, dtype=np.uint8)))
+
+    # Each wait seems to take a million seconds, so every slice is expected to fit into the bubbles.
+    gate = IdleGate(itertools.count(step=10**6).__next__)
+    with gate.iteration(), gate.waiting():
+        gate.learn(CopyTimes(idle_bytes=1 << 30, idle_seconds=1.0))
+    copier, client = _ThreadCopier(gate if is_gated else None), Reports(found.reported)
+    buffer = torch.zeros(window_bytes(plan, shards), dtype=torch.uint8)
+    windows = WindowCapture(plan, shards, client=client, copier=copier, buffers=[buffer], source=source)  # type: ignore[arg-type]
+    found.figures = windows.figures
+    for iteration in range(2 * plan.num_iterations):
+        index, before = iteration % plan.num_iterations, windows.figures.num_bytes
+        client.has_slice.clear()
+        windows.begin_slice(0, index, iteration=iteration, header=dict)
+        if waits := iteration % 3 != 1:
+            with gate.iteration(), gate.waiting():
+                assert client.has_slice.wait(60)
+        windows.settle()
+        found.num_expected += (windows.figures.num_bytes - before) * waits
+        for tensor in state.values():
+            tensor.add_(1)
+        if index == plan.num_iterations - 1:
+            found.windows.append(buffer.numpy().tobytes())
+    copier.close()
+    return found
 
 
 @policies

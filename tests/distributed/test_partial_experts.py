@@ -101,7 +101,8 @@ def test_a_recovery_loses_what_the_router_had_assigned_to_the_experts_left_out(
         'kill(at_iteration=9,phase="backward",generation=0)',
         'kill(at_iteration=13,phase="capture",generation=1)',
     ]
-    job = train(tmp_path / "job", warm_forkserver, *LAYOUTS[layout], faults=faults)
+    bubbles = ["snapshot.copy_in_bubbles=true"] if "PP2" in layout else []
+    job = train(tmp_path / "job", warm_forkserver, *LAYOUTS[layout], *bubbles, faults=faults)
     assert job.exit_code == 0, job.output
     calm = train(tmp_path / "calm", warm_forkserver, *LAYOUTS[layout], snapshots=["snapshot=none"])
     started, lost = of_kind(job, "recovery_started"), of_kind(job, "expert_updates_lost")
@@ -117,6 +118,8 @@ def test_a_recovery_loses_what_the_router_had_assigned_to_the_experts_left_out(
     assert all(after[iteration][0] == before[iteration][0] for iteration in range(1, 9))
     assert after[NUM_ITERATIONS][-1] != before[NUM_ITERATIONS][-1]
     assert not of_kind(job, "snapshot_problem")
+    copied = [event.get("idle_copied_bytes") for event in of_kind(job, "window_committed")]
+    assert any(copied) if bubbles else copied.count(None) == len(copied)
 
 
 def test_experts_make_up_for_lost_tokens_with_unused_capacity(tmp_path: Path, warm_forkserver: str) -> None:

@@ -95,6 +95,42 @@ def test_ranks_that_all_die_go_on_from_memory_and_a_second_time_while_they_repla
     assert digests(job) == digests(undisturbed) and losses(job) == losses(undisturbed)
 
 
+PIPELINE = ("launch.num_nodes=2", "parallel.pipeline_model_parallel_size=2")
+IN_BUBBLES = {
+    "sparse_window": SNAPSHOTS,
+    "dense": ("snapshot=dense", "snapshot.policy.interval_iterations=3", "snapshot.num_peer_copies=1"),
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed_pipeline(tmp_path_factory: pytest.TempPathFactory, warm_forkserver: str) -> JobResult:
+    job = train(tmp_path_factory.mktemp("undisturbed"), warm_forkserver, *PIPELINE)
+    assert job.exit_code == 0, job.output
+    return job
+
+
+@pytest.mark.parametrize("policy", IN_BUBBLES)
+def test_windows_that_are_copied_in_bubbles_restore_the_same_bits(
+    tmp_path: Path, warm_forkserver: str, undisturbed_pipeline: JobResult, policy: str
+) -> None:
+    """A rank dies while a slice is copied, and all ranks continue from the memory of their nodes."""
+    fault = 'kill(at_iteration=11,phase="backward",generation=0)'
+    keys = (*PIPELINE, *IN_BUBBLES[policy], "snapshot.copy_in_bubbles=true", "recovery.max_restarts=1")
+    job = train(tmp_path, warm_forkserver, *keys, faults=[fault])
+    assert job.exit_code == 0, job.output
+    # The last stage begins its backward pass first, so the fault may never reach the other stage.
+    assert ("backward", 1) in {(hit["phase"], hit["rank"]) for hit in job.records("failpoints.jsonl")}
+    (started,) = of_kind(job, "recovery_started")
+    assert started["source"] == "memory" and started["iteration"] > 0
+    committed = of_kind(job, "window_committed")
+    assert sum(event["idle_copied_bytes"] for event in committed) > 0
+    assert all(event["idle_copied_bytes"] <= event["captured_bytes"] for event in committed)
+    idle = of_kind(job, "pipeline_idle")
+    assert idle and all(len(event["seconds"]) == 2 and min(event["seconds"]) > 0 for event in idle)
+    assert not of_kind(job, "snapshot_problem")
+    assert digests(job) == digests(undisturbed_pipeline) and losses(job) == losses(undisturbed_pipeline)
+
+
 def test_a_job_that_is_gone_goes_on_from_storage_and_passes_damage_over(
     tmp_path: Path, warm_forkserver: str, undisturbed: JobResult
 ) -> None:

@@ -1,5 +1,6 @@
 """Runs pipelines whose messages go through host memory, as with gloo on CUDA, for ``mcore/pipeline/test_staged.py``."""
 
+import time
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 
 from megatron_ft.mcore.model.transformer_config import build_transformer_config
 from megatron_ft.mcore.pipeline import communicator
+from megatron_ft.planning.pipeline import PipelineShape, receives
 from megatron_ft.testing import engines
 from tests.helpers.volatile import volatile_state
 
@@ -82,3 +84,31 @@ def send_and_free(*, rank: int, world_size: int, store: dist.Store, overrides: d
         for request in requests.values():
             request.wait()
         return 0 if rank == 0 else int((received == value).sum())
+
+
+SLOW_SECONDS = 0.25
+
+
+def measure_waits(
+    *, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any]
+) -> tuple[list[int], int, list[tuple[float, ...]]]:
+    """Train on a pipeline whose last stage computes slowly.
+
+    Returns:
+        Number of waits of this rank in each iteration, the number of messages that it receives according to the
+        schedule, and the measured seconds of all ranks in each iteration.
+    """
+    config, waits = engines.micro_config(overrides, world_size=world_size), list[int]()
+    with engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine:
+        if rank == world_size - 1:
+            engine.model_chunks[0].register_forward_pre_hook(lambda *_: time.sleep(SLOW_SECONDS))
+        found = []
+        for number in (1, 2, 3):
+            found.append(engine.run_iteration(number).idle_seconds)
+            engine.evaluate()  # waits, too, but is not part of the iteration
+            waits.append(engine.boundaries.idle._usual_num_waits)
+        shape = PipelineShape(
+            num_stages=world_size, num_microbatches=engine.batch.num_microbatches, num_chunks=len(engine.model_chunks)
+        )
+        num_messages = sum(len(receives(shape, rank, direction)) for direction in ("forward", "backward"))
+        return waits, num_messages, found

@@ -141,6 +141,7 @@ def test_every_kind_has_its_own_line(kind: type[events.Record]) -> None:
     note = example_of(kind).describe()
     assert note is None or (note.level in ("info", "good", "warning", "bad") and "\n" not in note.text and note.text)
     shown_otherwise = {"metrics", "expert_load", "state_digest", "window_committed", "stage_recovery"}
+    shown_otherwise |= {"pipeline_idle"}
     assert (note is None) == (kind.kind in shown_otherwise)
 
 

@@ -12,6 +12,7 @@ MAX_OUTLIVE_SECONDS = 7 * 24 * 3600
 """Largest value of ``snapshot.outlive_job_seconds``. Servers that no job takes over must not run forever."""
 _OUTLIVE = "snapshot.outlive_job_seconds"
 _REPAY = "snapshot.repay_capacity_share"
+_BUBBLES = "snapshot.copy_in_bubbles"
 
 
 def _check_survival(config: JobConfig) -> None:
@@ -358,6 +359,32 @@ def _check_repayment(config: JobConfig) -> None:
     )
 
 
+def _check_bubbles(config: JobConfig) -> None:
+    """Check ``snapshot.copy_in_bubbles``: ranks must wait for messages of other stages, and must notice when."""
+    if not config.snapshot.copy_in_bubbles:
+        return
+    require(
+        config.parallel.pipeline_model_parallel_size > 1,
+        _BUBBLES,
+        True,
+        "must be false with parallel.pipeline_model_parallel_size=1: without other stages, no rank waits for their "
+        "messages",
+    )
+    require(
+        config.snapshot.policy is not None,
+        _BUBBLES,
+        True,
+        "must be false with snapshot.policy=null: nothing is copied; choose e.g. snapshot=sparse_window",
+    )
+    require(
+        config.training.device != "cuda",
+        _BUBBLES,
+        True,
+        "must be false with training.device=cuda: there only a stream waits for messages, and this version starts "
+        "copies from the CPU",
+    )
+
+
 def _check_snapshot(config: JobConfig) -> None:
     """Check the keys of ``snapshot`` that can be checked without a plan.
 
@@ -373,6 +400,7 @@ def _check_snapshot(config: JobConfig) -> None:
     at_least(0, "snapshot.keep_persisted", snapshot.keep_persisted)
     at_least(0, "snapshot.replan_interval_windows", snapshot.replan_interval_windows)
     _check_repayment(config)
+    _check_bubbles(config)
     outlive = snapshot.outlive_job_seconds
     require(0 <= outlive <= MAX_OUTLIVE_SECONDS, _OUTLIVE, outlive, f"must be from 0 to {MAX_OUTLIVE_SECONDS}")
     require(

@@ -5,7 +5,7 @@ both 1F1B and interleaved schedules. ``Boundaries`` keeps the log when the proce
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron_ft.planning.iteration import Vote
 from megatron_ft.planning.pipeline import Direction
 from megatron_ft.runtime.upstream_log.log import UpstreamLog
+from megatron_ft.snapshot.capture.idle_gate import IdleGate
 
 # Collectives of gloo accept tensors on a GPU. Its sends and receives do not, because sockets need host memory.
 
@@ -85,15 +86,24 @@ class _StagedCommunicator(P2PCommunicator):
 
 
 class _LoggingCommunicator(_StagedCommunicator):
-    """Communicator that logs a copy of every activation and gradient that it sends.
+    """Communicator that logs a copy of every activation and gradient that it sends, and measures waits for messages.
 
     Args:
         log: log for the copies; None to log nothing.
+        idle: receives the waits. None measures nothing.
     """
 
-    def __init__(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig, log: UpstreamLog | None) -> None:
+    def __init__(
+        self,
+        pp_group: dist.ProcessGroup,
+        config: ModelParallelConfig,
+        log: UpstreamLog | None,
+        idle: IdleGate | None = None,
+    ) -> None:
         super().__init__(pp_group, config)
         self.log = log
+        # With NCCL only a stream waits for a message, and the time of the call is not the time of the wait.
+        self._idle = None if _is_nccl(pp_group) else idle
 
     def keep(self, to_next: torch.Tensor | None, to_previous: torch.Tensor | None) -> None:
         """Log the tensors that are about to be sent to the next and to the previous stage; None if nothing is sent."""
@@ -103,20 +113,42 @@ class _LoggingCommunicator(_StagedCommunicator):
             self.log.append("backward", to_previous)
 
     def _communicate(
-        self, *, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None, **others: Any
+        self,
+        *,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any,
+        wait_on_reqs: bool = True,
     ) -> Received:
         # Logged before the send, after which the schedule may free the tensor (``deallocate_pipeline_outputs``).
         self.keep(tensor_send_next, tensor_send_prev)
-        received: Received = super()._communicate(
-            tensor_send_next=tensor_send_next, tensor_send_prev=tensor_send_prev, **others
-        )
-        return received
+        waits_now = wait_on_reqs and (recv_prev or recv_next)
+        with nullcontext() if self._idle is None or not waits_now else self._idle.waiting():
+            from_previous, from_next, requests = super()._communicate(
+                tensor_send_next=tensor_send_next,
+                tensor_send_prev=tensor_send_prev,
+                recv_prev=recv_prev,
+                recv_next=recv_next,
+                tensor_shape=tensor_shape,
+                wait_on_reqs=wait_on_reqs,
+            )
+        if self._idle is not None and isinstance(requests, dict):
+            gate = self._idle
+            requests = {
+                name: _Receive(request, gate) if name.startswith("recv") else request
+                for name, request in requests.items()
+            }
+        return from_previous, from_next, requests
 
 
 class Boundaries:
     """Connection of a rank to the adjacent pipeline stages. The log survives when the process groups are replaced."""
 
     def __init__(self) -> None:
+        self.idle = IdleGate()
+        """Waits of this rank for messages of adjacent stages."""
         self._log: UpstreamLog | None = None
         self._communicator: _LoggingCommunicator | None = None
 
@@ -133,7 +165,8 @@ class Boundaries:
 
     def connect(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig) -> _LoggingCommunicator:
         """Create the communicator for Megatron's schedules."""
-        self._communicator = _LoggingCommunicator(pp_group, config, self._log)
+        self.idle.forget()
+        self._communicator = _LoggingCommunicator(pp_group, config, self._log, self.idle)
         return self._communicator
 
     def release(self) -> None:
@@ -142,18 +175,20 @@ class Boundaries:
 
     @contextmanager
     def logging(self, iteration: int, generation: int) -> Iterator[None]:
-        """Log all messages that are sent in this context as messages of ``iteration`` in ``generation``."""
+        """Log all messages that are sent in this context as messages of ``iteration`` in ``generation``. Measure the
+        waits for received messages."""
         log = self._log
-        if log is None:
-            yield
-            return
-        log.begin(iteration, generation)
-        try:
-            yield
-            # Not in ``finally``, because a failed iteration has not sent all messages and must not be logged.
-            log.end()
-        finally:
-            log.abandon()
+        with self.idle.iteration():
+            if log is None:
+                yield
+                return
+            log.begin(iteration, generation)
+            try:
+                yield
+                # Not in ``finally``, because a failed iteration has not sent all messages and must not be logged.
+                log.end()
+            finally:
+                log.abandon()
 
     def commit(self, vote: Vote) -> None:
         if self._log is not None:
@@ -192,6 +227,19 @@ class _Transfer:
         if self.target is not None:
             self.target.data.copy_(self.host)
         self._is_done = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Receive:
+    """Request for a message that is received later. ``idle`` measures the wait for it."""
+
+    request: Any
+    idle: IdleGate
+
+    def wait(self) -> None:
+        """Wait until the message is received."""
+        with self.idle.waiting():
+            self.request.wait()
 
 
 TAGS: dict[Direction, int] = {"forward": 1_001, "backward": 1_002}

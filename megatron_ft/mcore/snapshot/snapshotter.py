@@ -52,7 +52,7 @@ from megatron_ft.snapshot.server.client import (
 )
 from megatron_ft.snapshot.window import StoredLevel
 
-_NAMES = ("stalled_seconds", "captured_bytes", "replicated_bytes", "persisted_bytes")
+_NAMES = ("stalled_seconds", "captured_bytes", "replicated_bytes", "persisted_bytes", "idle_copied_bytes")
 
 
 class _SnapshotStats:
@@ -66,7 +66,7 @@ class _SnapshotStats:
     def end_captures(self, figures: CaptureFigures) -> None:
         """Add the final ``figures`` of a capture. The counters of the next capture start at 0."""
         self._add(figures)
-        self._seen |= {"stalled_seconds": 0, "captured_bytes": 0}
+        self._seen |= {"stalled_seconds": 0, "captured_bytes": 0, "idle_copied_bytes": 0}
 
     def watch(self, arena: Arena) -> None:
         """Read the snapshot server's counters from ``arena``, its memory, from now on. Costs before this call are not
@@ -90,10 +90,16 @@ class _SnapshotStats:
             captured_bytes=int(cost["captured_bytes"]),
             replicated_bytes=int(cost["replicated_bytes"]),
             persisted_bytes=int(cost["persisted_bytes"]),
+            idle_copied_bytes=int(cost["idle_copied_bytes"]),
         )
 
     def _add(self, figures: CaptureFigures) -> None:
-        now = {"stalled_seconds": figures.stalled_seconds, "captured_bytes": figures.num_bytes, **self._server_sums()}
+        now = {
+            "stalled_seconds": figures.stalled_seconds,
+            "captured_bytes": figures.num_bytes,
+            "idle_copied_bytes": figures.idle_bytes,
+            **self._server_sums(),
+        }
         for name, value in now.items():
             self._unreported[name] += value - self._seen[name]
         self._seen |= now
@@ -165,7 +171,8 @@ class Snapshotter:
         self._policy: SnapshotPolicy = build_policy("snapshot.policy", config.snapshot.policy)
         self._expert_policy = expert_policy(config)
         self._stores_fewer = stores_fewer_experts(config)
-        self._copier = open_copier(engine.device)
+        gate = engine.boundaries.idle if config.snapshot.copy_in_bubbles else None
+        self._copier = open_copier(engine.device, gate)
         self._buffers = WindowBuffers()
         self._start: int | None = None
         self._last_start: int | None = None
@@ -533,6 +540,8 @@ class Snapshotter:
         start, figures = self._buffers.committed, self.figures
         length = self._lengths.get(start, 0)
         record = self._stats.record(iteration, start_iteration=start, num_iterations=length, figures=figures)
+        if not self._config.snapshot.copy_in_bubbles:
+            record = replace(record, idle_copied_bytes=None)
         partial = None if self._opened is None else self._opened.partial
         if partial is not None:
             at_risk, lost = partial.shares(start, self._tokens())

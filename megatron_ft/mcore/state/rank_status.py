@@ -63,7 +63,7 @@ def resolve_iteration(engine: TrainingEngine, target: Target) -> IterationResult
         f"this rank has no ballot or no vote of iteration {target.iteration}"
     )
     # Values of single ranks are left out, because ranks may be renumbered before the result is reported.
-    result = replace(engine.decide(vote), pass_seconds=(), memory=None)
+    result = replace(engine.decide(vote), pass_seconds=(), idle_seconds=(), memory=None)
     # A skip or a stop may have been applied before the failure. Both restore recorded values, so they can be repeated.
     if in_progress.update == "none":
         engine.apply(result)

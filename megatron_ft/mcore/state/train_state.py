@@ -37,6 +37,9 @@ class IterationResult:
     not needed."""
     pass_seconds: tuple[float, ...] = ()
     """Seconds of the measured work of ``StragglerTimer`` on each rank, from the ballots."""
+    idle_seconds: tuple[float, ...] = ()
+    """Seconds for which each rank waited for messages of adjacent pipeline stages; empty if the ballots are not known
+    on this rank."""
     memory: MemoryUse | None = None
     """Largest memory of any rank; None if the ballots are not known on this rank."""
 
@@ -195,6 +198,8 @@ class IterationState:
     """The vote; None until it is complete on this rank."""
     pass_seconds: tuple[float, ...] = ()
     """Seconds of the measured work of ``StragglerTimer`` on each rank; empty until the vote is complete."""
+    idle_seconds: tuple[float, ...] = ()
+    """Seconds for which each rank waited for messages of adjacent pipeline stages, in the same form."""
     memory: MemoryUse | None = None
     """Largest memory of any rank, from the ballots; None until the vote is complete."""
     update: Literal["none", "begun", "done"] = "none"

@@ -356,14 +356,13 @@ class TrainingEngine:
 
     def decide(self, vote: Vote) -> IterationResult:
         """Decide from ``vote`` whether the iteration in progress is committed, is skipped, or stops the run."""
+        about = self._of(vote.iteration)
         return IterationResult(
             vote=vote,
             decision=self.policy.decide(vote, self.history),
             learning_rate=float(max(group["lr"] for group in self.optimizer.param_groups)),
             median_loss=self.history.median_loss,
-            expert_load=self._of(vote.iteration).expert_load,
-            pass_seconds=self._of(vote.iteration).pass_seconds,
-            memory=self._of(vote.iteration).memory,
+            **{name: getattr(about, name) for name in ("expert_load", "pass_seconds", "idle_seconds", "memory")},
         )
 
     def apply(self, result: IterationResult) -> None:
@@ -443,6 +442,7 @@ class TrainingEngine:
             stop_requested=int(self.stop_requested()),
             change_requested=int(self.change_requested()),
             pass_seconds=self._straggler_timer.end_iteration(),
+            idle_seconds=self.boundaries.idle.idle_seconds,
             **memory_use(self.device),
             **asdict(self.window_report()),
         )
@@ -457,6 +457,7 @@ class TrainingEngine:
         in_progress.contributed = True
         ballots = exchange(ballot, self.groups.vote)
         in_progress.pass_seconds = tuple(each.pass_seconds for each in ballots)
+        in_progress.idle_seconds = tuple(each.idle_seconds for each in ballots)
         in_progress.memory = MemoryUse.largest(ballots)
         in_progress.vote = self.tally(ballots)
         failpoints.hit("vote_after", iteration)

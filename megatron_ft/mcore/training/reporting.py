@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ from megatron_ft.events import (
     Evaluation,
     ExpertLoad,
     Metrics,
+    PipelineIdle,
     PlacementInForce,
     ProfileRecorded,
     Record,
@@ -40,6 +41,7 @@ from megatron_ft.planning.cost.flops import Throughput
 from megatron_ft.planning.iteration import BatchPlan
 from megatron_ft.planning.snapshot.plan import WindowPlan, window_bytes
 from megatron_ft.planning.snapshot.report import dense_plan
+from megatron_ft.topology import Topology
 
 
 class Evaluates(Protocol):
@@ -181,6 +183,29 @@ def metrics_record(
             values["memory_reserved_bytes"] = memory.reserved_bytes
         values["memory_peak_bytes"], values["memory_peak_rank"] = memory.peak_bytes, memory.peak_rank
     return Metrics(iteration=vote.iteration, values=values)
+
+
+def iteration_records(
+    config: JobConfig,
+    result: IterationResult,
+    batch: BatchPlan,
+    seconds: float,
+    nodes: Sequence[int],
+    throughput: Throughput,
+) -> Iterator[Metrics | PipelineIdle]:
+    """Yield the events about one iteration: its metrics (see ``metrics_record``) and, if they are known, the waits of
+    each pipeline stage."""
+    yield metrics_record(config, result, batch, seconds, nodes, throughput)
+    if any(result.idle_seconds):
+        yield idle_record(result.vote.iteration, result.idle_seconds, Topology.of(config.parallel, len(nodes)))
+
+
+def idle_record(iteration: int, idle_seconds: Sequence[float], topology: Topology) -> PipelineIdle:
+    """Return the event about the waits of each pipeline stage. ``idle_seconds`` contains those of every rank."""
+    stages: list[list[float]] = [[] for _ in range(topology.pipeline_model_parallel_size)]
+    for rank, seconds in enumerate(idle_seconds):
+        stages[topology.coordinates(rank).pp].append(seconds)
+    return PipelineIdle(iteration=iteration, seconds=tuple(map(statistics.fmean, stages)))
 
 
 def expert_load_record(config: JobConfig, iteration: int, load: torch.Tensor) -> ExpertLoad:

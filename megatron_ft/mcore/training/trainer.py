@@ -43,7 +43,7 @@ from megatron_ft.mcore.training.reporting import (
     device_name,
     evaluation_record,
     expert_load_record,
-    metrics_record,
+    iteration_records,
     placement_record,
     run_started,
 )
@@ -295,7 +295,8 @@ class Trainer:
         iteration, vote, decision = result.vote.iteration, result.vote, result.decision
         if _due(iteration, self.config.telemetry.log_interval_iterations):
             plan = (batch or self.engine.batch).at(iteration)
-            self.report(metrics_record(self.config, result, plan, seconds, self.nodes, self.throughput))
+            for record in iteration_records(self.config, result, plan, seconds, self.nodes, self.throughput):
+                self.report(record)
         if result.expert_load is not None and self._reports_load(iteration):
             self.report(expert_load_record(self.config, iteration, result.expert_load))
         if decision.spike:

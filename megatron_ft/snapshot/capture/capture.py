@@ -12,6 +12,7 @@ import torch
 
 from megatron_ft.operator_state import StateShard
 from megatron_ft.planning.snapshot.plan import Piece, WindowPlan, slice_bytes
+from megatron_ft.snapshot.capture.idle_gate import CHUNK_BYTES, CopyTimes, IdleGate
 from megatron_ft.snapshot.server.client import Arena, KeeperClient
 from megatron_ft.snapshot.window import Slice
 
@@ -67,9 +68,17 @@ def _nothing() -> None:
 
 
 class _ThreadCopier:
-    """Copies in a separate thread. The thread releases the interpreter lock while it copies bytes."""
+    """Copies in a separate thread. The thread releases the interpreter lock while it copies bytes.
 
-    def __init__(self) -> None:
+    Args:
+        gate: tells when the rank waits for messages; copies then prefer these times. None: a batch is copied as soon as
+            it is started.
+    """
+
+    def __init__(self, gate: IdleGate | None = None) -> None:
+        self._gate = gate
+        self._at_once = 0
+        """Bytes of the batch that are copied without waiting for a bubble."""
         self._batch: CopyBatch | None = None
         self._before: Action = _nothing
         self._after: Action = _nothing
@@ -80,6 +89,8 @@ class _ThreadCopier:
         self._failure: BaseException | None = None
         self.busy_seconds = 0.0
         """Duration of the copies of the last batch."""
+        self.times = CopyTimes()
+        """Copies of the last batch by the state of the rank; 0 without a gate."""
         self.cpu_seconds = 0.0
         """CPU time that the thread has used."""
         self._thread = threading.Thread(target=self._serve, name="capture", daemon=True)
@@ -90,6 +101,9 @@ class _ThreadCopier:
         byte is copied and ``after`` when all bytes are copied; both may run in another thread."""
         assert not self._under_way, "a batch is still being copied"
         self._batch, self._before, self._after, self._under_way = batch, before, after, True
+        if self._gate is not None:
+            self._at_once = self._gate.bytes_at_once(batch.num_bytes)
+            self._gate.hold()
         self._wake.release()
 
     def wait(self) -> float:
@@ -102,6 +116,8 @@ class _ThreadCopier:
         if not self._under_way:
             return 0.0
         began = time.perf_counter()
+        if self._gate is not None:
+            self._gate.release()
         self._done.acquire()
         # These refer to window buffers, which can be unmapped only after the last reference is gone.
         self._under_way, self._batch, self._before, self._after = False, None, _nothing, _nothing
@@ -124,9 +140,7 @@ class _ThreadCopier:
                 return
             try:
                 self._before()
-                began = time.perf_counter()
                 self._copy()
-                self.busy_seconds = time.perf_counter() - began
                 self._after()
             except BaseException as failure:  # noqa: BLE001 - raised again in wait()
                 self._failure = failure
@@ -135,9 +149,27 @@ class _ThreadCopier:
 
     def _copy(self) -> None:
         assert self._batch is not None, "there is no batch to copy"
+        if self._gate is not None:
+            return self._copy_in_bubbles(self._batch, self._gate)
+        began = time.perf_counter()
         for source, target in zip(self._batch.sources, self._batch.targets, strict=True):
             # ``memmove`` uses only this thread. ``Tensor.copy_`` would also use intra-op threads, which training needs.
             ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
+        self.busy_seconds = time.perf_counter() - began
+        return None
+
+    def _copy_in_bubbles(self, batch: CopyBatch, gate: IdleGate) -> None:
+        times = CopyTimes()
+        for source, target in zip(batch.sources, batch.targets, strict=True):
+            to, since, num_bytes = target.data_ptr(), source.data_ptr(), target.numel()
+            for offset in range(0, num_bytes, CHUNK_BYTES):
+                size = min(CHUNK_BYTES, num_bytes - offset)
+                is_idle = gate.await_turn(may_compete=times.busy_bytes < self._at_once)
+                began = time.perf_counter()
+                ctypes.memmove(to + offset, since + offset, size)
+                times.add(size, time.perf_counter() - began, is_idle=is_idle)
+        gate.learn(times)
+        self.times, self.busy_seconds = times, times.idle_seconds + times.busy_seconds
 
 
 class _StreamCopier:
@@ -163,6 +195,7 @@ class _StreamCopier:
         self._batch: CopyBatch | None = None
         self._after: Action = _nothing
         self.busy_seconds = 0.0
+        self.times = CopyTimes()
 
     def start(self, batch: CopyBatch, before: Action = _nothing, after: Action = _nothing) -> None:
         # The copies begin after all work that is queued on the compute stream now.
@@ -200,9 +233,10 @@ class _StreamCopier:
 Copier = _ThreadCopier | _StreamCopier
 
 
-def open_copier(device: torch.device) -> Copier:
-    """Return the copier for tensors on ``device``."""
-    return _StreamCopier(device) if device.type == "cuda" else _ThreadCopier()
+def open_copier(device: torch.device, gate: IdleGate | None = None) -> Copier:
+    """Return the copier for tensors on ``device``. ``gate``: see ``_ThreadCopier``; it must be None on CUDA."""
+    assert gate is None or device.type != "cuda", "only copies of a thread can wait for bubbles"
+    return _StreamCopier(device) if device.type == "cuda" else _ThreadCopier(gate)
 
 
 def pin(memory: torch.Tensor) -> None:
@@ -269,6 +303,11 @@ class CaptureFigures:
     """Seconds that training spent on starting copies and on waiting for them."""
     busy_seconds: float = 0.0
     """Seconds for which copies ran; training does not wait for most of this time."""
+    idle_bytes: int = 0
+    """Bytes that were copied while the rank waited for messages of adjacent pipeline stages. Only counted with
+    ``snapshot.copy_in_bubbles``."""
+    idle_seconds: float = 0.0
+    """Seconds for which the copies of ``idle_bytes`` ran."""
 
 
 class WindowMemory:
@@ -375,6 +414,8 @@ class WindowCapture:
         self.figures.num_slices += 1
         self.figures.num_bytes += num_bytes
         self.figures.busy_seconds += self._copier.busy_seconds
+        self.figures.idle_bytes += self._copier.times.idle_bytes
+        self.figures.idle_seconds += self._copier.times.idle_seconds
         self.figures.stalled_seconds += time.perf_counter() - began
 
     def _batch(self, part: Slice, buffer: torch.Tensor, source: Source) -> CopyBatch:

@@ -158,6 +158,23 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+BUBBLES = {**PIPELINE, "snapshot.policy": POLICY, "snapshot.copy_in_bubbles": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"parallel.pipeline_model_parallel_size": 1}, "without other stages, no rank waits"),
+        ({"snapshot.policy": None}, "nothing is copied"),
+        ({"training.device": "cuda"}, "only a stream waits"),
+    ],
+)
+def test_copies_in_bubbles_need_bubbles(changes: dict[str, Any], reason: str) -> None:
+    validate(job(BUBBLES))
+    with pytest.raises(ConfigError, match=rf"^snapshot\.copy_in_bubbles=true: must be false.*{reason}"):
+        validate(job(BUBBLES | changes))
+
+
 @pytest.mark.parametrize(("changes", "key"), WRONG, ids=[str(number) for number in range(len(WRONG))])
 def test_what_cannot_be_is_refused_by_key(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{key}.*must"):

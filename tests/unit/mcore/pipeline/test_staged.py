@@ -4,6 +4,8 @@ import pytest
 
 from megatron_ft.testing.engines import of_ranks, run_scenarios
 
+SLOW_SECONDS = 0.25
+"""``SLOW_SECONDS`` of the scenario."""
 PP2 = {"model.num_layers": 4, "parallel.pipeline_model_parallel_size": 2}
 PIPELINES = {"pp2": PP2, "vpp2": {**PP2, "parallel.virtual_pipeline_model_parallel_size": 2}}
 
@@ -39,3 +41,21 @@ def test_an_output_arrives_although_its_memory_is_freed_while_it_is_sent() -> No
     entry = "tests.helpers.staged_scenarios:send_and_free"
     outcomes = run_scenarios({"freed": (entry, 2, {"overrides": PIPELINES["vpp2"]})})
     assert of_ranks(outcomes, "freed") == [0, 1 << 22]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(400)
+def test_each_wait_for_a_message_is_measured() -> None:
+    """The first stage waits for the slow last stage. All ranks know the waits of all ranks."""
+    entry = "tests.helpers.staged_scenarios:measure_waits"
+    outcomes = run_scenarios(
+        {name: (entry, 2, {"overrides": overrides}) for name, overrides in PIPELINES.items()}, timeout_seconds=380
+    )
+    for name in PIPELINES:
+        ranks = of_ranks(outcomes, name)
+        for waits, num_messages, seconds in ranks:
+            assert waits == [num_messages] * 3 and num_messages > 0
+            assert seconds == ranks[0][2] and all(each > 0 for of_iteration in seconds for each in of_iteration)
+        assert max(first for first, _ in ranks[0][2]) > 2 * SLOW_SECONDS
+        assert max(first - last for first, last in ranks[0][2]) > SLOW_SECONDS
