@@ -71,7 +71,7 @@ class _ThreadCopier:
     """Copies in a separate thread. The thread releases the interpreter lock while it copies bytes.
 
     Args:
-        gate: tells when the rank waits for messages; copies then prefer these times. None: a batch is copied as soon as
+        gate: shows when the rank waits for messages; copies then prefer these times. None: a batch is copied as soon as
             it is started.
     """
 
