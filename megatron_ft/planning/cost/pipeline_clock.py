@@ -94,6 +94,57 @@ class IterationSeconds:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCopy:
+    """Copy of a snapshot's slice that one thread of a stage runs during an iteration. Computation and copy share one
+    core: while both run, each has half of it."""
+
+    seconds: float
+    """Duration of the copy if nothing else runs."""
+    at_once_seconds: float
+    """The part that runs from the start of the iteration on, also while the stage computes. The rest waits until the
+    stage waits for a message or has received its last one (``snapshot.copy_in_bubbles``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiedIteration:
+    """Times of an iteration during which every stage copies a slice."""
+
+    makespan_seconds: float
+    """Time from the start of the iteration until the last stage has updated its weights. A stage ends its copy before
+    its update."""
+    idle_copy_seconds: tuple[float, ...]
+    """For each stage, the part of its copy that ran while the stage waited for messages."""
+    late_copy_seconds: tuple[float, ...]
+    """For each stage, the part of its copy that was left after the last pass."""
+
+    @classmethod
+    def of(
+        cls,
+        shape: PipelineShape,
+        stages: Sequence[StageSeconds],
+        copies: Sequence[StageCopy],
+        *,
+        send_seconds: float = 0.0,
+    ) -> "CopiedIteration":
+        """Simulate one training iteration.
+
+        Args:
+            stages: times of every stage of the pipeline.
+            copies: copy of each stage.
+            send_seconds: time from the end of a pass until its tensor arrives.
+        """
+        assert len(copies) == shape.num_stages, f"{len(copies)} copies for a pipeline of {shape.num_stages} stages"
+        run = _Run(shape, stages, frozenset(range(shape.num_stages)), send_seconds, copies)
+        ends = run.to_the_end()
+        late = run.copy_seconds
+        return cls(
+            makespan_seconds=max(ends[stage] + late[stage] + stages[stage].update_seconds for stage in ends),
+            idle_copy_seconds=tuple(run.idle_copy_seconds),
+            late_copy_seconds=tuple(late),
+        )
+
+
 Wait = tuple[float, float]
 """Start and end of a wait, in seconds since the start of the iteration."""
 
@@ -116,13 +167,23 @@ def receive_waits(
 
 class _Run:
     def __init__(
-        self, shape: PipelineShape, stages: Sequence[StageSeconds], own: frozenset[int], send_seconds: float
+        self,
+        shape: PipelineShape,
+        stages: Sequence[StageSeconds],
+        own: frozenset[int],
+        send_seconds: float,
+        copies: Sequence[StageCopy] = (),
     ) -> None:
         self._shape, self._stages, self._own, self._send_seconds = shape, stages, own, send_seconds
         self._sent: dict[tuple[Direction, int, Place], float] = {}
         """Arrival time of the output of each pass."""
         self.waits: dict[int, list[Wait]] = {stage: [] for stage in own}
         """Times in which each stage waits for the input of a pass."""
+        self.copy_seconds = [copy.seconds for copy in copies]
+        """For each stage, the part of its copy that has not run yet."""
+        self.idle_copy_seconds = [0.0 for _ in copies]
+        self._at_once = [copy.at_once_seconds for copy in copies]
+        self._last_received = [self._last_received_pass(stage) for stage, _ in enumerate(copies)]
         self._logged = dict(self._log())
 
     def to_the_end(self) -> dict[int, float]:
@@ -135,6 +196,7 @@ class _Run:
                 while passes and (there := self._arrival(stage, passes[-1])) is not None:
                     if there > free[stage]:
                         self.waits[stage].append((free[stage], there))
+                        self._copy_while_idle(stage, there - free[stage])
                     free[stage] = self._compute(stage, passes.pop(), max(free[stage], there))
             # If no pass runs in a round, stages wait for each other: Megatron could not run this order of passes.
             assert sum(map(len, waiting.values())) < before, (
@@ -145,9 +207,31 @@ class _Run:
     def _compute(self, stage: int, one: Pass, start: float) -> float:
         direction, microbatch, chunk = one
         seconds = self._stages[stage].chunks[chunk]
-        end = start + (seconds.forward_seconds if direction == "forward" else seconds.backward_seconds)
+        took = seconds.forward_seconds if direction == "forward" else seconds.backward_seconds
+        end = start + took + self._copy_while_busy(stage, one, took)
         self._sent[direction, microbatch, (stage, chunk)] = end + self._send_seconds
         return end
+
+    def _copy_while_idle(self, stage: int, seconds: float) -> None:
+        if self.copy_seconds:
+            copied = min(self.copy_seconds[stage], seconds)
+            self.copy_seconds[stage] -= copied
+            self.idle_copy_seconds[stage] += copied
+
+    def _copy_while_busy(self, stage: int, one: Pass, seconds: float) -> float:
+        # Returns by how much the copy prolongs the pass ``one``, which takes ``seconds`` if nothing is copied.
+        if not self.copy_seconds:
+            return 0.0
+        if one == self._last_received[stage]:
+            self._at_once[stage] = self.copy_seconds[stage]
+        copied = min(self._at_once[stage], self.copy_seconds[stage], seconds)
+        self._at_once[stage] -= copied
+        self.copy_seconds[stage] -= copied
+        return copied
+
+    def _last_received_pass(self, stage: int) -> Pass | None:
+        received = [one for one in order(self._shape, stage) if self._shape.origin(stage, one[2], one[0]) is not None]
+        return received[-1] if received else None
 
     def _arrival(self, stage: int, one: Pass) -> float | None:
         # Arrival time of the input of a pass; None while it is not known.

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.planning.cost.pipeline_clock import IterationSeconds, PassSeconds, StageSeconds
+from megatron_ft.planning.cost.pipeline_clock import (
+    CopiedIteration,
+    IterationSeconds,
+    PassSeconds,
+    StageCopy,
+    StageSeconds,
+    receive_waits,
+)
 from megatron_ft.planning.pipeline import PipelineShape
 
 FORWARD, BACKWARD, UPDATE = 1.0, 2.0, 0.5
@@ -118,3 +125,65 @@ def test_stages_that_are_not_there_are_refused() -> None:
             IterationSeconds.of(shape, even(shape), replayed=replayed)
     with pytest.raises(AssertionError):
         IterationSeconds.of(shape, even(shape)[:1])
+
+
+TWO = PipelineShape(num_stages=2, num_microbatches=2)
+"""By hand, with f=1 and b=2: the first stage runs F0 0-1, F1 1-2, waits until 4, B0 4-6, waits until 7, B1 7-9. The
+last stage waits until 1 and then runs F0, B0, F1, B1 until 7."""
+
+
+def copied(seconds: float, at_once: tuple[float, float]) -> CopiedIteration:
+    copies = [StageCopy(seconds=seconds, at_once_seconds=each) for each in at_once]
+    return CopiedIteration.of(TWO, even(TWO), copies)
+
+
+def test_a_copy_in_bubbles_costs_nothing_while_it_fits() -> None:
+    assert receive_waits(TWO, even(TWO)) == (((2.0, 4.0), (6.0, 7.0)), ((0.0, 1.0),))
+    undisturbed = IterationSeconds.of(TWO, even(TWO)).makespan_seconds
+    fits = copied(1.0, (0.0, 0.0))
+    assert fits.makespan_seconds == undisturbed == 9.0 + UPDATE
+    assert (fits.idle_copy_seconds, fits.late_copy_seconds) == ((1.0, 1.0), (0.0, 0.0))
+
+
+def test_a_copy_at_once_takes_half_of_the_core() -> None:
+    """The first stage copies during F0, so F0 ends at 2. The last stage has copied before that."""
+    shared = copied(1.0, (1.0, 1.0))
+    assert shared.makespan_seconds == 10.0 + UPDATE
+    assert (shared.idle_copy_seconds, shared.late_copy_seconds) == ((0.0, 1.0), (0.0, 0.0))
+
+
+def test_what_fits_into_no_bubble_prolongs_the_last_passes() -> None:
+    """The first stage copies 3 s while it waits and 1 s during B1. The last stage copies 1 s while it waits, 1 s during
+    its last F1 and 2 s during B1, which therefore end at 5 and 9. The first stage then waits for 2 s more."""
+    late = copied(4.0, (0.0, 0.0))
+    assert late.idle_copy_seconds == (4.0, 1.0)
+    assert late.late_copy_seconds == (0.0, 0.0)
+    assert late.makespan_seconds == 12.0 + UPDATE
+
+
+def test_what_is_left_after_the_last_pass_delays_the_update() -> None:
+    late = copied(20.0, (0.0, 0.0))
+    first, last = late.late_copy_seconds
+    assert late.makespan_seconds >= 20.0 + UPDATE and first > 0 and last > 0
+    # The last stage computes 6 s, copies 20 s, and waits 1 s, during which it copies, too.
+    assert last == 20.0 - 1.0 - 3.0
+
+
+@given(
+    num_stages=st.integers(1, 5),
+    num_microbatches=st.integers(1, 8),
+    num_chunks=st.integers(1, 2),
+    seconds=st.floats(0, 30),
+    share=st.floats(0, 1),
+)
+def test_every_copy_ends_and_costs_at_most_its_own_time(
+    num_stages: int, num_microbatches: int, num_chunks: int, seconds: float, share: float
+) -> None:
+    num_chunks = 1 if num_stages == 1 else num_chunks
+    shape = PipelineShape(num_stages=num_stages, num_microbatches=num_microbatches * num_stages, num_chunks=num_chunks)
+    copies = [StageCopy(seconds=seconds, at_once_seconds=share * seconds)] * num_stages
+    found = CopiedIteration.of(shape, even(shape), copies)
+    undisturbed = IterationSeconds.of(shape, even(shape)).makespan_seconds
+    # Passes of all stages depend on each other, so the copies of all stages may add up.
+    assert undisturbed - 1e-9 <= found.makespan_seconds <= undisturbed + num_stages * seconds + 1e-9
+    assert all(0 <= used <= seconds + 1e-9 for used in found.idle_copy_seconds)
