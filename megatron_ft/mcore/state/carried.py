@@ -49,7 +49,8 @@ class Carried:
     host: TrainState
     """State of the rank besides the tensors in ``state`` and ``shards``."""
     former: Mapping[int, tuple[NamedState, TrainState]] = field(default_factory=dict)
-    """Tensors and other state of model parts that this rank had in earlier memberships. All of it is state after the same iteration."""
+    """Tensors and other state of model parts that this rank had in earlier memberships. All of it belongs to the same
+    iteration."""
     finished: IterationResult | None
     """Result of an iteration that was finished after the membership had ended and is not reported yet. None if there is
     no such iteration."""
