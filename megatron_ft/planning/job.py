@@ -392,7 +392,9 @@ def _fewer_lanes(config: JobConfig) -> tuple[str, ...]:
         return ()
     note = (
         f"recovery.min_nodes={config.recovery.min_nodes}: if no node can take a lost place, the job continues with "
-        "fewer lanes (living_state). After that, joining nodes add lanes, and single stages do not replay"
+        "fewer lanes (living_state). After that, joining nodes add lanes, but even with all "
+        f"launch.num_nodes={config.launch.num_nodes} nodes the job does not return to its first layout: spares take no "
+        "lost places, and single stages do not replay, until all ranks start again on that many nodes"
     )
     model = config.model
     if config.snapshot.policy is None or not (model.hidden_dropout or model.attention_dropout):

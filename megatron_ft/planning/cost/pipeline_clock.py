@@ -114,9 +114,9 @@ class CopiedIteration:
     """Time from the start of the iteration until the last stage has updated its weights. A stage ends its copy before
     its update."""
     idle_copy_seconds: tuple[float, ...]
-    """For each stage, the part of its copy that ran while the stage waited for messages."""
+    """Seconds of the copy of each stage that ran while the stage waited for messages."""
     late_copy_seconds: tuple[float, ...]
-    """For each stage, the part of its copy that was left after the last pass."""
+    """Seconds of the copy of each stage that were left after its last pass."""
 
     @classmethod
     def of(
@@ -180,7 +180,7 @@ class _Run:
         self.waits: dict[int, list[Wait]] = {stage: [] for stage in own}
         """Times in which each stage waits for the input of a pass."""
         self.copy_seconds = [copy.seconds for copy in copies]
-        """For each stage, the part of its copy that has not run yet."""
+        """Seconds of the copy of each stage that have not run yet."""
         self.idle_copy_seconds = [0.0 for _ in copies]
         self._at_once = [copy.at_once_seconds for copy in copies]
         self._last_received = [self._last_received_pass(stage) for stage, _ in enumerate(copies)]

@@ -291,7 +291,8 @@ def test_a_plan_states_that_a_replay_takes_memory_for_copies(dropout: float, has
         snapshot={"policy": policy if has_windows else None},
         **nodes,
     ).notes
-    assert any("fewer lanes (living_state)" in note for note in found)
+    (note,) = [note for note in found if "fewer lanes (living_state)" in note]
+    assert "even with all launch.num_nodes=4 nodes the job does not return to its first layout" in note
     assert any("takes its memory twice" in note for note in found) is (dropout > 0 and has_windows)
 
 

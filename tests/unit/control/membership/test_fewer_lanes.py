@@ -94,6 +94,41 @@ def test_a_node_that_comes_back_grows_the_job_again_and_spares_replace_without_p
     assert job.state.has_changed_layout, "from now on, ranks exchange state as in an elastic job"
 
 
+def _grown() -> Job:
+    """Return a job that went on without node 2, and then has all four nodes again."""
+    job = Job(replace(BOTH, max_restarts=1))
+    ready(job, 4)
+    lose(job, 1)
+    assert not keeps(lose(job, 2))
+    job.see(NodeJoined(2))
+    report(job, 2)
+    assert job.tick(BOTH.join_window_seconds).decision is Decision.CHANGE
+    for rank in (0, 1, 6, 7, 8, 9):
+        step = job.see(RankBroken(rank, job.position(rank), job.now, iteration=5, planned=True))
+    assert not keeps(step) and job.state.members == (0, 4, 3, 2)
+    return job
+
+
+def test_a_spare_takes_no_place_in_a_job_that_has_all_its_nodes_again() -> None:
+    job = _grown()
+    job.see(NodeJoined(1))
+    report(job, 1)
+    assert job.state.nodes.waiting == {1}
+    assert NodeRules(job.policy).replacements(job.state) == frozenset(), "no node takes a place"
+    step = lose(job, 4)
+    assert not keeps(step)
+    assert shape(step) == ((0, 1, 4, 5, 6, 7, None, None), (0, 0, 3, 3, 2, 2, 1, 1)), "it joins behind the others"
+
+
+def test_only_a_start_of_all_ranks_returns_to_the_layout() -> None:
+    job = _grown()
+    for node in job.state.members:
+        for rank in job.policy.ranks_of(node):
+            step = job.see(RankExited(rank, 1, job.now, done=False))
+    assert (step.decision, step.state.members) == (RESTART, (0, 4, 3, 2))
+    assert not step.state.has_changed_layout
+
+
 def test_the_nodes_that_could_take_a_further_place_are_known() -> None:
     job = Job(BOTH)
     rules = NodeRules(job.policy)
