@@ -37,7 +37,7 @@ EAGER = {
 BF16 = {"precision.params_dtype": "bf16"}
 BEFORE_THE_BALLOT = ("forward", "dispatch", "backward", "grad_sync", "vote_before")
 PHASES = (*BEFORE_THE_BALLOT, "vote_inside", "vote_after", "update", "gather")
-OTHER_PHASES = ("forward", "dispatch", "grad_sync", "vote_before", "vote_after")
+OTHER_PHASES = ("forward", "dispatch", "grad_sync", "vote_before", "vote_inside", "vote_after", "update")
 """Phases that are like one of the other phases: another test kills ranks in them, or they differ in no operation."""
 SWAPPED = (
     "lose(nodes=[0,3],before_iteration=1)",
@@ -54,7 +54,7 @@ FRESH = (
     ("grown:bf16", (0, 1, 2, 3), 4),
 )
 """(Scheduled job, nodes of a membership, iteration after which the membership begins)."""
-OTHER_FRESH = (FRESH[0], FRESH[2], FRESH[5])
+OTHER_FRESH = (FRESH[0], FRESH[2], FRESH[3], FRESH[5])
 """Repetitions of other rows: memberships after the same loss, and another precision."""
 SAVING_EACH = {"checkpoint.save_interval_iterations": 1, "checkpoint.keep_last": 5}
 """Save after every iteration. A save is committed at the latest when the next one begins."""
@@ -75,7 +75,6 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
         "lose:0:3": job(lose((0, 3))),
         "killed:rank 0": job(faults(kill(0, 3, "backward"))),
         "killed:twice": job({**faults(kill(2, 3, "dispatch"), kill(0, 5, "backward")), **SAVING}, until=6),
-        "killed:checkpoint": job({**faults(kill(2, 2, "checkpoint")), **SAVING}),
         "killed:committing": job(
             {**faults('kill(rank=1, at_iteration=4, phase="forward", generation=1)'), **SAVING_EACH},
             dies_committing={"2": 2},
@@ -89,6 +88,7 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
         "no copies": job({**faults(kill(3, 3, "backward")), **SCARCE, **skewed}),
     }
     if extended:
+        jobs["killed:checkpoint"] = job({**faults(kill(2, 2, "checkpoint")), **SAVING})
         jobs["grown:bf16"] = job({**script(*GROWN), **SAVING, **BF16}, until=6)
     for phase in PHASES:
         if extended or phase not in OTHER_PHASES:
@@ -164,7 +164,7 @@ def test_an_iteration_without_every_ballot_is_void(outcomes: dict[str, Any], pha
     assert _first_without(outcomes, phase) == 3
 
 
-@pytest.mark.parametrize("phase", ["update", "gather"])
+@pytest.mark.parametrize("phase", chosen(["update", "gather"], OTHER_PHASES))
 def test_who_has_settled_a_vote_has_every_ballot(outcomes: dict[str, Any], phase: str) -> None:
     """This holds whether or not another survivor has the complete vote too."""
     positions = [broken["position"] for rank in outcomes[f"killed:{phase}"]["ranks"] for broken in rank["broken"]]
@@ -191,6 +191,7 @@ def test_two_are_lost_one_after_the_other(outcomes: dict[str, Any]) -> None:
     assert memberships(outcomes, "killed:twice") == memberships(outcomes, "scripted")
 
 
+@pytest.mark.extended
 def test_a_save_that_broke_is_made_again(outcomes: dict[str, Any]) -> None:
     check_same(outcomes, "killed:checkpoint", "lose:2:3")
     saved = records(outcomes, "killed:checkpoint", "checkpoint_saved")

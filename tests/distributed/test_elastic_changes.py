@@ -35,8 +35,8 @@ DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
 """Dropout, with which the random generators of joining ranks must be those of a scheduled job."""
 CHANGES = {"2": {"leave": [2]}, "4": {"join": [2]}}
 FORMING = ("reform_join", "reform_move", "reform_build")
-OTHER_PHASES = ("reform_join", "reform_build")
-"""Phases in which other tests of this module kill a rank."""
+OTHER_PHASES = ("reform_join", "reform_build", "capture")
+"""Phases in which other tests of this module kill a rank, or which are like another phase."""
 SNAPSHOTS = {
     "snapshot.policy": {"_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow"},
     "snapshot.num_peer_copies": 2,
@@ -82,13 +82,6 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
         "newcomer": job(repeats("killed:newcomer"), until=6),
         "other_data": job(faults(), until=6, changes=CHANGES, other_data=[2]),
         "placed again": job(script(GROWN[0], "change(lose=[],join=[],before_iteration=5)"), until=6),
-        "killed:after a join": job({**faults(LOST_AFTER_A_JOIN), **DROPOUT, **TWO_COPIES}, until=6, changes=CHANGES),
-        "after a join": job({**script(*GROWN, "lose(nodes=[0],before_iteration=5)"), **DROPOUT, **TWO_COPIES}, until=6),
-        "killed:back at once": job({**faults(LOST_ONCE), **DROPOUT}, returns={"2": [2]}),
-        "back at once": job({**script("change(lose=[2],join=[2],before_iteration=3)"), **DROPOUT}),
-        "moved": job({**lose((2, 3)), **rebalances}),
-        "killed:moving": job({**faults(kill(2, 3, "migrate_step")), **rebalances}),
-        "killed:capture": job({**SNAPSHOTS, **faults(kill(2, 3, "capture"))}, num_keepers=4),
         "killed:replicate": job({**SNAPSHOTS, **faults(wait_in(3), 'kill(rank=2, phase="replicate")')}, num_keepers=4),
         "history": job(script("lose(nodes=[2],before_iteration=4)", "join(nodes=[2],before_iteration=7)"), until=9),
         "captured": job(
@@ -112,6 +105,17 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
         "killed:server": job(faults(kill(2, 3, "backward"), kill(0, 2, "reform_join"))),
         "server": job(repeats("killed:server")),
     }
+    if extended:
+        two = {**DROPOUT, **TWO_COPIES}
+        jobs |= {
+            "killed:after a join": job({**faults(LOST_AFTER_A_JOIN), **two}, until=6, changes=CHANGES),
+            "after a join": job({**script(*GROWN, "lose(nodes=[0],before_iteration=5)"), **two}, until=6),
+            "killed:back at once": job({**faults(LOST_ONCE), **DROPOUT}, returns={"2": [2]}),
+            "back at once": job({**script("change(lose=[2],join=[2],before_iteration=3)"), **DROPOUT}),
+            "moved": job({**lose((2, 3)), **rebalances}),
+            "killed:moving": job({**faults(kill(2, 3, "migrate_step")), **rebalances}),
+            "killed:capture": job({**SNAPSHOTS, **faults(kill(2, 3, "capture"))}, num_keepers=4),
+        }
     for phase in FORMING if extended else set(FORMING) - set(OTHER_PHASES):
         jobs[f"killed:{phase}"] = job(faults(kill(2, 3, "backward"), kill(3, 2, phase)))
         jobs[phase] = job(repeats(f"killed:{phase}"))
@@ -197,6 +201,7 @@ def test_a_joining_node_that_reads_other_data_does_not_join(outcomes: dict[str, 
     assert any(different in text for text in broken)
 
 
+@pytest.mark.extended
 def test_what_a_joining_node_was_given_counts_before_it_has_done_an_iteration(outcomes: dict[str, Any]) -> None:
     """A node is lost in the first iteration after a join. Before the join, it had the only copy of an expert."""
     name = "killed:after a join"
@@ -209,6 +214,7 @@ def test_what_a_joining_node_was_given_counts_before_it_has_done_an_iteration(ou
     check_same(outcomes, name, "after a join")
 
 
+@pytest.mark.extended
 def test_a_node_is_back_in_the_membership_that_follows_its_loss(outcomes: dict[str, Any]) -> None:
     """Its new ranks have no state of the run. A schedule can express this."""
     name = "killed:back at once"
@@ -220,6 +226,7 @@ def test_a_node_is_back_in_the_membership_that_follows_its_loss(outcomes: dict[s
     check_same(outcomes, name, "back at once")
 
 
+@pytest.mark.extended
 def test_a_rank_dies_while_experts_replace_each_other(outcomes: dict[str, Any]) -> None:
     """The other ranks have replaced different numbers of experts. They continue as from the placement before."""
     name = "killed:moving"
@@ -232,7 +239,7 @@ def test_a_rank_dies_while_experts_replace_each_other(outcomes: dict[str, Any]) 
 # -- snapshots --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", ["capture", "replicate"])
+@pytest.mark.parametrize("phase", chosen(["capture", "replicate"], OTHER_PHASES))
 def test_a_rank_dies_while_state_is_captured(outcomes: dict[str, Any], phase: str) -> None:
     """The previous iteration is committed. Capturing snapshots changes no bit of its result or of later results."""
     name = f"killed:{phase}"

@@ -90,7 +90,18 @@ LOSSES = {
     "3 in 8 with a new 1": "change(lose=[1,3],join=[1],before_iteration=8)",
 }
 """Schedules with the same losses. A substitute that has no state yet joins, as any node does."""
-EXTENDED = ("dp4: joining", "dp4 whole", "dp4: formed", "dropout whole: in a replay")
+EXTENDED = (
+    "dp4: after the vote",
+    "dp4: joining",
+    "dp4: formed",
+    "dp4: the new layout",
+    "dp4 whole",
+    "rebalanced",
+    "dropout: a replay first",
+    "dropout: in a replay",
+    "dropout whole: in a replay",
+    "pp2",
+)
 """Faults whose path another fault also takes."""
 
 

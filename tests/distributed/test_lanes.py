@@ -49,10 +49,14 @@ LEFT = {"narrow": [0, 2, 3], "wide": [1, 2, 3]}
 PHASES = ("grad_sync", "vote_before", "vote_inside", "vote_after", "update", "gather")
 EXTENDED = {
     *(("narrow", phase) for phase in ("grad_sync", "vote_before", "vote_inside", "update", "gather")),
-    *(("wide", phase) for phase in ("vote_before", "vote_inside", "update")),
+    *(("wide", phase) for phase in ("vote_before", "vote_inside", "vote_after", "update", "gather")),
     "reform_join",
+    "reform_build",
     "interleaved",
+    "tied",
+    "narrow",
     "migrate_step",
+    "migrate_build",
 }
 """Layouts and phases of losses, phases of second losses, and layouts, whose path another loss also takes."""
 INTERLEAVED = {
@@ -95,19 +99,12 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
         "narrow": job({**NARROW, **lose((1, 3)), **SAVING}, until=6),
         "narrow:3": job({**NARROW, **lose((1, 3))}),
         "narrow:4": job({**NARROW, **lose((1, 4))}),
-        "fresh:narrow": _fresh(folder, "narrow", (0, 2), 2, **NARROW, **ONE_COPY),
         "wide": job({**WIDE, **SHARDED, **lose((0, 3)), **SAVING}, until=6),
         "fresh:wide": _fresh(folder, "wide", MIXED, 2, **WIDE, **SHARDED),
         "wide:3": job({**WIDE, **SHARDED, **lose((0, 3))}),
-        "wide:4": job({**WIDE, **SHARDED, **lose((0, 4))}),
-        "tied": job({**WIDE, **TIED, **lose((0, 3)), **SAVING}, until=6),
-        "fresh:tied": _fresh(folder, "tied", MIXED, 2, **WIDE, **TIED),
-        "killed:tied": job({**WIDE, **TIED, **faults(kill(0, 3, "backward")), **SAVING}, until=6),
         "tensor": job({**TENSOR, **SHARDED, **lose((1, 3)), **SAVING}, until=6),
         "fresh:tensor": _fresh(folder, "tensor", (0, 0, 2, 2), 2, **{**TENSOR, **SHARDED, **ONE_COPY, **NO_COPIES}),
         "killed:tensor": job({**TENSOR, **SHARDED, **faults(kill(3, 3, "backward")), **SAVING}, until=6),
-        "narrow grown": job({**NARROW, **script(*GROWN[1])}, until=6),
-        "narrow planned": job({**NARROW, **faults()}, until=6, changes=CHANGES[1]),
         "wide grown": job({**WIDE, **SHARDED, **script(*GROWN[2])}, until=6),
         "killed:after a join": job({**NARROW, **faults(AFTER_A_JOIN)}, until=6, changes=CHANGES[2]),
         "after a join": job({**NARROW, **repeats("killed:after a join")}, until=6),
@@ -119,6 +116,13 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
         ),
     }
     if extended:
+        jobs["fresh:narrow"] = _fresh(folder, "narrow", (0, 2), 2, **NARROW, **ONE_COPY)
+        jobs["wide:4"] = job({**WIDE, **SHARDED, **lose((0, 4))})
+        jobs["narrow grown"] = job({**NARROW, **script(*GROWN[1])}, until=6)
+        jobs["narrow planned"] = job({**NARROW, **faults()}, until=6, changes=CHANGES[1])
+        jobs["tied"] = job({**WIDE, **TIED, **lose((0, 3)), **SAVING}, until=6)
+        jobs["fresh:tied"] = _fresh(folder, "tied", MIXED, 2, **WIDE, **TIED)
+        jobs["killed:tied"] = job({**WIDE, **TIED, **faults(kill(0, 3, "backward")), **SAVING}, until=6)
         interleaved = {**WIDE, **INTERLEAVED, **SAVING}
         jobs["interleaved"] = job({**interleaved, **lose((0, 3))}, until=6)
         jobs["fresh:interleaved"] = _fresh(folder, "interleaved", MIXED, 2, **WIDE, **INTERLEAVED)
@@ -180,7 +184,7 @@ def test_a_membership_trains_like_a_job_of_its_size(outcomes: dict[str, Any], na
     check_like_fresh(outcomes, name, f"fresh:{name}", FRESH[name], 2)
 
 
-@pytest.mark.parametrize("name", ["narrow", "wide"])
+@pytest.mark.parametrize("name", chosen(["narrow", "wide"], EXTENDED))
 def test_nodes_leave_and_join_when_asked_for(outcomes: dict[str, Any], name: str) -> None:
     """In the narrow job a hot spare gets a rank again; in the wide job a rank returns to its first stage."""
     _check_ranks(outcomes, f"{name} planned")

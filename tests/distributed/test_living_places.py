@@ -98,8 +98,11 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
 EXTENDED = (
     "pp2: in recoveries",
     "pp2: no windows",
+    "pp4: beside a replay",
     "tp2 ep2: twice",
+    "replicas: all copies",
     "pp2 ep2 copies without replicas: in phases",
+    "rebalanced: moving",
     "rebuilt: moving",
 )
 """Faults whose path another fault also takes."""

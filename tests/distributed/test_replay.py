@@ -105,8 +105,9 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 EXTENDED = ("dp2", "vpp2", "ep2", "ep2_pp2", "fp32", "tied", "tied_tp2", "parts_plain", "dense", "recompute_pp2")
 EXTENDED += ("fp8_tensorwise", "fp8_blockwise_recompute", "one", "tp2", "pp2", "recompute", "replicas_plain")
-EXTENDED += ("fp8_blockwise_ep2",)
-"""Scenarios whose features another scenario also has."""
+EXTENDED += ("fp8_blockwise_ep2", "dp2_overlap", "fp32_plain_tp2", "fp8_tensorwise_ep2_pp2", "fp8_blockwise_replicas")
+EXTENDED += ("fp32_state", "fp16_masters", "fp8_moments", "fp8_masters_parts", "computed", "random_numbers")
+"""Scenarios and damages whose features another one also has."""
 DAMAGES: dict[str, str] = {
     "weight": "the replay of iteration 3 had other results than the logged vote",
     "random_numbers": "the replay of iteration 3 had other results than the logged vote: loss=",
@@ -132,9 +133,10 @@ def models(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def damaged() -> dict[str, list[Any]]:
+def damaged(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     overrides = {**FP32, **DROPOUT}
-    return run_scenarios({name: (REPLAY, 2, {"overrides": overrides, "damage": name}) for name in DAMAGES})
+    wanted = [name for name in DAMAGES if runs_extended(request) or name not in EXTENDED]
+    return run_scenarios({name: (REPLAY, 2, {"overrides": overrides, "damage": name}) for name in wanted})
 
 
 def check(ranks: list[Any], num_slices: int) -> None:
@@ -166,7 +168,7 @@ def test_replayed_iterations_were_what_their_scenarios_are_about(models: dict[st
     assert {3, 4} <= set(of_ranks(models, "bias_and_clipping")[0]["clipped"])
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", chosen(DAMAGES, EXTENDED))
 def test_a_replay_that_cannot_be_exact_says_so(damaged: dict[str, list[Any]], damage: str) -> None:
     """All ranks report the error, whichever rank has the wrong state."""
     for rank in of_ranks(damaged, damage):

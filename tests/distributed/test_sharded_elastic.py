@@ -32,8 +32,8 @@ SHARDED = {"parallel.use_distributed_optimizer": True, "placement.state_copies":
 """With four nodes, the node with the next number has the copy of a node's shard; node 0 has that of node 3."""
 BF16 = {**SHARDED, "precision.params_dtype": "bf16"}
 PHASES = ("grad_sync", "vote_before", "vote_inside", "vote_after", "update", "gather")
-OTHER_PHASES = ("grad_sync", "vote_before", "vote_inside", "update")
-"""Phases whose path another phase also takes; another test kills ranks in ``backward``."""
+OTHER_PHASES = ("grad_sync", "vote_before", "vote_inside", "vote_after", "update", "reform_build", "forward")
+"""Phases of first and second losses whose path another phase also takes; another test kills ranks in ``backward``."""
 CHANGES = {"2": {"leave": [2]}, "4": {"join": [2]}}
 EAGER = {
     "placement.rebalance_interval_iterations": 2,
@@ -64,7 +64,6 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
         "lose:2:4": job({**BF16, **lose((2, 4))}),
         "grown": job({**SHARDED, **script(*GROWN)}, until=6),
         "planned": job({**SHARDED, **faults(), **SAVING}, until=6, changes=CHANGES),
-        "fresh:planned:2": fresh(folder, "planned", (0, 1, 3), 2, **SHARDED),
         "fresh:planned:4": fresh(folder, "planned", (0, 1, 2, 3), 4, **SHARDED),
         "evacuated": job({**BF16, **faults(), **SAVING}, until=6, changes={"2": {"leave": [2, 3]}}),
         "fresh:evacuated": fresh(folder, "evacuated", (0, 1), 2, **BF16),
@@ -78,10 +77,14 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
         "killed:migrate_build": job({**BF16, **faults(kill(2, 3, "migrate_build")), **skewed, **EAGER}),
         "no copies": job({**BF16, **faults(kill(2, 3, "backward"), kill(3, 2, "reform_join"))}),
     }
+    if extended:
+        jobs["fresh:planned:2"] = fresh(folder, "planned", (0, 1, 3), 2, **SHARDED)
     for phase in PHASES:
         if extended or phase not in OTHER_PHASES:
             jobs[f"killed:{phase}"] = job({**BF16, **faults(kill(2, 3, phase))})
     for phase, second in SECOND_LOSSES.items():
+        if phase in OTHER_PHASES and not extended:
+            continue
         jobs[f"killed:twice:{phase}"] = job({**SHARDED, **faults(kill(2, 3, "backward"), second)})
         jobs[f"twice:{phase}"] = job({**SHARDED, **repeats(f"killed:twice:{phase}")})
     return jobs
@@ -124,7 +127,9 @@ def test_nodes_leave_and_join_when_asked_for(outcomes: dict[str, Any]) -> None:
     assert figures(outcomes, "planned") == figures(outcomes, "grown")
 
 
-@pytest.mark.parametrize(("nodes", "loaded"), [((0, 1, 3), 2), ((0, 1, 2, 3), 4)], ids=str)
+@pytest.mark.parametrize(
+    ("nodes", "loaded"), [pytest.param((0, 1, 3), 2, marks=pytest.mark.extended), ((0, 1, 2, 3), 4)], ids=str
+)
 def test_every_membership_trains_like_a_job_of_its_size(
     outcomes: dict[str, Any], nodes: tuple[int, ...], loaded: int
 ) -> None:
@@ -155,7 +160,7 @@ def test_a_rank_dies_while_experts_move(outcomes: dict[str, Any], phase: str, sc
     check_same(outcomes, name, scripted)
 
 
-@pytest.mark.parametrize("phase", SECOND_LOSSES)
+@pytest.mark.parametrize("phase", chosen(SECOND_LOSSES, OTHER_PHASES))
 def test_a_second_rank_dies_before_the_next_commit(outcomes: dict[str, Any], phase: str) -> None:
     name = f"killed:twice:{phase}"
     assert "error" not in outcomes[name], outcomes[name]["error"]
