@@ -47,9 +47,10 @@ RESHARDED = (
     *(("tp2", "pp2_ep2"), ("pp2_ep2", "tp2")),
     *(("ep2_fp8", "pp2_fp8"), ("pp2_fp8", "dp2_fp8")),
 )
-EXTENDED_SAME = ("dp2_bf16_plain", "dp1_fp32_plain", "ep2")
-EXTENDED_AGAIN = ("dp2_bf16_plain", "vpp2")
-EXTENDED_RESHARDED = (("ep2", "pp2"), ("pp2", "tp2"), ("tp2", "dp1"), ("dp2", "ep2"))
+EXTENDED_SAME = ("dp2_bf16_plain", "dp1_fp32_plain", "dp1_fp16", "ep2", "tp2", "dp2_fp8_plain")
+EXTENDED_AGAIN = ("dp2_bf16_plain", "tp2", "vpp2", "dp2_fp8")
+EXTENDED_RESHARDED = (("ep2", "pp2"), ("pp2", "tp2"), ("tp2", "dp1"), ("dp2", "ep2"), ("pp2_ep2", "tp2"))
+EXTENDED_RESHARDED += (("pp2_fp8", "dp2_fp8"),)
 """Layouts whose features another layout also has."""
 FAULTS = ("fails_on_one_rank", "fails_at_the_end", "damaged", "foreign", "retention", "given_up", "lost_at_the_end")
 

@@ -110,6 +110,7 @@ def test_the_dense_state_of_a_window_has_the_bits_of_the_undisturbed_run(
     assert job.losses and job.losses == undisturbed.losses[at:]
 
 
+@pytest.mark.extended
 def test_an_older_window_is_named_and_damage_is_passed_over(
     died: JobResult, undisturbed: JobResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,6 +117,7 @@ def test_a_job_whose_processes_were_all_killed_goes_on_from_memory(
     assert not list(short_tmpdir.glob("megatron-ft-*"))
 
 
+@pytest.mark.extended
 def test_a_server_ends_and_leaves_nothing_when_its_time_is_over(
     tmp_path: Path, warm_forkserver: str, short_tmpdir: Path
 ) -> None:
@@ -167,6 +168,7 @@ def ask(record: dict[str, Any], message: dict[str, Any]) -> str:
     return str(answer["reason"])
 
 
+@pytest.mark.extended
 def test_a_start_without_the_key_ends_servers_of_earlier_jobs(
     tmp_path: Path, warm_forkserver: str, short_tmpdir: Path
 ) -> None:

@@ -152,6 +152,7 @@ def states(job: JobResult) -> dict[int, list[tuple[str, ...]]]:
     return found
 
 
+@pytest.mark.extended
 def test_a_window_in_memory_and_the_same_window_on_storage_give_the_same_bits(
     tmp_path: Path, warm_forkserver: str
 ) -> None:

@@ -46,6 +46,7 @@ FAULTS: dict[str, tuple[str, int, list[str], list[tuple[int, str]]]] = {
 EXTENDED = (
     "sharded: another stage",
     "sharded: the second part",
+    "sharded: nothing in advance",
     "vpp2: another rank of the stage",
     "overlap: the same rank",
 )
@@ -97,8 +98,11 @@ OPTIMIZERS = {
 }
 
 
+OTHER_OPTIMIZERS = ("overlapped", "whole")
+
+
 @pytest.fixture(scope="module")
-def trained() -> dict[str, list[Any]]:
+def trained(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     return run_scenarios(
         {
             f"{name} {has_moved}": (
@@ -107,6 +111,7 @@ def trained() -> dict[str, list[Any]]:
                 {"overrides": {**LAYOUT, **optimizer}, "has_moved": has_moved},
             )
             for name, optimizer in OPTIMIZERS.items()
+            if runs_extended(request) or name not in OTHER_OPTIMIZERS
             for has_moved in (False, True)
         },
         timeout_seconds=400,
@@ -114,7 +119,7 @@ def trained() -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("has_moved", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", chosen(OPTIMIZERS, OTHER_OPTIMIZERS))
 def test_an_engine_built_offline_trains_like_any_other(
     trained: dict[str, list[Any]], name: str, has_moved: bool
 ) -> None:

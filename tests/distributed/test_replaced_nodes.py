@@ -149,10 +149,12 @@ CASES: dict[str, tuple[str, list[str], list[str], list[tuple[int, ...]]]] = {
 }
 """Layout, overrides, faults, and the node at each place after each restart, by name."""
 EXTENDED = (
+    "a rank",
     "a node, a spare",
     "a node that returns",
     "a node of a job with replica slots",
     "a second node while ranks are built",
+    "a second node while windows are replayed",
 )
 """Faults whose path another fault also takes."""
 

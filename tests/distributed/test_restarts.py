@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.testing.jobs import JobResult, run_job
+from tests.helpers.sharing import chosen
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +49,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, warm_forkserver: str) 
     return job
 
 
-@pytest.mark.parametrize("phase", ["backward", "vote_after"])
+@pytest.mark.parametrize("phase", chosen(["backward", "vote_after"], ["vote_after"]))
 def test_a_job_whose_ranks_all_die_goes_on_and_ends_with_the_same_bits(
     tmp_path: Path, warm_forkserver: str, undisturbed: JobResult, phase: str
 ) -> None:
@@ -86,7 +87,10 @@ WINDOWS = (
 )
 
 
-@pytest.mark.parametrize(("recovery", "strategy"), [("auto", "rollback"), ("checkpoint", "checkpoint")])
+@pytest.mark.parametrize(
+    ("recovery", "strategy"),
+    [("auto", "rollback"), ("checkpoint", "checkpoint")],
+)
 def test_a_job_uses_only_chosen_strategies(
     tmp_path: Path, warm_forkserver: str, undisturbed: JobResult, recovery: str, strategy: str
 ) -> None:
@@ -101,6 +105,7 @@ def test_a_job_uses_only_chosen_strategies(
     assert digests(job) == digests(undisturbed)
 
 
+@pytest.mark.extended
 def test_ranks_do_not_continue_in_their_processes_if_only_checkpoints_are_chosen(
     tmp_path: Path, warm_forkserver: str
 ) -> None:

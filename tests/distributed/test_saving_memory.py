@@ -33,7 +33,13 @@ OVERRIDES = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [(), ("parallel.expert_model_parallel_size=2",)], ids=["dp2", "ep2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((), id="dp2", marks=pytest.mark.extended),
+        pytest.param(("parallel.expert_model_parallel_size=2",), id="ep2"),
+    ],
+)
 def test_a_save_takes_what_the_plan_says(layout: tuple[str, ...], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.distributed.test_saving_memory", str(tmp_path), *OVERRIDES, *layout]
     outcome = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=170, check=False)

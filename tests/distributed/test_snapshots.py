@@ -69,6 +69,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, warm_forkserver: str) 
     return job
 
 
+@pytest.mark.extended
 def test_taking_snapshots_changes_no_bit(tmp_path: Path, warm_forkserver: str, undisturbed: JobResult) -> None:
     job = train(tmp_path, warm_forkserver, *LAYOUT, *SNAPSHOTS)
     assert job.exit_code == 0, job.output
@@ -155,6 +156,7 @@ def test_a_job_that_is_gone_goes_on_from_storage_and_passes_damage_over(
     assert digests(resumed) == digests(undisturbed) and losses(resumed) == losses(undisturbed)
 
 
+@pytest.mark.extended
 def test_a_window_is_replayed_on_one_node_and_its_dense_state_goes_on_at_another_layout(
     tmp_path: Path, warm_forkserver: str, undisturbed: JobResult
 ) -> None:
@@ -211,6 +213,7 @@ def test_memory_beyond_the_limit_is_refused_before_anything_starts(tmp_path: Pat
     assert not (tmp_path / "job").exists()
 
 
+@pytest.mark.extended
 def test_skipped_iterations_are_captured_and_replayed(tmp_path: Path, warm_forkserver: str) -> None:
     """The loss scale overflows in some iterations. No update of these iterations waits for the slices."""
     skipping = [

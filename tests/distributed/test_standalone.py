@@ -122,6 +122,7 @@ def test_nodes_that_count_starts_apart_start_together(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "first" / "logs").glob("started-*")} == {"started-0", "started-1"}
 
 
+@pytest.mark.extended
 def test_a_rank_that_comes_late_hears_why_rank_0_was_refused(tmp_path: Path) -> None:
     port = free_port("127.0.0.1")
     (tmp_path / "runs").touch()
