@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.testing.engines import of_ranks, run_scenarios
+from tests.helpers.sharing import chosen, runs_extended
 
 SCENARIOS = "tests.helpers.engine_scenarios"
 FOUR_LAYERS = {"model.num_layers": 4}
@@ -47,6 +48,20 @@ BALANCING: dict[str, dict[str, Any]] = {
     }
     for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss")
 }
+BALANCED = {
+    "aux_loss": ("tp2",),
+    "seq_aux_loss": ("single", "dp2", "tp2"),
+    "global_aux_loss": ("dp2", "tp2"),
+}
+"""Ways to cut a batch under which a loss is the same, by kind of loss."""
+EXTENDED = ("train:pp2", "train:ep2_plain_optimizer", "weights:pp2", "weights:ep2")
+EXTENDED += ("pace:ep2", "pace:pp2")
+"""Scenarios whose features another scenario also has."""
+
+
+def _extended(kind: str) -> list[str]:
+    """Return the layouts of the scenarios of a kind in ``EXTENDED``."""
+    return [name.removeprefix(f"{kind}:") for name in EXTENDED if name.startswith(f"{kind}:")]
 
 
 def _scenarios() -> dict[str, Any]:
@@ -76,16 +91,19 @@ def _scenarios() -> dict[str, Any]:
             ("dp2", 2, {"training.micro_batch_size": 2}),
             ("tp2", 2, {"training.micro_batch_size": 4, **TP2}),
         ):
+            if name not in ("whole", *BALANCED[kind]):
+                continue
             jobs[f"balance:{kind}:{name}"] = (f"{SCENARIOS}:gradients", world, {"overrides": {**overrides, **extra}})
     return jobs
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[Any]]:
-    return run_scenarios(_scenarios())
+def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    every = runs_extended(request)
+    return run_scenarios({name: job for name, job in _scenarios().items() if every or name not in EXTENDED})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", chosen(LAYOUTS, _extended("train")))
 def test_every_layout_computes_the_same_iterations(outcomes: dict[str, list[Any]], layout: str) -> None:
     """Losses, auxiliary losses, norms and loads of three iterations are equal, and all ranks have the same values."""
     expected = of_ranks(outcomes, "train:dp1")[0]
@@ -106,7 +124,7 @@ def test_tied_embeddings_train_alike_over_a_pipeline(outcomes: dict[str, list[An
         assert rank["grad_norms"] == pytest.approx(expected["grad_norms"], rel=2e-6)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "vpp2", "ep2", "ep2_pp2"])
+@pytest.mark.parametrize("layout", chosen(["tp2", "pp2", "vpp2", "ep2", "ep2_pp2"], _extended("weights")))
 def test_weights_depend_on_their_names_only(outcomes: dict[str, list[Any]], layout: str) -> None:
     expected = of_ranks(outcomes, "weights:one")[0]["tensors"]
     ranks = of_ranks(outcomes, f"weights:{layout}")
@@ -159,7 +177,7 @@ def test_a_rank_with_another_norm_is_named(outcomes: dict[str, list[Any]]) -> No
         assert rank["unchanged"]
 
 
-@pytest.mark.parametrize("layout", ["dp3", "ep2", "pp2"])
+@pytest.mark.parametrize("layout", chosen(["dp3", "ep2", "pp2"], _extended("pace")))
 def test_a_slow_rank_is_named_though_all_take_as_long(outcomes: dict[str, list[Any]], layout: str) -> None:
     """All ranks' iterations take as long as the slow rank's. Only the time of its own work identifies the slow rank."""
     ranks = of_ranks(outcomes, f"pace:{layout}")
@@ -171,21 +189,12 @@ def test_a_slow_rank_is_named_though_all_take_as_long(outcomes: dict[str, list[A
         assert figures["slowest_rank_over_median"] > 4.0
 
 
-@pytest.mark.parametrize(
-    ("kind", "layouts"),
-    [
-        ("aux_loss", ("tp2",)),
-        ("seq_aux_loss", ("single", "dp2", "tp2")),
-        ("global_aux_loss", ("dp2", "tp2")),
-    ],
-)
-def test_balancing_weighs_the_same_however_a_batch_is_cut(
-    outcomes: dict[str, list[Any]], kind: str, layouts: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("kind", BALANCED)
+def test_balancing_weighs_the_same_however_a_batch_is_cut(outcomes: dict[str, list[Any]], kind: str) -> None:
     """Gradient and reported value of a loss are the same if it is defined over the same tokens."""
     expected = of_ranks(outcomes, f"balance:{kind}:whole")[0]
     assert expected["aux_loss"] > 0 and math.isfinite(expected["aux_loss"])
-    for layout in layouts:
+    for layout in BALANCED[kind]:
         for rank in of_ranks(outcomes, f"balance:{kind}:{layout}"):
             assert rank["aux_loss"] == pytest.approx(expected["aux_loss"], rel=1e-4), layout
             for name, norm in rank["norms"].items():

@@ -82,10 +82,23 @@ def test_training_continues_from_the_weights(
     for layout, job in jobs.items():
         assert job.losses[-1] == pytest.approx(jobs["one rank"].losses[-1], rel=1e-4), layout
 
+    # A resumed run continues from its own checkpoint.
+    longer = ("training.train_iterations=8", "optimizer.lr_decay_iterations=6", "run.resume=must", "run.name=run0")
+    resumed = train(tmp_path, warm_forkserver, *words, *longer)
+    assert [record["iteration"] for record in resumed.records("metrics.jsonl") if "loss" in record] == list(range(1, 9))
+
+
+@pytest.mark.extended
+def test_checkpoints_weights_and_means_with_equal_values_train_alike(
+    saved: JobResult, weights: Path, warm_forkserver: str, tmp_path: Path
+) -> None:
+    words = (f"checkpoint.load_weights={weights}", "optimizer.lr=0.001")
+    converted = train(tmp_path, warm_forkserver, *words, "run.name=converted")
+
     # The checkpoint of the run itself has the same weights.
     checkpoint = saved.run_dir / "checkpoints" / "iter_0000006"
     same = train(tmp_path, warm_forkserver, f"checkpoint.load_weights={checkpoint}", *words[1:], "run.name=same")
-    assert same.losses == jobs["one rank"].losses
+    assert same.losses == converted.losses
 
     # So have its weights alone, and their mean with themselves.
     small, mean = tmp_path / "small", tmp_path / "mean"
@@ -94,12 +107,7 @@ def test_training_continues_from_the_weights(
     assert not any("optimizer" in name for name in DenseReader.open(small).tensors)
     for number, path in enumerate((small, mean)):
         same = train(tmp_path, warm_forkserver, f"checkpoint.load_weights={path}", *words[1:], f"run.name=copy{number}")
-        assert same.losses == jobs["one rank"].losses
-
-    # A resumed run continues from its own checkpoint.
-    longer = ("training.train_iterations=8", "optimizer.lr_decay_iterations=6", "run.resume=must", "run.name=run0")
-    resumed = train(tmp_path, warm_forkserver, *words, *longer)
-    assert [record["iteration"] for record in resumed.records("metrics.jsonl") if "loss" in record] == list(range(1, 9))
+        assert same.losses == converted.losses
 
 
 def test_a_job_that_only_evaluates_gives_the_same_loss_in_every_layout(

@@ -106,7 +106,7 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
 EXTENDED = ("dp2", "vpp2", "ep2", "ep2_pp2", "fp32", "tied", "tied_tp2", "parts_plain", "dense", "recompute_pp2")
 EXTENDED += ("fp8_tensorwise", "fp8_blockwise_recompute", "one", "tp2", "pp2", "recompute", "replicas_plain")
 EXTENDED += ("fp8_blockwise_ep2", "dp2_overlap", "fp32_plain_tp2", "fp8_tensorwise_ep2_pp2", "fp8_blockwise_replicas")
-EXTENDED += ("fp32_state", "fp16_masters", "fp8_moments", "fp8_masters_parts", "computed", "random_numbers")
+EXTENDED += ("fp32_state", "fp16_masters", "fp8_moments", "fp8_masters_parts", "random_numbers")
 """Scenarios and damages whose features another one also has."""
 DAMAGES: dict[str, str] = {
     "weight": "the replay of iteration 3 had other results than the logged vote",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.testing.engines import of_ranks, run_scenarios
+from tests.helpers.sharing import chosen, runs_extended
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -43,6 +44,9 @@ MOVES: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor_parallel": (2, {**TP2, **BF16}),
     "in_place": (3, {**BF16, **IN_PLACE}),
 }
+EXTENDED = ("one_rank", "recompute", "plain_optimizer")
+EXTENDED_MOVES = ("fp16", "tensor_parallel")
+"""Layouts and moves whose features another one also has."""
 LOADS = (("replicas_2", "plain_1"), ("plain_1", "replicas_2"), ("replicas_2", "replicas_3"), ("replicas_2", "same"))
 
 
@@ -51,13 +55,17 @@ def _of_model(overrides: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in overrides.items() if key.split(".")[0] in ("model", "precision")}
 
 
-def _scenarios(folder: Path) -> dict[str, Any]:
+def _scenarios(folder: Path, *, extended: bool) -> dict[str, Any]:
     jobs: dict[str, Any] = {}
     for name, (world, overrides) in LAYOUTS.items():
+        if name in EXTENDED and not extended:
+            continue
         plain = _of_model(overrides)
         jobs[f"plain:{plain}"] = (f"{SCENARIOS}:train", 1, {"overrides": plain, "replicas": False})
         jobs[f"moved:{name}"] = (f"{SCENARIOS}:train", world, {"overrides": overrides, "replicas": True})
     for name, (world, overrides) in MOVES.items():
+        if name in EXTENDED_MOVES and not extended:
+            continue
         jobs[f"moves:{name}"] = (f"{SCENARIOS}:moves", world, {"overrides": overrides})
     jobs["gradients"] = (f"{SCENARIOS}:gradients", 3, {"overrides": {"placement.num_slots_per_rank": 2}})
     arguments = {"overrides": {**BF16, **IN_PLACE}, "directory": str(folder)}
@@ -81,8 +89,9 @@ def _checkpoint_scenarios(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    return run_scenarios(_scenarios(tmp_path_factory.mktemp("replicas")), timeout_seconds=380)
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    scenarios = _scenarios(tmp_path_factory.mktemp("replicas"), extended=runs_extended(request))
+    return run_scenarios(scenarios, timeout_seconds=380)
 
 
 def _plain(outcomes: dict[str, list[Any]], layout: str) -> dict[str, Any]:
@@ -90,7 +99,7 @@ def _plain(outcomes: dict[str, list[Any]], layout: str) -> dict[str, Any]:
     return of_ranks(outcomes, f"plain:{_of_model(LAYOUTS[layout][1])}")[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", chosen(LAYOUTS, EXTENDED))
 def test_replicas_compute_what_one_rank_computes(outcomes: dict[str, list[Any]], layout: str) -> None:
     """Compare losses, auxiliary losses, norms, loads and biases of two iterations, two more after a move, and an
     evaluation."""
@@ -104,7 +113,7 @@ def test_replicas_compute_what_one_rank_computes(outcomes: dict[str, list[Any]],
         assert (rank["num_padding"] > 0) == (len(ranks) == 3)
 
 
-@pytest.mark.parametrize("layout", [name for name, (world, _) in LAYOUTS.items() if world > 1])
+@pytest.mark.parametrize("layout", chosen([name for name, (world, _) in LAYOUTS.items() if world > 1], EXTENDED))
 def test_copies_end_equal(outcomes: dict[str, list[Any]], layout: str) -> None:
     """Compare weights, masters and moments of all ranks that have an expert, bit by bit."""
     digests: dict[str, list[str]] = {}
@@ -146,7 +155,7 @@ def test_the_norm_counts_each_expert_once(outcomes: dict[str, list[Any]]) -> Non
     assert ranks[0]["grad_norm"] ** 2 > sum(once.values())
 
 
-@pytest.mark.parametrize("kind", MOVES)
+@pytest.mark.parametrize("kind", chosen(MOVES, EXTENDED_MOVES))
 def test_a_move_changes_no_bit(outcomes: dict[str, list[Any]], kind: str) -> None:
     """Make three moves, and compare weights, masters, moments, buffers, random states, loss scale and learning rate."""
     ranks = of_ranks(outcomes, f"moves:{kind}")

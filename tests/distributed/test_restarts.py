@@ -87,10 +87,7 @@ WINDOWS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("recovery", "strategy"),
-    [("auto", "rollback"), ("checkpoint", "checkpoint")],
-)
+@pytest.mark.parametrize(("recovery", "strategy"), [("auto", "rollback"), ("checkpoint", "checkpoint")])
 def test_a_job_uses_only_chosen_strategies(
     tmp_path: Path, warm_forkserver: str, undisturbed: JobResult, recovery: str, strategy: str
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.testing.engines import of_ranks, run_scenarios
+from tests.helpers.sharing import chosen, runs_extended
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -20,12 +21,14 @@ CLIPPED = {**BF16, "optimizer.clip_grad": 0.01}
 PHASES = {"grad_sync": 2, "vote_before": 2, "vote_inside": 2, "vote_after": 3, "update": 3, "gather": 3}
 """Iteration after which each rank continues if it fails in a phase of iteration 3. The gradients of the copies are
 exchanged between the first two phases."""
+EXTENDED = ("vote_before", "vote_inside", "update", "unclipped", "skipped:bf16", "skipped:fp16", "restored:fp32")
+"""Phases and scenarios whose path another one also takes."""
 SMALL_LIMIT = 4096
 """Bytes that a rank sends and receives at a time, so that a move of shards needs several rounds."""
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[Any]]:
+def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     jobs: dict[str, Any] = {}
     for phase in PHASES:
         jobs[phase] = (f"{SCENARIOS}:broken", 3, {"overrides": CLIPPED, "phase": phase})
@@ -41,7 +44,9 @@ def outcomes() -> dict[str, list[Any]]:
         jobs[f"restored:{name}"] = (f"{SCENARIOS}:restored", 3, arguments)
     arguments = {"overrides": BF16, "without": [1, 2], "limit_bytes": SMALL_LIMIT}
     jobs["lost"] = (f"{SCENARIOS}:restored", 3, arguments)
-    return run_scenarios(jobs, timeout_seconds=380)
+    every = runs_extended(request)
+    wanted = {name: job for name, job in jobs.items() if every or name not in EXTENDED}
+    return run_scenarios(wanted, timeout_seconds=380)
 
 
 def _check_copies(ranks: list[dict[str, Any]]) -> None:
@@ -55,7 +60,7 @@ def _check_copies(ranks: list[dict[str, Any]]) -> None:
     assert num_compared >= 4 * len(ranks)
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", chosen(PHASES, EXTENDED))
 def test_copies_are_at_the_iteration_of_their_rank(outcomes: dict[str, list[Any]], phase: str) -> None:
     """Every rank fails, and finishes or rolls back the iteration alone. Finished copies have the bits of a run without
     a failure."""
@@ -67,7 +72,7 @@ def test_copies_are_at_the_iteration_of_their_rank(outcomes: dict[str, list[Any]
     assert [rank["kept"] == other["kept"] for rank, other in zip(ranks, expected, strict=True)] == [is_finished] * 3
 
 
-@pytest.mark.parametrize("name", ["fp32", "unclipped", "fp8"])
+@pytest.mark.parametrize("name", chosen(["fp32", "unclipped", "fp8"], EXTENDED))
 def test_copies_are_finished_in_every_precision(outcomes: dict[str, list[Any]], name: str) -> None:
     ranks = of_ranks(outcomes, name)
     assert [rank["iteration"] for rank in ranks] == [3] * 2
@@ -85,7 +90,7 @@ def test_a_rank_whose_copies_are_partly_updated_has_no_usable_state(outcomes: di
         assert error.startswith(f"rank {rank}: iteration 3 failed in the middle of its update")
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "fp16_state"])
+@pytest.mark.parametrize("name", chosen(["bf16", "fp16", "fp16_state"], ["bf16", "fp16"]))
 def test_a_skipped_iteration_changes_no_copy(outcomes: dict[str, list[Any]], name: str) -> None:
     by_rank = of_ranks(outcomes, f"skipped:{name}")
     before, skipped, after = (list(ranks) for ranks in zip(*by_rank, strict=True))
@@ -96,7 +101,7 @@ def test_a_skipped_iteration_changes_no_copy(outcomes: dict[str, list[Any]], nam
         _check_copies(ranks)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("precision", chosen(["fp32", "bf16", "fp8"], ["fp32"]))
 def test_shards_are_restored_from_copies(outcomes: dict[str, list[Any]], precision: str) -> None:
     """One rank has lost its shard. It gets the shard back from its copy on another rank, and every rank gets all
     non-expert weights, in several rounds."""
