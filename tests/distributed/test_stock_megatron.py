@@ -19,6 +19,7 @@ from megatron_ft.corpus.samples import resolve_vocab_size
 from megatron_ft.mcore.convert.dense_files import DenseReader
 from megatron_ft.mcore.data.data_checks import open_samples
 from megatron_ft.testing.jobs import JobResult, run_job
+from tests.helpers.sharing import chosen, runs_extended
 from tools import convert_checkpoint, inspect_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # trains
@@ -91,12 +92,14 @@ def run_stock(folder: Path, jobs: Sequence[dict[str, Any]]) -> list[Results]:
 
 
 @pytest.fixture(scope="module")
-def exchange(tmp_path_factory: pytest.TempPathFactory, warm_forkserver: str) -> Exchange:
+def exchange(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, warm_forkserver: str
+) -> Exchange:
     """Train with this project, and continue with Megatron-Core, which saves in the layout of Megatron-LM."""
     runs, stock = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("stock")
     own = {
         dtype: train(runs, warm_forkserver, f"precision.params_dtype={dtype}", f"run.name={dtype}")
-        for dtype in ("fp32", "bf16")
+        for dtype in (("fp32", "bf16") if runs_extended(request) else ("fp32",))
     }
     saved = {dtype: str(job.run_dir / "checkpoints" / "iter_0000003") for dtype, job in own.items()}
     assert convert_checkpoint.main(["to-megatron", saved["fp32"], str(stock / "exported")]) == 0
@@ -113,16 +116,17 @@ def exchange(tmp_path_factory: pytest.TempPathFactory, warm_forkserver: str) -> 
     }
     jobs: dict[str, dict[str, Any]] = {
         "fp32": {"world": 2, "load": saved["fp32"], "saves": {"4": "of_fp32"}},
-        "bf16": {"world": 2, "load": saved["bf16"], "dtype": "bf16", "saves": {"4": "of_bf16"}},
         "exported": {"load": "exported", "saves": {"4": "of_weights"}, "saves_optimizer": False},
         "weights": {"load": "of_weights", "loads_optimizer": False, "last": 0},
         "other format": {"load": saved["fp32"], "last": 4, "saves": {"4": "of_dp"}, "sharding_type": "dp_reshardable"},
     }
+    if "bf16" in saved:
+        jobs["bf16"] = {"world": 2, "load": saved["bf16"], "dtype": "bf16", "saves": {"4": "of_bf16"}}
     results = run_stock(stock, [{**common, **job} for job in jobs.values()])
     return Exchange(runs=stock, own=own, stock=dict(zip(jobs, results, strict=True)))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", chosen(["fp32", "bf16"], ["bf16"]))
 def test_megatron_continues_from_our_checkpoint(exchange: Exchange, dtype: str) -> None:
     """Losses and gradient norms of iterations 4 to 6 are equal in every bit: both sides call the same functions in the
     same order. Megatron's scheduler gives the learning rates of our run."""
@@ -135,7 +139,9 @@ def test_megatron_continues_from_an_exported_folder_on_fewer_ranks(exchange: Exc
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize(("dtype", "layout"), [("fp32", "DP2"), ("bf16", "PP2")])
+@pytest.mark.parametrize(
+    ("dtype", "layout"), [("fp32", "DP2"), pytest.param("bf16", "PP2", marks=pytest.mark.extended)]
+)
 def test_our_run_continues_from_megatrons_checkpoint(
     exchange: Exchange, dtype: str, layout: str, warm_forkserver: str, tmp_path: Path
 ) -> None:
@@ -206,7 +212,7 @@ def whole_tensors(directory: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", ["of_fp32", "of_bf16", "of_weights"])
+@pytest.mark.parametrize("name", chosen(["of_fp32", "of_bf16", "of_weights"], ["of_bf16"]))
 def test_the_tools_find_every_expert_in_megatrons_checkpoint(
     exchange: Exchange, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,7 @@ def test_a_node_that_is_drained_leaves_well(cluster: SlurmCluster, tmp_path: Pat
     assert array.end()["exit_code"] == 130
 
 
+@pytest.mark.extended
 def test_the_next_console_goes_on_with_the_nodes_that_are_there(cluster: SlurmCluster, tmp_path: Path) -> None:
     overrides = [*KEEPS_LAYOUT, "training.train_iterations=500"]
     array = submit_array(cluster, Site(tmp_path, dummy="run_surviving", spares=1), overrides, tasks="0-3%3")
@@ -104,6 +105,7 @@ def test_the_next_console_goes_on_with_the_nodes_that_are_there(cluster: SlurmCl
     assert array.num_consoles == 2
 
 
+@pytest.mark.extended
 def test_a_console_that_comes_back_and_gets_nowhere_is_the_last(cluster: SlurmCluster, tmp_path: Path) -> None:
     site = Site(tmp_path, dummy="run_surviving", extra={"MFT_MAX_FRUITLESS": "1"})
     array = submit_array(cluster, site, [*LOSES_NODES, "recovery.min_nodes=2", LONG], tasks="0-2")

@@ -52,6 +52,7 @@ def test_a_node_dies_and_the_others_train_on(cluster: SlurmCluster, tmp_path: Pa
     assert job.end()["exit_code"] == 0, job.words()
 
 
+@pytest.mark.extended
 def test_a_spare_takes_the_place_of_a_node_that_dies(cluster: SlurmCluster, tmp_path: Path) -> None:
     overrides = [*KEEPS_LAYOUT, "training.train_iterations=500"]
     job = submit(cluster, Site(tmp_path, dummy="run_surviving", spares=1), overrides)

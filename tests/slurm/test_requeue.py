@@ -54,6 +54,7 @@ def test_a_job_at_its_time_limit_saves_and_comes_back(cluster: SlurmCluster, tmp
     wait_until("Slurm has ended it", lambda: cluster.state_of(job.number) == "CANCELLED")
 
 
+@pytest.mark.extended
 def test_a_job_that_an_administrator_requeues_comes_back(cluster: SlurmCluster, tmp_path: Path) -> None:
     job = submit(cluster, _site(tmp_path), [LONG], num_nodes=2)
     await_start(job, 1)

@@ -11,6 +11,7 @@ from megatron_ft.events import SnapshotProblem, WindowCommitted
 from megatron_ft.planning.iteration import WindowReport
 from megatron_ft.snapshot.capture.capture import Header
 from megatron_ft.testing import engines
+from tests.helpers.sharing import chosen
 from tests.unit.mcore.snapshot.test_snapshotter import SNAPSHOTS, Run
 from tests.unit.snapshot.server.served import Served
 
@@ -81,9 +82,13 @@ def _bytes() -> Any:
     return torch.uint8
 
 
-@pytest.fixture(params=VARIANTS.values(), ids=list(VARIANTS))
+EXTENDED = ("masters", "moments", "every second iteration")
+"""Variants whose features another one also has, or ``test_partial_experts.py``."""
+
+
+@pytest.fixture(params=chosen(VARIANTS, EXTENDED))
 def recorder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Recorder]:
-    policy = {key: value for key, value in {**POLICY, **request.param}.items() if value is not ...}
+    policy = {key: value for key, value in {**POLICY, **VARIANTS[request.param]}.items() if value is not ...}
     served = Served(tmp_path)
     served.persister.start()
     config = engines.micro_config({**SNAPSHOTS, "snapshot.policy": policy, "precision.params_dtype": "bf16"})
