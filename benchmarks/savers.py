@@ -23,7 +23,7 @@ from megatron_ft.mcore.state.train_state import IterationResult
 from megatron_ft.mcore.training.trainer import Trainer
 from megatron_ft.planning.snapshot.memory import PeerAssignment
 from megatron_ft.planning.snapshot.plan import WindowPlan
-from megatron_ft.snapshot.capture.capture import Header
+from megatron_ft.snapshot.capture.capture import CaptureFigures, Header
 from megatron_ft.snapshot.server.client import REPLICATED_BYTES, KeeperClient
 
 WAIT_SECONDS, POLL_SECONDS = 120.0, 1e-3
@@ -80,6 +80,11 @@ class Windows:
         return self._snapshots.figures.num_bytes
 
     @property
+    def figures(self) -> CaptureFigures:
+        """Return a copy of the costs of all captures so far."""
+        return replace(self._snapshots.figures)
+
+    @property
     def replicated_bytes(self) -> int:
         """Return the number of bytes that the snapshot server has sent to peers so far."""
         arena = self._client._arena
@@ -111,6 +116,13 @@ class Windows:
             return max(self._client.buffer_states().replicated.values(), default=-1)
 
         _wait(lambda: newest() >= self._newest, f"window {self._newest} to be replicated")
+
+    def await_hashes(self) -> None:
+        """Wait until the snapshot server has hashed the newest window, if all slices of this window are captured."""
+        snapshots = self._snapshots
+        if snapshots._start is None and snapshots._last_start is not None:
+            self.expect(snapshots._last_start)
+            self.drain()
 
     def close(self) -> None:
         """See ``Saver``."""
