@@ -239,7 +239,7 @@ def test_movements_and_gradients_have_the_references_bits(
             assert torch.equal(value, wanted[name]), name
 
 
-@pytest.mark.parametrize("case", ["skewed", "empty-ranks", "dropped-pairs"])
+@pytest.mark.parametrize("case", chosen(["skewed", "empty-ranks", "dropped-pairs"], ["skewed"]))
 def test_gradients_are_the_derivatives(opened: tuple[DispatchBackend, str], planned: Planned, case: str) -> None:
     backend, device = opened
     handle = planned(case)[1][1]

@@ -83,11 +83,11 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
         "left behind": job(
             faults('raise(rank=3, at_iteration=3, phase="update")', kill(2, 3, "gather")),
         ),
-        "rebalanced": job({**eager, **lose((2, 3))}, until=6),
-        "rebalanced:killed": job({**eager, **faults(kill(2, 3, "backward"))}, until=6),
         "no copies": job({**faults(kill(3, 3, "backward")), **SCARCE, **skewed}),
     }
     if extended:
+        jobs["rebalanced"] = job({**eager, **lose((2, 3))}, until=6)
+        jobs["rebalanced:killed"] = job({**eager, **faults(kill(2, 3, "backward"))}, until=6)
         jobs["killed:checkpoint"] = job({**faults(kill(2, 2, "checkpoint")), **SAVING})
         jobs["grown:bf16"] = job({**script(*GROWN), **SAVING, **BF16}, until=6)
     for phase in PHASES:
@@ -223,6 +223,7 @@ def test_a_rank_that_is_behind_finishes_from_its_gradients(outcomes: dict[str, A
     check_same(outcomes, "left behind", "lose:2:4")
 
 
+@pytest.mark.extended
 def test_a_placement_without_a_committed_iteration_is_taken_back(outcomes: dict[str, Any]) -> None:
     """The placement was introduced with the iteration that failed. The loads from which it was planned are kept."""
     reasons = [record["reason"] for record in records(outcomes, "rebalanced:killed", "placement_in_force")]

@@ -35,8 +35,8 @@ DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
 """Dropout, with which the random generators of joining ranks must be those of a scheduled job."""
 CHANGES = {"2": {"leave": [2]}, "4": {"join": [2]}}
 FORMING = ("reform_join", "reform_move", "reform_build")
-OTHER_PHASES = ("reform_join", "reform_build", "capture")
-"""Phases in which other tests of this module kill a rank, or which are like another phase."""
+OTHER_PHASES = ("reform_join", "reform_build")
+"""Phases in which other tests of this module kill a rank."""
 SNAPSHOTS = {
     "snapshot.policy": {"_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow"},
     "snapshot.num_peer_copies": 2,
@@ -72,8 +72,6 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
         "planned": job({**faults(), **DROPOUT}, until=6, changes=CHANGES),
         "evacuated": job({**faults(), **SAVING, **SCARCE, **skewed}, until=6, changes={"2": {"leave": [3]}}),
         "fresh:evacuated": fresh(folder, "evacuated", (0, 1, 2), 2, **SCARCE),
-        "lose:2:3": job(lose((2, 3))),
-        "lose:2:4": job(lose((2, 4))),
         "killed:stayer": job({**faults(kill(1, 4, "reform_move")), **DROPOUT}, until=6, changes=CHANGES),
         "stayer": job({**repeats("killed:stayer"), **DROPOUT}, until=6),
         "killed:newcomer": job(
@@ -82,7 +80,6 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
         "newcomer": job(repeats("killed:newcomer"), until=6),
         "other_data": job(faults(), until=6, changes=CHANGES, other_data=[2]),
         "placed again": job(script(GROWN[0], "change(lose=[],join=[],before_iteration=5)"), until=6),
-        "killed:replicate": job({**SNAPSHOTS, **faults(wait_in(3), 'kill(rank=2, phase="replicate")')}, num_keepers=4),
         "history": job(script("lose(nodes=[2],before_iteration=4)", "join(nodes=[2],before_iteration=7)"), until=9),
         "captured": job(
             {**SNAPSHOTS, **faults(wait_in(6), wait_in(9))},
@@ -114,6 +111,11 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
             "back at once": job({**script("change(lose=[2],join=[2],before_iteration=3)"), **DROPOUT}),
             "moved": job({**lose((2, 3)), **rebalances}),
             "killed:moving": job({**faults(kill(2, 3, "migrate_step")), **rebalances}),
+            "lose:2:3": job(lose((2, 3))),
+            "lose:2:4": job(lose((2, 4))),
+            "killed:replicate": job(
+                {**SNAPSHOTS, **faults(wait_in(3), 'kill(rank=2, phase="replicate")')}, num_keepers=4
+            ),
             "killed:capture": job({**SNAPSHOTS, **faults(kill(2, 3, "capture"))}, num_keepers=4),
         }
     for phase in FORMING if extended else set(FORMING) - set(OTHER_PHASES):
@@ -239,7 +241,8 @@ def test_a_rank_dies_while_experts_replace_each_other(outcomes: dict[str, Any]) 
 # -- snapshots --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", chosen(["capture", "replicate"], OTHER_PHASES))
+@pytest.mark.extended
+@pytest.mark.parametrize("phase", ["capture", "replicate"])
 def test_a_rank_dies_while_state_is_captured(outcomes: dict[str, Any], phase: str) -> None:
     """The previous iteration is committed. Capturing snapshots changes no bit of its result or of later results."""
     name = f"killed:{phase}"

@@ -93,6 +93,7 @@ LOSSES = {
 EXTENDED = (
     "dp4: after the vote",
     "dp4: joining",
+    "dp4: moving",
     "dp4: formed",
     "dp4: the new layout",
     "dp4 whole",

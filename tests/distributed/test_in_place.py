@@ -80,6 +80,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
 }
 """Layout and faults by name. A fault is (rank, iteration, phase), and the generation if it is not 0."""
 EXTENDED = (
+    "pp1: dispatch",
     "pp1: while all replay",
     "pp2: the substitute replays",
     "pp2 overlap: backward",

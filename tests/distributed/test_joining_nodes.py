@@ -16,6 +16,7 @@ from megatron_ft.testing.jobs import start_dummy_job
 from tests.distributed.test_launch import eventually, processes_of, records, started
 from tests.distributed.test_lost_nodes import agent_process, decisions, failed, finish, reformed
 from tests.helpers.keys import dotted
+from tests.helpers.sharing import chosen
 
 LAYOUT = {"launch.num_nodes": 3, "launch.ranks_per_node": 2, "recovery.min_nodes": 1, "nodes.join_window_seconds": 0.2}
 
@@ -51,7 +52,7 @@ def reported(runs: Path, generation: int) -> list[dict[str, Any]]:
     return [record for record in reforms if record["next"]["generation"] == generation]
 
 
-@pytest.mark.parametrize("lost", ["rank", "agent"])
+@pytest.mark.parametrize("lost", chosen(["rank", "agent"], ["rank"]))
 def test_a_lost_node_is_started_again_and_joins(runs: Path, lost: str) -> None:
     faults = ['kill(rank=3, at_iteration=5, phase="forward", generation=0)'] if lost == "rank" else []
     job = start(runs, *faults, iterations=10000, restart_lost_nodes=True)

@@ -133,6 +133,7 @@ def test_a_server_ends_and_leaves_nothing_when_its_time_is_over(
     assert [event["iteration"] for event in of_kind(resumed, "recovery_started")] == [0]
 
 
+@pytest.mark.extended
 def test_a_server_serves_only_its_job(tmp_path: Path, warm_forkserver: str, short_tmpdir: Path) -> None:
     kill_all(begin(tmp_path, warm_forkserver, "snapshot.outlive_job_seconds=200"))
     left = servers(short_tmpdir)

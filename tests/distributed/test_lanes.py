@@ -109,13 +109,13 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
         "killed:after a join": job({**NARROW, **faults(AFTER_A_JOIN)}, until=6, changes=CHANGES[2]),
         "after a join": job({**NARROW, **repeats("killed:after a join")}, until=6),
         "wide planned": job({**WIDE, **SHARDED, **faults()}, until=6, changes=CHANGES[2]),
-        "back at once": job({**WIDE, **SHARDED, **script("change(lose=[0],join=[0],before_iteration=3)")}),
-        "killed:back at once": job(
-            {**WIDE, **SHARDED, **faults('kill(rank=0, at_iteration=3, phase="backward", generation=0)')},
-            returns={"2": [0]},
-        ),
     }
     if extended:
+        jobs["back at once"] = job({**WIDE, **SHARDED, **script("change(lose=[0],join=[0],before_iteration=3)")})
+        jobs["killed:back at once"] = job(
+            {**WIDE, **SHARDED, **faults('kill(rank=0, at_iteration=3, phase="backward", generation=0)')},
+            returns={"2": [0]},
+        )
         jobs["fresh:narrow"] = _fresh(folder, "narrow", (0, 2), 2, **NARROW, **ONE_COPY)
         jobs["wide:4"] = job({**WIDE, **SHARDED, **lose((0, 4))})
         jobs["narrow grown"] = job({**NARROW, **script(*GROWN[1])}, until=6)
@@ -200,6 +200,7 @@ def test_a_node_that_has_just_joined_continues_with_the_state_of_its_place(outco
     check_same(outcomes, name, "after a join")
 
 
+@pytest.mark.extended
 def test_a_node_is_back_in_the_membership_that_follows_its_loss(outcomes: dict[str, Any]) -> None:
     _check_ranks(outcomes, "killed:back at once")
     (changed,) = records(outcomes, "killed:back at once", "membership_changed")

@@ -98,6 +98,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
 EXTENDED = (
     "pp2: in recoveries",
     "pp2: no windows",
+    "pp2: the sender",
     "pp4: beside a replay",
     "tp2 ep2: twice",
     "replicas: all copies",

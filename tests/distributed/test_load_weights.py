@@ -67,6 +67,7 @@ def train(runs: Path, warm: str, *words: str, exit_code: int = 0) -> JobResult:
     return job
 
 
+@pytest.mark.extended
 def test_training_continues_from_the_weights(
     saved: JobResult, weights: Path, warm_forkserver: str, tmp_path: Path
 ) -> None:

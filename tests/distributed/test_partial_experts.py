@@ -296,6 +296,7 @@ def tokens_since(loads: dict[int, np.ndarray], captured: np.ndarray, at: int) ->
     return int((since * (np.arange(1, at + 1)[:, None, None] > captured)).sum())
 
 
+@pytest.mark.extended
 def test_experts_of_the_node_that_is_left_come_from_its_memory(tmp_path: Path, warm_forkserver: str) -> None:
     """Windows have no copies on peers, so all ranks continue from files after the loss of a node."""
     words = [

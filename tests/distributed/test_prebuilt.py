@@ -47,6 +47,7 @@ EXTENDED = (
     "sharded: another stage",
     "sharded: the second part",
     "sharded: nothing in advance",
+    "sharded: a loss while it connects",
     "vpp2: another rank of the stage",
     "overlap: the same rank",
 )

@@ -73,6 +73,7 @@ def test_a_kill_within_the_ramp_up_changes_no_bit(
     assert figures(job, (*EXACT, "loss")) == figures(undisturbed, (*EXACT, "loss"))
 
 
+@pytest.mark.extended
 def test_another_number_of_lanes_goes_on_with_the_same_samples(
     tmp_path: Path, warm_forkserver: str, undisturbed: JobResult
 ) -> None:

@@ -152,6 +152,7 @@ EXTENDED = (
     "a rank",
     "a node, a spare",
     "a node that returns",
+    "a node between vote and update",
     "a node of a job with replica slots",
     "a second node while ranks are built",
     "a second node while windows are replayed",
@@ -191,6 +192,7 @@ def bound_of(job: JobResult) -> int:
     return int(2 * window_iterations + JobConfig().upstream_log.commit_lag_iterations)
 
 
+@pytest.mark.extended
 def test_a_job_without_a_replacement_ends_and_names_it(tmp_path: Path, warm_forkserver: str) -> None:
     faults = [stop(0, 17, "forward"), stop(1, 19, "forward", 1)]
     job = run_killing_nodes(words("pp1", SPARE, faults=faults), forkserver=warm_forkserver, runs=tmp_path)

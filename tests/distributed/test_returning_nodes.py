@@ -49,7 +49,9 @@ def num_memberships(runs: Path) -> int:
     return 1 + sum(len(reported(runs, generation)) == 6 for generation in generations)
 
 
-@pytest.mark.parametrize("layout", [REPLICAS, IN_PLACE], ids=["replicas", "in_place"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(REPLICAS, id="replicas", marks=pytest.mark.extended), pytest.param(IN_PLACE, id="in_place")]
+)
 def test_a_killed_node_is_back_whatever_of_it_was_killed(
     runs: Path, short_tmpdir: Path, layout: dict[str, Any]
 ) -> None:

@@ -29,6 +29,7 @@ def only_run(runs: Path) -> Path:
     return run
 
 
+@pytest.mark.extended
 def test_torchrun(tmp_path: Path) -> None:
     job = start([*torchrun(), str(tmp_path), "5"])
     output = wait(job, LIMIT_SECONDS)

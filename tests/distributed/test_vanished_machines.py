@@ -146,6 +146,7 @@ def test_a_load_of_twenty_costs_no_node(machines: Network, runs: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_job_that_trains_commits_iterations_again_within_seconds(machines: Network, runs: Path) -> None:
     job = machines.start_training(
         runs,

@@ -17,7 +17,7 @@ from megatron_ft.testing.jobs import REPOSITORY as ROOT
 from tests.helpers.line_trace.sitecustomize import blocks, does_something
 from tools.gpu.stages import CALLS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(400)]
 TRACE = ROOT / "tests" / "helpers" / "line_trace"
 MIN_SHARE = 0.85
 
@@ -134,7 +134,6 @@ def test_most_lines_are_executed(ran: Ran) -> None:
     assert share >= MIN_SHARE, {name: rest for name, rest in numbers.items() if rest}
 
 
-@pytest.mark.extended
 def test_what_measures_claims_runs_on_the_cpu(tmp_path: Path) -> None:
     command = [sys.executable, "tools/gpu_day.py", "speed", "--out", str(tmp_path / "out")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380, check=False)

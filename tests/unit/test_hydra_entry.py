@@ -166,6 +166,7 @@ def test_jobs_of_a_sweep_have_names() -> None:
         sweep_jobs(options("-m", "run.name=${model.name}", "optimizer.lr=1,2"))
 
 
+@pytest.mark.extended
 def test_ranges_globs_and_parameters_of_the_sweeper(outside: Path) -> None:
     assert len(sweep_jobs(options("--multirun", "optimizer.lr=range(1,4)"))) == 3
     num_precisions = len(list((ROOT / "conf" / "precision").glob("*.yaml")))
@@ -186,6 +187,7 @@ def test_a_wrong_job_ends_the_sweep_before_it_starts(capsys: pytest.CaptureFixtu
         assert text in captured.err and "job 0" not in captured.err
 
 
+@pytest.mark.extended
 def test_jobs_run_one_after_the_other_and_end_in_one_table(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["-m", "dry_run=true", "launch.ranks_per_node=1,2", "limits.host_memory_bytes=1,null"]
     assert pretrain_moe.main(words) == ConfigError.exit_code, "of the first job that fails"
