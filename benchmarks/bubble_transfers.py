@@ -309,7 +309,7 @@ class Simulated:
     num_stages: int
     num_chunks: int
     copies: str
-    """What is copied."""
+    """Short description of the copied slices."""
     copy_seconds: float
     """Duration of the longest copy of a stage, if nothing else runs on its core."""
     fits: bool
