@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_ft.errors import CheckpointError
+from megatron_ft.errors import CheckpointError, ConfigError
 from megatron_ft.mcore.checkpoint.metadata import COMMON_NAME, read_common
 from megatron_ft.mcore.convert.dense_files import WEIGHTS_ONLY, DenseReader
 from megatron_ft.mcore.convert.folder import check_space
@@ -42,12 +42,20 @@ def export_to_megatron(checkpoint: Path, out: Path, *, progress: Callable[[str],
     Raises:
         CheckpointError: the checkpoint is damaged, its manifest does not describe the model, or the files do not
             contain what was written.
-        ConfigError: ``out`` exists, or the disk has too little space.
+        ConfigError: ``out`` exists, the disk has too little space, or the checkpoint has quantized optimizer state.
         OSError: a file cannot be written.
     """
     check_new(out)
     reader = open_weights(checkpoint)
     model, manifest = reader.model(), manifest_of(reader)
+    regime = manifest.settings.get("optimizer", {}).get("precision.regime")
+    if regime is not None:
+        raise ConfigError.of(
+            "checkpoint",
+            str(checkpoint),
+            f"has optimizer state of precision.regime={regime}, which Megatron-LM cannot load; write its weights with "
+            "the command weights, and export those",
+        )
     is_release = WEIGHTS_ONLY in manifest.settings
     name = RELEASE_NAME if is_release else directory_name(manifest.iteration)
     common = {"content_metadata": _WEIGHTS_METADATA, **read_common(checkpoint)}

@@ -10,13 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.mcore.convert import dense_files
 from megatron_ft.mcore.convert.dense_files import WEIGHTS_ONLY, DenseReader
 from megatron_ft.mcore.convert.model_tensors import tensors_of
 from megatron_ft.mcore.convert.weights import weights_manifest, write_weights
+from tests.unit.mcore.convert.test_upcycle import save_dense
 from tools import convert_checkpoint, inspect_checkpoint
+from transformer_engine_ext.codec import export
+from transformer_engine_ext.formats import E4M3
+from transformer_engine_ext.quantized import quantize_blocks
 
 MODEL = ModelConfig(
     num_layers=1,
@@ -257,3 +262,62 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
         run("weights", source, tmp_path / "copy", code=3)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     run("weights", source, tmp_path / "copy")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("regime", ["fp8_fp8_fp8_fp16", "fp8_fp32_fp32_fp32"])
+def test_exported_weights_are_the_values_of_fp8_codes(
+    regime: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights of FP8 layers are the master weights in E4M3, and other weights are the master weights in BF16. FP32
+    and BF16, also in a Hugging Face folder, have exactly these values."""
+    fp8 = {"precision.params_dtype": "bf16", "precision.fp8": "hybrid", "precision.fp8_recipe": "blockwise"}
+    experts = {"model.num_moe_experts": 2, "model.moe_ffn_hidden_size": 48}
+    saved, _ = save_dense(tmp_path, {**fp8, **experts, "precision.regime": regime, "model.num_layers": 1})
+    run("to-megatron", saved, tmp_path / "megatron", code=2)
+    assert f"precision.regime={regime}" in capsys.readouterr().err and not (tmp_path / "megatron").exists()
+    run("weights", saved, tmp_path / "fp32", "--dtype", "fp32")
+    run("weights", saved, tmp_path / "bf16", "--dtype", "bf16")
+    run("to-hf", saved, tmp_path / "hf", "--family", "mixtral", "--dtype", "fp32")
+    found, short = read(tmp_path / "fp32"), read(tmp_path / "bf16")
+    assert all(short[name].dtype is torch.bfloat16 and same_bits(short[name].float(), found[name]) for name in found)
+    wanted = weights_by_masters(saved)
+    assert wanted.keys() == found.keys()
+    assert all(same_bits(found[name], wanted[name]) for name in wanted)
+    theirs = [load_file(path) for path in (tmp_path / "hf").glob("*.safetensors")]
+    (exported,) = [file[HF_PROJECTION] for file in theirs if HF_PROJECTION in file]
+    assert same_bits(exported, found["decoder.layers.0.self_attention.linear_proj.weight"])
+
+
+HF_PROJECTION = "model.layers.0.self_attn.o_proj.weight"
+OTHER_NAMES = {
+    ".mlp.experts.local_experts.": ".mlp.experts.experts.",
+    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+}
+"""Beginnings of the names of parameters, and of the tensors of a checkpoint."""
+
+
+def weights_by_masters(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return the weights that follow from the stored master weights, in FP32 and by the names of the weights."""
+    reader = DenseReader.open(checkpoint)
+    stored = {name.removeprefix("optimizer.state."): reader.read(name) for name in reader.tensors}
+    found = {}
+    for parameter in [name.removeprefix("master.") for name in stored if name.startswith("master.")]:
+        codes, scales = stored[f"master.{parameter}"], stored.get(f"master_scales.{parameter}")
+        parts = {"master": codes.view(torch.float8_e4m3fn) if codes.dtype is torch.uint8 else codes}
+        master = export(parts if scales is None else {**parts, "master_scales": scales}, torch.float32)["master"]
+        is_fp8 = ".linear_" in parameter
+        if is_fp8 and codes.dtype is torch.uint8:
+            values = master
+        else:
+            values = quantize_blocks(master, E4M3).decode() if is_fp8 else master.bfloat16().float()
+        name = parameter
+        for ours, theirs in OTHER_NAMES.items():
+            name = name.replace(ours, theirs)
+        if name in stored:
+            found[name] = values.view(stored[name].shape)
+        else:
+            halves = values.view(-1, stored[f"{name}_w"].shape[1]).chunk(2)
+            found |= {f"{name}_{half}": rows for half, rows in zip("wv", halves, strict=True)}
+    return found
