@@ -69,7 +69,8 @@ class WindowCommitted(Record):
     """The part of ``lost_share`` that experts have not repaid. None without ``snapshot.repay_capacity_share``."""
     stored_at_risk_share: float | None = None
     """Share of the whole training's tokens whose updates of experts would be lost by a recovery from the newest file.
-    None unless ``snapshot.policy.num_persisted_experts`` is set and a file was written or is being written."""
+    None unless files have fewer experts than windows (``snapshot.policy.num_persisted_experts`` or
+    ``snapshot.storage_bandwidth_bytes_per_second``) and a file was written or is being written."""
 
     def describe(self) -> None:
         return None

@@ -400,6 +400,10 @@ class SnapshotConfig:
     start. null sets no limit."""
     persist_interval_windows: int = 0
     """Write every n-th committed window to storage. With 0, a window is written only when the run is asked to stop."""
+    storage_bandwidth_bytes_per_second: float | None = None
+    """Bytes that one rank can write to storage per second. Files of windows that leave out experts then have as many
+    experts as can be written before the next file is due (MoC-System, section 5.3). null writes the number that
+    ``snapshot.policy.num_persisted_experts`` gives."""
     persist_url: str | None = None
     """Path or fsspec URL of the folder for windows on storage; each run has a subfolder with its name. null means
     ``windows`` in the run's folder."""

@@ -254,10 +254,19 @@ def captured_at(job: JobResult, key: WindowKey, rank: int) -> dict[str, int]:
     }
 
 
-def test_memory_serves_if_servers_survive_and_files_if_not(tmp_path: Path, warm_forkserver: str) -> None:
+CHOSEN = tuple(
+    "snapshot.storage_bandwidth_bytes_per_second=1.0" if "num_persisted" in word else word for word in TWO_LEVELS
+)
+"""Windows of ``TWO_LEVELS``. Storage is so slow that files have one expert of each layer."""
+
+
+@pytest.mark.parametrize("levels", [TWO_LEVELS, CHOSEN], ids=["given", "chosen"])
+def test_memory_serves_if_servers_survive_and_files_if_not(
+    tmp_path: Path, warm_forkserver: str, levels: tuple[str, ...]
+) -> None:
     """All ranks are killed at the same iteration. The servers survive the first time and not the second time."""
     fault = 'kill(at_iteration=12,phase="update",generation=0)'
-    job = train(tmp_path, warm_forkserver, *LAYOUTS["EP2"], faults=[fault], snapshots=TWO_LEVELS)
+    job = train(tmp_path, warm_forkserver, *LAYOUTS["EP2"], faults=[fault], snapshots=levels)
     assert job.exit_code == 0, job.output
     (started,), (lost,) = of_kind(job, "recovery_started"), of_kind(job, "expert_updates_lost")
     assert started["source"] == "memory" and (lost["num_stored_tokens"], lost["num_memory_experts"]) == (0, 0)
@@ -281,7 +290,7 @@ def test_memory_serves_if_servers_survive_and_files_if_not(tmp_path: Path, warm_
             in_files[layer, number] = iteration
     assert (in_files > 0).all() and (in_files < in_memory).any()
     shutil.rmtree(job.run_dir / "checkpoints")
-    again = train(tmp_path, warm_forkserver, *LAYOUTS["EP2"], "run.resume=auto", snapshots=TWO_LEVELS)
+    again = train(tmp_path, warm_forkserver, *LAYOUTS["EP2"], "run.resume=auto", snapshots=levels)
     assert again.exit_code == 0, again.output
     chosen = of_kind(again, "recovery_started")[-1]
     assert (chosen["source"], chosen["iteration"]) == ("persisted", stored.start_iteration), again.output

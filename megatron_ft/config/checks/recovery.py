@@ -359,6 +359,35 @@ def _check_repayment(config: JobConfig) -> None:
     )
 
 
+def _check_storage_bandwidth(config: JobConfig) -> None:
+    """Check ``snapshot.storage_bandwidth_bytes_per_second``: it must decide the number of experts of files."""
+    snapshot, key = config.snapshot, "snapshot.storage_bandwidth_bytes_per_second"
+    rate, policy = snapshot.storage_bandwidth_bytes_per_second, snapshot.policy
+    if rate is None:
+        return
+    above(0, key, rate)
+    require(
+        policy is not None and getattr(build_policy("snapshot.policy", policy), "leaves_out_experts", False),
+        key,
+        rate,
+        "must be null unless windows leave out experts (snapshot=partial_experts or snapshot=selective_experts): "
+        "otherwise, files have everything",
+    )
+    require(
+        snapshot.persist_interval_windows > 0,
+        key,
+        rate,
+        "must be null with snapshot.persist_interval_windows=0: windows are then written to storage only before a stop",
+    )
+    stored = (policy or {}).get("num_persisted_experts")
+    require(
+        stored is None,
+        key,
+        rate,
+        f"must be null with snapshot.policy.num_persisted_experts={stored}, which is the number of experts of a file",
+    )
+
+
 def _check_bubbles(config: JobConfig) -> None:
     """Check ``snapshot.copy_in_bubbles``: ranks must wait for messages of other stages, and must notice when."""
     if not config.snapshot.copy_in_bubbles:
@@ -401,6 +430,7 @@ def _check_snapshot(config: JobConfig) -> None:
     at_least(0, "snapshot.replan_interval_windows", snapshot.replan_interval_windows)
     _check_repayment(config)
     _check_bubbles(config)
+    _check_storage_bandwidth(config)
     outlive = snapshot.outlive_job_seconds
     require(0 <= outlive <= MAX_OUTLIVE_SECONDS, _OUTLIVE, outlive, f"must be from 0 to {MAX_OUTLIVE_SECONDS}")
     require(

@@ -514,6 +514,8 @@ class Snapshotter:
             bandwidth_bytes_per_second=bandwidth,
             iteration_seconds=seconds,
             activations=Activations.of(self._config.model, self._loads),
+            storage_bytes_per_second=snapshot.storage_bandwidth_bytes_per_second,
+            windows_per_file=max(1, snapshot.persist_interval_windows),
         )
 
     def _plan_again(self, iteration: int, opened: _Opened) -> _Opened:

@@ -142,8 +142,11 @@ class StorageBasis:
     """Tokens that the router assigns in one layer in the whole training."""
     num_groups: int = 1
     """Number of equal groups of consecutive experts; the experts of a group are on the same ranks."""
+    num_experts: int | None = None
+    """Experts of each layer whose newer state the file gets, according to the plan (K_persist). It must be set for
+    ``choose_stored``."""
 
-    def choose(self, num_experts: int, *, oldest_first: bool, max_lost_share: float | None) -> Mask:
+    def choose(self, *, oldest_first: bool, max_lost_share: float | None) -> Mask:
         """Choose ``num_experts`` experts of each layer that are newer in the window than on storage (MoC-System,
         section 5.1). Choose twice, four times, ... as many if a recovery could otherwise exceed ``max_lost_share``.
 
@@ -161,7 +164,8 @@ class StorageBasis:
         turn = (groups[None, :] - np.arange(num_layers)[:, None]) % self.num_groups
         # The last key counts first. The sort is stable, so the number of the expert decides ties on all ranks alike.
         order = np.lexsort((turn, urgency, self.captured_at <= self.since, ~is_newer), axis=1)
-        number = num_experts
+        number = self.num_experts
+        assert number is not None, "files have all experts of their windows"
         while True:
             chosen = np.zeros_like(is_newer)
             np.put_along_axis(chosen, order[:, :number], True, axis=1)
@@ -198,15 +202,16 @@ class ExpertPolicy(SnapshotPolicy, Protocol):
         window."""
 
     def choose_stored(self, basis: StorageBasis) -> Mask:
-        """Choose the experts of the next file, in the same way on every rank. ``num_persisted_experts`` must be set."""
+        """Choose the experts of the next file, in the same way on every rank."""
         ...
 
-    def update_loss(self, num_experts: int, windows_per_file: int = 1) -> str:
+    def update_loss(self, num_experts: int, windows_per_file: int = 1, stored: int | None = None) -> str:
         """State how much a recovery from a window can lose, in words.
 
         Args:
             num_experts: number of experts of a layer.
             windows_per_file: every window with this number is written to storage.
+            stored: number of experts of a layer that a file has, if it is not a field of the policy.
         """
         ...
 
@@ -221,7 +226,7 @@ class PartialExperts:
     """Iterations from one window to the next."""
     num_persisted_experts: int | None = None
     """Experts of each layer whose state is written to storage with a window (K_persist); at most ``num_experts``. null
-    writes all that the window has."""
+    writes all that the window has, or as many as ``snapshot.storage_bandwidth_bytes_per_second`` allows."""
     choice: ExpertChoice = field(default_factory=Sequential)
     """Choice of the experts."""
     leave_out: tuple[str, ...] = ("masters", "moments")
@@ -249,11 +254,9 @@ class PartialExperts:
         state = ExpertBytes.of(demand, _components(self.leave_out))
         number = self.num_experts
         if number is None:
-            fitting = (k for k in range(state.num_experts, 1, -1) if self._peak_bytes(state, k) <= context.budget_bytes)
-            number = next(fitting, 1)
+            number = _most_fitting(state, state.num_experts, context.budget_bytes, self._peak_bytes)
         number = min(number, state.num_experts)
-        peak = self._peak_bytes(state, number) if number else 0
-        return _plan(demand, context, state, self.interval_iterations, number, self.leave_out, peak)
+        return _plan(self, demand, context, state, number, self._peak_bytes)
 
     def plan_unmeasured(self, demand: Demand) -> WindowPlan:
         """Plan windows without measurements; without ``partial`` if ``num_experts`` is None.
@@ -262,9 +265,9 @@ class PartialExperts:
             ConfigError: a field of the policy is out of range.
         """
         self._check()
-        return _plan_unmeasured(demand, self.interval_iterations, self.num_experts, self.leave_out, self._peak_bytes)
+        return _plan_unmeasured(self, demand, self._peak_bytes)
 
-    def update_loss(self, num_experts: int, windows_per_file: int = 1) -> str:
+    def update_loss(self, num_experts: int, windows_per_file: int = 1, stored: int | None = None) -> str:
         """State how much a recovery from a window can lose, in words."""
         if self.max_lost_share is not None:
             return (
@@ -278,10 +281,10 @@ class PartialExperts:
         captured = min(self.num_experts or 1, num_experts)
         windows = -(-num_experts // captured)
         skipped = counted((windows - 1) * self.interval_iterations, "iteration")
-        in_files = ""
-        if self.num_persisted_experts is not None:
-            stored = _most_windows(num_experts, captured, self.num_persisted_experts, windows_per_file)
-            in_files = f" ({counted((stored - 1) * self.interval_iterations, 'iteration')} if it is read from storage)"
+        in_files, of_file = "", self.num_persisted_experts or stored
+        if of_file is not None:
+            most = _most_windows(num_experts, captured, of_file, windows_per_file)
+            in_files = f" ({counted((most - 1) * self.interval_iterations, 'iteration')} if it is read from storage)"
         return (
             f"each expert loses updates of at most {skipped} before the window{in_files}, because experts are captured "
             "in turn; more if a window was delayed (event window_delayed)"
@@ -308,12 +311,8 @@ class PartialExperts:
     def choose_stored(self, basis: StorageBasis) -> Mask:
         """Choose K_persist experts of each layer: in turn if ``choice`` takes turns, otherwise those for which a file
         saves most tokens."""
-        assert self.num_persisted_experts is not None, "files have all experts of their windows"
-        return basis.choose(
-            self.num_persisted_experts,
-            oldest_first=isinstance(self.choice, Sequential | RoundRobin),
-            max_lost_share=self.max_lost_share,
-        )
+        in_turn = isinstance(self.choice, Sequential | RoundRobin)
+        return basis.choose(oldest_first=in_turn, max_lost_share=self.max_lost_share)
 
     def _check(self) -> None:
         _check(self)
@@ -348,7 +347,7 @@ class SelectiveExperts:
     """Iterations from one window to the next."""
     num_persisted_experts: int | None = None
     """Experts of each layer whose state is written to storage with a window; at most ``num_experts``. null writes all
-    that the window has."""
+    that the window has, or as many as ``snapshot.storage_bandwidth_bytes_per_second`` allows."""
     choice: ExpertChoice = field(default_factory=LoadAware)
     """Choice of the experts."""
     leave_out: tuple[str, ...] = ("masters", "moments")
@@ -377,8 +376,7 @@ class SelectiveExperts:
             room = budget - state.always
             number = max(1, int(min((room[of_expert > 0] / of_expert[of_expert > 0]).tolist(), default=1)))
         number = min(number, state.num_experts)
-        peak = state.most_captured(number) if number else 0
-        return _plan(demand, context, state, self.interval_iterations, number, self.leave_out, peak)
+        return _plan(self, demand, context, state, number, ExpertBytes.most_captured)
 
     def plan_unmeasured(self, demand: Demand) -> WindowPlan:
         """Plan windows without measurements; without ``partial`` if ``num_experts`` is None.
@@ -387,10 +385,9 @@ class SelectiveExperts:
             ConfigError: a field of the policy is out of range.
         """
         self._check()
-        most = ExpertBytes.most_captured
-        return _plan_unmeasured(demand, self.interval_iterations, self.num_experts, self.leave_out, most)
+        return _plan_unmeasured(self, demand, ExpertBytes.most_captured)
 
-    def update_loss(self, num_experts: int, windows_per_file: int = 1) -> str:
+    def update_loss(self, num_experts: int, windows_per_file: int = 1, stored: int | None = None) -> str:
         """State that a recovery from a window can lose any number of updates, in words."""
         return _NO_BOUND
 
@@ -403,9 +400,8 @@ class SelectiveExperts:
         return _within(state, wanted, basis.at_risk, basis.budget_bytes)
 
     def choose_stored(self, basis: StorageBasis) -> Mask:
-        """Choose ``num_persisted_experts`` experts of each layer for which the file saves most tokens."""
-        assert self.num_persisted_experts is not None, "files have all experts of their windows"
-        return basis.choose(self.num_persisted_experts, oldest_first=False, max_lost_share=None)
+        """Choose as many experts of each layer as the plan has for a file: those for which it saves most tokens."""
+        return basis.choose(oldest_first=False, max_lost_share=None)
 
     def _check(self) -> None:
         _check(self)
@@ -438,7 +434,8 @@ def stores_fewer_experts(config: JobConfig) -> bool:
     """Return whether the files of a job have an older state of some experts than the windows from which they are
     written."""
     policy = expert_policy(config)
-    return policy is not None and policy.num_persisted_experts is not None
+    is_chosen = config.snapshot.storage_bandwidth_bytes_per_second is not None
+    return policy is not None and (is_chosen or policy.num_persisted_experts is not None)
 
 
 def counted_layers(config: JobConfig) -> tuple[int, ...]:
@@ -501,38 +498,51 @@ def _within(state: ExpertBytes, wanted: Mask, at_risk: Counts, budget_bytes: int
     return chosen
 
 
+PeakBytes = Callable[[ExpertBytes, int], int]
+"""Function that returns the most bytes of any rank with a number of experts of each layer."""
+
+
+def _most_fitting(state: ExpertBytes, most: int, budget_bytes: int, peak_of: PeakBytes) -> int:
+    """Return the largest number of experts of a layer, from 1 to ``most``, that fit into ``budget_bytes``."""
+    return next((number for number in range(most, 1, -1) if peak_of(state, number) <= budget_bytes), 1)
+
+
 def _plan(
+    policy: "PartialExperts | SelectiveExperts",
     demand: Demand,
     context: SnapshotContext,
     state: ExpertBytes,
-    interval: int,
     num_experts: int,
-    leave_out: Sequence[str],
-    peak_bytes: int,
+    peak_of: "PeakBytes",
 ) -> WindowPlan:
+    interval, stored = policy.interval_iterations, policy.num_persisted_experts
     units = [Unit(operator=operator) for operator in demand.operators]
     if not state.layers:
         reason = "the model has no experts, so every window captures the whole state"
         return make_plan(demand, context, [units], interval_iterations=interval, reason=reason)
+    peak_bytes = peak_of(state, num_experts)
     over = peak_bytes - context.budget_bytes
     fits = f"{over:,} bytes above" if over > 0 else "within"
     reason = (
         f"each window captures {num_experts} of {state.num_experts} experts of a layer, at most {peak_bytes:,} bytes "
         f"on a rank, {fits} the budget of an iteration; the first window captures everything"
     )
+    budget = context.file_budget_bytes(interval)
+    if stored is None and budget is not None:
+        stored = _most_fitting(state, num_experts, budget, peak_of)
+        reason += f"; a file has {stored} of them, {peak_of(state, stored):,} bytes, and storage can take {budget:,}"
     plan = make_plan(demand, context, [units], interval_iterations=interval, reason=reason)
-    components = _components(leave_out)
-    return replace(plan, partial=PartialPlan(num_experts=num_experts, components=components, captured_bytes=peak_bytes))
+    components = _components(policy.leave_out)
+    partial = PartialPlan(
+        num_experts=num_experts, components=components, captured_bytes=peak_bytes, num_persisted_experts=stored
+    )
+    return replace(plan, partial=partial)
 
 
 def _plan_unmeasured(
-    demand: Demand,
-    interval: int,
-    num_experts: int | None,
-    leave_out: Sequence[str],
-    peak_bytes: Callable[[ExpertBytes, int], int],
+    policy: "PartialExperts | SelectiveExperts", demand: Demand, peak_bytes: "PeakBytes"
 ) -> WindowPlan:
-    components = _components(leave_out)
+    num_experts, stored, components = policy.num_experts, policy.num_persisted_experts, _components(policy.leave_out)
     state = ExpertBytes.of(demand, components)
     units = tuple(Unit(operator=operator) for operator in demand.operators)
     partial, reason = (
@@ -544,8 +554,11 @@ def _plan_unmeasured(
     elif num_experts is not None:
         number = min(num_experts, state.num_experts)
         captured = peak_bytes(state, number)
-        partial = PartialPlan(num_experts=number, components=components, captured_bytes=captured)
+        partial = PartialPlan(
+            num_experts=number, components=components, captured_bytes=captured, num_persisted_experts=stored
+        )
         reason = f"snapshot.policy.num_experts={num_experts}; whether a window stalls training is not measured yet"
+    interval = policy.interval_iterations
     plan = WindowPlan(slices=(units,), interval_iterations=interval, reason=reason, partial=partial)
     plan.validate(demand.operators)
     return plan

@@ -28,6 +28,8 @@ class PartialWindows:
         self._policy = policy
         self._plan = plan
         self._components = frozenset(plan.partial.components)
+        # Plans of earlier versions do not have the number.
+        self._num_persisted_experts = plan.partial.num_persisted_experts or policy.num_persisted_experts
         self._budget_bytes = plan.basis.budget_bytes
         self._state = ExpertBytes.of(demand, plan.partial.components)
         self._row_of = {layer: row for row, layer in enumerate(self._state.layers)}
@@ -94,10 +96,12 @@ class PartialWindows:
         """
         before, captured_at = self._stored_at, self._captured_at.get(start)
         since, self._stored_start, self._stored_at = self._stored_start, start, captured_at
-        if captured_at is None or before is None or unwritten_start >= self._whole_start:
+        is_known = captured_at is not None and before is not None and self._num_persisted_experts is not None
+        if not is_known or unwritten_start >= self._whole_start:
             self._whole_start = start
             self.stored_share = None if captured_at is None else self._share(self._lost(start, captured_at))
             return False
+        assert captured_at is not None and before is not None, f"window {start} or the file before it is not known"
         now = self._processed_at(np.full_like(captured_at, start))
         basis = StorageBasis(
             captured_at=captured_at,
@@ -108,6 +112,7 @@ class PartialWindows:
             lost_share=ledger.lost_share(self._planned_tokens),
             planned_tokens=self._planned_tokens,
             num_groups=self._state.num_groups,
+            num_experts=self._num_persisted_experts,
         )
         self._stored_at = np.where(self._policy.choose_stored(basis), captured_at, before)
         self.stored_share = self._share(self._lost(start, self._stored_at))

@@ -119,6 +119,8 @@ class PartialPlan:
     captured_bytes: int | None = None
     """Largest number of bytes that a window with these experts captures on any rank; None in windows of earlier
     versions."""
+    num_persisted_experts: int | None = None
+    """Number of experts of each MoE layer whose newer state is written with a file; None for all of the window."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "PartialPlan":
@@ -126,6 +128,7 @@ class PartialPlan:
             num_experts=content["num_experts"],
             components=tuple(content["components"]),
             captured_bytes=content.get("captured_bytes"),
+            num_persisted_experts=content.get("num_persisted_experts"),
         )
 
 

@@ -21,6 +21,18 @@ class SnapshotContext:
     """Activations of experts; None if they have not been counted yet."""
     previous: WindowPlan | None = None
     """Plan that is in use; None if there is no plan yet."""
+    storage_bytes_per_second: float | None = None
+    """Bytes that a rank can write to storage per second; None if files have all experts of their windows, or a given
+    number."""
+    windows_per_file: int = 1
+    """Every window with this number is written to storage."""
+
+    def file_budget_bytes(self, interval_iterations: int) -> int | None:
+        """Return the bytes that a rank can write until its next file is due, if a window begins every
+        ``interval_iterations`` iterations; None if ``storage_bytes_per_second`` is None."""
+        if self.storage_bytes_per_second is None:
+            return None
+        return int(self.storage_bytes_per_second * self.iteration_seconds * interval_iterations * self.windows_per_file)
 
     @property
     def budget_bytes(self) -> int:
@@ -127,6 +139,9 @@ def why_outdated(policy: SnapshotPolicy, demand: Demand, context: SnapshotContex
         return "the inputs of the present plan are not known"
     if _drift(context.budget_bytes, basis.budget_bytes) > policy.replan_drift:
         return f"the budget of an iteration changed from {basis.budget_bytes:,} to {context.budget_bytes:,} bytes"
+    partial = previous.partial
+    if partial is not None and partial.num_persisted_experts is None and context.storage_bytes_per_second is not None:
+        return "the number of experts of a file has not been chosen yet"
     peak = int(demand.slice_bytes(previous).max())
     if _drift(peak, basis.peak_bytes) > policy.replan_drift:
         return f"the largest slice changed from {basis.peak_bytes:,} to {peak:,} bytes"

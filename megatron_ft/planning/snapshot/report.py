@@ -265,6 +265,8 @@ class SnapshotReport:
             context = SnapshotContext(
                 bandwidth_bytes_per_second=snapshot.bandwidth_bytes_per_second,
                 iteration_seconds=snapshot.iteration_seconds,
+                storage_bytes_per_second=snapshot.storage_bandwidth_bytes_per_second,
+                windows_per_file=max(1, snapshot.persist_interval_windows),
             )
             plan, is_known = policy.plan(demand, context), True
         elif isinstance(policy, ExpertPolicy):
@@ -272,8 +274,12 @@ class SnapshotReport:
         update_loss = ""
         if isinstance(policy, ExpertPolicy):
             per_file = max(1, snapshot.persist_interval_windows)
-            update_loss = policy.update_loss(config.model.num_moe_experts or 0, per_file)
-        stored, stored_bytes = _stored(policy, plan, demand)
+            about = [config.model.num_moe_experts or 0, per_file]
+            if snapshot.storage_bandwidth_bytes_per_second is not None:
+                # The number of experts of a file may not be known yet. At least one is always written.
+                about.append((plan.partial and plan.partial.num_persisted_experts) or 1)
+            update_loss = policy.update_loss(*about)
+        stored, stored_bytes = _stored(plan, demand)
         assignment = PeerAssignment.of(config.member_domains, snapshot.num_peer_copies)
         plans_again = snapshot.replan_interval_windows > 0
         dense_bytes = window_bytes_by_rank(dense, demand.shards_by_rank)
@@ -301,12 +307,11 @@ class SnapshotReport:
         return report
 
 
-def _stored(policy: SnapshotPolicy, plan: WindowPlan, demand: Demand) -> tuple[int | None, int | None]:
-    stored = policy.num_persisted_experts if isinstance(policy, ExpertPolicy) else None
-    if plan.partial is None or stored is None:
+def _stored(plan: WindowPlan, demand: Demand) -> tuple[int | None, int | None]:
+    if plan.partial is None or plan.partial.num_persisted_experts is None:
         return None, None
     state = ExpertBytes.of(demand, plan.partial.components)
-    stored = min(stored, state.num_experts)
+    stored = min(plan.partial.num_persisted_experts, state.num_experts)
     return stored, state.most_captured(stored)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -188,7 +189,7 @@ def test_all_ranks_write_equally_much() -> None:
         num_groups=4,
     )
     for number in (1, 2):
-        chosen = basis.choose(number, oldest_first=True, max_lost_share=None)
+        chosen = replace(basis, num_experts=number).choose(oldest_first=True, max_lost_share=None)
         assert chosen.reshape(8, 4, 2).sum(axis=(0, 2)).tolist() == [2 * number] * 4
 
 
@@ -209,10 +210,11 @@ def test_more_experts_are_stored_before_the_bound_is_exceeded() -> None:
         stored_at_risk=10 * (10 - np.arange(8)).reshape(1, 8),
         lost_share=0.0,
         planned_tokens=1000,
+        num_experts=1,
     )
 
     def chosen(bound: float | None) -> list[int]:
-        return np.flatnonzero(basis.choose(1, oldest_first=True, max_lost_share=bound)[0]).tolist()
+        return np.flatnonzero(basis.choose(oldest_first=True, max_lost_share=bound)[0]).tolist()
 
     # All experts have 520 tokens at risk on storage: 420 without the oldest, 330 without the two oldest, and so on.
     assert chosen(None) == chosen(0.42) == [0]
