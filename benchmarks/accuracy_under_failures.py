@@ -12,12 +12,11 @@ import argparse
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.campaign import Outcome, Trial, run_campaign
+from benchmarks.campaign import Outcome, Trial, in_threads, run_campaign
 from benchmarks.report import finish
 from megatron_ft.testing.jobs import JobResult, forkserver, run_job
 
@@ -74,13 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     length, seeds = (QUICK_ITERATIONS, QUICK_SEEDS) if quick else (NUM_ITERATIONS, SEEDS)
     rows = [{"policy": name, "seed": seed, "iterations": length} for seed in seeds for name in names]
     with tempfile.TemporaryDirectory(prefix=f"{ID}-") as folder, forkserver(WARM) as socket:
-
-        def execute(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
-            with ThreadPoolExecutor(NUM_PARALLEL) as pool:
-                begun = {pool.submit(_train, trial, Path(folder) / trial.key(""), socket): trial for trial in trials}
-                for done in as_completed(begun):
-                    yield begun[done], done.result()
-
+        execute = in_threads(lambda trial: _train(trial, Path(folder) / trial.key(""), socket), NUM_PARALLEL)
         counts, outcomes = run_campaign(ID, rows, execute, script=Path(__file__), quick=quick)
     runs = {(str(t.parameters["policy"]), int(str(t.parameters["seed"]))): dict(o.details) for t, o in outcomes}
     table = _compare(runs, names, seeds)

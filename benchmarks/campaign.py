@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,18 @@ class Counts:
 
 
 Executor = Callable[[Sequence[Trial]], Iterator[tuple[Trial, Outcome]]]
+
+
+def in_threads(run: Callable[[Trial], Outcome], num_parallel: int) -> Executor:
+    """Return an executor that calls ``run`` for each trial, for ``num_parallel`` trials at the same time."""
+
+    def execute(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+        with ThreadPoolExecutor(num_parallel) as pool:
+            begun = {pool.submit(run, trial): trial for trial in trials}
+            for done in as_completed(begun):
+                yield begun[done], done.result()
+
+    return execute
 
 
 def execute_jobs(trials: Sequence[Trial], run: Callable[[int], Sequence[Outcome]]) -> Iterator[tuple[Trial, Outcome]]:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hostile_files import Payload, hostile_checkpoints, hostile_windows
+from benchmarks.hostile_files import HUGE, ODD_FILES, Payload, hostile_checkpoints, hostile_windows
 from megatron_ft.snapshot.storage.checkpoints import directory_name
 from megatron_ft.snapshot.storage.files import entry_of
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
@@ -24,7 +24,6 @@ from megatron_ft.testing.stored_samples import NEW, WORLD_SIZE, sample_name
 
 CONFIG, INDEX, SAFETENSORS = "config.json", "model.safetensors.index.json", "model.safetensors"
 METADATA, COMMON, DATA = ".metadata", "common.pt", "__0_0.distcp"
-HUGE = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -580,14 +579,7 @@ def _raw_config(content: bytes, folder: Path) -> Path:
 
 def _odd_folder_files() -> Iterator[Damage]:
     for name in (SAFETENSORS, INDEX, CONFIG):
-        for what, make in {
-            "link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
-            "link to itself": lambda path: path.symlink_to(path.name),
-            "dangling link": lambda path: path.symlink_to("nowhere"),
-            "directory": lambda path: path.mkdir(),
-            "pipe": os.mkfifo,
-            "sparse file of 1 TiB": lambda path: (path.touch(), os.truncate(path, HUGE)),
-        }.items():
+        for what, make in ODD_FILES.items():
             yield Damage(name=f"{name}: {what}", apply=partial(_odd, name, make))
 
 

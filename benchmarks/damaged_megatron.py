@@ -28,7 +28,7 @@ from benchmarks.damaged_inputs import (
     Damage,
     tear_file,
 )
-from benchmarks.hostile_files import HUGE, Payload
+from benchmarks.hostile_files import ODD_FILES, Payload
 from megatron_ft.config.job import JobConfig
 from megatron_ft.snapshot.storage.checkpoints import MEGATRON_LATEST_NAME, directory_name
 from megatron_ft.testing.stored_samples import NEW
@@ -113,7 +113,7 @@ def _trackers() -> Iterator[Damage]:
         yield Damage(name=f"tracker {what}", apply=partial(_put_tracker, content), part=TRACKER)
     yield Damage(name="tracker missing", apply=_remove_tracker, part=TRACKER)
     yield Damage(name="tracker of another format", apply=_name_other_format, part=TRACKER)
-    for what, make in _ODD.items():
+    for what, make in ODD_FILES.items():
         yield Damage(name=f"tracker: {what}", apply=partial(_odd, MEGATRON_LATEST_NAME, make), part=TRACKER)
 
 
@@ -291,23 +291,13 @@ def _replace_arguments(replaced: Any, folder: Path) -> Path:
     )
 
 
-_ODD: Mapping[str, Callable[[Path], object]] = {
-    "link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
-    "link to itself": lambda path: path.symlink_to(path.name),
-    "dangling link": lambda path: path.symlink_to("nowhere"),
-    "directory": lambda path: path.mkdir(),
-    "pipe": os.mkfifo,
-    "sparse file of 1 TiB": lambda path: (path.touch(), os.truncate(path, HUGE)),
-}
-
-
 def _odd_files() -> Iterator[Damage]:
     parts = {METADATA: METADATA, COMMON: COMMON, _FORMAT_NAME: FORMAT}
     for name, part in parts.items():
-        for what, make in _ODD.items():
+        for what, make in ODD_FILES.items():
             apply = partial(_odd, f"{directory_name(NEW)}/{name}", make)
             yield Damage(name=f"{name}: {what}", apply=apply, part=part)
-    for what, make in _ODD.items():
+    for what, make in ODD_FILES.items():
         part = VALUES if what.startswith("sparse") else METADATA
         yield Damage(name=f"last shard: {what}", apply=partial(_odd_shard, make), part=part)
 

@@ -11,12 +11,11 @@ is too short for that and has no FP16 run.
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.campaign import Outcome, Trial, run_campaign
+from benchmarks.campaign import Outcome, Trial, in_threads, run_campaign
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.config.checks.training import REGIMES
 from megatron_ft.testing.jobs import forkserver, run_job
@@ -53,13 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = (REFERENCE, *((REGIMES[1], REGIMES[-1]) if quick else REGIMES))
     rows = [{"precision": name, "iterations": length} for name in names]
     with tempfile.TemporaryDirectory(prefix=f"{ID}-") as folder, forkserver(WARM) as socket:
-
-        def execute(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
-            with ThreadPoolExecutor(NUM_PARALLEL) as pool:
-                begun = {pool.submit(_train, trial, Path(folder) / trial.key(""), socket): trial for trial in trials}
-                for done in as_completed(begun):
-                    yield begun[done], done.result()
-
+        execute = in_threads(lambda trial: _train(trial, Path(folder) / trial.key(""), socket), NUM_PARALLEL)
         counts, outcomes = run_campaign(ID, rows, execute, script=Path(__file__), quick=quick)
     runs = {str(trial.parameters["precision"]): outcome.details for trial, outcome in outcomes if outcome.passed}
     table = _compare(runs) if len(runs) == len(names) else []

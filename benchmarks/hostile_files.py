@@ -6,7 +6,7 @@ import os
 import pickle
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -275,19 +275,25 @@ def _dense_bytes() -> Iterator[Hostile]:
     yield Hostile(name="data file: pickle", put=partial(_put, _dense_victim, pickle.dumps(Payload())))
 
 
+ODD_FILES: Mapping[str, Callable[[Path], object]] = {
+    "link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "dangling link": lambda path: path.symlink_to("nowhere"),
+    "directory": lambda path: path.mkdir(),
+    "pipe": os.mkfifo,
+    "sparse file of 1 TiB": lambda path: (path.touch(), os.truncate(path, HUGE)),
+}
+"""Functions that create something else in the place of a file, by name."""
+
+
 def _odd_files(victim: Callable[[Path], Path]) -> Iterator[Hostile]:
     """Yield special files under the name of ``victim``: files that are not regular, endless, sparse or empty."""
     makers: dict[str, Callable[[Path], object]] = {
+        **ODD_FILES,
         "link to a sound file": _link_to_itself,
-        "link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
         "link to /etc/passwd": lambda path: path.symlink_to("/etc/passwd"),
-        "link to itself": lambda path: path.symlink_to(path.name),
-        "dangling link": lambda path: path.symlink_to("nowhere"),
         "link to a directory": lambda path: path.symlink_to("."),
-        "directory": lambda path: path.mkdir(),
-        "pipe": os.mkfifo,
         "socket": _socket,
-        "sparse file of 1 TiB": lambda path: (path.touch(), os.truncate(path, HUGE)),
         "empty file": lambda path: path.touch(),
     }
     if os.geteuid() == 0:

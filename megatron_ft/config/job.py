@@ -428,6 +428,11 @@ class SnapshotConfig:
     """Copy slices while a rank waits for messages of another pipeline stage, before other times (MoEtion, section 5.3).
     Windows have the same bytes and are complete at the same time. Needs a pipeline and CPUs."""
 
+    @property
+    def windows_per_file(self) -> int:
+        """Every window with this number is written to storage; 1 if only the one before a stop is."""
+        return max(1, self.persist_interval_windows)
+
 
 @dataclass
 class UpstreamLogConfig:

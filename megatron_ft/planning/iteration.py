@@ -200,6 +200,27 @@ class MemoryUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankFigures:
+    """Measured values of single ranks in one iteration. Empty where the ballots are not known."""
+
+    pass_seconds: tuple[float, ...] = ()
+    """Seconds of the measured work of ``StragglerTimer`` on each rank."""
+    idle_seconds: tuple[float, ...] = ()
+    """Seconds for which each rank waited for messages of adjacent pipeline stages."""
+    memory: MemoryUse | None = None
+    """Largest memory of any rank."""
+
+    @classmethod
+    def of(cls, ballots: Sequence[Ballot]) -> "RankFigures":
+        """Take the values from the ballots of all ranks, in rank order."""
+        return cls(
+            pass_seconds=tuple(ballot.pass_seconds for ballot in ballots),
+            idle_seconds=tuple(ballot.idle_seconds for ballot in ballots),
+            memory=MemoryUse.largest(ballots),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Vote(WindowReport):
     """Result of the vote of one iteration, the same on all ranks.
 

@@ -104,7 +104,7 @@ def measure_waits(
             engine.model_chunks[0].register_forward_pre_hook(lambda *_: time.sleep(SLOW_SECONDS))
         found = []
         for number in (1, 2, 3):
-            found.append(engine.run_iteration(number).idle_seconds)
+            found.append(engine.run_iteration(number).of_ranks.idle_seconds)
             engine.evaluate()  # waits, too, but is not part of the iteration
             waits.append(engine.boundaries.idle._usual_num_waits)
         shape = PipelineShape(

@@ -164,16 +164,17 @@ def layout_of(directory: Path, *, weights_only: bool) -> dict[str, bool]:
 def other_shape(frame: dict[str, Any], directory: Path) -> str | None:
     """Return an error about an embedding or head that has another shape in the checkpoint than in ``frame``; None if
     there is none. Megatron would load the common rows of these tensors, and leave zeros in the others."""
-    stored = load_metadata(directory).state_dict_metadata
-    for shard in nested_values(frame):
-        if isinstance(shard, ShardedTensor) and shard.allow_shape_mismatch:
-            size = getattr(stored.get(shard.key), "size", shard.global_shape)
-            if tuple(size) != tuple(shard.global_shape):
-                return (
-                    f"{directory}: {shard.key} has the shape {list(size)}, but the model has "
-                    f"{list(shard.global_shape)}; set model.vocab_size and model.make_vocab_size_divisible_by to those "
-                    "of the checkpoint"
-                )
+    shards = [
+        shard for shard in nested_values(frame) if isinstance(shard, ShardedTensor) and shard.allow_shape_mismatch
+    ]
+    stored = load_metadata(directory).state_dict_metadata if shards else {}
+    for shard in shards:
+        size = getattr(stored.get(shard.key), "size", shard.global_shape)
+        if tuple(size) != tuple(shard.global_shape):
+            return (
+                f"{directory}: {shard.key} has the shape {list(size)}, but the model has {list(shard.global_shape)}; "
+                "set model.vocab_size and model.make_vocab_size_divisible_by to those of the checkpoint"
+            )
     return None
 
 

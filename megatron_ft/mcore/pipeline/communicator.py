@@ -113,26 +113,14 @@ class _LoggingCommunicator(_StagedCommunicator):
             self.log.append("backward", to_previous)
 
     def _communicate(
-        self,
-        *,
-        tensor_send_next: torch.Tensor | None,
-        tensor_send_prev: torch.Tensor | None,
-        recv_prev: bool,
-        recv_next: bool,
-        tensor_shape: Any,
-        wait_on_reqs: bool = True,
+        self, *, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None, **others: Any
     ) -> Received:
         # Logged before the send, after which the schedule may free the tensor (``deallocate_pipeline_outputs``).
         self.keep(tensor_send_next, tensor_send_prev)
-        waits_now = wait_on_reqs and (recv_prev or recv_next)
+        waits_now = others.get("wait_on_reqs", True) and (others["recv_prev"] or others["recv_next"])
         with nullcontext() if self._idle is None or not waits_now else self._idle.waiting():
             from_previous, from_next, requests = super()._communicate(
-                tensor_send_next=tensor_send_next,
-                tensor_send_prev=tensor_send_prev,
-                recv_prev=recv_prev,
-                recv_next=recv_next,
-                tensor_shape=tensor_shape,
-                wait_on_reqs=wait_on_reqs,
+                tensor_send_next=tensor_send_next, tensor_send_prev=tensor_send_prev, **others
             )
         if self._idle is not None and isinstance(requests, dict):
             gate = self._idle

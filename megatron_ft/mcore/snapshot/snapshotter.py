@@ -515,7 +515,7 @@ class Snapshotter:
             iteration_seconds=seconds,
             activations=Activations.of(self._config.model, self._loads),
             storage_bytes_per_second=snapshot.storage_bandwidth_bytes_per_second,
-            windows_per_file=max(1, snapshot.persist_interval_windows),
+            windows_per_file=snapshot.windows_per_file,
         )
 
     def _plan_again(self, iteration: int, opened: _Opened) -> _Opened:

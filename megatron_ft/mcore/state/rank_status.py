@@ -11,6 +11,7 @@ from megatron_ft.errors import RecoveryError
 from megatron_ft.mcore.moe.placement_manager import PlacementState
 from megatron_ft.mcore.state.train_state import IterationResult
 from megatron_ft.mcore.training.engine import TrainingEngine
+from megatron_ft.planning.iteration import RankFigures
 from megatron_ft.planning.recovery.membership import Position, Target
 
 
@@ -63,7 +64,7 @@ def resolve_iteration(engine: TrainingEngine, target: Target) -> IterationResult
         f"this rank has no ballot or no vote of iteration {target.iteration}"
     )
     # Values of single ranks are left out, because ranks may be renumbered before the result is reported.
-    result = replace(engine.decide(vote), pass_seconds=(), idle_seconds=(), memory=None)
+    result = replace(engine.decide(vote), of_ranks=RankFigures())
     # A skip or a stop may have been applied before the failure. Both restore recorded values, so they can be repeated.
     if in_progress.update == "none":
         engine.apply(result)

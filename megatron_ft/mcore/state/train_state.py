@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_ft.errors import RecoveryError
 from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.mcore.optimizer.adamw import grad_scalers, sub_optimizers
-from megatron_ft.planning.iteration import Decision, History, MemoryUse, Vote
+from megatron_ft.planning.iteration import Decision, History, RankFigures, Vote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +35,8 @@ class IterationResult:
     expert_load: torch.Tensor | None = None
     """Number of tokens of each expert, summed over all ranks: int64 [num_layers, num_moe_experts], on the CPU; None if
     not needed."""
-    pass_seconds: tuple[float, ...] = ()
-    """Seconds of the measured work of ``StragglerTimer`` on each rank, from the ballots."""
-    idle_seconds: tuple[float, ...] = ()
-    """Seconds for which each rank waited for messages of adjacent pipeline stages; empty if the ballots are not known
-    on this rank."""
-    memory: MemoryUse | None = None
-    """Largest memory of any rank; None if the ballots are not known on this rank."""
+    of_ranks: RankFigures = field(default_factory=RankFigures)
+    """Measured values of single ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,12 +191,8 @@ class IterationState:
     """Whether this rank may have sent its ballot. If true, other ranks may have the complete vote."""
     vote: Vote | None = None
     """The vote; None until it is complete on this rank."""
-    pass_seconds: tuple[float, ...] = ()
-    """Seconds of the measured work of ``StragglerTimer`` on each rank; empty until the vote is complete."""
-    idle_seconds: tuple[float, ...] = ()
-    """Seconds for which each rank waited for messages of adjacent pipeline stages, in the same form."""
-    memory: MemoryUse | None = None
-    """Largest memory of any rank, from the ballots; None until the vote is complete."""
+    of_ranks: RankFigures = field(default_factory=RankFigures)
+    """Measured values of single ranks; empty until the vote is complete."""
     update: Literal["none", "begun", "done"] = "none"
     """Progress of the update of master weights, moments and compute weights."""
 

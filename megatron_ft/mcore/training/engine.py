@@ -48,7 +48,7 @@ from megatron_ft.mcore.state.tensors import (
 )
 from megatron_ft.mcore.state.train_state import IterationResult, IterationState, TrainState, generators_digest, seed_rng
 from megatron_ft.mcore.training.reporting import StragglerTimer, memory_use
-from megatron_ft.planning.iteration import Ballot, CommitPolicy, Decision, History, MemoryUse, Vote, WindowReport
+from megatron_ft.planning.iteration import Ballot, CommitPolicy, Decision, History, RankFigures, Vote, WindowReport
 from megatron_ft.planning.placement.copies import StateCopyPlan
 from megatron_ft.planning.placement.migration import MigrationPlan, Replacement, Step
 from megatron_ft.planning.placement.plan import PlacementPlan
@@ -362,7 +362,8 @@ class TrainingEngine:
             decision=self.policy.decide(vote, self.history),
             learning_rate=float(max(group["lr"] for group in self.optimizer.param_groups)),
             median_loss=self.history.median_loss,
-            **{name: getattr(about, name) for name in ("expert_load", "pass_seconds", "idle_seconds", "memory")},
+            expert_load=about.expert_load,
+            of_ranks=about.of_ranks,
         )
 
     def apply(self, result: IterationResult) -> None:
@@ -456,9 +457,7 @@ class TrainingEngine:
         # commit. Then this rank must be able to finish the iteration, even if its own exchange fails.
         in_progress.contributed = True
         ballots = exchange(ballot, self.groups.vote)
-        in_progress.pass_seconds = tuple(each.pass_seconds for each in ballots)
-        in_progress.idle_seconds = tuple(each.idle_seconds for each in ballots)
-        in_progress.memory = MemoryUse.largest(ballots)
+        in_progress.of_ranks = RankFigures.of(ballots)
         in_progress.vote = self.tally(ballots)
         failpoints.hit("vote_after", iteration)
         return in_progress.vote

@@ -174,10 +174,10 @@ def metrics_record(
     if model.num_moe_experts:
         values["aux_loss"] = vote.aux_loss * model.moe_aux_loss_coeff
         values["z_loss"] = vote.z_loss * (model.moe_z_loss_coeff or 0.0)
-    if (last := Slowest.of(result.pass_seconds)) is not None:
+    if (last := Slowest.of(result.of_ranks.pass_seconds)) is not None:
         values["slowest_rank"], values["slowest_node"] = last.rank, nodes[last.rank]
         values["slowest_rank_over_median"] = last.over_median
-    if (memory := result.memory) is not None and memory.peak_bytes:
+    if (memory := result.of_ranks.memory) is not None and memory.peak_bytes:
         values["memory_allocated_bytes"] = memory.allocated_bytes
         if memory.reserved_bytes:
             values["memory_reserved_bytes"] = memory.reserved_bytes
@@ -196,8 +196,9 @@ def iteration_records(
     """Yield the events about one iteration: its metrics (see ``metrics_record``) and, if they are known, the waits of
     each pipeline stage."""
     yield metrics_record(config, result, batch, seconds, nodes, throughput)
-    if any(result.idle_seconds):
-        yield idle_record(result.vote.iteration, result.idle_seconds, Topology.of(config.parallel, len(nodes)))
+    idle_seconds = result.of_ranks.idle_seconds
+    if any(idle_seconds):
+        yield idle_record(result.vote.iteration, idle_seconds, Topology.of(config.parallel, len(nodes)))
 
 
 def idle_record(iteration: int, idle_seconds: Sequence[float], topology: Topology) -> PipelineIdle:

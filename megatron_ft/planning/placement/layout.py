@@ -162,14 +162,20 @@ def per_replica_loads(counts: Counts, loads: Sequence[float] | None) -> npt.NDAr
     return np.asarray(np.asarray(loads, dtype=np.float64) / np.maximum(counts.sum(axis=1), 1))
 
 
+def _filled_slots(by_rank: Sequence[Collection[int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the expert and the rank of each slot that is in use, from the experts of each rank."""
+    experts = np.fromiter(chain.from_iterable(by_rank), dtype=np.int64)
+    return experts, np.repeat(np.arange(len(by_rank)), [len(held) for held in by_rank])
+
+
 def copies_per_rank(
     by_rank: Sequence[Collection[int]], num_experts: int, column_of: Sequence[int] | None = None
 ) -> Counts:
     """Return the number of copies of each expert on each rank, ``[E, N]``, from the experts in the slots of each rank.
     If ``column_of`` gives the failure domain of each rank, return the copies in each domain, ``[E, D]``."""
     num_columns = len(by_rank) if column_of is None else max(column_of) + 1
-    experts = np.fromiter(chain.from_iterable(by_rank), dtype=np.int64)
-    columns = np.repeat(range(num_columns) if column_of is None else column_of, [len(held) for held in by_rank])
+    experts, ranks = _filled_slots(by_rank)
+    columns = ranks if column_of is None else np.asarray(column_of)[ranks]
     flat = np.bincount(experts * num_columns + columns, minlength=num_experts * num_columns)
     return flat.reshape(num_experts, num_columns)
 
@@ -181,8 +187,7 @@ def even_tokens(by_rank: Sequence[Sequence[int]], load: Sequence[float]) -> npt.
         by_rank: experts in the slots of each rank, ``[N][slots]``.
         load: tokens of each expert, ``[E]``.
     """
-    experts = np.fromiter(chain.from_iterable(by_rank), dtype=np.int64)
-    ranks = np.repeat(range(len(by_rank)), [len(held) for held in by_rank])
+    experts, ranks = _filled_slots(by_rank)
     per_copy = np.asarray(load, dtype=np.float64) / np.maximum(np.bincount(experts, minlength=len(load)), 1)
     return np.asarray(np.bincount(ranks, per_copy[experts], minlength=len(by_rank)), dtype=np.float64)
 

@@ -152,7 +152,7 @@ class RecoveryFacts:
     @property
     def num_written_windows(self) -> int:
         """Return how many windows are captured for each window that is written to storage, at least 1."""
-        return max(1, self.config.snapshot.persist_interval_windows)
+        return self.config.snapshot.windows_per_file
 
     def window_bound(self, num_windows: int) -> int | None:
         """Return the largest number of iterations that run again from the newest usable window, if only every
@@ -264,33 +264,27 @@ def _held(config: JobConfig, topology: Topology, plans: Sequence[PlacementPlan])
     sharded = config.parallel.use_distributed_optimizer
     stage_of = _stage_of_layers(config, topology)
     is_copied = sharded and config.placement.state_copies is not None
-    stages = range(topology.pipeline_model_parallel_size) if is_copied else ()
-    copied = [_holders_of_copies(config, stage, plans[stage] if plans else None) for stage in stages]
+    all_stages = range(topology.pipeline_model_parallel_size)
+    copied_stages = all_stages if is_copied else ()
+    copied = [_holders_of_copies(config, stage, plans[stage] if plans else None) for stage in copied_stages]
     # The size of the vocabulary changes how much state there is, not which ranks hold it.
     # Operators with the same holders share one tuple, so what depends on the holders is computed once for all of them.
     known: dict[tuple[int, int | None], tuple[frozenset[int], ...]] = {}
     # Megatron gives each expert-parallel rank a contiguous range of experts.
     each = max(1, (config.model.num_moe_experts or 1) // topology.expert_model_parallel_size)
-    # A placement may have any number of experts per rank, and says itself which ranks hold them.
-    owners_of = (
-        []
-        if plans
-        else [
-            topology.expert_parallel_ranks(topology.stage_ranks(stage))
-            for stage in range(topology.pipeline_model_parallel_size)
-        ]
-    )
+    owners_of = [topology.expert_parallel_ranks(topology.stage_ranks(stage)) for stage in all_stages]
     for operator in operators_of(config.model, 1):
         stage = stage_of[operator.id.layer]
         key = (stage, None if operator.id.expert is None else operator.id.expert // each)
         if key in known:
             yield HeldOperator(operator=operator.id, holders=known[key])
             continue
-        if operator.id.expert is not None:
-            groups = _expert_groups(
-                topology, stage, operator.id, plans, () if plans else owners_of[stage][operator.id.expert // each]
-            )
-            sharded_here = sharded and not plans
+        if operator.id.expert is not None and plans:
+            # A placement may have any number of experts per rank, and says itself which ranks hold them.
+            groups, sharded_here = _slot_groups(plans[stage], operator.id), False
+        elif operator.id.expert is not None:
+            owners = owners_of[stage][operator.id.expert // each]
+            groups, sharded_here = _expert_groups(topology, stage, owners), sharded
         else:
             groups, sharded_here = _dense_groups(topology, stage), sharded
         if copied and operator.id.kind != "expert":
@@ -334,13 +328,12 @@ def _dense_groups(topology: Topology, stage: int) -> list[frozenset[int]]:
     ]
 
 
-def _expert_groups(
-    topology: Topology, stage: int, operator: OperatorId, plans: Sequence[PlacementPlan], owners: Sequence[int]
-) -> list[frozenset[int]]:
-    if plans:
-        plan = plans[stage]
-        by_rank = plan.slots[plan.layer_numbers.index(operator.layer)]
-        return [frozenset(rank for rank, held in zip(plan.ranks, by_rank, strict=True) if operator.expert in held)]
+def _slot_groups(plan: PlacementPlan, operator: OperatorId) -> list[frozenset[int]]:
+    by_rank = plan.slots[plan.layer_numbers.index(operator.layer)]
+    return [frozenset(rank for rank, held in zip(plan.ranks, by_rank, strict=True) if operator.expert in held)]
+
+
+def _expert_groups(topology: Topology, stage: int, owners: Sequence[int]) -> list[frozenset[int]]:
     first = topology.stage_ranks(stage)[0]
     size = topology.expert_tensor_parallel_size
     return [frozenset(rank for rank in owners if (rank - first) % size == part) for part in range(size)]

@@ -513,7 +513,7 @@ def _plan(
     context: SnapshotContext,
     state: ExpertBytes,
     num_experts: int,
-    peak_of: "PeakBytes",
+    peak_of: PeakBytes,
 ) -> WindowPlan:
     interval, stored = policy.interval_iterations, policy.num_persisted_experts
     units = [Unit(operator=operator) for operator in demand.operators]
@@ -539,9 +539,7 @@ def _plan(
     return replace(plan, partial=partial)
 
 
-def _plan_unmeasured(
-    policy: "PartialExperts | SelectiveExperts", demand: Demand, peak_bytes: "PeakBytes"
-) -> WindowPlan:
+def _plan_unmeasured(policy: "PartialExperts | SelectiveExperts", demand: Demand, peak_bytes: PeakBytes) -> WindowPlan:
     num_experts, stored, components = policy.num_experts, policy.num_persisted_experts, _components(policy.leave_out)
     state = ExpertBytes.of(demand, components)
     units = tuple(Unit(operator=operator) for operator in demand.operators)

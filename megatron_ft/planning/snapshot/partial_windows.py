@@ -96,12 +96,11 @@ class PartialWindows:
         """
         before, captured_at = self._stored_at, self._captured_at.get(start)
         since, self._stored_start, self._stored_at = self._stored_start, start, captured_at
-        is_known = captured_at is not None and before is not None and self._num_persisted_experts is not None
-        if not is_known or unwritten_start >= self._whole_start:
+        writes_all = self._num_persisted_experts is None or unwritten_start >= self._whole_start
+        if captured_at is None or before is None or writes_all:
             self._whole_start = start
             self.stored_share = None if captured_at is None else self._share(self._lost(start, captured_at))
             return False
-        assert captured_at is not None and before is not None, f"window {start} or the file before it is not known"
         now = self._processed_at(np.full_like(captured_at, start))
         basis = StorageBasis(
             captured_at=captured_at,

@@ -266,19 +266,18 @@ class SnapshotReport:
                 bandwidth_bytes_per_second=snapshot.bandwidth_bytes_per_second,
                 iteration_seconds=snapshot.iteration_seconds,
                 storage_bytes_per_second=snapshot.storage_bandwidth_bytes_per_second,
-                windows_per_file=max(1, snapshot.persist_interval_windows),
+                windows_per_file=snapshot.windows_per_file,
             )
             plan, is_known = policy.plan(demand, context), True
         elif isinstance(policy, ExpertPolicy):
             plan, is_known = policy.plan_unmeasured(demand), True
         update_loss = ""
         if isinstance(policy, ExpertPolicy):
-            per_file = max(1, snapshot.persist_interval_windows)
-            about = [config.model.num_moe_experts or 0, per_file]
+            planned = None
             if snapshot.storage_bandwidth_bytes_per_second is not None:
                 # The number of experts of a file may not be known yet. At least one is always written.
-                about.append((plan.partial and plan.partial.num_persisted_experts) or 1)
-            update_loss = policy.update_loss(*about)
+                planned = (plan.partial and plan.partial.num_persisted_experts) or 1
+            update_loss = policy.update_loss(config.model.num_moe_experts or 0, snapshot.windows_per_file, planned)
         stored, stored_bytes = _stored(plan, demand)
         assignment = PeerAssignment.of(config.member_domains, snapshot.num_peer_copies)
         plans_again = snapshot.replan_interval_windows > 0
