@@ -23,6 +23,7 @@ from megatron_ft.errors import (
     ConfigError,
     MegatronFtError,
     SeveralErrors,
+    not_installed,
 )
 
 if TYPE_CHECKING:
@@ -68,11 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _REQUIRED:
             raise
-        print(
-            f"error: {error.name}: is not installed for {sys.executable}; activate the project's environment (source "
-            f"{CONF.parent / '.venv' / 'bin' / 'activate'}), or create it with make install",
-            file=sys.stderr,
-        )
+        print(not_installed(error), file=sys.stderr)
         return ConfigError.exit_code
     except MegatronFtError as error:
         if isinstance(error, (ConfigError, CheckpointError)) and _another_rank_reports():

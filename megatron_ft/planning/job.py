@@ -158,7 +158,8 @@ class JobPlan:
 
     model: str
     device: str
-    params_dtype: str
+    formats: str
+    """Number formats of weights, of linear layers if these use FP8, and of optimizer state if it is not FP32."""
     num_nodes: int
     ranks_per_node: int
     topology: Topology
@@ -305,7 +306,7 @@ class JobPlan:
         plan = cls(
             model=model.name,
             device=device,
-            params_dtype=config.precision.params_dtype,
+            formats=config.precision.formats,
             num_nodes=launch.num_nodes,
             ranks_per_node=launch.ranks_per_node,
             topology=topology,

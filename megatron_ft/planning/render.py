@@ -79,7 +79,7 @@ def _overview(plan: JobPlan) -> str:
             ("ranks", f"{sizes.world_size} = {plan.num_nodes} nodes x {plan.ranks_per_node}, on {plan.device}"),
             *_device(plan),
             ("layout", layout),
-            ("format", plan.params_dtype),
+            ("formats", plan.formats),
             ("iterations", f"{plan.train_iterations:,} of {plan.tokens_per_iteration:,} tokens"),
             ("microbatches", microbatches),
         ],

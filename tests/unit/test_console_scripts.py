@@ -66,10 +66,13 @@ def test_an_editable_installation_runs_from_any_folder(tmp_path: Path) -> None:
         assert done.returncode == 0 and text in done.stdout, f"{words}: {done.stdout}{done.stderr}"
 
 
-def test_without_the_environment_one_line_says_so() -> None:
-    """An interpreter without site-packages has no package that the entry point needs."""
-    command = [sys.executable, "-S", "-E", str(ROOT / "pretrain_moe.py"), "dry_run=true"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+@pytest.mark.parametrize(
+    "words", [["pretrain_moe.py", "dry_run=true"], ["-m", "tools.status", "runs/a"], ["-m", "tools.generate", "a"]]
+)
+def test_without_the_environment_one_line_says_so(words: list[str]) -> None:
+    """An interpreter without site-packages has no package that a command needs."""
+    command = [sys.executable, "-S", "-E", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == ConfigError.exit_code
     (line,) = done.stderr.splitlines()
     assert "is not installed for" in line and "activate the project's environment" in line and "make install" in line

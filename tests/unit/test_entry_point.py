@@ -85,6 +85,22 @@ def test_large_models_pass_a_dry_run(model: str, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
+    ("override", "formats"),
+    [
+        ("precision=bf16", "bf16"),
+        ("precision.fp8=hybrid", "fp32; linear layers in fp8 (hybrid, tensorwise)"),
+        (
+            "precision=fp8_fp16_fp8_fp16",
+            "bf16; linear layers in fp8 (hybrid, blockwise); master weights in fp16, moments in fp8 and fp16",
+        ),
+    ],
+)
+def test_a_dry_run_names_all_number_formats(override: str, formats: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain_moe.main(["dry_run=true", override]) == 0
+    assert f"\n  formats       {formats}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     "path", sorted((ROOT / "conf").glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}={path.stem}"
 )
 def test_every_file_of_conf_composes(path: Path) -> None:

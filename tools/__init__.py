@@ -1,0 +1,20 @@
+"""Commands of the project, one per file: ``python -m tools.NAME``."""
+
+import sys
+from types import TracebackType
+
+from megatron_ft.errors import ConfigError, not_installed
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Report a missing package in one line. Report any other error as Python does."""
+    if not isinstance(error, ModuleNotFoundError) or (error.name or "").partition(".")[0] in ("megatron_ft", "tools"):
+        sys.__excepthook__(kind, error, trace)
+        return
+    print(not_installed(error), file=sys.stderr)
+    raise SystemExit(ConfigError.exit_code)
+
+
+# A command imports modules of the project before its ``main`` runs, so ``main`` cannot report what they lack. Python
+# calls this function for an error that nothing catches.
+sys.excepthook = _report
