@@ -26,6 +26,8 @@ import torch
 
 SEQUENCE, WIDTH, NUM_LAYERS, NUM_EXPERTS, FFN_WIDTH = 16, 32, 4, 8, 64
 WEIGHT_DECAY, CLIP_GRAD = 0.1, 1.0
+MAX_LR, MIN_LR = 0.01, 0.001
+"""Optimizer and scheduler get the same, as in Megatron-LM. Since 0.19.0, groups of parameters are found by them."""
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -188,7 +190,8 @@ class Trainer:
         self.model = DistributedDataParallel(self.config, ddp_config, wrapped)
         optimizer_config = OptimizerConfig(
             optimizer="adam",
-            lr=0.01,
+            lr=MAX_LR,
+            min_lr=MIN_LR,
             weight_decay=WEIGHT_DECAY,
             adam_beta1=0.9,
             adam_beta2=0.95,
@@ -202,8 +205,8 @@ class Trainer:
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
-            max_lr=0.01,
-            min_lr=0.001,
+            max_lr=MAX_LR,
+            min_lr=MIN_LR,
             lr_warmup_steps=0,
             lr_decay_steps=1000,
             lr_decay_style="constant",
