@@ -11,7 +11,7 @@ _ACTIVATE = Path(__file__).resolve().parents[1] / ".venv" / "bin" / "activate"
 
 
 def not_installed(error: ModuleNotFoundError) -> str:
-    """Return the line that tells a user that the project's environment is not active, or lacks a package."""
+    """Return the line which says that the project's environment is not active, or lacks a package."""
     return (
         f"error: {error.name}: is not installed for {sys.executable}; activate the project's environment (source "
         f"{_ACTIVATE}), or create it with make install"

@@ -56,7 +56,7 @@ def _read(path: Path, folder: str) -> bytes:
         raise ConfigError.of(_KEY, folder, f"must contain {path.name}: {error.strerror}") from None
     if path.name == "key.pem" and mode & 0o077:
         raise ConfigError.of(
-            _KEY, folder, f"must not let other users read {path.name}: its mode is {mode:04o}, must be 0600"
+            _KEY, folder, f"must not let other users read {path.name}: its mode is {mode:04o}; set it to 0600"
         )
     if len(content) > _MAX_BYTES or b"-----BEGIN" not in content:
         raise ConfigError.of(_KEY, folder, f"must contain {path.name} in PEM format, at most {_MAX_BYTES} bytes")

@@ -256,7 +256,8 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
         if importlib.util.find_spec("sentencepiece") is None:
             raise ConfigError(
                 "data.tokenizer=sentencepiece: needs the package sentencepiece, which is not installed. Install it "
-                "with 'pip install -c requirements/constraints.txt sentencepiece', or convert the file to a JSON file"
+                "with 'pip install -c requirements/constraints.txt sentencepiece', or convert the file to Hugging "
+                "Face's tokenizer.json and set data.tokenizer=huggingface"
             )
         return _SentencePieceTokenizer(path)
     raise ConfigError.of("data.tokenizer", config.tokenizer, "must be bytes, huggingface, gpt2 or sentencepiece")

@@ -129,7 +129,7 @@ def _check_flushes(facts: StorageFacts, needs: JobNeeds) -> list[Finding]:
     elif median < SMALLEST_FLUSH_SECONDS:
         what = f"{where}: fsync seems to have no effect: no storage is so fast ({took})"
         found.append(
-            Finding.warning("fsync", what, f"ask the administrator whether fsync has an effect; otherwise {elsewhere}")
+            Finding.warning("fsync", what, f"ask the administrator whether fsync has an effect; if not, {elsewhere}")
         )
     return found
 

@@ -290,7 +290,9 @@ class Injector:
                     yield processes
                     return
             if self.clock() >= deadline:
-                raise self._refused(action, nodes, f"no process of nodes {missing} writes to the run's logs")
+                raise self._refused(
+                    action, nodes, f"no running process of nodes {missing} was found by the logs of the run"
+                )
             self.pause(_PAUSE_SECONDS)
 
     def _refused(self, action: str, nodes: Sequence[int], reason: str) -> NotInjected:

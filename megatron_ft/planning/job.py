@@ -387,8 +387,8 @@ def _losses(
 
 
 def _fewer_lanes(config: JobConfig) -> tuple[str, ...]:
-    """Return a note for a job that keeps its layout as long as lost nodes can be replaced: how it continues after
-    that."""
+    """Return notes that say how a job with ``recovery.keep_layout`` continues if no node can take a lost place. There
+    are none if the job must then end."""
     if not (config.recovery.keep_layout and config.may_change_layout):
         return ()
     note = (

@@ -26,7 +26,7 @@ import torch
 
 SEQUENCE, WIDTH, NUM_LAYERS, NUM_EXPERTS, FFN_WIDTH = 16, 32, 4, 8, 64
 WEIGHT_DECAY, CLIP_GRAD = 0.1, 1.0
-MAX_LR, MIN_LR = 0.01, 0.001
+MAX_LR, MIN_LR = 0.01, 0.0001
 """Optimizer and scheduler get the same, as in Megatron-LM. Since 0.19.0, groups of parameters are found by them."""
 TRACKER = "latest_checkpointed_iteration.txt"
 

@@ -211,8 +211,8 @@ def _keeps_next(policy: MembershipPolicy, state: State) -> bool:
 
 
 def _why_not_in_place(policy: MembershipPolicy, state: State) -> str | None:
-    """Return the reason why a job that keeps its layout can continue neither in this layout nor with fewer lanes; None
-    if it can continue."""
+    """Return the reason why the job can continue neither in its layout nor with fewer lanes; None if it can. The job
+    has ``recovery.keep_layout``."""
     empty = NodeRules(policy).why_place_stays_empty(state)
     if empty is None or policy.fewest_nodes >= policy.num_nodes:
         return empty

@@ -160,7 +160,7 @@ class DenseReader:
                 tensors = [half for tensor in tensors for half in _halves(*tensor, str(self.directory))]
             for own, shape, places in tensors:
                 if own in found:
-                    raise CheckpointError(f"{self.directory}: has {own} twice, also as a part of {name}")
+                    raise CheckpointError(f"{self.directory}: two tensors contain {own}; one of them is {name}")
                 found[own] = shape, places
         return found
 

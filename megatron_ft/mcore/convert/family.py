@@ -218,7 +218,8 @@ ONLY_MOE_LAYERS: Mapping[str, Any] = {
 
 
 def rope_theta(config: Mapping[str, Any]) -> int:
-    """Return the base of rotary embeddings in ``config.json``, which newer versions store in ``rope_parameters``."""
+    """Return the base of rotary embeddings from ``config.json``. Newer versions of Transformers store it in
+    ``rope_parameters``, older ones at the top level."""
     inner = config.get("rope_parameters")
     found = inner["rope_theta"] if isinstance(inner, Mapping) and "rope_theta" in inner else config["rope_theta"]
     if not isinstance(found, int | float) or found != int(found):

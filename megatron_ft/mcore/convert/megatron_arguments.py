@@ -195,5 +195,8 @@ def _layers(given: dict[str, Any]) -> tuple[int, int]:
             raise ValueError(f"moe_layer_freq={pattern}, num_layers={num_layers!r:.80}: must be sizes of a model")
         pattern = [int(layer % pattern == 0) for layer in range(num_layers)]
     if (found := keys_of_pattern(pattern)) is None:
-        raise ValueError(f"moe_layer_freq={pattern!r:.200}: must be layers n, 2n, ... after dense first layers")
+        raise ValueError(
+            f"moe_layer_freq={pattern!r:.200}: must have experts in every n-th layer of the model, except that the "
+            "first layers may have none"
+        )
     return found

@@ -229,11 +229,10 @@ class LocalWindow:
         except (AssertionError, KeyError, TypeError, ValueError) as error:
             raise RecoveryError(f"{where}: its plan or a slice's header cannot be read: {error!r}") from error
         num_slices = sum(step.load is not None for step in replay.steps)
-        if num_slices != self.window.num_slices or not isinstance(extras, dict):
-            raise RecoveryError(
-                f"{where}: its plan has {num_slices} slices but the window has {self.window.num_slices}, or the header "
-                "of slice 0 has no train state"
-            )
+        if num_slices != self.window.num_slices:
+            raise RecoveryError(f"{where}: its plan has {num_slices} slices, but it has {self.window.num_slices}")
+        if not isinstance(extras, dict):
+            raise RecoveryError(f"{where}: the header of slice 0 has no train state")
         return replay
 
     def problem_in(self, view: OperatorView) -> str | None:

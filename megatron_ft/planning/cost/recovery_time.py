@@ -90,7 +90,7 @@ class RecoveryTimes:
     def predict(
         self, work: RecoveryWork, *, link_bytes_per_second: float | None, iteration_seconds: float | None
     ) -> Prediction:
-        """Predict the time of ``work``; the keys of missing inputs are in the result."""
+        """Predict the time of ``work``. If an input is missing, the result has no time and lists the missing inputs."""
         unknown: list[str] = []
         sent = _quotient(work.sent_bytes, link_bytes_per_second)
         if sent is None:

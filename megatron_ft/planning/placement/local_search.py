@@ -28,7 +28,7 @@ class Losses:
     """Weight of each set, ``[M]``."""
 
     def dead(self, held: Masks) -> Bools:
-        """Return for each mask in ``held`` whether each loss removes all of its domains, ``[..., M]``."""
+        """Return ``[..., M]``: true if lost set m contains all domains of a mask in ``held``, which is ``[...]``."""
         wide = held[..., None]
         return np.asarray((self.masks & wide) == wide)
 

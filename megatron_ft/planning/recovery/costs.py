@@ -20,7 +20,7 @@ from megatron_ft.planning.recovery.strategy import Cost, Loss, Place, Stored, St
 from megatron_ft.planning.state.declined import Declined
 
 STRATEGIES: tuple[Strategy, ...] = (LivingState(), LocalizedReplay(), Rollback(), Checkpoint(), StartOver())
-"""All recovery strategies, in the order in which they are tried."""
+"""All recovery strategies. ``cost_of_loss`` explains which of them serves a loss."""
 MAX_PLANNED_NODES = 16
 """Number of nodes for which ``costs_of_nodes`` plans the placement after their loss: the first ones. For all other
 nodes, the bytes of experts that move after a loss are not computed."""

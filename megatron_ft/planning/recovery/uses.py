@@ -52,7 +52,8 @@ class SavedState:
 
 
 def uses_by_strategies(state: SavedState, facts: RecoveryFacts | None = None) -> tuple[Use, ...]:
-    """Return the answer of each recovery strategy that loads state, in the order in which they are tried.
+    """Return for each recovery strategy except ``start_over`` whether it can use ``state``, in the order of
+    ``STRATEGIES``.
 
     Args:
         facts: facts about the job that would load the state; None if its configuration is not known.

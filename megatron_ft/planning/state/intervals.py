@@ -9,7 +9,8 @@ Rows = npt.NDArray[np.intp]
 
 
 def expand(counts: Column) -> tuple[Rows, Column]:
-    """Return each row number ``counts[row]`` times, and the number of each repetition within its row, from 0."""
+    """Return two columns: the index of each row, repeated ``counts[row]`` times, and the number of each repetition,
+    which starts from 0 in each row."""
     rows = np.repeat(np.arange(len(counts)), counts)
     ends = np.cumsum(counts)
     return rows, np.arange(len(rows), dtype=np.int64) - np.repeat(ends - counts, counts)

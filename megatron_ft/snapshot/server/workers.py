@@ -47,7 +47,8 @@ class _Work:
 
     @property
     def iteration(self) -> int:
-        """Iteration of the slice, or first iteration of the committed window. The lowest is sent first."""
+        """Iteration of the slice, or first iteration of the committed window. Of all tasks, the one with the lowest
+        iteration is sent first."""
         index = self.action.index if isinstance(self.action, SendSlice) else 0
         return self.action.window.start_iteration + index
 

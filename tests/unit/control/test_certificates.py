@@ -76,7 +76,7 @@ def test_a_server_without_a_certificate_is_not_called(folders: dict[str, str]) -
     [
         (lambda path: (path / "ca.pem").unlink(), "must contain ca.pem"),
         (lambda path: (path / "cert.pem").write_text("nothing"), "cert.pem in PEM"),
-        (lambda path: (path / "key.pem").chmod(0o644), "its mode is 0644, must be 0600"),
+        (lambda path: (path / "key.pem").chmod(0o644), "its mode is 0644; set it to 0600"),
         (lambda path: (path / "ca.pem").write_bytes(b"-----BEGIN" + bytes(2**20)), "at most 1048576 bytes"),
     ],
 )
