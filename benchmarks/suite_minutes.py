@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     hardware = describe()
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    date = f"{datetime.now(tz=UTC):%Y-%m-%d}"
+    date = f"{datetime.now(tz=timezone.utc):%Y-%m-%d}"
     result = {**minutes(arguments.folder), "date": date, "hardware": hardware, "commit": commit.stdout.strip()}
     path = arguments.out / f"test-all_{hardware['class']}_{date}.json"
     path.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", encoding="utf-8")
