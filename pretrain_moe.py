@@ -23,8 +23,8 @@ from megatron_ft.errors import (
     ConfigError,
     MegatronFtError,
     SeveralErrors,
-    not_installed,
 )
+from megatron_ft.installed import not_installed
 
 if TYPE_CHECKING:
     import hydra_entry

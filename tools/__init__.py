@@ -3,7 +3,8 @@
 import sys
 from types import TracebackType
 
-from megatron_ft.errors import ConfigError, not_installed
+from megatron_ft.errors import ConfigError
+from megatron_ft.installed import not_installed
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

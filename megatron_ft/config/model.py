@@ -185,14 +185,3 @@ class PrecisionConfig:
         """Formats of master weights and both moments (``fp32``, ``fp16`` or ``fp8``) with ``regime``, otherwise
         None."""
         return None if self.regime is None else (*self.regime.split("_")[1:],)  # type: ignore[return-value]
-
-    @property
-    def formats(self) -> str:
-        """All formats in words, such as ``bf16; linear layers in fp8 (hybrid, tensorwise)``."""
-        parts = [self.params_dtype]
-        if self.fp8 is not None:
-            parts.append(f"linear layers in fp8 ({self.fp8}, {self.fp8_recipe})")
-        if self.optimizer_formats is not None:
-            master, first, second = self.optimizer_formats
-            parts.append(f"master weights in {master}, moments in {first} and {second}")
-        return "; ".join(parts)

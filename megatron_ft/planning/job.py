@@ -9,7 +9,7 @@ from typing import Any
 from megatron_ft.config.checks.primitives import within_limit
 from megatron_ft.config.findings import Findings
 from megatron_ft.config.inputs import JobInputs
-from megatron_ft.config.job import JobConfig, LimitsConfig
+from megatron_ft.config.job import JobConfig, LimitsConfig, PrecisionConfig
 from megatron_ft.config.membership import derive_placement
 from megatron_ft.config.validate import on_device
 from megatron_ft.corpus.samples import DataSummary
@@ -306,7 +306,7 @@ class JobPlan:
         plan = cls(
             model=model.name,
             device=device,
-            formats=config.precision.formats,
+            formats=_formats(config.precision),
             num_nodes=launch.num_nodes,
             ranks_per_node=launch.ranks_per_node,
             topology=topology,
@@ -384,6 +384,17 @@ def _losses(
 ) -> tuple[tuple[Cost, ...], tuple[str, ...]]:
     facts = RecoveryFacts.of(config, () if placement is None else placement.stages, snapshot)
     return costs_of_nodes(facts, inputs), facts.warnings
+
+
+def _formats(precision: PrecisionConfig) -> str:
+    """Return all formats in words, such as ``bf16; linear layers in fp8 (hybrid, tensorwise)``."""
+    parts = [precision.params_dtype]
+    if precision.fp8 is not None:
+        parts.append(f"linear layers in fp8 ({precision.fp8}, {precision.fp8_recipe})")
+    if precision.optimizer_formats is not None:
+        master, first, second = precision.optimizer_formats
+        parts.append(f"master weights in {master}, moments in {first} and {second}")
+    return "; ".join(parts)
 
 
 def _fewer_lanes(config: JobConfig) -> tuple[str, ...]:
