@@ -33,13 +33,18 @@ MAX_BALANCED, QUICK_MAX_BALANCED = 1.03, 1.25
 MIN_GAIN, QUICK_MIN_GAIN = 2.0, 1.7
 MIN_SHARE_OF_BOUND, QUICK_MIN_SHARE_OF_BOUND = 0.9, 0.8
 MAX_BYTES = 1.05
-PAIRS, QUICK_PAIRS, WARM_UP = 11, 7, 2
+PAIRS, QUICK_PAIRS, WARM_UP = 9, 7, 2
 HIDDEN_SIZE, QUICK_HIDDEN_SIZE = 512, 256
+SEQ_LENGTH, QUICK_SEQ_LENGTH = 2048, 1024
+"""Tokens of each rank. With fewer tokens, reading the weights takes much of an expert's time, and it is the same with
+and without balance."""
 M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1
 """Numbers of two options of glibc's ``mallopt``."""
 MAX_DEVIATION = 1e-4
 MEGATRON = "megatron"
 LAYERS = (MEGATRON, "cpp", "reference")
+TIMED = LAYERS[:2]
+"""Layers that are timed in pairs. The reference is slower; only its results are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +102,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     last = recorded_case()
     cases = (PLAIN, FOUR[0], FOUR[2], TWO[1], last) if arguments.quick else (PLAIN, *FOUR, *TWO, last)
     pairs = QUICK_PAIRS if arguments.quick else PAIRS
-    hidden_size = QUICK_HIDDEN_SIZE if arguments.quick else HIDDEN_SIZE
+    sizes = (QUICK_HIDDEN_SIZE, QUICK_SEQ_LENGTH) if arguments.quick else (HIDDEN_SIZE, SEQ_LENGTH)
     measured = {}
     with tempfile.TemporaryDirectory(prefix="dispatch-") as folder:
         for case in cases:
-            config = _config(case, hidden_size)
+            config = _config(case, *sizes)
             ranks = run_ranks(_measure_case(case, pairs), config, world_size=case.num_ranks, run_dir=Path(folder))
             measured[case] = _summary(case, ranks)
             print(f"{case.name:22} {_in_words(measured[case])}", flush=True)
@@ -136,13 +141,13 @@ def _judge(out: Path | None, measured: dict[Case, dict[str, Any]], pairs: int, *
     )
 
 
-def _config(case: Case, hidden_size: int) -> JobConfig:
+def _config(case: Case, hidden_size: int, seq_length: int) -> JobConfig:
     config = compose(
         "model=moe_micro",
         "model.num_layers=1",
         f"model.hidden_size={hidden_size}",
         f"model.moe_ffn_hidden_size={2 * hidden_size}",
-        "model.seq_length=1024",
+        f"model.seq_length={seq_length}",
         f"model.num_moe_experts={len(case.loads)}",
     )
     return replace(config, parallel=replace(config.parallel, expert_model_parallel_size=case.num_ranks))
@@ -179,12 +184,11 @@ class _Bench:
 
     def measure(self, pairs: int) -> dict[str, Any]:
         """Return CPU and wall seconds of every call by layer, the layers' results and the bytes that each sent."""
-        first = {name: self._timed(name) for name in LAYERS}
+        first = {name: self._timed(name) for name in TIMED}
         checked = self.mixtures.compare()
-        rows: dict[str, list[tuple[float, float]]] = {name: [] for name in LAYERS}
+        rows: dict[str, list[tuple[float, float]]] = {name: [] for name in TIMED}
         for number in range(WARM_UP + pairs):
-            turned = LAYERS[number % len(LAYERS) :] + LAYERS[: number % len(LAYERS)]
-            for name in turned:
+            for name in TIMED if number % 2 else reversed(TIMED):
                 seconds = self._timed(name)
                 if number >= WARM_UP:
                     rows[name].append(seconds)
@@ -192,7 +196,7 @@ class _Bench:
             "first": first,
             "rows": rows,
             **checked,
-            "schedule_seconds": {name: self._schedule_seconds(name) for name in LAYERS[1:]},
+            "schedule_seconds": {name: self._schedule_seconds(name) for name in TIMED[1:]},
             "copies_seconds": statistics.median(self._seconds(self.mixtures.sum_copies)[0] for _ in range(5)),
         }
 
@@ -247,13 +251,13 @@ def _stopwatch(backend: Any, methods: Sequence[str]) -> Iterator[list[float]]:
 
 
 def _summary(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return for each layer its critical path relative to Megatron's, pair by pair, the bytes sent, and the share of
-    the schedule."""
-    paths = {name: _slowest(ranks, name, 0) for name in LAYERS}
-    walls = {name: _slowest(ranks, name, 1) for name in LAYERS}
+    """Return for each timed layer its critical path relative to Megatron's, pair by pair, and the share of the
+    schedule; for each backend the bytes sent and the deviation from Megatron's results."""
+    paths = {name: _slowest(ranks, name, 0) for name in TIMED}
+    walls = {name: _slowest(ranks, name, 1) for name in TIMED}
     summary: dict[str, Any] = {name: ranks[0][name] for name in ("imbalance", "gain_bound")}
     summary["bound"] = case.bound
-    for name in LAYERS:
+    for name in TIMED:
         schedule = max((rank["schedule_seconds"].get(name, 0.0) for rank in ranks), default=0.0)
         path = statistics.median(paths[name])
         summary[name] = {
@@ -263,12 +267,13 @@ def _summary(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
             "wall_ratio": _ratio(walls[name], walls[MEGATRON]),
             "first_call_seconds": max(rank["first"][name][0] for rank in ranks),
             "schedule_share": schedule / path,
-            "sent_bytes": sum(rank["sent_bytes"][name] for rank in ranks),
-            "deviation": max(rank["deviation"][name] for rank in ranks),
         }
     needed = sum(rank["needed_bytes"] for rank in ranks)
     for name in LAYERS[1:]:
-        summary[name]["sent_over_needed"] = summary[name]["sent_bytes"] / needed if needed else 1.0
+        sent = sum(rank["sent_bytes"][name] for rank in ranks)
+        found = {"sent_bytes": sent, "sent_over_needed": sent / needed if needed else 1.0}
+        found["deviation"] = max(rank["deviation"][name] for rank in ranks)
+        summary[name] = summary.get(name, {}) | found
     summary["copies_seconds_per_iteration"] = max(rank["copies_seconds"] for rank in ranks)
     return summary
 
@@ -285,7 +290,7 @@ def _in_words(row: dict[str, Any]) -> str:
     layers = "  ".join(
         f"{name} {row[name]['critical_path_seconds'] * 1e3:.1f} ms ({row[name]['critical_path_ratio']:.3f}x, "
         f"wall {row[name]['wall_ratio']:.3f}x, schedule {row[name]['schedule_share']:.1%})"
-        for name in LAYERS
+        for name in TIMED
     )
     return f"bound {row['gain_bound']:.2f} of {row['bound']:.2f}  {layers}  bytes {row['cpp']['sent_over_needed']:.3f}x"
 
