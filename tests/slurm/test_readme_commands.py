@@ -20,9 +20,11 @@ _SMALL = (
     f"--nodes 2 model=moe_micro training.global_batch_size=4 training.train_iterations={NUM_ITERATIONS} "
     f"checkpoint.save_interval_iterations={SAVE_INTERVAL} {' '.join(SOON)}"
 )
+_ENVIRONMENT = Path(sys.executable).parent.parent
 HERE = {
     "git clone REPOSITORY": f"git clone --quiet {REPOSITORY}",
-    "make install": f"make install VENV={Path(sys.executable).parent.parent}",
+    # Nothing is installed: the running environment must not become that of the clone.
+    "make install": f"make install -o {_ENVIRONMENT}/installed-train VENV={_ENVIRONMENT}",
     "ib0": "eth0",
     "MFT_RANKS_PER_NODE=8": f"MFT_RANKS_PER_NODE=1 MFT_PYTHON={sys.executable} OMP_NUM_THREADS=1",
     "--nodes 8 experiment=mixtral_slurm": _SMALL,
