@@ -9,8 +9,9 @@ from typing import Any
 from megatron_ft.config.checks.primitives import within_limit
 from megatron_ft.config.findings import Findings
 from megatron_ft.config.inputs import JobInputs
-from megatron_ft.config.job import JobConfig, LimitsConfig, PrecisionConfig
+from megatron_ft.config.job import JobConfig, LimitsConfig
 from megatron_ft.config.membership import derive_placement
+from megatron_ft.config.model import PrecisionConfig
 from megatron_ft.config.validate import on_device
 from megatron_ft.corpus.samples import DataSummary
 from megatron_ft.operators import Operator, num_active_parameters, num_parameters, operators_of
