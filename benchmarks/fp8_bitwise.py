@@ -1,6 +1,6 @@
 """Claim ``fp8-bitwise``: jobs with quantized optimizer state lose ranks and nodes, and continue with unchanged bits.
 
-Each of the five regimes of ``precision.regime`` trains in three kinds of jobs:
+Each of the five regimes of ``precision.regime``, and FP8 layers with delayed scaling, train in three kinds of jobs:
 
 * Nodes leave and come back (``living_state``). The distributed optimizer has another number of lanes after each change,
   experts have replicas, and replicas migrate every three iterations. The reference is a run in which the same nodes
@@ -8,8 +8,8 @@ Each of the five regimes of ``precision.regime`` trains in three kinds of jobs:
 * Only the stage that lost a rank replays (``localized_replay``). The reference is an undisturbed run.
 * All ranks start again from a sparse window and replay it (``rollback``). The reference is an undisturbed run.
 
-Losses and the digests of every rank's state, which contain codes, scales, moments and step counts, must be equal with
-``atol=0``. A fault counts only if the victim recorded it before it happened.
+Losses and the digests of every rank's state, which contain codes, scales, moments, step counts and histories of delayed
+scaling, must be equal with ``atol=0``. A fault counts only if the victim recorded it before it happened.
 """
 
 import sys
@@ -29,31 +29,34 @@ MIN_TRIALS = 40
 _PHASES = ("backward", "grad_sync", "vote_inside", "update", "gather", "capture")
 """Phases in which ranks are killed: before, in and after the update. Each job has three, starting with another one."""
 _FAULTS_PER_JOB = 3
+_DELAYED = "fp8_delayed"
+PRECISIONS = (*REGIMES, _DELAYED)
 _BUDGET = "snapshot.iteration_seconds"
 _MIGRATING = ("placement.rebalance_interval_iterations=3", "placement.rebalance_min_gain=0.0")
 
 
 def jobs_of(*, quick: bool) -> list[AnyJob]:
-    """Return all jobs of the campaign; with ``quick``, one whose number of lanes changes, with FP8 masters."""
+    """Return all jobs of the campaign; with ``quick``, one whose number of lanes changes, with FP8 masters and
+    delayed scaling."""
     if quick:
-        return [_job(0, REGIMES[-1], "fewer nodes")]
+        return [_job(0, REGIMES[-1], "fewer nodes", "precision.fp8_recipe=delayed")]
     ways = ("fewer nodes", "kept layout", "restart")
-    combined = [(regime, way) for regime in REGIMES for way in ways]
-    return [_job(number, regime, way) for number, (regime, way) in enumerate(combined)]
+    combined = [(precision, way) for precision in PRECISIONS for way in ways]
+    return [_job(number, precision, way) for number, (precision, way) in enumerate(combined)]
 
 
-def _job(number: int, regime: str, way: str) -> AnyJob:
-    dtype = "fp16" if regime.startswith("fp16") else "bf16"
+def _job(number: int, precision: str, way: str, *others: str) -> AnyJob:
+    dtype = "fp16" if precision.startswith("fp16") else "bf16"
     phases = [_PHASES[(number + place) % len(_PHASES)] for place in range(_FAULTS_PER_JOB)]
-    words = [f"precision={regime}"]
+    words = [f"precision={precision}", *others]
     if way == "fewer nodes":
         layout = Layout(pp=1, dp=3, sharded=True, dtype=dtype)
         cell = Cell(layout=layout, replicas=True, windows=True, nodes="return", way=way)
         job = rejoining(number, cell, phases, kills_nodes=number % 2 == 1)
         return replace(job, layout=[*words, *job.layout, *_MIGRATING])
     nodes, strategy = ("return", "localized_replay") if way == "kept layout" else ("none", "rollback")
-    # Every second regime uses the optimizer that is not sharded.
-    layout = Layout(pp=2, dp=2, ep=2, sharded=REGIMES.index(regime) % 2 == 0, dtype=dtype)
+    # Every second precision uses the optimizer that is not sharded.
+    layout = Layout(pp=2, dp=2, ep=2, sharded=PRECISIONS.index(precision) % 2 == 0, dtype=dtype)
     cell = Cell(layout=layout, replicas=False, windows=True, nodes=nodes, way=way)
     found = kept(number, cell, phases, strategy)
     # Quantized state is small: with a quarter of the time, windows have several iterations.
@@ -82,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     strategies = sorted({str(o.details["strategy"]) for _, o in outcomes if o.proven and o.passed})
     num_changing = sum(isinstance(job, Job) for job in jobs)
     figure = (
-        f"{counts.passed} of {planned} faults in {len(jobs)} jobs of {len(jobs) // 3 or 1} regimes: every loss, code, "
-        f"scale and moment equal after {', '.join(strategies)}; {num_changing} jobs changed their number of lanes"
+        f"{counts.passed} of {planned} faults in {len(jobs)} jobs of {len(jobs) // 3 or 1} precisions: every loss, "
+        f"code, scale, history and moment equal after {', '.join(strategies)}; {num_changing} jobs changed their lanes"
     )
     return finish(
         arguments.out,

@@ -35,17 +35,17 @@ NUM_SAVES = 4
 """Number of consecutive saves, which is also the number of slices of a window."""
 MEMCPY_REPEATS = 3
 JOB_SECONDS, QUICK_JOB_SECONDS = 900.0, 300.0
-_JOB = (
+JOB = (
     "model=moe_tiny",
     "model.hidden_size=256",
     "model.moe_ffn_hidden_size=512",
-    "precision.params_dtype=bf16",
     "training.eval_interval_iterations=0",
     f"launch.num_nodes={WORLD_SIZE}",
     "training.train_iterations=100000",
     "checkpoint.save_at_end=false",
     "checkpoint.keep_last=1",
 )
+_BF16 = ("precision.params_dtype=bf16",)
 _SNAPSHOT = ("snapshot=sparse_window", "snapshot.num_peer_copies=2", "snapshot.iteration_seconds=1.0")
 Call = tuple[float, float, int]
 """Wall seconds, CPU seconds and minor page faults of a thread in one call."""
@@ -56,15 +56,15 @@ BUDGET_BYTES = 29e6
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table and judge the claim."""
     arguments = parse_arguments(__doc__, argv)
-    config = compose(*_JOB, f"training.global_batch_size={8 if arguments.quick else 16}")
-    snapshot = compose(*_JOB, *_SNAPSHOT, f"snapshot.bandwidth_bytes_per_second={BUDGET_BYTES}").snapshot
+    config = compose(*JOB, *_BF16, f"training.global_batch_size={8 if arguments.quick else 16}")
+    snapshot = compose(*JOB, *_BF16, *_SNAPSHOT, f"snapshot.bandwidth_bytes_per_second={BUDGET_BYTES}").snapshot
     check_data(config)
     rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
     systems = (OURS, DCP, DCP_SHARED, MEGATRON)
     with cluster(NUM_NODES) as keepers, tempfile.TemporaryDirectory(prefix="stall-") as folder:
-        measure = partial(_measure, keepers, snapshot, systems, rounds)
+        run = partial(measure, keepers, snapshot, systems, rounds)
         seconds = QUICK_JOB_SECONDS if arguments.quick else JOB_SECONDS
-        ranks = run_ranks(measure, config, world_size=WORLD_SIZE, run_dir=Path(folder), timeout_seconds=seconds)
+        ranks = run_ranks(run, config, world_size=WORLD_SIZE, run_dir=Path(folder), timeout_seconds=seconds)
     figures = summary(ranks)
     print(table(figures), flush=True)
     passed, figure, threshold = judge(figures, num_saves=NUM_SAVES, quick=arguments.quick)
@@ -79,27 +79,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _measure(
+def measure(
     keepers: Cluster, snapshot: SnapshotConfig, systems: tuple[str, ...], rounds: int, config: JobConfig, rank: Rank
 ) -> dict[str, Any]:
-    return _Bench(keepers, snapshot, config, rank).measure(systems, rounds)
+    """Measure ``systems`` on one rank, in turns. All ranks of the job must call this.
+
+    Args:
+        keepers: snapshot servers of ``NUM_NODES`` nodes.
+        snapshot: configuration of the windows.
+
+    Returns:
+        rows, times and counts for ``stall_figures.summary``.
+    """
+    return _Bench(keepers, snapshot, systems, config, rank).measure(systems, rounds)
 
 
 class _Bench:
     """Rank with a trainer and all systems that save its state."""
 
-    def __init__(self, keepers: Cluster, snapshot: SnapshotConfig, config: JobConfig, rank: Rank) -> None:
+    def __init__(
+        self, keepers: Cluster, snapshot: SnapshotConfig, systems: Sequence[str], config: JobConfig, rank: Rank
+    ) -> None:
         from megatron_ft.testing.ranks import join
 
         self.trainer, self.groups = join(config, rank)
         self.engine = self.trainer.engine
         self.keepers = [node.process.pid for node in keepers.nodes.values()]
         self.rank = rank
-        self._savers(keepers, snapshot)
+        self._savers(keepers, snapshot, systems)
         self.iterate()
         self._memory()
 
-    def _savers(self, keepers: Cluster, snapshot: SnapshotConfig) -> None:
+    def _savers(self, keepers: Cluster, snapshot: SnapshotConfig, systems: Sequence[str]) -> None:
         from benchmarks.savers import MegatronFormat, TorchAsync, Windows, shared_memory_stager
 
         node = self.rank.rank
@@ -109,12 +120,13 @@ class _Bench:
         state = self._dense_state()
         self.dense_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
         folder = self.rank.run_dir / "dcp"
-        self.savers: dict[str, Saver] = {
-            OURS: self.windows,
-            DCP: TorchAsync(state, folder, None),
-            DCP_SHARED: TorchAsync(state, folder, shared_memory_stager()),
-            MEGATRON: MegatronFormat(self.trainer),
+        ways: dict[str, Callable[[], Saver]] = {
+            OURS: lambda: self.windows,
+            DCP: lambda: TorchAsync(state, folder, None),
+            DCP_SHARED: lambda: TorchAsync(state, folder, shared_memory_stager()),
+            MEGATRON: lambda: MegatronFormat(self.trainer),
         }
+        self.savers = {name: ways[name]() for name in systems}
 
     def _dense_state(self) -> dict[str, Any]:
         """Return the live tensors, by name, of everything that this rank captures in a window of one slice."""

@@ -36,6 +36,7 @@ def summary(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     systems = {
         name: _of_system([[row for row in rank["rows"] if row["system"] == name] for rank in ranks], plain, plain_cpu)
         for name in NAMES
+        if any(row["system"] == name for row in ranks[0]["rows"])
     }
     dense = max(rank["dense_bytes"] for rank in ranks)
     for figures in systems.values():

@@ -62,7 +62,7 @@ def _examine_machine(needs: "JobNeeds | None") -> list[Finding]:
     from megatron_ft.doctor.devices import check_devices, check_environment
     from megatron_ft.doctor.memory import MemoryFacts
     from megatron_ft.doctor.network import NetworkFacts
-    from megatron_ft.doctor.software import check_compiler, name_update_backends
+    from megatron_ft.doctor.software import check_compilers, name_update_backends
     from megatron_ft.doctor.storage import StorageFacts
     from pretrain_moe import observe_here
 
@@ -73,7 +73,7 @@ def _examine_machine(needs: "JobNeeds | None") -> list[Finding]:
         *ClockFacts.observe().check(),
         *check_devices(observe_here(asks_memory=needs.device == "cuda"), needs),
         *check_environment(os.environ, needs),
-        *check_compiler(needs.kernels, os.environ),
+        *check_compilers(needs.kernels, os.environ),
         *([name_update_backends(needs.device, os.environ)] if needs.uses_fp8 else []),
     ]
 

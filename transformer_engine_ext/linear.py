@@ -8,12 +8,12 @@ import torch
 
 from transformer_engine_ext.providers import Provider
 from transformer_engine_ext.quantized import QuantizedTensor
-from transformer_engine_ext.recipes import Recipe, Scaler
+from transformer_engine_ext.recipes import ROLES, AmaxHistory, Recipe, Scaler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScalers:
-    """Provider and scalers of one linear layer. Only delayed scaling has state."""
+    """Provider and scalers of one linear layer."""
 
     provider: Provider
     weight: Scaler
@@ -21,19 +21,13 @@ class LinearScalers:
     output_gradient: Scaler
 
     @classmethod
-    def of(cls, provider: Provider, recipe: Recipe, device: torch.device | str = "cpu") -> "LinearScalers":
-        """Make the scalers of a layer with ``recipe``."""
-        roles = {role: recipe.scaler(role, device) for role in ("weight", "input", "output_gradient")}
+    def of(
+        cls, provider: Provider, recipe: Recipe, history: AmaxHistory | None = None, number: int = 0
+    ) -> "LinearScalers":
+        """Make the scalers of a layer with ``recipe``. Delayed scaling needs the ``history`` of the layer, which has
+        ``number`` in it."""
+        roles = {role: recipe.scaler(role) if history is None else history.scaler(role, number) for role in ROLES}
         return cls(provider=provider, **roles)
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return the state of all scalers by ``<role>.<name>``, as views."""
-        roles: dict[str, Scaler] = {
-            "weight": self.weight,
-            "input": self.input,
-            "output_gradient": self.output_gradient,
-        }
-        return {f"{role}.{name}": part for role, scaler in roles.items() for name, part in scaler.state().items()}
 
 
 class _Linear(torch.autograd.Function):

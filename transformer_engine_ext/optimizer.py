@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine_ext.adamw import Hyperparameters, ScaledState, update
+from transformer_engine_ext.adamw import REFERENCE, Backend, Hyperparameters, ScaledState, update
 from transformer_engine_ext.regimes import Regime
 
 
@@ -37,6 +37,7 @@ class ScaledAdamW(torch.optim.Optimizer):
         groups: parameter groups with ``params``, and optionally ``lr``, ``betas``, ``eps`` and ``weight_decay``.
         ranges: the range of each parameter, by the parameter's ``id``.
         seed: seed of stochastic rounding of masters; None rounds to nearest.
+        backend: computes the updates; see ``kernels.backend_for``.
         initial: values of the masters by the parameter's ``id``, each in the shape of its parameter, which is a result
             of :func:`placeholder`. None uses the values of the parameters.
     """
@@ -52,10 +53,11 @@ class ScaledAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         seed: int | None = None,
+        backend: Backend = REFERENCE,
         initial: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.regime, self.seed = regime, seed
+        self.regime, self.seed, self.backend = regime, seed, backend
         self._has_values = initial is None
         self._ranges = {
             parameter: ranges[id(parameter)] for group in self.param_groups for parameter in group["params"]
@@ -126,7 +128,8 @@ class ScaledAdamW(torch.optim.Optimizer):
             values = Hyperparameters(
                 lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"]
             )
-            update(found, parameter.grad.reshape(-1), values, step=int(count), seed=self.seed)
+            gradient = parameter.grad.reshape(-1)
+            update(found, gradient, values, step=int(count), seed=self.seed, backend=self.backend)
             if self._has_values:
                 parameter.copy_(found.master.decode().view_as(parameter))
         return loss

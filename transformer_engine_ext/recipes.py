@@ -15,6 +15,11 @@ from transformer_engine_ext.quantized import (
     scales_for,
 )
 
+ROLES = ("weight", "input", "output_gradient")
+"""Operands of a linear layer."""
+AMAX_HISTORY = "fp8_amax_history"
+"""Name of the buffer with the history of delayed scaling in a transformer layer (``AmaxHistory``)."""
+
 
 class Scaler(Protocol):
     """Quantizes the tensors of one role (a weight, an input, an output gradient) of one layer."""
@@ -22,13 +27,10 @@ class Scaler(Protocol):
     def quantize(self, values: torch.Tensor) -> QuantizedTensor:
         """Quantize FP32, BF16 or FP16 ``values`` of any shape."""
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that later results depend on, as views. They must be captured with the layer."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorwiseScaler:
-    """One scale for the tensor, from its own largest magnitude ("current scaling"). It has no state."""
+    """One scale for the tensor, from its own largest magnitude ("current scaling")."""
 
     target: Format
 
@@ -37,14 +39,10 @@ class TensorwiseScaler:
         amax = largest_finite(values.to(torch.float32).reshape(1, values.numel()))
         return quantize_tensor(values, self.target, scales_for(amax, self.target))
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return no tensor: the scale follows from the values."""
-        return {}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockwiseScaler:
-    """One scale for each block of consecutive elements, from the block's largest magnitude. It has no state."""
+    """One scale for each block of consecutive elements, from the block's largest magnitude."""
 
     target: Format
     block_elements: int = BLOCK_ELEMENTS
@@ -53,38 +51,24 @@ class BlockwiseScaler:
         """Quantize ``values``; no finite value is clamped."""
         return quantize_blocks(values, self.target, block_elements=self.block_elements)
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return no tensor: the scales follow from the values."""
-        return {}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DelayedScaler:
-    """One scale for the tensor, from the largest magnitudes of earlier tensors. Larger values are clamped.
-
-    The history belongs to the training state. A replay without it computes other codes.
-    """
+    """One scale for the tensor, which :class:`AmaxHistory` computes from earlier iterations. Larger values are
+    clamped."""
 
     target: Format
-    history: torch.Tensor
-    """Largest magnitudes of the newest tensors, newest first, FP32 ``[length]``; zeros before the first tensor."""
-
-    @classmethod
-    def of(cls, target: Format, length: int, device: torch.device | str = "cpu") -> "DelayedScaler":
-        """Make a scaler with an empty history of ``length`` tensors."""
-        return cls(target=target, history=torch.zeros(length, dtype=torch.float32, device=device))
+    scale: torch.Tensor
+    """Scale of this iteration, uint8 ``[1]``."""
+    newest: torch.Tensor
+    """Largest magnitude of the tensors of this iteration, FP32 ``[1]``."""
 
     def quantize(self, values: torch.Tensor) -> QuantizedTensor:
-        """Quantize ``values`` with the scale of the history, and add their largest magnitude to the history. Before the
-        first tensor the scale is 1, as in Transformer Engine."""
-        found = quantize_tensor(values, self.target, scales_for(self.history.amax(dim=0, keepdim=True), self.target))
-        newest = largest_finite(values.to(torch.float32).reshape(1, values.numel()))
-        self.history.copy_(torch.cat([newest, self.history[:-1]]))
-        return found
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return the history."""
-        return {"amax_history": self.history}
+        """Quantize ``values`` with the scale of this iteration, and note their largest magnitude."""
+        # A maximum does not change if a forward pass is recomputed, or if microbatches are processed in another order.
+        amax = largest_finite(values.to(torch.float32).reshape(1, values.numel()))
+        torch.maximum(self.newest, amax.detach(), out=self.newest)
+        return quantize_tensor(values, self.target, self.scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,26 +79,74 @@ class Recipe:
     scaling: str
     """``tensorwise``, ``blockwise``, ``delayed`` or ``mxfp8``."""
     is_hybrid: bool = True
-    amax_history_length: int = 16
-    """Number of tensors in the history of ``delayed``."""
     formats: dict[str, Format] = field(init=False, hash=False, compare=False)
-    """Format of each role: ``weight``, ``input`` and ``output_gradient``."""
+    """Format of each of ``ROLES``."""
 
     def __post_init__(self) -> None:
         formats = {"weight": E4M3, "input": E4M3, "output_gradient": E5M2 if self.is_hybrid else E4M3}
         object.__setattr__(self, "formats", formats)
 
-    def scaler(self, role: str, device: torch.device | str = "cpu") -> Scaler:
-        """Make the scaler of one ``role`` of a layer.
+    def scaler(self, role: str) -> Scaler:
+        """Make the scaler of one ``role`` of a layer, for a recipe without state.
 
         Raises:
-            ValueError: the scaling is unknown here. Ask ``Provider.refusal`` first.
+            ValueError: the scaling is unknown here, or is delayed (:class:`AmaxHistory`).
         """
         target = self.formats[role]
         if self.scaling == "tensorwise":
             return TensorwiseScaler(target=target)
         if self.scaling == "blockwise":
             return BlockwiseScaler(target=target)
-        if self.scaling == "delayed":
-            return DelayedScaler.of(target, self.amax_history_length, device)
-        raise ValueError(f"scaling={self.scaling}: must be tensorwise, blockwise or delayed")
+        raise ValueError(f"scaling={self.scaling}: must be tensorwise or blockwise")
+
+
+class AmaxHistory:
+    """Scales of delayed scaling for several linear layers, and the magnitudes from which they follow.
+
+    All tensors of one role of one layer have the same scale in an iteration. It follows from the largest magnitudes
+    (amax) of earlier iterations. Ranks that process different tokens with the same layer must combine ``newest`` with a
+    maximum before they call ``advance``.
+
+    Args:
+        recipe: formats of the roles; its scaling must be ``delayed``.
+        history: largest magnitudes of the newest iterations, newest first, FP32 ``[iterations, layers, roles]``; zeros
+            before the first iteration. It belongs to the training state: without it, other codes would follow. It is
+            changed in place.
+    """
+
+    def __init__(self, recipe: Recipe, history: torch.Tensor) -> None:
+        assert history.dim() == 3 and history.shape[2] == len(ROLES), f"history has the shape {tuple(history.shape)}"
+        self.recipe = recipe
+        self.history = history
+        self.newest = torch.zeros_like(history[0])
+        """Largest magnitudes of the iteration in progress, FP32 ``[layers, roles]``."""
+        self.scales = torch.empty(history.shape[1:], dtype=torch.uint8, device=history.device)
+        """Scale of each role of each layer in the iteration in progress."""
+        self.begin()
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, *, num_iterations: int, num_layers: int = 1, device: torch.device | str = "cpu"
+    ) -> "AmaxHistory":
+        """Make an empty history. Its scales are 1, as in Transformer Engine."""
+        return cls(recipe, torch.zeros((num_iterations, num_layers, len(ROLES)), device=device))
+
+    def begin(self) -> None:
+        """Begin an iteration: compute its scales from ``history``, and forget magnitudes of an unfinished iteration."""
+        self.newest.zero_()
+        amax = self.history.amax(dim=0)
+        for place, role in enumerate(ROLES):
+            self.scales[:, place] = scales_for(amax[:, place], self.recipe.formats[role])
+
+    def advance(self) -> None:
+        """Add the magnitudes of the finished iteration to ``history``."""
+        self.history.copy_(torch.cat([self.newest[None], self.history[:-1]]))
+
+    def scaler(self, role: str, number: int = 0) -> Scaler:
+        """Return the scaler of one ``role`` of layer ``number``. It uses the tensors of this object."""
+        place = ROLES.index(role)
+        return DelayedScaler(
+            target=self.recipe.formats[role],
+            scale=self.scales[number, place : place + 1],
+            newest=self.newest[number, place : place + 1],
+        )

@@ -109,7 +109,7 @@ def _repair(check: Check, config: JobConfig, error: ConfigError) -> tuple[Sequen
     """Find the fewest keys of an error whose default values avoid it and what follows from it. Return them, and the
     configuration with these values; return None instead of a configuration if all keys have their defaults already."""
     named = keys_in(error)
-    given = [key for key in named if _value(config, key) != _value(_DEFAULT, key)]
+    given = [key for key in named if value_of(config, key) != value_of(_DEFAULT, key)]
     fallback: tuple[Sequence[str], JobConfig | None] = (named[:1], None)
     for keys in chain([[key] for key in given], [given] if len(given) > 1 else []):
         changed = _with_defaults(config, keys)
@@ -123,7 +123,8 @@ def _repair(check: Check, config: JobConfig, error: ConfigError) -> tuple[Sequen
     return fallback
 
 
-def _value(config: JobConfig, key: str) -> Any:
+def value_of(config: JobConfig, key: str) -> Any:
+    """Return the value of a key with two levels."""
     group, _, name = key.partition(".")
     return getattr(getattr(config, group), name)
 
@@ -131,6 +132,6 @@ def _value(config: JobConfig, key: str) -> Any:
 def _with_defaults(config: JobConfig, keys: Sequence[str]) -> JobConfig:
     for key in keys:
         group, _, name = key.partition(".")
-        changed = dataclasses.replace(getattr(config, group), **{name: _value(_DEFAULT, key)})
+        changed = dataclasses.replace(getattr(config, group), **{name: value_of(_DEFAULT, key)})
         config = dataclasses.replace(config, **{group: changed})
     return config

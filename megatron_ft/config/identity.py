@@ -122,6 +122,10 @@ def settings_of(config: JobConfig, *, data_fingerprint: str, vocab_size: int) ->
         Mapping of each concern (``data``, ``model``, ``optimizer``, ``schedule``) to values by dotted key.
     """
     data, model, optimizer = asdict(config.data), asdict(config.model), asdict(config.optimizer)
+    precision = asdict(config.precision)
+    if not config.precision.has_histories:
+        # null where it has no effect, which is also the value of older files without this key.
+        precision["fp8_amax_history_length"] = None
     return {
         "data": {
             FINGERPRINT: data_fingerprint,
@@ -138,7 +142,7 @@ def settings_of(config: JobConfig, *, data_fingerprint: str, vocab_size: int) ->
         },
         "optimizer": {
             **{f"optimizer.{name}": optimizer[name] for name in _OPTIMIZER_KEYS},
-            **{f"precision.{name}": value for name, value in asdict(config.precision).items()},
+            **{f"precision.{name}": value for name, value in precision.items()},
             "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
             "training.frozen": config.training.frozen,
         },

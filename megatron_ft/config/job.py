@@ -127,6 +127,10 @@ class OptimizerConfig:
     """Term added to the square root of the second moment (epsilon)."""
     clip_grad: float = 1.0
     """Limit to which the global gradient norm is clipped; 0 turns clipping off."""
+    update_backend: str = "torch"
+    """Program that updates the state of ``precision.regime``: ``torch``, or a fused kernel of ``csrc/adamw``, which is
+    built at its first use: ``cpp`` on a CPU, ``cuda`` on a GPU. All give the same bits; the kernels need no temporary
+    tensors."""
 
     def num_decay_iterations(self, train_iterations: int) -> int:
         """Return the iteration at which the learning rate reaches ``min_lr``."""

@@ -167,8 +167,11 @@ class PrecisionConfig:
     as ``fp8_fp16_fp8_fp16``, or null for FP32 master weights and moments. FP16 and FP8 state has one scale for 64
     consecutive elements. Choose the regime with ``precision=<regime>``, which sets the other keys, too."""
     fp8_recipe: str = "tensorwise"
-    """Elements that share a scale in FP8: the tensor (``tensorwise``) or 64 consecutive elements (``blockwise``).
-    ``delayed`` and ``mxfp8`` are refused with ``fp8``."""
+    """Elements that share a scale in FP8: the tensor (``tensorwise``) or 64 consecutive elements (``blockwise``). With
+    ``delayed``, the tensors share a scale, which follows from the largest magnitudes of earlier iterations. ``mxfp8``
+    is refused with ``fp8``."""
+    fp8_amax_history_length: int = 16
+    """Number of iterations whose largest magnitudes determine the scales of ``fp8_recipe=delayed``."""
     loss_scale: float | None = None
     """Constant loss scale for ``fp16``; null uses dynamic loss scaling."""
     initial_loss_scale: float = 65536.0
@@ -179,6 +182,11 @@ class PrecisionConfig:
     """Number of iterations without overflow after which the dynamic loss scale doubles."""
     hysteresis: int = 2
     """Number of overflows after which the dynamic loss scale halves."""
+
+    @property
+    def has_histories(self) -> bool:
+        """Whether the layers have histories of delayed scaling."""
+        return self.fp8 is not None and self.fp8_recipe == "delayed"
 
     @property
     def optimizer_formats(self) -> tuple[str, str, str] | None:

@@ -171,7 +171,8 @@ def _right_type(key: KeyDoc, value: Any, reason: str) -> str:
     if key.type.startswith("dict"):
         return f"; choose an option of conf/{group} with {group}=<option>, and set its entries with {key.key}.<entry>="
     if key.type.startswith("list") and value is not None and not isinstance(value, (list, dict)):
-        return f"; write {key.key}=[{value}]"
+        # ``true`` is no entry of any list.
+        return f"; write {key.key}=[{'<entry>,<entry>' if isinstance(value, bool) else value}]"
     if key.type.startswith("int") and isinstance(value, float) and value.is_integer():
         return f"; write {key.key}={int(value)}"
     return f" ({reason})"

@@ -7,6 +7,7 @@ from megatron_ft.config.checks.parallel import needs_transformer_engine
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.validate import on_device
 from megatron_ft.errors import ConfigError
+from megatron_ft.planning.compilers import kernels_of
 from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES, OPTIMIZER_BYTES
 from megatron_ft.planning.job import JobPlan
 from megatron_ft.planning.rank_environment import rank_environment
@@ -61,8 +62,8 @@ class JobNeeds:
     is_batch_job: bool = False
     """Whether the job runs in a Slurm allocation. Then ``control.interface`` is resolved on the batch host, and may be
     the name of a network interface."""
-    kernels: str = ""
-    """Kernels of the token dispatch that the ranks build: ``cpp``, ``cuda`` or empty."""
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    """Kernels that the ranks build, ``cpp`` or ``cuda``, by the key that asks for them."""
     uses_fp8: bool = False
     """Whether linear layers have FP8 operands (``precision.fp8``)."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -116,7 +117,7 @@ class JobNeeds:
             gpu_memory_bytes=config.limits.gpu_memory_bytes,
             other_device=plan.other_device,
             is_refused_there=plan.is_refused_there,
-            kernels=config.placement.kernels_on(plan.device),
+            kernels=kernels_of(config, plan.device),
             uses_fp8=config.precision.fp8 is not None,
             environment=rank_environment(on_device(config, plan.device)),
             is_batch_job=launch.mode == "local" and launch.node_launcher in ("srun", "none"),

@@ -19,7 +19,7 @@ from megatron_ft.doctor.supported import (
     TRANSFORMER_ENGINE_TORCH,
     Package,
 )
-from megatron_ft.planning.compilers import Which, find_compiler, no_compiler
+from megatron_ft.planning.compilers import Which, find_compiler, no_compiler, or_without
 
 _OTHERS = (*NCCL, *TRANSFORMER_ENGINE_CORES, TRANSFORMER_ENGINE_TORCH)
 
@@ -111,21 +111,27 @@ def _mend(package: Package) -> str:
     return package.install or f"pip install '{package.name}{package.versions}', or run make train, which installs all"
 
 
-def check_compiler(kernels: str, variables: Mapping[str, str], which: Which = shutil.which) -> list[Finding]:
-    """Check that the compiler for the kernels of the token dispatch is installed.
+def check_compilers(
+    needed: Mapping[str, str], variables: Mapping[str, str], which: Which = shutil.which
+) -> list[Finding]:
+    """Check that compilers for kernels are installed.
 
     Args:
-        kernels: ``JobNeeds.kernels``.
+        needed: ``JobNeeds.kernels``.
         variables: environment variables with which the job is started.
         which: function that finds a command, as ``shutil.which``.
     """
-    if not kernels:
-        return []
-    found = find_compiler(kernels, variables, which)
-    if found is None:
+    return [
+        _check_compiler(key, kernels, find_compiler(kernels, variables, which), variables)
+        for key, kernels in needed.items()
+    ]
+
+
+def _check_compiler(key: str, kernels: str, command: list[str] | None, variables: Mapping[str, str]) -> Finding:
+    if command is None:
         what, _, fix = no_compiler(kernels, variables).partition("; ")
-        return [Finding.error("compiler", f"{what}, but ranks build the kernels of the token dispatch", fix)]
-    return [Finding.info("compiler", f"{' '.join(found)} builds the kernels of the token dispatch ({kernels})")]
+        return Finding.error("compiler", f"{what}, but ranks build the kernels of {key}", fix + or_without(key))
+    return Finding.info("compiler", f"{' '.join(command)} builds the kernels of {key} ({kernels})")
 
 
 def name_update_backends(device: str, variables: Mapping[str, str], which: Which = shutil.which) -> Finding:

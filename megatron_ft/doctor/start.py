@@ -8,12 +8,12 @@ from importlib.util import find_spec
 import psutil
 
 from megatron_ft.config.checks.parallel import needs_transformer_engine
-from megatron_ft.config.findings import Findings
+from megatron_ft.config.findings import Findings, value_of
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.launcher import check_start
 from megatron_ft.errors import ConfigError
 from megatron_ft.formatting import gib
-from megatron_ft.planning.compilers import find_compiler, no_compiler
+from megatron_ft.planning.compilers import find_compiler, kernels_of, no_compiler, or_without
 from megatron_ft.planning.devices import DeviceFacts, gpus_needed
 from megatron_ft.planning.job import JobPlan
 
@@ -54,9 +54,9 @@ def check_this_machine(config: JobConfig, found: Findings) -> None:
     Errors are added to ``found``."""
     with found.collecting():
         _check_transformer_engine(config)
-    with found.collecting():
-        if missing := _missing_compiler(config, config.training.device):
-            raise ConfigError.of("placement.dispatch_backend", config.placement.dispatch_backend, missing)
+    for key, (value, missing) in _missing_compilers(config, config.training.device).items():
+        with found.collecting():
+            raise ConfigError.of(key, value, missing)
     if config.launch.mode == "local":
         check_start(config, found)
 
@@ -82,12 +82,13 @@ def check_host_memory(config: JobConfig, plan: JobPlan) -> None:
 
 def with_compiler_note(plan: JobPlan, config: JobConfig) -> JobPlan:
     """Return ``plan`` with a note if ranks cannot start on this machine because a compiler is missing."""
-    if config.launch.mode != "local" or not (missing := _missing_compiler(config, plan.device)):
+    if config.launch.mode != "local":
         return plan
-    key = f"placement.dispatch_backend={config.placement.dispatch_backend}"
-    return dataclasses.replace(
-        plan, notes=(*plan.notes, f"{key}: {missing}; without one, no ranks can start on this machine")
-    )
+    notes = [
+        f"{key}={value}: {missing}; without one, no ranks can start on this machine"
+        for key, (value, missing) in _missing_compilers(config, plan.device).items()
+    ]
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes))
 
 
 def _check_transformer_engine(config: JobConfig) -> None:
@@ -99,11 +100,13 @@ def _check_transformer_engine(config: JobConfig) -> None:
             )
 
 
-def _missing_compiler(config: JobConfig, device: str) -> str:
-    """Return an error message if ranks on this machine need a compiler that is not installed. Return an empty string if
-    a compiler is installed or not needed, or if ranks run on other machines."""
-    kernels = config.placement.kernels_on(device)
-    runs_elsewhere = config.launch.mode == "local" and config.launch.node_launcher != "local"
-    if not kernels or runs_elsewhere or find_compiler(kernels, os.environ, shutil.which):
-        return ""
-    return no_compiler(kernels, os.environ)
+def _missing_compilers(config: JobConfig, device: str) -> dict[str, tuple[str, str]]:
+    """Return value and error message by key, for each key because of which ranks on this machine need a compiler that
+    is not installed. The result is empty if ranks run on other machines."""
+    if config.launch.mode == "local" and config.launch.node_launcher != "local":
+        return {}
+    return {
+        key: (str(value_of(config, key)), no_compiler(kernels, os.environ) + or_without(key))
+        for key, kernels in kernels_of(config, device).items()
+        if find_compiler(kernels, os.environ, shutil.which) is None
+    }

@@ -145,12 +145,17 @@ def _check_kernels(config: JobConfig) -> None:
             does not join. Any other error would count as a failure of the rank, and would end the job if the membership
             has begun.
     """
-    if config.placement.algorithm is None:
-        return
     from megatron_ft.mcore.moe.placement_manager import open_dispatch
+    from megatron_ft.planning.compilers import kernels_of
+    from megatron_ft.runtime.dispatch import extension
 
+    update = "optimizer.update_backend"
     try:
-        open_dispatch(config)
+        if config.placement.algorithm is not None:
+            open_dispatch(config)
+        # The update's backend names its kernels, so they do not depend on the device.
+        if (kernels := kernels_of(config, "cpu").get(update)) is not None:
+            extension.load(kernels, update)
     except SoftwareError as error:
         raise RankLost(f"this node cannot join: {' '.join(str(error).split())}") from None
 

@@ -1,12 +1,26 @@
-"""Finds the compiler for the kernels of the token dispatch, which are built at their first use."""
+"""Finds the compiler for kernels in C++ and CUDA, which are built at their first use."""
 
 import shlex
 from collections.abc import Callable, Mapping
 from itertools import takewhile
 
+from megatron_ft.config.job import JobConfig
+
 Which = Callable[[str], str | None]
 """Function that returns the path of a command, or None if it is not installed, like ``shutil.which``."""
 _FIXES = {"cpp": "install a C++17 compiler or name it in CXX", "cuda": "install CUDA or name it in CUDA_HOME"}
+WITHOUT_KERNELS = {"placement.dispatch_backend": "reference", "optimizer.update_backend": "torch"}
+"""Value that needs no kernels, for each key whose values name kernels."""
+
+
+def kernels_of(config: JobConfig, device: str) -> dict[str, str]:
+    """Return the kernels that ranks on ``device``, ``cpu`` or ``cuda``, build: ``cpp`` or ``cuda``, by the key of
+    ``WITHOUT_KERNELS`` that asks for them."""
+    found = {
+        "placement.dispatch_backend": config.placement.kernels_on(device),
+        "optimizer.update_backend": config.optimizer.update_backend,
+    }
+    return {key: kernels for key, kernels in found.items() if kernels not in ("", WITHOUT_KERNELS[key])}
 
 
 def find_compiler(kernels: str, variables: Mapping[str, str], which: Which) -> list[str] | None:
@@ -23,10 +37,14 @@ def find_compiler(kernels: str, variables: Mapping[str, str], which: Which) -> l
 
 
 def no_compiler(kernels: str, variables: Mapping[str, str]) -> str:
-    """Return a message for a machine on which ``find_compiler`` finds no compiler."""
+    """Return a message for a machine on which ``find_compiler`` finds no compiler. ``or_without`` completes it."""
     tried = ", ".join(" ".join(command) for command in _commands(kernels, variables))
-    fixes = f"{_FIXES[kernels]}, or set placement.dispatch_backend=reference"
-    return f"no compiler found for {kernels} (tried {tried}); {fixes}"
+    return f"no compiler found for {kernels} (tried {tried}); {_FIXES[kernels]}"
+
+
+def or_without(key: str) -> str:
+    """Return the end of a message about kernels that ``key`` asks for: how to do without them."""
+    return f", or set {key}={WITHOUT_KERNELS[key]}"
 
 
 def _commands(kernels: str, variables: Mapping[str, str]) -> tuple[list[str], ...]:

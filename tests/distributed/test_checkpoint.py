@@ -33,7 +33,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"world": 2, "tp": 2},
     "pp2_ep2": {"world": 4, "pp": 2, "ep": 2},
     "dp2_fp8": {"world": 2, "dtype": "bf16", "regime": "fp8_fp8_fp8_fp16"},
-    "dp2_fp8_plain": {"world": 2, "dtype": "bf16", "regime": "fp8_fp16_fp8_fp16", "distributed_optimizer": False},
+    "dp2_fp8_plain": {
+        "world": 2,
+        "dtype": "bf16",
+        "regime": "fp8_fp16_fp8_fp16",
+        "recipe": "blockwise",
+        "distributed_optimizer": False,
+    },
     "tp2_fp16": {"world": 2, "tp": 2, "dtype": "fp16", "regime": "fp16_fp16_fp16_fp16"},
     "ep2_fp8": {"world": 2, "ep": 2, "dtype": "bf16", "regime": "fp8_fp8_fp8_fp16"},
     "pp2_fp8": {"world": 2, "pp": 2, "dtype": "bf16", "regime": "fp8_fp8_fp8_fp16", "distributed_optimizer": False},
@@ -305,7 +311,8 @@ def make_config(layout: dict[str, Any]) -> Any:
     config.precision.params_dtype = layout.get("dtype", "fp32")
     config.precision.regime = layout.get("regime")
     if layout.get("regime", "").startswith("fp8"):
-        config.precision.fp8, config.precision.fp8_recipe = "hybrid", "blockwise"
+        # With delayed scaling, histories are stored, too.
+        config.precision.fp8, config.precision.fp8_recipe = "hybrid", layout.get("recipe", "delayed")
     config.precision.initial_loss_scale, config.precision.loss_scale_window = 256.0, 1
     training.micro_batch_size, training.global_batch_size, training.train_iterations = 1, 4, 20
     training.device = "cpu"

@@ -28,6 +28,7 @@ FP32 = {"precision.params_dtype": "fp32"}
 FP8 = {**BF16, "precision.fp8": "hybrid"}
 TENSORWISE = {**FP8, "precision.fp8_recipe": "tensorwise"}
 BLOCKWISE = {**FP8, "precision.fp8_recipe": "blockwise"}
+DELAYED = {**FP8, "precision.fp8_recipe": "delayed", "precision.fp8_amax_history_length": 3}
 FP16_STATE = {**FP16, "precision.regime": "fp16_fp16_fp16_fp16"}
 FP32_STATE = {**BLOCKWISE, "precision.regime": "fp8_fp32_fp32_fp32"}
 FP16_MASTERS = {**BLOCKWISE, "precision.regime": "fp8_fp16_fp32_fp32"}
@@ -95,6 +96,12 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "fp8_blockwise_ep2": (2, {"overrides": {**BLOCKWISE, **EP2, "model.num_layers": 4}, "num_slices": 4}),
     "fp8_blockwise_replicas": (3, {"overrides": {**BLOCKWISE, **BIASED, **SEARCH}, "replicas": True}),
     "fp8_blockwise_recompute": (1, {"overrides": {**BLOCKWISE, **SHARED, **RECOMPUTE}}),
+    "fp8_delayed_ep2_pp2": (4, {"overrides": {**DELAYED, **EP2, **PP2, **DROPOUT}, "num_slices": 4}),
+    "fp8_delayed_replicas": (
+        3,
+        {"overrides": {**DELAYED, **BIASED, **SEARCH, **SKIP}, "replicas": True, "poisoned": 3},
+    ),
+    "fp8_delayed_recompute": (1, {"overrides": {**DELAYED, **SHARED, **RECOMPUTE}}),
     "fp16_state": (2, {"overrides": {**FP16_STATE, **TP2, **DROPOUT}, "poisoned": 4}),
     "fp32_state": (2, {"overrides": {**FP32_STATE, **PLAIN}, "num_parts": PARTS, "num_slices": 4}),
     "fp16_masters": (4, {"overrides": {**FP16_MASTERS, **EP2, **PP2, **BIASED}, "num_slices": 4}),
@@ -107,6 +114,7 @@ EXTENDED = ("dp2", "vpp2", "ep2", "ep2_pp2", "fp32", "tied", "tied_tp2", "parts_
 EXTENDED += ("fp8_tensorwise", "fp8_blockwise_recompute", "one", "tp2", "pp2", "recompute", "replicas_plain")
 EXTENDED += ("fp8_blockwise_ep2", "dp2_overlap", "fp32_plain_tp2", "fp8_tensorwise_ep2_pp2", "fp8_blockwise_replicas")
 EXTENDED += ("fp32_state", "fp16_masters", "fp8_moments", "fp8_masters_parts", "random_numbers")
+EXTENDED += ("fp8_delayed_recompute",)
 """Scenarios and damages whose features another one also has."""
 DAMAGES: dict[str, str] = {
     "weight": "the replay of iteration 3 had other results than the logged vote",

@@ -15,7 +15,7 @@ from transformer_engine_ext.kernels import BackendError, backend_for
 from transformer_engine_ext.linear import LinearScalers, linear
 from transformer_engine_ext.providers import TorchProvider, transformer_engine_problem
 from transformer_engine_ext.quantized import QuantizedTensor, byte_view, quantize_blocks
-from transformer_engine_ext.recipes import Recipe
+from transformer_engine_ext.recipes import AmaxHistory, Recipe
 from transformer_engine_ext.regimes import REGIMES
 
 pytestmark = pytest.mark.timeout(300)
@@ -61,16 +61,25 @@ def test_casts_have_the_bits_of_the_cpu(target: Format, draws: Draws | None) -> 
     assert found.decode().isfinite().all()
 
 
+def history_of(recipe: Recipe, device: str) -> AmaxHistory | None:
+    return AmaxHistory.of(recipe, num_iterations=2, device=device) if recipe.scaling == "delayed" else None
+
+
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_recipes_have_the_codes_and_the_history_of_the_cpu(scaling: str) -> None:
     torch.manual_seed(0)
+    recipe = Recipe(scaling=scaling)
+    histories = [history_of(recipe, device) for device in (GPU, "cpu")]
     for role in ("weight", "input", "output_gradient"):
-        mine, other = (Recipe(scaling=scaling).scaler(role, device) for device in (GPU, "cpu"))
+        mine, other = ((history or recipe).scaler(role) for history in histories)
         for _ in range(3):
             values = wide(4096, -6, 3).view(64, 64).to(torch.bfloat16)
             assert_same_codes(mine.quantize(values.to(GPU)), other.quantize(values))
-        for name, part in other.state().items():
-            assert mine.state()[name].cpu().equal(part)
+            for history in filter(None, histories):
+                history.advance()
+                history.begin()
+        if histories[0] is not None and histories[1] is not None:
+            assert histories[0].history.cpu().equal(histories[1].history)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -83,8 +92,9 @@ def test_products_are_those_of_the_decoded_operands(
     m, k, n = shape
     for role in ("input", "output_gradient"):
         recipe = Recipe(scaling=scaling)
-        left = recipe.scaler(role, GPU).quantize(torch.randn(m, k, device=GPU) * 3)
-        right = recipe.scaler("weight", GPU).quantize(torch.randn(n, k, device=GPU) * 0.02)
+        scalers = history_of(recipe, GPU) or recipe
+        left = scalers.scaler(role).quantize(torch.randn(m, k, device=GPU) * 3)
+        right = scalers.scaler("weight").quantize(torch.randn(n, k, device=GPU) * 0.02)
         wanted = (left.decode().double() @ right.decode().double().t()).float()
         found = provider.product(left, right, torch.bfloat16)
         assert found.shape == (m, n) and found.dtype is torch.bfloat16
@@ -97,7 +107,8 @@ def test_layers_have_the_gradients_of_the_cpu_and_frozen_ones_have_none(provider
     weight, rows, gradient = torch.randn(48, 40) * 0.1, torch.randn(24, 40), torch.randn(24, 48)
     results: list[list[torch.Tensor]] = []
     for device in (GPU, "cpu"):
-        scalers = LinearScalers.of(provider, Recipe(scaling=scaling), device)
+        recipe = Recipe(scaling=scaling)
+        scalers = LinearScalers.of(provider, recipe, history_of(recipe, device))
         parameter = torch.nn.Parameter(weight.to(device, torch.bfloat16))
         leaf = rows.to(device, torch.bfloat16).requires_grad_()
         output = linear(leaf, parameter, scalers)

@@ -61,7 +61,7 @@ def round_trip(backend_name: str, rank: int, num_ranks: int, dtype: torch.dtype)
     wanted_probs = tokens.detach().double().sum(1, keepdim=True) * routing_map
     return forward | {
         "row_bytes": HIDDEN * tokens.element_size(),
-        "rows_leaving": handle.num_rows_leaving,
+        "rows_leaving": handle.num_sent_rows - handle.send_splits[rank],
         "rows_kept": handle.send_splits[rank],
         "rows_coming": handle.num_received_rows - handle.recv_splits[rank],
         "all_sent_bytes": counter.sent_bytes,

@@ -17,7 +17,7 @@ from megatron_ft.mcore.groups import Collectives, Groups, dissolve_groups
 from megatron_ft.mcore.model.parameters import named_parameters, unwrap
 from megatron_ft.mcore.optimizer.adamw import grad_scalers
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
-from megatron_ft.mcore.training.reporting import metrics_record
+from megatron_ft.mcore.training.reporting import iteration_records
 from megatron_ft.planning.cost.flops import Throughput
 from megatron_ft.planning.snapshot.memory import PeerAssignment
 from megatron_ft.runtime.transport import abort
@@ -68,7 +68,7 @@ def pace(
         results = [engine.run_iteration(number) for number in range(1, iterations + 1)]
         throughput = Throughput.of(config, engine.vocab_size, None)
         values = [
-            metrics_record(config, result, engine.batch, 1.0, range(10, 10 + world_size), throughput).values
+            next(iteration_records(config, result, engine.batch, 1.0, range(10, 10 + world_size), throughput)).values
             for result in results
         ]
         return [{name: value for name, value in figures.items() if name.startswith("slowest_")} for figures in values]

@@ -280,13 +280,6 @@ def _check_replays_exactly(config: JobConfig) -> None:
         f"must be true with {feature} and parallel.pipeline_model_parallel_size={stages}: the upstream log does "
         "not contain the gradients of tied embeddings, which the first and the last stage exchange",
     )
-    require(
-        config.precision.fp8 is None or config.precision.fp8_recipe != "delayed",
-        "precision.fp8_recipe",
-        config.precision.fp8_recipe,
-        f"must not be delayed with {feature} and precision.fp8={config.precision.fp8}: windows do not contain the "
-        "amax history that delayed scaling uses",
-    )
 
 
 def _check_partial(config: JobConfig) -> None:

@@ -15,6 +15,7 @@ REGIMES = (
     "fp8_fp16_fp8_fp16",
     "fp8_fp8_fp8_fp16",
 )
+UPDATE_BACKENDS = ("torch", "cpp", "cuda")
 FP8_RECIPES = ("tensorwise", "blockwise", "delayed", "mxfp8")
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 LARGEST_SEED = 2**31 - 1
@@ -195,6 +196,7 @@ def _check_precision(precision: PrecisionConfig) -> None:
         above(0, f"precision.{name}", getattr(precision, name))
     at_least(1, "precision.loss_scale_window", precision.loss_scale_window)
     at_least(1, "precision.hysteresis", precision.hysteresis)
+    at_least(1, "precision.fp8_amax_history_length", precision.fp8_amax_history_length)
     require(
         precision.loss_scale is None or precision.params_dtype == "fp16",
         "precision.loss_scale",
@@ -207,6 +209,24 @@ def _check_precision(precision: PrecisionConfig) -> None:
         precision.min_loss_scale,
         f"must not exceed precision.initial_loss_scale={precision.initial_loss_scale}",
     )
+
+
+def _check_update_backend(config: JobConfig) -> None:
+    """Check that the backend of the update is known, updates the state of this job, and runs on its device."""
+    backend, device = config.optimizer.update_backend, config.training.device
+    one_of(UPDATE_BACKENDS, "optimizer.update_backend", backend)
+    if backend == "torch":
+        return
+    named = f"precision.regime={'null' if config.precision.regime is None else config.precision.regime}"
+    require(
+        config.precision.regime is not None,
+        "optimizer.update_backend",
+        backend,
+        f"must be torch with {named}: the kernels update only quantized state",
+    )
+    other = {"cpp": "cuda", "cuda": "cpu"}[backend]
+    constraint = f"must be torch or {'cuda' if device == 'cuda' else 'cpp'} with training.device={device}"
+    require(device != other, "optimizer.update_backend", backend, constraint)
 
 
 def _check_regime(precision: PrecisionConfig) -> None:
@@ -237,15 +257,10 @@ def _check_fp8(config: JobConfig) -> None:
         return
     named = f"precision.fp8={precision.fp8}"
     require(
-        precision.fp8_recipe in ("tensorwise", "blockwise"),
+        precision.fp8_recipe != "mxfp8",
         "precision.fp8_recipe",
         precision.fp8_recipe,
-        f"must be tensorwise or blockwise with {named}: "
-        + (
-            "windows and checkpoints do not contain the amax history of delayed scaling"
-            if precision.fp8_recipe == "delayed"
-            else "PyTorch has no product with this recipe"
-        ),
+        f"must be tensorwise, blockwise or delayed with {named}: PyTorch has no product with this recipe",
     )
     require(
         precision.params_dtype in ("bf16", "fp32"),
@@ -287,6 +302,7 @@ CHECKS: tuple[Callable[[JobConfig], None], ...] = (
     lambda config: _check_training(config.training),
     lambda config: _check_precision(config.precision),
     lambda config: _check_regime(config.precision),
+    _check_update_backend,
     _check_batch_size,
     lambda config: _check_optimizer(config.optimizer, config.training),
     _check_checkpoint,

@@ -41,9 +41,11 @@ from megatron_ft.mcore.checkpoint.state import (
     DenseState,
     install,
     layout_of,
+    leave_histories,
     load_shards,
     other_shape,
     rank_state,
+    with_histories,
 )
 from megatron_ft.mcore.groups import Collectives
 from megatron_ft.mcore.model.parameters import unwrap
@@ -54,6 +56,7 @@ from megatron_ft.snapshot.capture.capture import Copier, CopyBatch, open_copier
 from megatron_ft.snapshot.storage import checkpoints
 from megatron_ft.snapshot.storage.files import FileEntry, fsync_directory
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
+from transformer_engine_ext.recipes import AMAX_HISTORY
 
 _WEIGHTS = ("embedding.", "decoder.", "output_layer.")
 _EXTRA_STATE = "._extra_state"
@@ -474,6 +477,9 @@ class CheckpointManager:
         same_layout = manifest is not None and manifest.topology == self._topology
         layout = {} if manifest is not None else layout_of(directory, weights_only=False)
         frame = state.build_shards(self._metadata() | layout, is_loading=True)
+        for name, shards in frame.items():
+            if name != "optimizer":
+                leave_histories(shards, directory)
         self._check_shapes(frame, directory)
         # Random number generators belong to a rank in a layout. In another layout, no rank has the same place.
         wanted: dict[str, Any] = {RANK_STATE_KEY: rank_state()} if same_layout else {}
@@ -526,6 +532,8 @@ class CheckpointManager:
             str(number): {key: shard for key, shard in frame.items() if not isinstance(shard, ShardedObject)}
             for number, frame in enumerate(frames)
         }
+        for shards in wanted.values():
+            leave_histories(shards, directory)
         self._check_shapes(wanted, directory)
         try:
             loaded, unclaimed, absent = dist_checkpointing.load(
@@ -535,7 +543,8 @@ class CheckpointManager:
         except (CheckpointingException, CheckpointException, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{directory}: cannot be loaded: {describe(error)}") from error
         # ``unclaimed`` contains only tensors that no rank has requested, so no layers of other ranks.
-        left = [key for key in unclaimed if key.startswith(_WEIGHTS) and _EXTRA_STATE not in key]
+        left = [key for key in unclaimed if key.startswith(_WEIGHTS) and not key.endswith(AMAX_HISTORY)]
+        left = [key for key in left if _EXTRA_STATE not in key]
         everywhere = self._collectives.gather(left)
         unknown = sorted(set.intersection(*map(set, everywhere)))
         if absent or unknown:
@@ -545,7 +554,8 @@ class CheckpointManager:
             )
         for number, (chunk, frame) in enumerate(zip(model_chunks, frames, strict=True)):
             others = {key: None for key, shard in frame.items() if isinstance(shard, ShardedObject)}
-            unwrap(chunk).load_state_dict({**loaded[str(number)], **others}, strict=True)
+            tensors = with_histories(chunk, loaded[str(number)])
+            unwrap(chunk).load_state_dict({**tensors, **others}, strict=True)
         # The master weights still have the values of the optimizer's construction, so they are copied again.
         if optimizer is not None:
             optimizer.reload_model_params()

@@ -2,7 +2,7 @@
 
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from megatron_ft.mcore.optimizer import adamw
 from megatron_ft.mcore.optimizer.adamw import SHARDING_METADATA, split_shards
 from megatron_ft.mcore.state.train_state import TrainState, restore_rng
 from megatron_ft.planning.iteration import History
+from transformer_engine_ext.recipes import AMAX_HISTORY
 
 OURS_KEY = "megatron_ft"
 
@@ -116,7 +117,7 @@ def install(state: DenseState, frame: dict[str, Any], loaded: dict[str, Any]) ->
         ours = _foreign(loaded)
     for index, chunk in enumerate(state.model_chunks):
         key = f"model{index}" if len(state.model_chunks) > 1 else "model"
-        unwrap(chunk).load_state_dict(loaded[key], strict=True)
+        unwrap(chunk).load_state_dict(with_histories(chunk, loaded[key]), strict=True)
     tree = adamw.fill_frame(frame["optimizer"], loaded["optimizer_shards"])
     adamw.install_state(state.optimizer, tree, step=ours["optimizer_step"], scaler=ours["grad_scaler"])
     # Only the position is loaded. ``load_state_dict`` would also load learning rates and the length of the schedule.
@@ -178,6 +179,24 @@ def other_shape(frame: dict[str, Any], directory: Path) -> str | None:
     return None
 
 
+def leave_histories(shards: dict[str, Any], directory: Path) -> None:
+    """Remove from ``shards``, Megatron's description of a model chunk, each history of delayed scaling that the
+    checkpoint lacks or has in another shape. This concerns jobs whose recipe was changed on purpose, and checkpoints of
+    weights. Then the history stays empty."""
+    histories = [name for name in shards if name.endswith(AMAX_HISTORY)]
+    stored = load_metadata(directory).state_dict_metadata if histories else {}
+    for name in histories:
+        shard = shards[name]
+        if tuple(getattr(stored.get(shard.key), "size", ())) != tuple(shard.global_shape):
+            del shards[name]
+
+
+def with_histories(chunk: torch.nn.Module, loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``loaded``, the tensors of a model chunk, with the present histories that ``leave_histories`` removed."""
+    present = unwrap(chunk).state_dict()
+    return {**{name: found for name, found in present.items() if name.endswith(AMAX_HISTORY)}, **loaded}
+
+
 def load_shards(
     frame: dict[str, Any],
     wanted: dict[str, Any],
@@ -213,7 +232,11 @@ def load_shards(
     except (CheckpointingException, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
     # States of random number generators are requested only if the layout is that of the save.
-    unclaimed = sorted(key for key in unclaimed if not key.startswith((_RANK_STATE_PREFIX, *ignored)))
+    unclaimed = sorted(
+        key
+        for key in unclaimed
+        if not key.startswith((_RANK_STATE_PREFIX, *ignored)) and not key.endswith(AMAX_HISTORY)
+    )
     if absent or unclaimed:
         raise CheckpointError(
             f"{directory} does not match this model: the checkpoint lacks the tensors {sorted(absent)[:3]}, and the "

@@ -46,6 +46,7 @@ from megatron_ft.snapshot.storage.checkpoints import newest_of_megatron
 from megatron_ft.snapshot.storage.files import FileEntry, HashedFile, entry_of, fsync_directory, write_file
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 from megatron_ft.snapshot.storage.run_settings import refuse_other_folder
+from transformer_engine_ext.recipes import AMAX_HISTORY
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _STACKED_LAYERS, _STACKED_EXPERTS = re.compile(r"decoder\.layers\.(?!\d)"), re.compile(r"\.experts\.experts\.(?!\d)")
@@ -141,8 +142,10 @@ class DenseReader:
 
     @cached_property
     def weights(self) -> dict[str, TensorStorageMetadata]:
-        """Return shape, dtype and parts of all weights and buffers by name."""
-        return {name: entry for name, entry in self.tensors.items() if not name.startswith(OPTIMIZER)}
+        """Return shape, dtype and parts of all weights and buffers by name, without histories of delayed scaling, which
+        only belong to training."""
+        found = {name: entry for name, entry in self.tensors.items() if not name.startswith(OPTIMIZER)}
+        return {name: entry for name, entry in found.items() if not name.endswith(AMAX_HISTORY)}
 
     @cached_property
     def _resolved(self) -> "dict[str, tuple[TensorStorageMetadata, list[_StoredPart]]]":

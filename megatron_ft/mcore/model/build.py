@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_ft.config.job import JobConfig, PrecisionConfig
 from megatron_ft.mcore import versions
-from megatron_ft.mcore.model.fp8_layers import use_fp8
+from megatron_ft.mcore.model.fp8_layers import add_histories, use_fp8
 from megatron_ft.mcore.model.latent_attention import use_latent_attention
 from megatron_ft.mcore.model.parameters import initialize_weights
 from megatron_ft.mcore.moe.replica_layer import MixtureLayer, ReplicaMixtureLayer, Replicas
@@ -257,9 +257,11 @@ def _build_chunk(
     )
     _reduce_experts_over_their_holders(chunk, pg_collection)
     _mark_frozen(chunk, config.training.frozen)
-    if transformer_config.bf16 or transformer_config.fp16:
-        return Float16Module(transformer_config, chunk).to(device)
-    return chunk.to(device)
+    is_half = transformer_config.bf16 or transformer_config.fp16
+    built: torch.nn.Module = (Float16Module(transformer_config, chunk) if is_half else chunk).to(device)
+    if config.precision.has_histories:
+        add_histories(chunk, config.precision, model.num_moe_experts or 0)
+    return built
 
 
 def _mark_frozen(chunk: torch.nn.Module, frozen: str | None) -> None:

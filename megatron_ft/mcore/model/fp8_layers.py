@@ -1,29 +1,36 @@
 """Linear layers of Megatron's local spec with FP8 operands (``precision.fp8``).
 
-Weights stay parameters in ``precision.params_dtype``. Each product quantizes its operands, with scales that follow from
-the operands alone. So windows, checkpoints and replays need no other state than without FP8. With ``precision.regime``,
-the weights have values that FP8 codes with scales of 64 consecutive elements hold exactly.
-Embedding, router, norms and output layer are not quantized.
+Weights stay parameters in ``precision.params_dtype``. Each product quantizes its operands. The scales follow from the
+operands alone or, with delayed scaling, from the largest magnitudes (amax) of earlier iterations. Each transformer
+layer has these magnitudes as a buffer, which belongs to the training state like a router's bias: windows, checkpoints,
+joining ranks and rollbacks contain it. All ranks of a pipeline stage have equal buffers, with entries for all experts,
+so they do not depend on the placement of experts. With ``precision.regime``, the weights have values that FP8 codes
+with scales of 64 consecutive elements hold exactly. Embedding, router, norms and output layer are not quantized.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_ft.config.job import PrecisionConfig
 from megatron_ft.errors import ConfigError
+from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.mcore.versions import submodules_of
 from transformer_engine_ext.linear import LinearScalers, linear
-from transformer_engine_ext.providers import ProviderError, provider_for
-from transformer_engine_ext.recipes import Recipe
+from transformer_engine_ext.providers import Provider, ProviderError, provider_for
+from transformer_engine_ext.recipes import AMAX_HISTORY, ROLES, AmaxHistory, Recipe
 
 
 class _Fp8Product:
     """Replaces the product of one of Megatron's linear layers."""
 
     scalers: LinearScalers
+    """Scalers of all layers with the recipe or, with delayed scaling, of this layer."""
+    provider: Provider
     weight: torch.nn.Parameter
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -59,18 +66,98 @@ def use_fp8(submodules: Any, precision: PrecisionConfig, device: torch.device) -
     Raises:
         ConfigError: torch cannot compute products with the recipe on ``device``.
     """
-    recipe = Recipe(scaling=precision.fp8_recipe, is_hybrid=precision.fp8 == "hybrid")
+    recipe = _recipe_of(precision)
     try:
-        scalers = LinearScalers.of(provider_for("torch", recipe, device), recipe, device)
+        provider = provider_for("torch", recipe, device)
     except ProviderError as error:
         raise ConfigError.of("precision.fp8_recipe", precision.fp8_recipe, f"is not supported: {error}") from error
-    _replace(submodules, scalers)
+    _replace(submodules, None if recipe.scaling == "delayed" else LinearScalers.of(provider, recipe), provider)
 
 
-def _replace(submodules: Any, scalers: LinearScalers) -> None:
+def _recipe_of(precision: PrecisionConfig) -> Recipe:
+    return Recipe(scaling=precision.fp8_recipe, is_hybrid=precision.fp8 == "hybrid")
+
+
+def _replace(submodules: Any, scalers: LinearScalers | None, provider: Provider) -> None:
     for found in fields(submodules):
         value = getattr(submodules, found.name)
         if isinstance(value, type) and value in _LAYERS:
-            setattr(submodules, found.name, type(_LAYERS[value].__name__, (_LAYERS[value],), {"scalers": scalers}))
+            given = {"scalers": scalers, "provider": provider}
+            setattr(submodules, found.name, type(_LAYERS[value].__name__, (_LAYERS[value],), given))
         elif is_dataclass(inner := submodules_of(value)):
-            _replace(inner, scalers)
+            _replace(inner, scalers, provider)
+
+
+class _LayerHistory:
+    """Largest magnitudes of the operands of one transformer layer. Their order does not depend on the layout: first the
+    linear layers outside the routed experts, by name, then both linear layers of each expert, by id."""
+
+    def __init__(self, layer: Any, precision: PrecisionConfig, num_experts: int) -> None:
+        self._mixture = layer.mlp if hasattr(layer.mlp, "experts") else None
+        products = {name: found for name, found in layer.named_modules() if isinstance(found, _Fp8Product)}
+        others = [found for name, found in sorted(products.items()) if ".local_experts." not in name]
+        self._first = len(others)
+        self._provider, self._recipe = next(iter(products.values())).provider, _recipe_of(precision)
+        num_products = self._first + (0 if self._mixture is None else 2 * num_experts)
+        shape = (precision.fp8_amax_history_length, num_products, len(ROLES))
+        layer.register_buffer(AMAX_HISTORY, torch.zeros(shape, device=next(layer.parameters()).device))
+        self.amax = AmaxHistory(self._recipe, getattr(layer, AMAX_HISTORY))
+        self._places: Sequence[int] = ()
+        for number, found in enumerate(others):
+            found.scalers = self._scalers(number)
+
+    def begin(self) -> None:
+        """Begin an iteration or an evaluation."""
+        self.amax.begin()
+        if self._mixture is None or self._places == self._mixture.local_expert_indices:
+            return
+        # Experts have changed places. Their magnitudes have not, because all ranks have those of all experts.
+        self._places = list(self._mixture.local_expert_indices)
+        for expert, module in zip(self._places, self._mixture.experts.local_experts, strict=True):
+            for number, found in enumerate((module.linear_fc1, module.linear_fc2)):
+                found.scalers = self._scalers(self._first + 2 * expert + number)
+
+    def _scalers(self, number: int) -> LinearScalers:
+        return LinearScalers.of(self._provider, self._recipe, self.amax, number)
+
+
+def add_histories(chunk: Any, precision: PrecisionConfig, num_experts: int) -> None:
+    """Give each transformer layer of a model chunk the history of delayed scaling, as a buffer. Call this after weights
+    were converted to 16 bits, because the buffers are FP32."""
+    for layer in chunk.decoder.layers:
+        layer.delayed_scaling = _LayerHistory(layer, precision, num_experts)
+
+
+class DelayedScaling:
+    """Histories of delayed scaling of all layers of this rank; of none with other recipes."""
+
+    def __init__(self, model_chunks: Sequence[torch.nn.Module]) -> None:
+        self._layers = list(_histories(model_chunks))
+
+    def begin(self) -> None:
+        """Begin an iteration or an evaluation: compute scales, and forget magnitudes of an unfinished iteration."""
+        for layer in self._layers:
+            layer.begin()
+
+    def combine(self, group: dist.ProcessGroup) -> None:
+        """Combine the magnitudes of the iteration over ``group``, the ranks of this pipeline stage. They must do so
+        before the vote, because after it survivors finish the iteration without the ranks that were lost."""
+        if not self._layers:
+            return
+        newest = [layer.amax.newest for layer in self._layers]
+        flat = torch.cat([found.view(-1) for found in newest])
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
+        for found, part in zip(newest, flat.split([found.numel() for found in newest]), strict=True):
+            found.copy_(part.view_as(found))
+
+    def advance(self) -> None:
+        """Add the magnitudes of a committed iteration to the histories."""
+        for layer in self._layers:
+            layer.amax.advance()
+
+
+def _histories(model_chunks: Sequence[torch.nn.Module]) -> Iterator[_LayerHistory]:
+    for chunk in model_chunks:
+        for layer in unwrap(chunk).decoder.layers:  # type: ignore[union-attr]
+            if hasattr(layer, "delayed_scaling"):
+                yield layer.delayed_scaling

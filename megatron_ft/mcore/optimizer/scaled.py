@@ -23,10 +23,13 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ft.config.job import JobConfig
+from megatron_ft.errors import ConfigError
 from megatron_ft.mcore.model.parameters import named_parameters, tensor_part
-from transformer_engine_ext.adamw import compute_weights
+from megatron_ft.runtime.dispatch import extension
+from transformer_engine_ext.adamw import REFERENCE, Backend, compute_weights
 from transformer_engine_ext.codec import from_parts
 from transformer_engine_ext.formats import E4M3
+from transformer_engine_ext.kernels import BackendError, backend_for
 from transformer_engine_ext.optimizer import ParameterRange, ScaledAdamW, placeholder
 from transformer_engine_ext.quantized import BLOCK_ELEMENTS, QuantizedTensor, quantize_blocks
 from transformer_engine_ext.regimes import REGIMES, Regime
@@ -41,22 +44,34 @@ class StateFormat:
     """Seed of stochastic rounding of masters; None rounds to nearest."""
     names: Mapping[torch.nn.Parameter, str]
     """Global name of each parameter, with the number of the tensor-parallel part if it is above 0."""
+    backend: Backend = REFERENCE
+    """Computes the updates."""
 
     @classmethod
     def of(
         cls, config: JobConfig, model_chunks: Sequence[torch.nn.Module], pg_collection: ProcessGroupCollection
     ) -> "StateFormat | None":
-        """Return the format of a job, or None if its optimizer state is FP32."""
+        """Return the format of a job, or None if its optimizer state is FP32.
+
+        Raises:
+            SoftwareError: the kernel of ``optimizer.update_backend`` cannot be built on this machine.
+        """
         if config.precision.regime is None:
             return None
         regime = REGIMES[config.precision.regime]
         # With 16 bits, masters train without stochastic rounding.
         seed = config.training.seed if regime.master is E4M3 else None
-        return cls(regime=regime, seed=seed, names=names_of(model_chunks, pg_collection))
+        key = "optimizer.update_backend"
+        device = next(parameter.device for chunk in model_chunks for parameter in chunk.parameters())
+        try:
+            backend = backend_for(config.optimizer.update_backend, device, lambda kind: extension.load(kind, key))
+        except BackendError as error:
+            raise ConfigError.of(key, config.optimizer.update_backend, f"cannot be used: {error}") from error
+        return cls(regime=regime, seed=seed, names=names_of(model_chunks, pg_collection), backend=backend)
 
     def build(self, groups: Sequence[dict[str, Any]], **options: Any) -> ScaledAdamW:
         """Build torch's optimizer for parameter groups of placeholders. ``options`` are those of ``ScaledAdamW``."""
-        return ScaledAdamW(groups, regime=self.regime, seed=self.seed, **options)
+        return ScaledAdamW(groups, regime=self.regime, seed=self.seed, backend=self.backend, **options)
 
     def weight(self, parameter: torch.Tensor, master: QuantizedTensor, start: int) -> torch.Tensor:
         """Return the compute weights of ``master``, elements of ``parameter`` from ``start`` on, flat, in the dtype of

@@ -25,14 +25,10 @@ from megatron_ft.mcore.data.batches import (
 )
 from megatron_ft.mcore.groups import Groups, exchange
 from megatron_ft.mcore.model.build import build_model, forget_iteration, forget_shards, release_caches
+from megatron_ft.mcore.model.fp8_layers import DelayedScaling
 from megatron_ft.mcore.model.transformer_config import build_transformer_config, moe_layer_pattern
 from megatron_ft.mcore.moe.replica_layer import MixtureLayer, ReplicaGradients, ReplicaMixtureLayer, Replicas
-from megatron_ft.mcore.moe.router import (
-    forget_auxiliary_losses,
-    routed_tokens,
-    router_builder,
-    take_auxiliary_losses,
-)
+from megatron_ft.mcore.moe.router import forget_auxiliary_losses, routed_tokens, router_builder, take_auxiliary_losses
 from megatron_ft.mcore.optimizer import adamw
 from megatron_ft.mcore.optimizer.adamw import build_optimizer, build_scheduler, set_position
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
@@ -54,7 +50,7 @@ from megatron_ft.planning.placement.migration import MigrationPlan, Replacement,
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.snapshot.partial_experts import counted_layers
 
-_BUILT = ("model_chunks", "optimizer", "scheduler", "p2p", "transformer_config", "_mixture_layers")
+_BUILT = ("model_chunks", "optimizer", "scheduler", "p2p", "transformer_config", "_mixture_layers", "_delayed_scaling")
 _OPTIONAL = ("replica_gradients",)
 
 
@@ -293,6 +289,7 @@ class TrainingEngine:
         self._connect_schedule()
         self.batch = plan_batches(self.config.training, pg.dp.size(), pg.pp.size() if len(self.model_chunks) > 1 else 1)
         self._mixture_layers = [m for c in self.model_chunks for m in c.modules() if isinstance(m, MixtureLayer)]
+        self._delayed_scaling = DelayedScaling(self.model_chunks)
         self._straggler_timer.watch(self.model_chunks)
 
     def keep_copies(
@@ -483,6 +480,7 @@ class TrainingEngine:
         # ``in_progress`` is None in a replay. A replay that fails starts again from its window, so no record is needed.
         with nullcontext() if self.in_progress is None else self.in_progress.updating():
             adamw.update(self.optimizer, self.config.optimizer.clip_grad, vote.grad_norm)
+            self._delayed_scaling.advance()
             if self.state_copies is not None:
                 rate = float(max(group["lr"] for group in self.optimizer.param_groups))
                 self.state_copies.update(vote.grad_norm, rate)
@@ -547,6 +545,7 @@ class TrainingEngine:
 
     def _start_iteration(self, iteration: int) -> None:  # 0: an evaluation
         self._current_iteration = iteration
+        self._delayed_scaling.begin()
         owed = self.history.owed(self._counted_layers) if self._repays else {}
         for layer in self._mixture_layers:
             layer.start_iteration(iteration, owed.get(layer.layer_number, ()))
@@ -590,6 +589,7 @@ class TrainingEngine:
         # ``main_grad`` is final only now, after Megatron has reduced and scaled it, even with ``overlap_grad_reduce``.
         if self.replica_gradients is not None:
             self.replica_gradients.sum()
+        self._delayed_scaling.combine(self.pg.tp_dp_cp)
 
     def _own_share(self, reports: list[torch.Tensor]) -> tuple[float, int]:
         # Returns loss sum and number of tokens for the ballot. Only one TP rank counts them, because all have the same.

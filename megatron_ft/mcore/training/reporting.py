@@ -141,15 +141,16 @@ def evaluation_record(engine: Evaluates) -> Evaluation:
     )
 
 
-def metrics_record(
+def iteration_records(
     config: JobConfig,
     result: IterationResult,
     batch: BatchPlan,
     seconds: float,
     nodes: Sequence[int],
     throughput: Throughput,
-) -> Metrics:
-    """Return the metrics of one iteration that took ``seconds``. ``telemetry/metrics.py`` explains names and units.
+) -> Iterator[Metrics | PipelineIdle]:
+    """Yield the events about one iteration that took ``seconds``: its metrics, whose names and units
+    ``telemetry/metrics.py`` explains, and, if they are known, the waits of each pipeline stage.
 
     Args:
         nodes: node number of each rank.
@@ -182,23 +183,10 @@ def metrics_record(
         if memory.reserved_bytes:
             values["memory_reserved_bytes"] = memory.reserved_bytes
         values["memory_peak_bytes"], values["memory_peak_rank"] = memory.peak_bytes, memory.peak_rank
-    return Metrics(iteration=vote.iteration, values=values)
-
-
-def iteration_records(
-    config: JobConfig,
-    result: IterationResult,
-    batch: BatchPlan,
-    seconds: float,
-    nodes: Sequence[int],
-    throughput: Throughput,
-) -> Iterator[Metrics | PipelineIdle]:
-    """Yield the events about one iteration: its metrics (see ``metrics_record``) and, if they are known, the waits of
-    each pipeline stage."""
-    yield metrics_record(config, result, batch, seconds, nodes, throughput)
+    yield Metrics(iteration=vote.iteration, values=values)
     idle_seconds = result.of_ranks.idle_seconds
     if any(idle_seconds):
-        yield idle_record(result.vote.iteration, idle_seconds, Topology.of(config.parallel, len(nodes)))
+        yield idle_record(vote.iteration, idle_seconds, Topology.of(config.parallel, len(nodes)))
 
 
 def idle_record(iteration: int, idle_seconds: Sequence[float], topology: Topology) -> PipelineIdle:

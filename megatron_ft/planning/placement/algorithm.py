@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.placement.layout import Counts, Holdings, Layout, per_replica_loads
+from megatron_ft.planning.placement.layout import Counts, Holdings, Layout
 from megatron_ft.planning.placement.plan import PlacementPlan, Slots
 from megatron_ft.topology import Cluster
 
@@ -214,8 +214,3 @@ def swap(counts: Counts, expert: int, domain: int, other_expert: int, other_doma
     counts[expert, other_domain] += 1
     counts[other_expert, other_domain] -= 1
     counts[other_expert, domain] += 1
-
-
-def domain_loads(counts: Counts, loads: Sequence[float] | None) -> np.ndarray:
-    """Return the number of tokens that each domain processes, ``[D]``."""
-    return per_replica_loads(counts, loads) @ counts

@@ -51,7 +51,7 @@ class Gap:
         more = f" and {len(self.nodes) - _SHOWN_NODES} more" if len(self.nodes) > _SHOWN_NODES else ""
         nodes = f"node {listed}" if len(self.nodes) == 1 else f"one of nodes {listed}{more}"
         if not self.changes:
-            return f"no change of keys was found for the loss of {nodes}: {'; '.join(self.obstacles)}"
+            return f"no change of keys was found for the loss of {nodes}: {' '.join('; '.join(self.obstacles).split())}"
         return f"{' '.join(self.changes)} would recover the loss of {nodes} by {self.strategy}"
 
 
@@ -159,7 +159,8 @@ def _switches(config: JobConfig, name: str) -> Iterator[KeyChange]:
                 yield KeyChange("snapshot.num_peer_copies", num_domains - 1)
         case "checkpoint":
             if not config.checkpoint.save_interval_iterations:
-                interval = min(_SAVE_INTERVAL, config.training.train_iterations)
+                # A short run saves ten times: a single save at its end would protect nothing.
+                interval = min(_SAVE_INTERVAL, max(1, config.training.train_iterations // 10))
                 yield KeyChange("checkpoint.save_interval_iterations", interval)
 
 

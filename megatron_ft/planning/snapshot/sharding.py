@@ -75,15 +75,6 @@ class ModuleSharding:
         goes to the rank with the fewest bytes so far, including the bytes of experts (section 4.3)."""
         return _assign(self.module_bytes, self.shares_of_experts(saved, whole=whole))
 
-    def is_uneven(self, num_experts: int, num_moe_layers: int) -> bool:
-        """Return whether ranks save different numbers of experts if experts take turns (equation 9).
-
-        Args:
-            num_experts: experts of each layer that a checkpoint saves (K).
-        """
-        per_rank, remainder = divmod(num_experts * num_moe_layers, self.expert_size)
-        return remainder != 0 or per_rank % self.num_copies != 0
-
     def _saved_experts(self, saved: Mask) -> Matrix:
         """Return the number of saved experts of each expert-parallel rank."""
         layers, experts = saved.shape

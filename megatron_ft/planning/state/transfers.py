@@ -337,13 +337,6 @@ class TransferPlan:
             found = self.index.tensors[tensor]
             yield Kept(rank=rank, tensor=found, start=start, stop=stop, iteration=iteration, medium=Medium(medium))
 
-    def last_rounds(self, rank: int) -> dict[StateTensor, int]:
-        """Return, for each tensor, the last round in which ``rank`` sends elements of this tensor. After this round,
-        the rank can free the elements that it does not need itself."""
-        rows = np.flatnonzero(self.source == rank)
-        pairs = zip(self.tensor[rows].tolist(), self.round[rows].tolist(), strict=True)
-        return {self.index.tensors[tensor]: turn for tensor, turn in pairs}  # rounds ascend: the last one remains
-
     def validate(self) -> None:
         """Assert that rounds ascend, and that no rank exceeds ``limit_bytes`` in a round or sends to itself."""
         assert bool((np.diff(self.round) >= 0).all()), "rounds do not ascend"

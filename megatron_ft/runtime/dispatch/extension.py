@@ -32,17 +32,24 @@ BUILD_SECONDS = 600
 CXX_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra")
 """Flags of the C++ compiler. Products are rounded before they are added (no contraction), as in the reference."""
 NVCC_FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC")
-_WITHOUT_KERNELS = "set placement.dispatch_backend=reference"
 
 
 @cache
-def load(kind: str) -> ctypes.CDLL:
-    """Load the library of ``kind``, ``cpp`` or ``cuda``. Build it first if it is not in the cache. Raises
-    ``SoftwareError`` when sources or compiler are missing or the build fails."""
+def load(kind: str, key: str = "placement.dispatch_backend") -> ctypes.CDLL:
+    """Load the library of ``kind``, ``cpp`` or ``cuda``, for the configuration key ``key``. Build it first if it is not
+    in the cache. Raises ``SoftwareError``, which names the key, when sources or compiler are missing or the build
+    fails."""
+    try:
+        return ctypes.CDLL(str(_built(kind)))
+    except SoftwareError as error:
+        raise SoftwareError(f"{key}={kind}: {error}{compilers.or_without(key)}") from error
+
+
+def _built(kind: str) -> Path:
     compiler = _find_compiler(kind)
     sources = _source_files(kind)
     flags = [*CXX_FLAGS] if kind == "cpp" else [*NVCC_FLAGS, f"-arch={_device_architecture()}"]
-    return ctypes.CDLL(str(_build(kind, [*compiler, *flags, *_include_flags(), "-shared"], sources, CACHE)))
+    return _build(kind, [*compiler, *flags, *_include_flags(), "-shared"], sources, CACHE)
 
 
 def _source_files(kind: str) -> list[Path]:
@@ -50,10 +57,7 @@ def _source_files(kind: str) -> list[Path]:
     suffix = {"cpp": ".cpp", "cuda": ".cu"}[kind]
     found = sorted(path for path in SOURCES.rglob(f"*{suffix}"))
     if not found:
-        raise SoftwareError(
-            f"placement.dispatch_backend={kind}: no {suffix} files in {SOURCES}: run from a clone of the project, to "
-            f"build the kernels, or {_WITHOUT_KERNELS}"
-        )
+        raise SoftwareError(f"no {suffix} files in {SOURCES}; run from a clone of the project")
     return found
 
 
@@ -68,7 +72,7 @@ def _find_compiler(kind: str) -> list[str]:
     nvcc by ``CUDA_HOME`` or ``PATH``. Raises ``SoftwareError`` when there is no compiler."""
     found = compilers.find_compiler(kind, os.environ, shutil.which)
     if found is None:
-        raise SoftwareError(f"placement.dispatch_backend={kind}: {compilers.no_compiler(kind, os.environ)}")
+        raise SoftwareError(compilers.no_compiler(kind, os.environ))
     return found
 
 
@@ -90,10 +94,7 @@ def _build(kind: str, command: Sequence[str], sources: Sequence[Path], cache_fol
             if not library.exists():
                 _compile_to(library, [*command, *map(str, sources)])
     except OSError as error:
-        raise SoftwareError(
-            f"placement.dispatch_backend={kind}: kernels cannot be built in {cache_folder}: {error}; make the folder "
-            f"writable, or {_WITHOUT_KERNELS}"
-        ) from error
+        raise SoftwareError(f"kernels cannot be built in {cache_folder}: {error}; make the folder writable") from error
     return library
 
 
@@ -128,10 +129,9 @@ def _compile(command: Sequence[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SoftwareError(f"building the dispatch kernels failed: {error}; {_WITHOUT_KERNELS}") from error
+        raise SoftwareError(f"kernels cannot be built: {error}; use another compiler") from error
     if done.returncode:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
         raise SoftwareError(
-            f"building the dispatch kernels failed with exit code {done.returncode}: {' '.join(command)}\n{tail}\n"
-            f"{_WITHOUT_KERNELS}"
+            f"kernels cannot be built: exit code {done.returncode} of {' '.join(command)}\n{tail}\nuse another compiler"
         )

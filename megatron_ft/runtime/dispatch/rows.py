@@ -178,11 +178,6 @@ class DispatchHandle:
         its exchanges with the other ranks."""
         return self.tokens_per_local_expert.tolist() or [0]
 
-    @property
-    def num_rows_leaving(self) -> int:
-        """Number of rows that this rank sends to other ranks."""
-        return self.num_sent_rows - self.send_splits[self.rank]
-
 
 ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Supported element types of rows. Kernels receive the index in this tuple."""

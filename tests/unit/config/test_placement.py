@@ -9,6 +9,7 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import derive_placement
 from megatron_ft.config.serialize import build_policy, from_dict
 from megatron_ft.errors import ConfigError
+from megatron_ft.planning.compilers import kernels_of
 from megatron_ft.planning.placement.overlap_search import OverlapSearch
 from megatron_ft.planning.placement.stage import algorithm_of
 from megatron_ft.planning.placement.survival import SurvivalObjective
@@ -172,4 +173,6 @@ def test_a_policy_of_another_kind_is_no_algorithm() -> None:
     ],
 )
 def test_only_jobs_with_replicas_build_kernels(changes: dict[str, Any], device: str, expected: str) -> None:
-    assert job(changes).placement.kernels_on(device) == expected
+    found = job(changes)
+    assert found.placement.kernels_on(device) == expected
+    assert kernels_of(found, device) == ({"placement.dispatch_backend": expected} if expected else {})

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.config.checks.recovery import _check_upstream_log
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.config.validate import validate
@@ -39,14 +38,14 @@ def job(changes: dict[str, Any]) -> JobConfig:
         {"training.deterministic": False},
         KEEP | PP2 | {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1},
         KEEP | PP2 | {"precision.params_dtype": "fp16"},
-        KEEP | PP2 | {"precision.fp8_recipe": "delayed"},
+        KEEP | PP2 | DELAYED,
         KEEP | PP2 | TIED | {"recovery.keep_processes": False, "recovery.max_restarts": 1},
     ],
     ids=str,
 )
 def test_what_can_be_repeated_passes(changes: dict[str, Any]) -> None:
-    """Dropout is accepted because windows contain the generators; so are tied embeddings on one stage, and FP8 recipes
-    without FP8."""
+    """Dropout and delayed scaling are accepted because windows contain the generators and the histories; so are tied
+    embeddings on one stage."""
     validate(job(changes))
 
 
@@ -63,10 +62,3 @@ def test_what_can_be_repeated_passes(changes: dict[str, Any]) -> None:
 def test_what_cannot_be_is_refused_by_key(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         validate(job(changes))
-
-
-def test_scales_that_remember_are_refused_whatever_else_becomes_of_fp8() -> None:
-    _check_upstream_log(job(DELAYED))
-    with pytest.raises(ConfigError, match=r"^precision\.fp8_recipe=delayed: must not be delayed.*fp8=hybrid"):
-        _check_upstream_log(job(KEEP | DELAYED))
-    _check_upstream_log(job(KEEP | DELAYED | {"precision.fp8_recipe": "tensorwise"}))

@@ -152,7 +152,18 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         },
         "precision.regime",
     ),
-    ({"precision.fp8": "hybrid", "precision.fp8_recipe": "delayed"}, "precision.fp8_recipe"),
+    ({"precision.fp8_amax_history_length": 0}, "precision.fp8_amax_history_length"),
+    ({"optimizer.update_backend": "triton"}, "optimizer.update_backend"),
+    ({"optimizer.update_backend": "cpp"}, "optimizer.update_backend"),
+    (
+        {
+            "precision.regime": "fp16_fp16_fp16_fp16",
+            "precision.params_dtype": "fp16",
+            "optimizer.update_backend": "cuda",
+            "training.device": "cpu",
+        },
+        "optimizer.update_backend",
+    ),
     ({"precision.fp8": "hybrid", "precision.fp8_recipe": "mxfp8"}, "precision.fp8_recipe"),
     ({"precision.fp8": "e4m3", "precision.params_dtype": "fp16"}, "precision.params_dtype"),
     (

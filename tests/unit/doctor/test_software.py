@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from megatron_ft.doctor.software import SoftwareFacts, check_compiler, name_update_backends
+from megatron_ft.doctor.software import SoftwareFacts, check_compilers, name_update_backends
 from megatron_ft.doctor.supported import MEGATRON, PACKAGES, PYTHON, TRANSFORMER_ENGINE
 from megatron_ft.mcore.device.install import TRANSFORMER_ENGINE_END, TRANSFORMER_ENGINE_MIN
 from tests.helpers.machines import SOFTWARE, judged
@@ -126,12 +126,17 @@ def test_a_missing_nccl_breaks_what_runs_on_gpus() -> None:
 
 
 def test_a_missing_compiler_is_an_error_for_jobs_with_replicas() -> None:
-    assert check_compiler("", {}, lambda _: None) == []
-    (finding,) = check_compiler("cpp", {}, lambda _: None)
+    assert check_compilers({}, {}, lambda _: None) == []
+    (finding,) = check_compilers({"placement.dispatch_backend": "cpp"}, {}, lambda _: None)
     assert (finding.level, finding.what.startswith("no compiler found for cpp")) == ("error", True)
     assert finding.fix == "install a C++17 compiler or name it in CXX, or set placement.dispatch_backend=reference"
-    (finding,) = check_compiler("cpp", {}, lambda name: f"/bin/{name}")
-    assert (finding.level, finding.what) == ("info", "/bin/c++ builds the kernels of the token dispatch (cpp)")
+    needed = {"placement.dispatch_backend": "cpp", "optimizer.update_backend": "cpp"}
+    found = check_compilers(needed, {}, lambda name: f"/bin/{name}")
+    assert [(each.level, each.what) for each in found] == [
+        ("info", f"/bin/c++ builds the kernels of {key} (cpp)") for key in needed
+    ]
+    *_, finding = check_compilers(needed, {}, lambda _: None)
+    assert finding.fix == "install a C++17 compiler or name it in CXX, or set optimizer.update_backend=torch"
 
 
 def test_the_backends_of_scaled_adamw_are_named() -> None:

@@ -1,8 +1,8 @@
-"""Compilers for the kernels of the token dispatch: the choice, and the message if there is none."""
+"""Compilers for kernels: the choice, and the message if there is none."""
 
 import pytest
 
-from megatron_ft.planning.compilers import find_compiler, no_compiler
+from megatron_ft.planning.compilers import find_compiler, no_compiler, or_without
 
 
 @pytest.mark.parametrize(
@@ -34,4 +34,6 @@ def test_the_message_names_the_commands_and_what_to_change() -> None:
     assert "tried c++, g++, clang++); install a C++17 compiler or name it in CXX" in no_compiler("cpp", {})
     assert "tried icpx)" in no_compiler("cpp", {"CXX": "icpx"})
     assert "tried ccache g++)" in no_compiler("cpp", {"CXX": "ccache g++"})
-    assert no_compiler("cuda", {}).endswith("name it in CUDA_HOME, or set placement.dispatch_backend=reference")
+    assert no_compiler("cuda", {}).endswith("; install CUDA or name it in CUDA_HOME")
+    assert or_without("placement.dispatch_backend") == ", or set placement.dispatch_backend=reference"
+    assert or_without("optimizer.update_backend") == ", or set optimizer.update_backend=torch"

@@ -11,7 +11,7 @@ from transformer_engine_ext.formats import E4M3, E5M2, FP16, FP32, Draws
 from transformer_engine_ext.linear import LinearScalers, linear
 from transformer_engine_ext.providers import TorchProvider
 from transformer_engine_ext.quantized import QuantizedTensor, largest_finite, quantize_blocks, scales_for
-from transformer_engine_ext.recipes import Recipe
+from transformer_engine_ext.recipes import AmaxHistory, Recipe
 from transformer_engine_ext.regimes import REGIMES
 
 INF, NAN = math.inf, math.nan
@@ -55,11 +55,15 @@ def assert_is_defined(found: QuantizedTensor, given: torch.Tensor) -> None:
 def test_recipes_are_defined_for_every_role(edge: str, scaling: str, dtype: torch.dtype) -> None:
     given = EDGES[edge].to(dtype)
     for role in ("weight", "input", "output_gradient"):
-        scaler = Recipe(scaling=scaling, amax_history_length=2).scaler(role)
-        for _ in range(3):  # delayed scaling uses the first tensor's magnitude for the second one
+        recipe = Recipe(scaling=scaling)
+        history = AmaxHistory.of(recipe, num_iterations=2) if scaling == "delayed" else None
+        scaler = (history or recipe).scaler(role)
+        for _ in range(3):  # delayed scaling uses the magnitude of the first iteration in the second one
             assert_is_defined(scaler.quantize(given), given.to(torch.float32))
-        for part in scaler.state().values():
-            assert part.isfinite().all()  # an infinity in the history would spoil the tensors after it
+            if history is not None:
+                history.advance()
+                history.begin()
+                assert history.history.isfinite().all()  # an infinity would spoil the iterations after it
 
 
 @pytest.mark.parametrize("target", [E4M3, E5M2, FP16], ids=lambda found: found.name)

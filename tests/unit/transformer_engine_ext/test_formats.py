@@ -14,7 +14,7 @@ from transformer_engine_ext.quantized import (
     quantize_blocks,
     scales_for,
 )
-from transformer_engine_ext.recipes import DelayedScaler, Recipe
+from transformer_engine_ext.recipes import AmaxHistory, Recipe
 
 LOW = (E4M3, E5M2, FP16)
 INF, NAN = float("inf"), float("nan")
@@ -186,29 +186,31 @@ def test_fp32_state_has_no_scales_and_keeps_its_bits() -> None:
 @pytest.mark.parametrize("scaling", ["tensorwise", "blockwise", "delayed"])
 def test_a_recipe_gives_each_role_its_format(scaling: str) -> None:
     recipe = Recipe(scaling=scaling)
+    scalers = AmaxHistory.of(recipe, num_iterations=1) if scaling == "delayed" else recipe
     values = torch.randn(8, 32)
     for role, wanted in (("weight", E4M3), ("input", E4M3), ("output_gradient", E5M2)):
-        found = recipe.scaler(role).quantize(values)
+        found = scalers.scaler(role).quantize(values)
         assert found.format is wanted and found.shape == values.shape
         assert found.scales.numel() == (4 if scaling == "blockwise" else 1)
     assert Recipe(scaling=scaling, is_hybrid=False).formats["output_gradient"] is E4M3
-    with pytest.raises(ValueError, match=r"^scaling=mxfp8: must be"):
-        Recipe(scaling="mxfp8").scaler("weight")
+    for other in ("mxfp8", "delayed"):
+        with pytest.raises(ValueError, match=f"^scaling={other}: must be"):
+            Recipe(scaling=other).scaler("weight")
 
 
-def test_delayed_scaling_uses_the_history_and_the_history_is_state() -> None:
-    scaler = DelayedScaler.of(E4M3, 3)
+def test_delayed_scaling_uses_the_magnitudes_of_earlier_iterations() -> None:
+    history = AmaxHistory.of(Recipe(scaling="delayed"), num_iterations=3)
+    scaler = history.scaler("input")
     first = scaler.quantize(torch.tensor([1000.0, 1.0]))
     assert first.decode().tolist() == [448.0, 1.0]  # the scale is 1, and the value is clamped
+    scaler.quantize(torch.tensor([20.0]))  # another microbatch of the iteration
+    history.advance()
+    history.begin()
     assert scaler.quantize(torch.tensor([1000.0])).decode().item() == pytest.approx(1000.0, rel=0.03)
-    assert scaler.history.tolist() == [1000.0, 1000.0, 0.0]
+    history.advance()
+    history.begin()
+    assert history.history[:, 0, 1].tolist() == [1000.0, 1000.0, 0.0]
     scaler.quantize(torch.tensor([2.0, INF, NAN]))
-    assert scaler.history.tolist() == [2.0, 1000.0, 1000.0]
-    kept = {name: tensor.clone() for name, tensor in scaler.state().items()}
-    batches = torch.randn(4, 16) * 100
-    results = [scaler.quantize(batch) for batch in batches]
-    # Restore the history in place, and repeat: the same codes and scales. With an empty history they differ.
-    scaler.state()["amax_history"].copy_(kept["amax_history"])
-    again = [scaler.quantize(batch) for batch in batches]
-    assert all(one.equal(other) for one, other in zip(results, again, strict=True))
-    assert not DelayedScaler.of(E4M3, 3).quantize(batches[0]).equal(results[0])
+    history.advance()
+    assert history.history[:, 0, 1].tolist() == [2.0, 1000.0, 1000.0]
+    assert history.history[:, 0, [0, 2]].eq(0).all()  # the other roles

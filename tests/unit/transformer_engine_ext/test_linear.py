@@ -8,13 +8,15 @@ from transformer_engine_ext import linear as module
 from transformer_engine_ext.formats import E4M3, E5M2
 from transformer_engine_ext.linear import LinearScalers, grouped_linear, linear
 from transformer_engine_ext.providers import TorchProvider
-from transformer_engine_ext.recipes import Recipe
+from transformer_engine_ext.recipes import AmaxHistory, Recipe
 
 SCALINGS = ("tensorwise", "blockwise", "delayed")
 
 
 def layer(scaling: str, **more: bool) -> LinearScalers:
-    return LinearScalers.of(TorchProvider(), Recipe(scaling=scaling, **more))
+    recipe = Recipe(scaling=scaling, **more)
+    history = AmaxHistory.of(recipe, num_iterations=4) if scaling == "delayed" else None
+    return LinearScalers.of(TorchProvider(), recipe, history)
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "blockwise"])
@@ -117,30 +119,44 @@ def test_existing_codes_are_used_instead_of_the_weight(scaling: str) -> None:
     assert found.equal(linear(inputs, weight, layer(scaling)))
 
 
-def test_delayed_scaling_has_three_histories_and_is_repeatable_from_them() -> None:
+def test_delayed_scaling_is_repeatable_from_its_history() -> None:
     torch.manual_seed(0)
-    scalers, weight = layer("delayed"), torch.randn(16, 32, requires_grad=True)
-    batches = [torch.randn(4, 32) * 10**step for step in range(3)]
+    recipe, weights = Recipe(scaling="delayed"), [torch.randn(16, 32, requires_grad=True) for _ in range(2)]
+    history = AmaxHistory.of(recipe, num_iterations=4, num_layers=2)
+    layers = [LinearScalers.of(TorchProvider(), recipe, history, number) for number in range(2)]
 
-    def run() -> list[torch.Tensor]:
-        weight.grad = None
-        outputs = [linear(batch, weight, scalers) for batch in batches]
-        sum(output.sum() for output in outputs).backward()
-        return [*(output.detach() for output in outputs), weight.grad]
+    def run(*, starts_again: bool = False) -> list[torch.Tensor]:
+        """Run three iterations, whose inputs grow, in both layers; with ``starts_again``, each after one that fails."""
+        torch.manual_seed(1)
+        found = []
+        for step in range(3):
+            batch = torch.randn(4, 32) * 10**step
+            history.begin()
+            if starts_again:
+                linear(batch * 1000.0, weights[0].detach(), layers[0])
+                history.begin()
+            for weight, scalers in zip(weights, layers, strict=True):
+                weight.grad = None
+                output = linear(batch, weight, scalers)
+                (output.sum() * 1e-3).backward()
+                found += [output.detach(), weight.grad]
+            history.advance()
+        return found
 
     run()
-    assert sorted(scalers.state()) == [f"{role}.amax_history" for role in ("input", "output_gradient", "weight")]
-    kept = {name: part.clone() for name, part in scalers.state().items()}
+    kept = history.history.clone()
+    assert kept[3].eq(0).all() and kept[:3].gt(0).all()
+    assert kept[:3, :, 1].diff(dim=0).lt(0).all()  # inputs were largest in the newest iteration, which is the first row
     first = run()
-    for part in scalers.state().values():
-        part.zero_()
+    history.history.zero_()
     different = run()
-    for name, part in scalers.state().items():
-        part.copy_(kept[name])
+    history.history.copy_(kept)
     again = run()
+    history.history.copy_(kept)
+    after_failures = run(starts_again=True)
     assert all(one.equal(other) for one, other in zip(first, again, strict=True))
     assert not all(one.equal(other) for one, other in zip(first, different, strict=True))
-    assert layer("tensorwise").state() == layer("blockwise").state() == {}
+    assert all(one.equal(other) for one, other in zip(first, after_failures, strict=True))
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "blockwise"])

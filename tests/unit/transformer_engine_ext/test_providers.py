@@ -12,7 +12,7 @@ from transformer_engine_ext.providers import (
     provider_for,
     transformer_engine_problem,
 )
-from transformer_engine_ext.recipes import Recipe
+from transformer_engine_ext.recipes import AmaxHistory, Recipe
 
 CPU = torch.device("cpu")
 
@@ -24,9 +24,10 @@ def test_a_product_is_that_of_the_decoded_operands(scaling: str, shape: tuple[in
     m, k, n = shape
     recipe = Recipe(scaling=scaling)
     provider = provider_for("torch", recipe, CPU)
+    scalers = AmaxHistory.of(recipe, num_iterations=1) if scaling == "delayed" else recipe
     for role in ("input", "output_gradient"):
-        left = recipe.scaler(role).quantize(torch.randn(m, k) * 3)
-        right = recipe.scaler("weight").quantize(torch.randn(n, k) * 0.02)
+        left = scalers.scaler(role).quantize(torch.randn(m, k) * 3)
+        right = scalers.scaler("weight").quantize(torch.randn(n, k) * 0.02)
         found = provider.product(left, right, torch.float32)
         wanted = left.decode().double() @ right.decode().double().t()
         assert found.shape == (m, n)

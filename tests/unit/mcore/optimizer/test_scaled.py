@@ -1,5 +1,6 @@
 """Tests Megatron's optimizers with quantized state: memory, what a window contains, and that all regimes train."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,12 +10,14 @@ from megatron_ft.config.checks.training import REGIMES as NAMES
 from megatron_ft.mcore.optimizer.adamw import masters
 from megatron_ft.mcore.optimizer.scaled import has_fp8_values
 from megatron_ft.mcore.state.operator_view import OperatorView
-from megatron_ft.mcore.state.tensors import named_state
+from megatron_ft.mcore.state.tensors import named_state, tensor_digests
 from megatron_ft.planning.cost.memory import optimizer_bytes
 from megatron_ft.planning.snapshot.report import estimate_demand
 from megatron_ft.testing import engines
 from megatron_ft.topology import Topology
+from transformer_engine_ext.adamw import TorchBackend
 from transformer_engine_ext.formats import E4M3
+from transformer_engine_ext.kernels import KernelBackend
 from transformer_engine_ext.quantized import BLOCK_ELEMENTS, quantize_blocks
 from transformer_engine_ext.regimes import REGIMES
 
@@ -55,6 +58,28 @@ def test_weights_of_fp8_layers_hold_fp8_values_and_windows_contain_their_codes()
         kinds = {shard.parameter: [part.dtype for part in shard.frozen] for shard in view.shards}
         assert all(kinds[name] == ["float8_e4m3fn", "uint8"] for name in weights)
         assert kinds["embedding.word_embeddings.weight"] == ["bfloat16"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_configured_kernel_updates_the_state_to_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: Counter[str] = Counter()
+    for kind in (TorchBackend, KernelBackend):
+
+        def compute(self: Any, *arguments: Any, original: Any = kind.compute) -> None:
+            used[self.name] += 1
+            original(self, *arguments)
+
+        monkeypatch.setattr(kind, "compute", compute)
+    digests = {}
+    for backend in ("torch", "cpp"):
+        used.clear()
+        config = engines.micro_config(regime_keys(name, **{"optimizer.update_backend": backend}))
+        with engines.engine_of(config) as engine:
+            for number in (1, 2, 3):
+                engine.run_iteration(number)
+            digests[backend] = tensor_digests(engine.model_chunks, engine.optimizer)
+        assert list(used) == [backend]
+    assert digests["torch"] == digests["cpp"]
 
 
 @pytest.mark.parametrize(("name", "full", "frozen"), [("fp16_fp16_fp16_fp16", 6, 2), ("fp8_fp8_fp8_fp16", 4, 1)])

@@ -127,7 +127,7 @@ def test_processes_that_need_not_end_are_kept() -> None:
 
 def test_without_a_change_that_keeps_the_job_running_a_checkpoint_is_proposed() -> None:
     (gap,) = plan_of(*FOUR, "launch.mode=torchrun").gaps
-    assert (gap.changes, gap.strategy) == (("checkpoint.save_interval_iterations=60",), "checkpoint, by hand")
+    assert (gap.changes, gap.strategy) == (("checkpoint.save_interval_iterations=6",), "checkpoint, by hand")
     (none,) = plan_of(*FOUR, "launch.mode=torchrun", "checkpoint.save_interval_iterations=5").gaps
     assert none.changes == () and len(none.obstacles) >= 2
     assert "living_state: launch.mode=torchrun" in none.summary()

@@ -159,8 +159,7 @@ def test_rounds_hold_no_more_than_the_limit_and_end_tensor_by_tensor() -> None:
     plan = planned(holdings, want(need(2, 0, 12), need(2, 0, 7, of=WIDE), need(3, 0, 12)), limit_bytes=32)
     total = plan.sent_bytes()[0] + plan.received_bytes()[2]
     assert plan.num_bytes / 32 / 2 <= plan.num_rounds <= 1 + total / (32 * 3 / 4)
-    last = plan.last_rounds(0)
-    assert last == {t.tensor: t.round for t in plan.transfers(0)}
+    last = {t.tensor: t.round for t in plan.transfers(0)}  # rounds ascend, so the last one of a tensor remains
     assert last[WIDE] < plan.num_rounds
 
 
