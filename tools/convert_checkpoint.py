@@ -54,7 +54,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     export.add_argument("out", type=Path, help="folder to write; an interrupted conversion is continued")
     export.add_argument(
         "--family",
-        required=True,
+        default="null",  # not a required argument: the error about a wrong family lists all of them
         help="model_type of the folder: mixtral, qwen2_moe, qwen3_moe, deepseek or deepseek_v2",
     )
     export.add_argument("--tokenizer", type=Path, help="folder with the tokenizer files that are copied")

@@ -36,7 +36,7 @@ _TOKENIZER_FILES += ("vocab.json", "merges.txt", "added_tokens.json", "generatio
 def family_named(name: str) -> Family:
     """Return the family with this ``model_type``. Raises ConfigError if it is not known."""
     if name not in FAMILIES:
-        raise ConfigError.of("family", name, f"must be one of {', '.join(FAMILIES)}")
+        raise ConfigError.of("--family", name, f"must be one of {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 

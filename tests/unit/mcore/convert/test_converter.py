@@ -418,7 +418,9 @@ def test_the_tool_converts_there_and_back(source: Path, tmp_path: Path, capsys: 
     assert convert_checkpoint.main(words) == 0
     before, after = contents(source), contents(out)
     assert all(torch.equal(before[name].float(), after[name]) for name in before)
-    assert convert_checkpoint.main([*words[:3], "--family", "gpt"]) == 2
+    for family in (["--family", "gpt"], []):
+        assert convert_checkpoint.main([*words[:3], *family]) == 2
+        assert f"must be one of {', '.join(FAMILIES)}" in capsys.readouterr().err
 
 
 def test_a_log_gets_few_lines_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
