@@ -21,7 +21,7 @@ from megatron_ft.mcore.state.train_state import _encode
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.iteration import History, Vote
 from megatron_ft.planning.recovery.replay import ReplayPlan
-from megatron_ft.planning.snapshot.plan import Unit, WindowPlan, slice_bytes
+from megatron_ft.planning.snapshot.plan import Piece, Unit, WindowPlan, slice_bytes
 from megatron_ft.testing import engines
 from tests.helpers.replica_scenarios import config_of, job_of
 from tests.helpers.volatile import volatile_state
@@ -53,12 +53,22 @@ def random_window(view: OperatorView, num_slices: int, num_parts: Mapping[str, i
     return plan
 
 
-def capture(engine: TrainingEngine, view: OperatorView, plan: WindowPlan, index: int) -> _CapturedSlice:
-    """Copy slice ``index`` of the present state."""
-    pieces = view.pieces(plan, index)
+Sources = list[tuple[Piece, torch.Tensor]]
+"""Pieces of a slice with the tensors that contain them while the job trains."""
+
+
+def sources_of(view: OperatorView, plan: WindowPlan) -> list[Sources]:
+    """Return the sources of each slice. As in a real job, they are found once, before the first slice."""
+    return [[(p, view.source(p)) for p in view.pieces(plan, index)] for index in range(plan.num_iterations)]
+
+
+def capture(engine: TrainingEngine, view: OperatorView, sources: Sources, index: int) -> _CapturedSlice:
+    """Copy slice ``index`` of the present state from its ``sources``."""
+    pieces = tuple(piece for piece, _ in sources)
     payload = bytearray(slice_bytes(pieces))
-    for piece in pieces:
-        content = view.source(piece).contiguous().view(torch.uint8).numpy().tobytes()
+    view.encode(pieces)
+    for piece, source in sources:
+        content = source.contiguous().view(torch.uint8).numpy().tobytes()
         assert len(content) == piece.num_bytes, piece
         payload[piece.offset : piece.offset + piece.num_bytes] = content
     record = json.loads(json.dumps(engine.train_state().to_json())) if index == 0 else None
@@ -93,7 +103,7 @@ class Recorded:
 def record(engine: TrainingEngine, num_slices: int, num_parts: Mapping[str, int], last: int) -> Recorded:
     """Train to iteration ``last``, and capture a window meanwhile."""
     found = Recorded()
-    view = None
+    view, sources = None, []
     while engine.iteration < last:
         vote = engine.run_iteration(engine.iteration + 1).vote
         found.votes[vote.iteration] = Vote.from_record(json.loads(json.dumps(vote.to_record())))
@@ -102,9 +112,10 @@ def record(engine: TrainingEngine, num_slices: int, num_parts: Mapping[str, int]
         if index == 0:
             view = view_of(engine)
             found.plan = random_window(view, num_slices, num_parts)
+            sources = sources_of(view, found.plan)
         if 0 <= index < num_slices:
-            assert view is not None and found.plan is not None, "made with slice 0"
-            found.slices.append(capture(engine, view, found.plan, index))
+            assert view is not None, "made with slice 0"
+            found.slices.append(capture(engine, view, sources[index], index))
     return found
 
 

@@ -499,8 +499,8 @@ class Snapshotter:
         return opened
 
     def _capture(self, plan: WindowPlan, view: OperatorView, memory: WindowMemory) -> WindowCapture:
-        copier, buffers = self._copier, memory.buffers
-        return WindowCapture(plan, view.shards, client=self._client, copier=copier, buffers=buffers, source=view.source)
+        about = {"client": self._client, "copier": self._copier, "buffers": memory.buffers}
+        return WindowCapture(plan, view.shards, **about, source=view.source, encode=view.encode)
 
     def _context(self) -> SnapshotContext:
         snapshot = self._config.snapshot

@@ -6,7 +6,7 @@ master weights and moments by these lists, so it works for every precision, and 
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -39,7 +39,7 @@ from megatron_ft.operator_state import (
 )
 from megatron_ft.planning.snapshot.plan import Piece, WindowPlan, batch_bytes, slice_bytes
 from transformer_engine_ext.formats import E4M3
-from transformer_engine_ext.quantized import quantize_blocks
+from transformer_engine_ext.quantized import QuantizedTensor, quantize_blocks
 
 Part = tuple[str, int]
 """A parameter's global name, and the index of its tensor-parallel part."""
@@ -294,6 +294,7 @@ class OperatorView:
         # Check now: otherwise only a replay would show that no rank has captured an element.
         check_shards(self.shards_by_rank, _sizes(self.holdings_by_rank))
         self.shards = self.shards_by_rank[self.rank]
+        self._codes = _code_buffers(self.shards, self._held)
 
     def pieces(self, plan: WindowPlan, index: int) -> tuple[Piece, ...]:
         """Return the pieces that this rank captures in slice ``index`` of a window of ``plan``."""
@@ -301,13 +302,25 @@ class OperatorView:
 
     def source(self, piece: Piece) -> torch.Tensor:
         """Return the elements of ``piece`` as a 1-D view of the tensor that training uses. The view has one element if
-        the component, such as a step count, has one value for all elements. Weights of FP8 layers are returned as codes
-        or scales, which hold their values exactly."""
-        held = self._held[piece.parameter, piece.tensor_part]
-        if held.is_encoded and piece.component in (WEIGHT, _WEIGHT_SCALES):
-            found = quantize_blocks(held.weight[piece.start : piece.stop].float(), E4M3, start=piece.start)
-            return found.codes if piece.component == WEIGHT else found.scales
-        return self.live((piece.parameter, piece.tensor_part), piece.component, piece.start, piece.stop)
+        the component, such as a step count, has one value for all elements. For weights of FP8 layers, return a view
+        of codes or scales, which ``encode`` writes."""
+        part = (piece.parameter, piece.tensor_part)
+        if piece.component not in (WEIGHT, _WEIGHT_SCALES) or part not in self._codes:
+            return self.live(part, piece.component, piece.start, piece.stop)
+        start, buffer = self._codes[part]
+        found = _range_of(buffer, piece.start - start, piece.stop - start)
+        return found.codes if piece.component == WEIGHT else found.scales
+
+    def encode(self, pieces: Iterable[Piece]) -> None:
+        """Write the present weights of FP8 layers among ``pieces`` to their codes and scales, which hold the values of
+        the weights exactly. Call this before the tensors of ``source`` are read, and before weights change again."""
+        for piece in pieces:
+            part = (piece.parameter, piece.tensor_part)
+            if piece.component == WEIGHT and part in self._codes:
+                start, buffer = self._codes[part]
+                values = self._held[part].weight[piece.start : piece.stop].float()
+                found = quantize_blocks(values, E4M3, start=piece.start)
+                _range_of(buffer, piece.start - start, piece.stop - start).copy_(found)
 
     def live(self, part: Part, component: str, start: int, stop: int) -> torch.Tensor:
         """Return elements [start, stop) of ``component`` of ``part`` as a 1-D view of the tensor that training uses."""
@@ -370,6 +383,27 @@ def _held(
         for parameter, master in masters_of(member):
             found[parts[parameter]].states[range_of(member, parameter)] = state_tensors(member, master)
     return found
+
+
+def _code_buffers(shards: Iterable[StateShard], held: Mapping[Part, _Held]) -> dict[Part, tuple[int, QuantizedTensor]]:
+    """Allocate codes and scales for the weights that this rank captures in FP8. Return them with the number of their
+    first element."""
+    ranges: dict[Part, tuple[int, int]] = {}
+    for shard in shards:
+        part = (shard.parameter, shard.tensor_part)
+        if held[part].is_encoded:
+            start, stop = ranges.get(part, (shard.start, shard.stop))
+            ranges[part] = min(start, shard.start), max(stop, shard.stop)
+    return {
+        part: (start, quantize_blocks(held[part].weight[start:stop].float(), E4M3, start=start))
+        for part, (start, stop) in ranges.items()
+    }
+
+
+def _range_of(buffer: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
+    """Return elements [start, stop) as views; ``start`` must be a multiple of the block size."""
+    scales = buffer.scales[start // SCALE_BLOCK_ELEMENTS : -(-stop // SCALE_BLOCK_ELEMENTS)]
+    return replace(buffer, codes=buffer.codes[start:stop], scales=scales)
 
 
 _ENCODED_WEIGHT = (

@@ -345,6 +345,8 @@ class WindowCapture:
     Args:
         buffers: host memory of each buffer, uint8, at least as large as a window.
         source: returns the elements of a piece. The tensors must stay at the same addresses while this object is used.
+        encode: called with the pieces of a slice before they are copied, perhaps in another thread. It updates tensors
+            of ``source`` that training does not update itself. None if there are none.
     """
 
     def __init__(
@@ -356,8 +358,10 @@ class WindowCapture:
         copier: Copier,
         buffers: Sequence[torch.Tensor],
         source: Source,
+        encode: Callable[[Sequence[Piece]], None] | None = None,
     ) -> None:
         self.plan = plan
+        self._encode = encode
         self.figures = CaptureFigures()
         self._plan_json = plan.to_json()
         self._client = client
@@ -394,6 +398,8 @@ class WindowCapture:
             if index == 0:
                 num_slices = self.plan.num_iterations
                 self._client.begin(buffer, start_iteration=iteration, num_slices=num_slices, plan=self._plan_json)
+            if self._encode is not None:
+                self._encode(part.pieces)
 
         def after() -> None:
             # After the copy: the server hashes the bytes as soon as it receives the report.
