@@ -15,22 +15,22 @@ class _Phase:
     first_iteration: int
     """First iteration, counted from 1."""
     samples_before: int
-    """Number of samples before it."""
+    """Number of samples of all iterations before ``first_iteration``."""
     batch_size: int
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSchedule:
-    """Number of samples of each iteration. It depends only on the configuration, so each rank of each layout computes
-    the same numbers, also after a recovery."""
+    """Number of samples of each iteration. The schedule depends only on the configuration. So all ranks compute the
+    same numbers, in every parallel layout and after every recovery."""
 
     phases: tuple[_Phase, ...]
 
     @classmethod
     def of(cls, training: TrainingConfig) -> "BatchSchedule":
-        """Compute the numbers as ``RampupBatchsizeNumMicroBatchesCalculator`` of Megatron-Core does: the batch grows by
-        the increment whenever an equal part of the ramp-up's samples is consumed. The last batch applies from the first
-        iteration after the ramp-up."""
+        """Compute the schedule like ``RampupBatchsizeNumMicroBatchesCalculator`` of Megatron-Core. The samples of the
+        ramp-up are divided into equal parts. After each part, the batch size grows by the increment. After the last
+        part, it is ``training.global_batch_size``."""
         last = training.global_batch_size
         if training.rampup_batch_size is None:
             return cls((_Phase(1, 0, last),))
@@ -40,7 +40,7 @@ class BatchSchedule:
         phases: list[_Phase] = []
         iteration, consumed, part = 1, 0, ramp / ((last - start) // increment)
         while True:
-            # The same floating-point division as in Megatron-Core, which decides at which iteration the batch grows.
+            # Divide in floating point as Megatron-Core does: rounding can decide at which iteration the batch grows.
             size = last if consumed > ramp else min(last, start + int(consumed / part) * increment)
             if not phases or size != phases[-1].batch_size:
                 phases.append(_Phase(iteration, consumed, size))
@@ -62,7 +62,7 @@ class BatchSchedule:
         return self.phases[bisect_right(self.phases, iteration, key=lambda phase: phase.first_iteration) - 1]
 
     def num_iterations(self, num_samples: int) -> int:
-        """Return the largest number of iterations that need at most ``num_samples`` samples.
+        """Return the number of whole iterations that the first ``num_samples`` samples of a run give.
 
         Megatron-LM counts one iteration more if the samples end within the ramp-up.
         """
@@ -71,7 +71,7 @@ class BatchSchedule:
 
 
 def with_train_iterations(config: JobConfig) -> JobConfig:
-    """Return ``config`` with the value of ``training.train_iterations`` that follows from ``training.train_samples``.
+    """Return ``config`` with ``training.train_iterations`` computed from ``training.train_samples``, if this is given.
 
     Raises:
         ConfigError: the keys of the batch size are not valid, or there are too few samples for one iteration.

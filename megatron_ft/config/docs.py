@@ -16,7 +16,7 @@ from megatron_ft.config.serialize import type_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyDoc:
-    """Documentation of a key such as ``training.train_iterations``: its type, default and docstring in one line."""
+    """Documentation of a key such as ``training.train_iterations``. ``doc`` is its docstring, joined to one line."""
 
     key: str
     type: str
@@ -30,7 +30,7 @@ def key_docs() -> list[KeyDoc]:
 
 
 def group_docs() -> dict[str, str]:
-    """Return the first paragraph of each group's dataclass docstring, in one line, by the name of the group."""
+    """Map the name of each group to the first paragraph of the docstring of its dataclass, joined to one line."""
     groups = {name: hint for name, hint in typing.get_type_hints(JobConfig).items() if dataclasses.is_dataclass(hint)}
     return {name: " ".join((hint.__doc__ or "").strip().split("\n\n")[0].split()) for name, hint in groups.items()}
 
@@ -71,6 +71,6 @@ def _field_docstrings(cls: type[Any]) -> dict[str, str]:
 
 @functools.cache
 def _classes_of(module: str) -> dict[str, ast.ClassDef]:
-    # Parsed once for all classes of a module: ``inspect.getsource`` would parse the module again for each class.
+    # The module is parsed once. ``inspect.getsource`` of each class would parse the whole module for every class.
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {statement.name: statement for statement in tree.body if isinstance(statement, ast.ClassDef)}

@@ -1,9 +1,9 @@
-"""Collects all independent errors of one command, root causes first.
+"""Collects all independent errors of one command, and leaves out errors that only follow from other errors.
 
-A check raises the first error that it finds. ``find_errors`` runs many small checks. After an error it gives the keys
-at fault their default values and runs the check again, so one check can find several errors. Later errors that name a
-key at fault are consequences, and are left out: a wrong ``model.num_moe_experts`` would otherwise be reported once for
-each key that must fit it.
+A check raises only the first error that it finds. The keys that cause an error are the keys *at fault*. After an
+error, ``find_errors`` gives these keys their default values and runs the check again. So one check can report several
+errors. Later errors that name a key at fault are left out as consequences. Otherwise a wrong ``model.num_moe_experts``
+would be reported once for each key that must fit it.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _KEY = re.compile(rf"\b({'|'.join(_GROUPS)})\.(\w+)")
 
 
 def keys_in(error: MegatronFtError) -> list[str]:
-    """Return the configuration keys that an error's message names, in its order, each once."""
+    """Return the configuration keys that the error's message names, each once, in the order of the message."""
     found = _KEY.findall(str(error))
     return list(dict.fromkeys(f"{group}.{name}" for group, name in found if name in _GROUPS[group]))
 
@@ -45,10 +45,10 @@ class Findings:
         return bool(self.errors)
 
     def add(self, error: MegatronFtError, *, at_fault: Iterable[str] | None = None) -> None:
-        """Add an error, unless it names a key of an earlier error, and so may be its consequence.
+        """Add ``error``, unless it names a key at fault for an earlier error: then it may be a consequence.
 
         Args:
-            at_fault: keys, or groups of keys, to which the error may be due; by default all keys that it names.
+            at_fault: keys, or names of groups, that may have caused the error; None: all keys that it names.
         """
         for each in error.errors if isinstance(error, SeveralErrors) else (error,):
             names = keys_in(each)
@@ -63,7 +63,7 @@ class Findings:
 
     @contextlib.contextmanager
     def collecting(self, *, at_fault: Iterable[str] | None = None) -> Iterator[None]:
-        """Add an error that the block raises, and continue after the block. ``at_fault`` is that of ``add``."""
+        """Pass an error that the ``with`` block raises to ``add``, with ``at_fault``. Continue after the block."""
         try:
             yield
         except (ConfigError, CheckpointError, SoftwareError) as error:
@@ -82,16 +82,16 @@ class Findings:
 
 
 def find_errors(config: JobConfig, checks: Iterable[Check], found: Findings) -> JobConfig:
-    """Add the errors of all ``checks`` to ``found``. Return ``config`` with default values of the keys at fault.
+    """Add the errors of all ``checks`` to ``found``. Return ``config`` with default values for the keys at fault.
 
-    The first checks are those of single keys. Later checks of combinations then have only possible values, so that they
-    cannot divide by a size of 0.
+    ``checks`` must begin with the checks of single keys. Then the checks of combinations of keys get only valid values,
+    and cannot divide by a size of 0.
     """
     for check in checks:
         while (error := _error_of(check, config)) is not None:
             keys, repaired = _repair(check, config, error)
             found.add(error, at_fault=keys)
-            if repaired is None:  # only values by default are at fault
+            if repaired is None:  # the default values themselves are at fault
                 break
             config = repaired
     return config
@@ -106,8 +106,8 @@ def _error_of(check: Check, config: JobConfig) -> ConfigError | None:
 
 
 def _repair(check: Check, config: JobConfig, error: ConfigError) -> tuple[Sequence[str], JobConfig | None]:
-    """Find the fewest keys of an error whose default values avoid it and what follows from it. Return them, and the
-    configuration with these values; return None instead of a configuration if all keys have their defaults already."""
+    """Find the fewest keys named in ``error`` whose default values remove the error and its consequences. Return these
+    keys and the configuration with their default values. It is None if no default value changes the error."""
     named = keys_in(error)
     given = [key for key in named if value_of(config, key) != value_of(_DEFAULT, key)]
     fallback: tuple[Sequence[str], JobConfig | None] = (named[:1], None)
@@ -115,7 +115,7 @@ def _repair(check: Check, config: JobConfig, error: ConfigError) -> tuple[Sequen
         changed = _with_defaults(config, keys)
         after = _error_of(check, changed)
         remaining = [] if after is None else keys_in(after)
-        # The next error is another one if it is about a key that this error does not name.
+        # The next error is independent if it names no reset key and begins with a key that ``error`` does not name.
         if after is None or not (set(remaining) & set(keys) or set(remaining[:1]) & set(named)):
             return keys, changed
         if str(after) != str(error):
@@ -124,7 +124,7 @@ def _repair(check: Check, config: JobConfig, error: ConfigError) -> tuple[Sequen
 
 
 def value_of(config: JobConfig, key: str) -> Any:
-    """Return the value of a key with two levels."""
+    """Return the value of a key that consists of group and name, such as ``training.seed``."""
     group, _, name = key.partition(".")
     return getattr(getattr(config, group), name)
 

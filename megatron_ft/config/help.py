@@ -32,7 +32,7 @@ Overrides follow Hydra's grammar: quote lists and special characters."""
 
 
 def help_text(conf: Path) -> str:
-    """Return usage, groups with options, every key with type, default and meaning, and exit codes."""
+    """Return the text of ``--help``: usage, groups with options (folders and files of ``conf``), keys, exit codes."""
     return "\n\n".join([USAGE, _groups(conf), _keys(), _exit_codes()])
 
 

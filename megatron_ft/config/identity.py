@@ -1,7 +1,7 @@
 """Settings that identify a job: run, data, model, optimizer and learning-rate schedule.
 
-A resumed run may have another layout (parallel sizes, replicas) and other values of the keys of telemetry, snapshots,
-launch and recovery. So these do not belong to the identity.
+A resumed run may change its layout (parallel sizes, replicas) and keys of telemetry, snapshots, launch and recovery.
+So these settings do not belong to the identity.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from megatron_ft.config.job import JobConfig
 
 JsonValue = Any
 Settings = Mapping[str, Mapping[str, JsonValue]]
-"""Maps a concern (``data``, ``model``...) to the values of its configuration keys, by dotted key."""
+"""Maps each concern (``data``, ``model``, ``optimizer``, ``schedule``) to the values of its keys, by dotted key."""
 
 FINGERPRINT = "data.fingerprint"
 _IGNORED_MODEL_KEYS = (
@@ -23,11 +23,11 @@ _IGNORED_MODEL_KEYS = (
     "published_active_parameters",
     "published_parameters_source",
 )
-"""Keys of ``model`` that do not affect training, and keys that only determine the stored vocabulary size."""
-# Only the fingerprint decides whether data are equal. These keys let a message name what was changed.
+"""Keys of ``model`` that are not compared. They affect nothing but the vocabulary size, which is compared itself."""
+# Only the fingerprint decides whether data are equal. These keys are stored so that a message can name the change.
 _DATA_KEYS = ("train", "train_weights", "valid_fraction", "tokenizer", "seed")
 DOCUMENT_KEYS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
-"""Keys of ``data`` with which the end of a document has an effect. The fingerprint contains those that are true."""
+"""Keys of ``data`` that give document ends an effect if true. The fingerprint contains the keys that are true."""
 _OPTIMIZER_KEYS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 
 
@@ -56,7 +56,7 @@ class Difference:
         job.
 
         Data with equal fingerprints are the same data even if paths differ, because files may have been moved. A key
-        that is missing in one of the settings counts as null. So later versions can add keys with the default null.
+        that is missing in ``stored`` or ``present`` counts as null. So later versions can add keys with default null.
         """
         found = _data_differences(stored.get("data", {}), present.get("data", {}))
         for concern in sorted({*stored, *present} - {"data"}):
@@ -77,7 +77,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobIdentity:
-    """Identity of a job. Checkpoints and windows contain it, and a job compares identities before it loads them."""
+    """Identity of a job. Checkpoints and windows contain the identity of their job, and a job checks it on loading."""
 
     run_id: str
     """Random name of the run, stored in its folder."""
@@ -85,21 +85,21 @@ class JobIdentity:
     """Name of the run's folder, for messages. Checkpoints and windows of format 1, which were written before runs had a
     ``run_id``, contain this name instead."""
     settings: Settings
-    """Settings of the job that ``settings_of`` returns."""
+    """Result of ``settings_of`` for this job."""
     allow_change: tuple[str, ...] = ()
-    """Keys whose values may differ from the settings in the saved state (``run.allow_change``)."""
+    """Keys whose values may differ between this job and the saved state (``run.allow_change``)."""
     takes_format_1: bool = False
     """Whether checkpoints and windows of format 1 can belong to the run, because the run began before runs had a
     ``run_id``."""
 
     def not_of_run(self, *, run_id: str, run_name: str, format_version: int) -> str | None:
         """Compare the run that wrote a checkpoint or window with this run. Return None if both are the same run,
-        otherwise a description of the difference.
+        otherwise the reason, for an error message, why they are not.
 
         Args:
-            run_id: id in the file; in format 1 the name of the run's folder.
-            run_name: name of the run's folder in the file.
-            format_version: version of the file's format.
+            run_id: id of the run that wrote the checkpoint or window; in format 1 the name of its folder.
+            run_name: name of the folder of the run that wrote the checkpoint or window.
+            format_version: version of the format of the checkpoint or window.
         """
         # Folders may be renamed or copied, so only the random name identifies a run.
         if format_version > 1:
@@ -124,14 +124,14 @@ def settings_of(config: JobConfig, *, data_fingerprint: str, vocab_size: int) ->
     data, model, optimizer = asdict(config.data), asdict(config.model), asdict(config.optimizer)
     precision = asdict(config.precision)
     if not config.precision.has_histories:
-        # null where it has no effect, which is also the value of older files without this key.
+        # Without histories the key has no effect. It is stored as null, like in older files, which lack the key.
         precision["fp8_amax_history_length"] = None
     return {
         "data": {
             FINGERPRINT: data_fingerprint,
             "model.seq_length": config.model.seq_length,
             **{f"data.{name}": data[name] for name in _DATA_KEYS},
-            # False is stored as null, which is also the value of older files without these keys.
+            # False is stored as null. Older files lack these keys, and a missing key also counts as null.
             **{f"data.{name}": data[name] or None for name in DOCUMENT_KEYS},
         },
         "model": {
@@ -154,7 +154,7 @@ _DERIVED = (
     *("optimizer.lr_decay_iterations", "optimizer.lr_warmup_iterations"),
     *("optimizer.lr_decay_samples", "optimizer.lr_warmup_samples"),
 )
-"""Keys for which null means a value derived from the length of the run; settings contain the derived value."""
+"""Keys for which null means a value derived from the length of the run. The settings contain the derived value."""
 
 
 def _schedule(config: JobConfig) -> dict[str, JsonValue]:
@@ -166,12 +166,12 @@ def _schedule(config: JobConfig) -> dict[str, JsonValue]:
         "optimizer.lr": options.lr,
         "optimizer.lr_decay_style": options.lr_decay_style,
         "optimizer.lr_warmup_init": options.lr_warmup_init,
-        # Store the resulting value, because null means another number in a longer run.
+        # Store the derived number instead of null, because null means another number in a longer run.
         "optimizer.lr_warmup_iterations": None if by_samples else options.num_warmup_iterations(num_iterations),
         "optimizer.lr_warmup_samples": warmup,
         "training.rampup_batch_size": config.training.rampup_batch_size,
     }
-    # A difference in keys that have no effect with this style must not prevent a resume.
+    # A key that has no effect with this decay style is left out, so that its value cannot prevent a resume.
     if options.lr_decay_style != "constant":
         schedule["optimizer.min_lr"] = options.min_lr
         schedule["optimizer.lr_decay_iterations"] = None if by_samples else options.num_decay_iterations(num_iterations)
@@ -184,7 +184,7 @@ def _schedule(config: JobConfig) -> dict[str, JsonValue]:
 
 
 def _data_differences(stored: Mapping[str, JsonValue], present: Mapping[str, JsonValue]) -> list[Difference]:
-    # Equal fingerprints decide before any key is compared: if files were moved, only their paths differ.
+    # With equal fingerprints the data are equal. Then keys are not compared, because moved files have other paths.
     if stored.get(FINGERPRINT) == present.get(FINGERPRINT):
         return []
     keys = sorted(key for key in {*stored, *present} - {FINGERPRINT} if stored.get(key) != present.get(key))

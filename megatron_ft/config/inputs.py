@@ -27,11 +27,11 @@ class ScheduledPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobInputs:
-    """Contents of the files of recorded loads and of placements. A field is None or empty without a file."""
+    """Contents of the files of recorded loads and of placements. A field is None or empty if no file is configured."""
 
     loads: ExpertLoads | None = None
     schedule: Mapping[int, ScheduledPlacement] = field(default_factory=dict)
-    """Placements by the first iteration that uses each of them."""
+    """Maps the first iteration that uses a placement to this placement."""
     trace: ExpertLoads | None = None
 
     @classmethod
@@ -40,7 +40,7 @@ class JobInputs:
 
         Raises:
             ConfigError, DataError: a file or an entry is invalid; the message names the key. SeveralErrors: several
-                files or entries are.
+                files or entries are invalid.
         """
         found = Findings()
         loads = trace = None
@@ -69,7 +69,7 @@ def read_trace(config: JobConfig) -> ExpertLoads:
 
 
 def read_schedule(config: JobConfig) -> dict[int, ScheduledPlacement]:
-    """Read the files of ``placement.schedule``. Return each placement by its first iteration.
+    """Read the files of ``placement.schedule``. Map the first iteration of each placement to the placement.
 
     Raises:
         ConfigError: an entry is not ITERATION:FILE, or an iteration occurs twice.

@@ -9,7 +9,7 @@ from megatron_ft.config.placement import PlacementConfig
 from megatron_ft.config.telemetry import TelemetryConfig
 
 MAX_DEFAULT_WARMUP = 10
-"""Largest default for ``lr_warmup_iterations``."""
+"""Largest number of warm-up iterations if ``lr_warmup_iterations`` is null."""
 
 
 @dataclass
@@ -66,25 +66,25 @@ class DataConfig:
     valid_fraction: float = 0.02
     """Share at the end of each training source that is used only for validation, if ``valid`` is empty."""
     tokenizer: str = "bytes"
-    """``bytes``, ``huggingface`` or ``sentencepiece`` (they read ``tokenizer_file``), or ``gpt2`` (reads ``vocab_file``
-    and ``merges_file``). ``sentencepiece`` needs the package of this name."""
+    """``bytes`` (reads no file), ``huggingface`` or ``sentencepiece`` (both read ``tokenizer_file``), or ``gpt2``
+    (reads ``vocab_file`` and ``merges_file``). ``sentencepiece`` needs the Python package ``sentencepiece``."""
     tokenizer_file: str | None = None
-    """JSON file of the ``tokenizers`` library, for ``huggingface``; ``.model`` file, for ``sentencepiece``."""
+    """JSON file of the ``tokenizers`` library (``tokenizer=huggingface``) or ``.model`` file (``sentencepiece``)."""
     vocab_file: str | None = None
-    """Vocabulary file (vocab.json), for ``gpt2``."""
+    """Vocabulary file (vocab.json) for ``tokenizer=gpt2``."""
     merges_file: str | None = None
-    """Merges file (merges.txt), for ``gpt2``."""
+    """Merges file (merges.txt) for ``tokenizer=gpt2``."""
     cache_dir: str = ".cache/data"
     """Folder for the index of the built-in corpus, which is written when the corpus is first used."""
     seed: int = 1234
     """Seed for the order of samples."""
     eod_mask_loss: bool = False
-    """Leave the prediction after the end of a document, the first token of the next one, out of the loss."""
+    """Leave positions of end-of-document tokens out of the loss: they predict the first token of the next document."""
     reset_position_ids: bool = False
     """Number positions from 0 in each document. Only with ``model.position_embedding_type=learned_absolute``, because
-    rotary positions have an effect only by their distance."""
+    rotary position embeddings depend only on the distance between tokens."""
     reset_attention_mask: bool = False
-    """Restrict attention to the document of a token. Needs the local layers."""
+    """Let a token attend only to tokens of its document. Needs the local layers (``training.transformer_impl``)."""
     mmap: bool = True
     """Map ``.bin`` files into memory instead of reading them."""
 
@@ -109,10 +109,9 @@ class OptimizerConfig:
     """Number of iterations of the final decay with ``lr_decay_style=WSD``."""
     lr_warmup_samples: int | None = None
     """Number of samples of linear warm-up, with ``training.train_samples``. null means a sixth of ``lr_decay_samples``,
-    but at most those of 10 iterations of ``training.global_batch_size``."""
+    but at most 10 * ``training.global_batch_size``."""
     lr_decay_samples: int | None = None
-    """Number of samples after which the learning rate reaches ``min_lr``, with ``training.train_samples``; null means
-    all samples."""
+    """Number of samples after which the learning rate reaches ``min_lr``. null means ``training.train_samples``."""
     lr_wsd_decay_samples: int | None = None
     """Number of samples of the final decay with ``lr_decay_style=WSD`` and ``training.train_samples``."""
     lr_wsd_decay_style: str = "exponential"
@@ -128,9 +127,9 @@ class OptimizerConfig:
     clip_grad: float = 1.0
     """Limit to which the global gradient norm is clipped; 0 turns clipping off."""
     update_backend: str = "torch"
-    """Program that updates the state of ``precision.regime``: ``torch``, or a fused kernel of ``csrc/adamw``, which is
-    built at its first use: ``cpp`` on a CPU, ``cuda`` on a GPU. All give the same bits; the kernels need no temporary
-    tensors."""
+    """Implementation of the AdamW update of quantized state (``precision.regime``): ``torch``, or a fused kernel of
+    ``csrc/adamw``: ``cpp`` on CPUs, ``cuda`` on GPUs. A kernel is built at its first use and needs no temporary
+    tensors. All implementations give the same bits. Without ``precision.regime`` only ``torch`` is possible."""
 
     def num_decay_iterations(self, train_iterations: int) -> int:
         """Return the iteration at which the learning rate reaches ``min_lr``."""
@@ -160,18 +159,18 @@ class OptimizerConfig:
 
 @dataclass
 class TrainingConfig:
-    """Settings of training: length, batch sizes, evaluations, device, and what is done after bad iterations."""
+    """Settings of training: length, batch sizes, evaluations, device, and actions after NaN losses and loss spikes."""
 
     train_iterations: int = 60
-    """Number of iterations of the whole run. With ``train_samples``, it follows from that key."""
+    """Number of iterations of the whole run. If ``train_samples`` is given, the number is computed from it."""
     train_samples: int | None = None
-    """Number of samples of the whole run, rounded down to whole iterations. The learning-rate schedule then counts
-    samples, too (``optimizer.lr_decay_samples``, ``optimizer.lr_warmup_samples``)."""
+    """Number of samples of the whole run, rounded down to whole iterations. If given, the learning-rate schedule also
+    counts samples (``optimizer.lr_decay_samples``, ``optimizer.lr_warmup_samples``)."""
     exit_at_iteration: int | None = None
     """Iteration after which this job stops although the run is not finished; a later job can resume the run. With null,
     the job continues to the end of the run. Learning-rate schedules do not depend on this key."""
     exit_interval_iterations: int | None = None
-    """This job stops after each iteration that is a multiple of this number; a later job can resume the run."""
+    """This job stops after the next iteration that is a multiple of this number; a later job can resume the run."""
     exit_after_minutes: float | None = None
     """Minutes from the start of the command after which this job stops as if it had received a signal: it finishes the
     iteration, saves, and ends with the exit code of an interrupted job. Only in mode ``local``."""
@@ -180,8 +179,9 @@ class TrainingConfig:
     global_batch_size: int = 16
     """Number of samples per iteration, over all ranks. It stays the same when the number of ranks changes."""
     rampup_batch_size: list[int] | None = None
-    """``[start, increment, samples]``: the first iteration has ``start`` samples. Over ``samples`` samples, the number
-    grows in equal parts by ``increment`` up to ``global_batch_size``. Needs ``train_samples``. null: no ramp-up."""
+    """``[start, increment, samples]``: the first iteration has ``start`` samples. This number grows by ``increment``
+    after equal parts of the first ``samples`` samples, up to ``global_batch_size``. Needs ``train_samples``. null:
+    constant."""
     seed: int = 1234
     """Seed of initial weights and dropout."""
     eval_interval_iterations: int = 30
@@ -209,18 +209,18 @@ class TrainingConfig:
     max_consecutive_skips: int = 10
     """Largest number of updates that may be skipped in a row; one more stops the run."""
     loss_spike_factor: float | None = None
-    """A loss is a spike if it exceeds this factor times the median of the last
-    ``loss_spike_window`` committed losses. null turns the check off."""
+    """A loss is a spike if it exceeds this factor times the median of the last ``loss_spike_window`` committed losses.
+    null turns the check for spikes off."""
     loss_spike_window: int = 50
-    """Number of newest committed losses over which the median is computed. The check starts when half of this number of
-    losses are committed."""
+    """Number of newest committed losses over which the median for ``loss_spike_factor`` is computed. The check for
+    spikes starts when half of this number of losses are committed."""
     loss_spike_policy: str = "warn"
     """Action if a loss is a spike: ``warn``, ``skip`` the update, or ``stop`` the run."""
     frozen: str | None = None
     """Parameters that are not updated and keep their bits, also under weight decay: ``experts`` (all routed experts)
     or ``others`` (everything but the routed experts). null updates all parameters."""
     recompute_granularity: str | None = None
-    """Recomputation of activations: ``full``, ``selective``, or null for none."""
+    """Recomputation of activations in the backward pass, as in Megatron: ``full`` or ``selective``; null for none."""
     distributed_timeout_seconds: float = 600.0
     """Timeout of collective operations."""
     digest_interval_iterations: int = 0
@@ -234,17 +234,17 @@ class TrainingConfig:
 
 @dataclass
 class LaunchConfig:
-    """Launchers and numbers of nodes and ranks, and time limits for start and stop."""
+    """Launchers of nodes and ranks, numbers of nodes and ranks, and time limits for start and stop."""
 
     mode: str = "local"
     """Launcher of the ranks. ``local``: this command starts an agent for each node, and agents start the ranks.
-    ``torchrun`` or ``srun``: that launcher has started this process as a rank. If the environment variables of such a
-    launcher are set, its mode is chosen by default, with a note."""
+    ``torchrun`` or ``srun``: the command torchrun or srun has started this process as a rank. If the environment
+    variables of torchrun or srun are set, the corresponding mode is the default, and a note is printed."""
     node_launcher: str = "local"
-    """Launcher of the nodes in mode ``local``. ``local``: this command starts them on this machine. ``srun``: this
-    command starts one on each node of its Slurm allocation. ``none``: Slurm starts them as tasks of a job array, and
-    each task connects to this command, also after Slurm has restarted the task. ``module:Class``: a launcher of another
-    package (``control/launchers/base.py``)."""
+    """Launcher of the agents in mode ``local``. ``local``: this command starts all agents on this machine. ``srun``:
+    this command starts one agent on each node of its Slurm allocation. ``none``: Slurm starts agents as tasks of a job
+    array, and each task connects to this command, also after Slurm has restarted the task. ``module:Class``: a launcher
+    of another package (``control/launchers/base.py``)."""
     num_nodes: int = 1
     """Number of nodes with which the job starts."""
     ranks_per_node: int = 1
@@ -259,7 +259,7 @@ class LaunchConfig:
     start_timeout_seconds: float = 300.0
     """Longest time from the start of the ranks until all ranks report that they have started."""
     stop_timeout_seconds: float = 20.0
-    """Time between a request to stop and the kill of ranks that still run. Only in mode ``local``."""
+    """Time after a request to stop after which ranks that still run are killed. Only in mode ``local``."""
 
 
 @dataclass
@@ -302,7 +302,7 @@ class RecoveryConfig:
     min_nodes: int | None = None
     """Smallest number of nodes with which training continues after nodes are lost. When a rank dies, its node is
     removed, and ranks on the other nodes continue without a restart. With ``recovery.keep_layout`` this happens only if
-    no node can take the lost place. null: the job needs all nodes."""
+    no other node can replace the lost node. null: the job needs all nodes."""
     keep_layout: bool = False
     """Whether the job keeps its parallel layout when nodes are lost. A spare node, or the lost node after a restart,
     replaces the lost node. The new ranks receive their state from living ranks. If this is impossible, only stages that
@@ -313,8 +313,8 @@ class RecoveryConfig:
     ``recovery.keep_layout=true``, all ranks start again from the newest window as soon as other nodes have replaced the
     lost nodes. null: true on CPUs; false on CUDA, where NCCL communicators of a living process cannot be aborted."""
     position_timeout_seconds: float = 10.0
-    """Time limit for the position reports (newest iterations) of ranks after a loss. It begins with the first report.
-    The node of a rank that reports later also counts as lost. Usually ranks report earlier, because they abort a
+    """Time limit for ranks to report their position (newest iterations) after a loss. It begins with the first report.
+    If a rank reports later, its node also counts as lost. Usually ranks report much earlier, because they abort a
     collective after half a second. Must exceed the time that a rank computes between two collectives."""
     reconfigure_timeout_seconds: float = 60.0
     """Longest time to wait for positions of all remaining ranks and for the new process group after a loss."""
@@ -335,7 +335,7 @@ class TopologyConfig:
     topology of the Slurm cluster, read at the start; the domain of a node is its leaf switch. This needs
     ``launch.node_launcher=srun``."""
     link_bytes_per_second: float | None = None
-    """Bytes per second that one rank can send to another node, to predict the time of transfers; null predicts none."""
+    """Bytes per second that one rank can send to another node. If given, the time of transfers is predicted."""
 
 
 @dataclass
@@ -353,7 +353,7 @@ class ControlConfig:
     """Address and encryption of the control channel, over which launcher, controller and agents communicate."""
 
     interface: str = "127.0.0.1"
-    """Address on which the control channel listens; never all interfaces. With ``launch.node_launcher=srun`` or
+    """Address on which the control channel listens; must not mean all interfaces. With ``launch.node_launcher=srun`` or
     ``none`` it may also be the name of a network interface of the batch host. Only in mode ``local``."""
     tls_dir: str | None = None
     """Folder with ``ca.pem``, ``cert.pem`` and ``key.pem``. The control channel is then encrypted with TLS, and both
@@ -369,10 +369,10 @@ class DetectorConfig:
     heartbeat_timeout_seconds: float = 10.0
     """Longest time without a heartbeat. After this time, a rank is killed, and an agent's node counts as lost."""
     vanished_seconds: float | None = 2.0
-    """Longest time without an answer from the kernel of an agent's machine. After this time, the machine counts as
-    vanished (no power or no network), and its node as lost. A kernel also answers if its machine is overloaded or
-    processes are suspended. Must be at least 1 and below ``detector.heartbeat_timeout_seconds``. With null, only
-    missing heartbeats reveal a vanished machine."""
+    """Longest time without an answer from the operating system of an agent's machine. After this time, the machine
+    counts as vanished (no power or no network), and its node as lost. An operating system also answers if the machine
+    is overloaded or processes are suspended. Must be at least 1 and below ``detector.heartbeat_timeout_seconds``. With
+    null, only missing heartbeats reveal a vanished machine."""
     lost_controller_seconds: float = 60.0
     """Longest time without an answer from the controller. After this time, a node ends its ranks, because the node is
     disconnected and may have been replaced. Must be above ``detector.heartbeat_timeout_seconds``."""
@@ -380,16 +380,16 @@ class DetectorConfig:
     """Longest time in which no rank makes progress. After this time, the ranks that are furthest behind are killed, or
     all ranks if all are at the same point. null never kills ranks for this reason."""
     hang_iterations: float | None = 10.0
-    """Shorter limit while ranks train: this number times the median duration of an iteration, but at least
-    ``detector.min_hang_seconds``. It does not apply to the first iterations of a membership, to evaluations and to
-    saves. null always uses ``detector.hang_seconds``."""
+    """Shorter limit than ``detector.hang_seconds`` while ranks train: this number times the median duration of an
+    iteration, but at least ``detector.min_hang_seconds``. It does not apply to the first iterations of a membership,
+    to evaluations and to saves. null always uses ``detector.hang_seconds``."""
     min_hang_seconds: float = 30.0
     """Smallest value of the limit that follows from ``detector.hang_iterations``."""
 
 
 @dataclass
 class SnapshotConfig:
-    """Capture of training state, copies on other nodes, and storage. Without a ``policy`` nothing is captured."""
+    """Capture of training state, its copies on other nodes and on storage. Without a ``policy`` nothing is captured."""
 
     policy: dict[str, Any] | None = None
     """Snapshot policy. ``_target_`` names its class; the other entries are its fields. null captures nothing."""
@@ -405,9 +405,9 @@ class SnapshotConfig:
     persist_interval_windows: int = 0
     """Write every n-th committed window to storage. With 0, a window is written only when the run is asked to stop."""
     storage_bandwidth_bytes_per_second: float | None = None
-    """Bytes that one rank can write to storage per second. Files of windows that leave out experts then have as many
-    experts as can be written before the next file is due (MoC-System, section 5.3). null writes the number that
-    ``snapshot.policy.num_persisted_experts`` gives."""
+    """Bytes that one rank can write to storage per second. If given, and if windows leave out experts, each file has as
+    many experts as can be written before the next file is due (MoC-System, section 5.3). With null,
+    ``snapshot.policy.num_persisted_experts`` gives the number of experts."""
     persist_url: str | None = None
     """Path or fsspec URL of the folder for windows on storage; each run has a subfolder with its name. null means
     ``windows`` in the run's folder."""
@@ -415,26 +415,26 @@ class SnapshotConfig:
     """Number of newest complete windows to keep on storage; 0 keeps all windows."""
     outlive_job_seconds: int = 0
     """Seconds for which snapshot servers continue to run after a job has ended, for any reason, without finishing the
-    run. If the run is started again on the same nodes (``run.resume``), it takes over these servers and continues from
-    windows in their memory. The memory of a server does not grow during this time. After this time, at most 604800 (one
-    week), a server ends. 0 ends servers with the job. Must be 0 with ``launch.node_launcher=srun``, because Slurm ends
-    all processes of a step."""
+    run. A job that resumes the run on the same nodes (``run.resume``) takes over these servers and continues from
+    windows in their memory. The memory of a server does not grow during this time. After this time a server ends. At
+    most 604800 (one week). 0 ends servers with the job. Must be 0 with ``launch.node_launcher=srun``, because Slurm
+    ends all processes of a step."""
     repay_capacity_share: float | None = None
-    """Additional capacity of an expert that lost tokens in a recovery, as a share of its capacity (MoEtion uses 0.1),
-    until it has processed as many additional tokens as it lost. Other experts must leave as much capacity unused. Needs
-    ``model.moe_expert_capacity_factor``. null never exceeds a capacity."""
+    """Additional capacity of an expert that lost tokens in a recovery, as a share of its capacity (MoEtion uses 0.1).
+    The expert uses only capacity that other experts leave unused, until it has processed as many additional tokens as
+    it lost. Needs ``model.moe_expert_capacity_factor``. null never exceeds a capacity."""
     replan_interval_windows: int = 4
-    """Number of windows after which the plan is compared with measured bandwidth, iteration time and expert loads, and
-    replaced if necessary. 0 keeps the first plan."""
+    """Number of windows after which the snapshot plan is checked against measured bandwidth, iteration time and expert
+    loads, and replaced if necessary. 0 keeps the first plan."""
     skip_frozen_gradients: bool = True
     """Skip the weight gradients of frozen operators in a replay. Use false only to measure how much time this saves."""
     copy_in_bubbles: bool = False
-    """Copy slices while a rank waits for messages of another pipeline stage, before other times (MoEtion, section 5.3).
-    Windows have the same bytes and are complete at the same time. Needs a pipeline and CPUs."""
+    """Copy slices preferably while a rank waits for messages of another pipeline stage (MoEtion, section 5.3). Windows
+    have the same bytes and are complete at the same time as without this key. Needs PP above 1 and CPUs."""
 
     @property
     def windows_per_file(self) -> int:
-        """Every window with this number is written to storage; 1 if only the one before a stop is."""
+        """Number n, if every n-th window is written to storage. 1 if only the window before a stop is written."""
         return max(1, self.persist_interval_windows)
 
 
@@ -446,7 +446,7 @@ class UpstreamLogConfig:
     """Largest expected number of iterations from the last slice of a window to its commit. The log has space for two
     windows and twice this number of iterations."""
     memory_limit_bytes: int | None = None
-    """Largest memory that the logs of one node may use, checked before it is allocated. null sets no limit."""
+    """Largest memory that the logs of one node may use, checked before memory is allocated. null sets no limit."""
 
 
 @dataclass
@@ -480,7 +480,7 @@ class TestingConfig:
     """Membership changes before given iterations, e.g. ``lose(nodes=[2],before_iteration=5)``,
     ``join(nodes=[2],before_iteration=9)`` or both in ``change(lose=[1],join=[2],before_iteration=12)``. A node in both
     lists is restarted. Tests compare a run that lost nodes with a run that has the same changes in its schedule. The
-    event ``membership_changed`` contains the entries of such a schedule (docs/elastic.md)."""
+    event ``membership_changed`` contains schedule entries that repeat its changes (docs/elastic.md)."""
 
 
 @dataclass
@@ -519,7 +519,7 @@ class JobConfig:
 
     @property
     def most_nodes(self) -> int:
-        """Return the largest number of nodes, including spares. Node numbers are smaller than this number."""
+        """Return the largest number of nodes, including spares. All node numbers are smaller than this value."""
         most = self.nodes.max_nodes
         return self.launch.num_nodes + self.nodes.num_spare_nodes if most is None else most
 
@@ -553,7 +553,7 @@ class JobConfig:
 
     @property
     def may_change_nodes(self) -> bool:
-        """Return whether the job continues when nodes are lost, leave or join, in running or in new processes."""
+        """Return whether the job continues when nodes are lost, leave or join; its ranks may be new processes."""
         return self.recovery.keep_layout or self.fewest_nodes < self.most_nodes
 
     @property
@@ -566,7 +566,7 @@ class JobConfig:
 
     @property
     def may_lose_nodes(self) -> bool:
-        """Return whether the job continues in running processes when nodes are lost, leave or join."""
+        """Return whether the job continues when nodes are lost, leave or join, and the remaining ranks keep running."""
         return self.may_change_nodes and self.keeps_processes
 
     @property

@@ -1,5 +1,5 @@
-"""Translates a command line of Megatron-LM to overrides of this project. ``megatron_flags.txt`` has an answer for every
-flag; the tool, the entry point's error messages and a page of the documentation are made from it."""
+"""Translates a command line of Megatron-LM to overrides. The table ``megatron_flags.txt`` states for every flag which
+keys replace it, or why none does. ``tools/from_megatron``, the entry point and ``docs/from-megatron-lm.md`` use it."""
 
 import functools
 import re
@@ -13,35 +13,35 @@ from megatron_ft.errors import ConfigError
 
 TABLE = Path(__file__).with_name("megatron_flags.txt")
 VERSION = "core_v0.16.1"
-"""Release of Megatron-LM whose flags the table contains. It is the release of the Megatron-Core that is used here."""
+"""Release of Megatron-LM whose flags ``TABLE`` contains. The Megatron-Core that is used here has the same release."""
 _NUMBER = re.compile(r"-?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 Given = Mapping[str, Sequence[str]]
-"""Values of each flag of a command line, by the flag's name without dashes."""
+"""Maps the name (without dashes) of each flag of a command line to its values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """One flag of Megatron-LM and its answer in the table."""
+    """One flag of Megatron-LM, as a line of ``TABLE`` describes it."""
 
     name: str
     """Name without dashes."""
     takes: str
-    """``nothing``, ``one`` or ``several`` values."""
+    """Number of values that the flag takes: ``nothing``, ``one`` or ``several``."""
     section: str
     answer: str
-    """Second column of the table, with the flag's name in place of ``*``."""
+    """Column ANSWER of the table, in which the flag's name as a key replaces ``.*``."""
     note: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Answer to one flag of a command line."""
+    """Translation of one flag of a command line, or the reason why there is none."""
 
     given: str
     """The flag with its values, as given."""
     kind: str
-    """``key``: overrides replace the flag. ``always``: every job behaves as the flag requests. ``none``: there is no
-    counterpart. ``refused``: this is not a correct flag of Megatron-LM."""
+    """``key``: ``overrides`` replace the flag. ``always``: every job behaves as the flag requests. ``none``: no key has
+    the same effect. ``refused``: Megatron-LM has no such flag, or its values are wrong."""
     overrides: tuple[str, ...] = ()
     note: str = ""
 
@@ -62,27 +62,27 @@ class Translation:
     """A translated command line."""
 
     answers: tuple[Answer, ...]
-    """One answer for each flag, in the order of the command line."""
+    """One answer for each flag, in the order of the command line. Answers to options of the launcher come first."""
     defaults: tuple[Answer, ...] = ()
-    """Overrides for flags that are not given, if their default in Megatron-LM differs from the default of the key."""
+    """Overrides for flags that are not given and whose default in Megatron-LM differs from the default of the key."""
     launcher: tuple[str, ...] = ()
     """Words of the command line before the Python file, e.g. ``torchrun --nnodes 8``."""
 
     @property
     def overrides(self) -> list[str]:
-        """Return all overrides, groups first. If a key is overridden twice, only the later override is returned."""
+        """Return all overrides, those of groups first. Of two overrides of the same key, only the later is returned."""
         words = [word for each in (*self.defaults, *self.answers) for word in each.overrides]
         last = {word.partition("=")[0]: word for word in words}
         return sorted(last.values(), key=lambda word: "." in word.partition("=")[0])
 
     def with_kind(self, kind: str) -> list[Answer]:
-        """Return the answers of one kind."""
+        """Return the answers whose ``kind`` is ``kind``."""
         return [each for each in self.answers if each.kind == kind]
 
 
 @functools.cache
 def flags() -> dict[str, Flag]:
-    """Read the table. Return the flags by name."""
+    """Read ``TABLE``. Map the name of each flag to the flag."""
     found: dict[str, Flag] = {}
     section = ""
     _, _, table = TABLE.read_text(encoding="utf-8").partition("\n\n")
@@ -102,12 +102,12 @@ def flags() -> dict[str, Flag]:
 
 
 def translate(words: Sequence[str]) -> Translation:
-    """Translate a command line of Megatron-LM, with or without its launcher and its Python file."""
+    """Translate a command line of Megatron-LM. A launcher and a Python file before the flags are optional."""
     start = next((at + 1 for at, word in enumerate(words) if word.endswith(".py")), 0)
     launcher = tuple(words[: max(start - 1, 0)])
     given, refused = _parse(words[start:])
     launched = _launched(launcher)
-    # Not a flag: the name cannot be one, because it contains "=".
+    # Functions of ``_SPECIAL`` also need the overrides for the launcher. Names with "=" differ from all flags.
     known = {**given, **{word: [] for each in launched for word in each.overrides}}
     answers = []
     for name, values in given.items():
@@ -117,7 +117,7 @@ def translate(words: Sequence[str]) -> Translation:
 
 
 def _parse(words: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, Answer]]:
-    """Return the values of each flag, and the answers to words that are not correct flags, by the same names."""
+    """Map each flag to its values, and each word that is not a flag of Megatron-LM to the answer that refuses it."""
     given: dict[str, list[str]] = {}
     refused: dict[str, Answer] = {}
     name = ""
@@ -169,13 +169,13 @@ def _answer(name: str, values: Sequence[str], given: Given) -> Answer:
 
 
 def _shape(flag: Flag) -> str:
-    """Return the flag, the keys that replace it, and a placeholder for its value."""
+    """Return how to write ``flag`` here: ``key=<value>`` for each key that replaces it, or else ``--flag=<value>``."""
     keys = [key.removesuffix("=*") for key in flag.answer.split(" in ")[0].split() if "." in key]
     return " ".join(f"{key}=<value>" for key in keys) or f"--{flag.name}=<value>"
 
 
 def _value(values: Sequence[str]) -> str:
-    """Write the value of a flag in Hydra's grammar."""
+    """Write the values of a flag in Hydra's grammar: one value as it is, several values as a list."""
     written = [value if _NUMBER.fullmatch(value) else grammar_value(value) for value in values]
     return written[0] if len(written) == 1 else f"[{','.join(written)}]"
 
@@ -184,7 +184,7 @@ _TORCHRUN = "launch=torchrun"
 
 
 def _launched(launcher: Sequence[str]) -> list[Answer]:
-    """Return the answers to the numbers of nodes and ranks that the launcher's words contain."""
+    """Translate the numbers of nodes and ranks in the words of the launcher, e.g. ``torchrun --nnodes 8``."""
     options: dict[str, str] = {}
     words = list(launcher)
     for at, word in enumerate(words):
@@ -200,7 +200,7 @@ def _launched(launcher: Sequence[str]) -> list[Answer]:
     return answers
 
 
-# Computed answers. Each function gets the values of its flag and all flags, and returns kind, overrides and a note.
+# Functions for "special" flags. Arguments: values of the flag; all flags. Results: kind, overrides, note of ``Answer``.
 
 Computed = tuple[str, Sequence[str], str]
 
@@ -212,7 +212,7 @@ def _exit_duration(values: Sequence[str], given: Given) -> Computed:
 
 
 def _number(given: Given, name: str) -> int | None:
-    """Return the value of a flag if it is given and a whole number."""
+    """Return the value of the flag ``name`` if it is given and is a whole number, otherwise None."""
     values = given.get(name, ())
     return int(values[0]) if len(values) == 1 and values[0].isdigit() else None
 
@@ -237,9 +237,9 @@ _LIST = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d+))?")
 
 
 def moe_pattern(text: str, num_layers: int) -> list[int] | None:
-    """Return one number per layer (1 for an MoE layer) for ``--moe-layer-freq``. The value of this flag is a distance,
-    or a sum of lists such as ``([0]*3+[1]*58)``. Return None if the text is neither, or has another number of
-    layers."""
+    """Return one number per layer, 1 for an MoE layer and 0 for a dense layer, for the value ``text`` of
+    ``--moe-layer-freq``: a distance between MoE layers, or a sum of lists such as ``([0]*3+[1]*58)``. Return None if
+    ``text`` is neither, or if its lists do not have ``num_layers`` entries."""
     if text.isdigit() and int(text) > 0:
         return [int(layer % int(text) == 0) for layer in range(num_layers)]
     pattern: list[int] = []
@@ -252,8 +252,8 @@ def moe_pattern(text: str, num_layers: int) -> list[int] | None:
 
 
 def keys_of_pattern(pattern: Sequence[int]) -> tuple[int, int] | None:
-    """Return the values of ``model.moe_layer_freq`` and ``model.moe_first_dense_layers`` that give ``pattern``, which
-    has a 1 for each MoE layer and a 0 for each dense layer; None if no values do."""
+    """Return the values of ``model.moe_layer_freq`` and ``model.moe_first_dense_layers`` that give ``pattern``. Return
+    None if no values give it. ``pattern`` has a 1 for each MoE layer and a 0 for each dense layer."""
     layers = range(1, len(pattern) + 1)
     for first in range(len(pattern)):
         for distance in layers:
@@ -355,7 +355,7 @@ def _reset_position_ids(values: Sequence[str], given: Given) -> Computed:
 
 
 def _profile(values: Sequence[str], given: Given) -> Computed:
-    # Megatron-LM counts from 0 and starts before the step; its defaults are 10 and 12.
+    # Megatron-LM counts steps from 0 and ends before --profile-step-end. The defaults of its two flags are 10 and 12.
     first, end = _number(given, "profile-step-start"), _number(given, "profile-step-end")
     first, end = 10 if first is None else first, 12 if end is None else end
     if end <= first:
@@ -373,14 +373,14 @@ def _tensorboard(values: Sequence[str], given: Given) -> Computed:
 
 
 def _sources(split: str) -> Callable[[Sequence[str], Given], Computed]:
-    """Return a function that converts paths with or without weights to the keys of a split."""
+    """Return a function that converts paths, alternating with weights or not, to ``data.<split>`` and its weights."""
 
     def convert(values: Sequence[str], given: Given) -> Computed:
         is_weighted = len(values) > 1 and len(values) % 2 == 0 and all(map(_NUMBER.fullmatch, values[::2]))
         paths, weights = (values[1::2], values[::2]) if is_weighted else (values, [])
         words = [f"data.{split}=[{','.join(map(grammar_value, paths))}]"]
         if len(paths) > 1:
-            # Megatron-LM weights sources without given weights by their size; null does the same here.
+            # Without weights, both Megatron-LM and the default null weight each source by its size.
             words += [f"data.{split}_weights=[{','.join(weights)}]"] if weights else []
         return "key", words, ""
 
@@ -488,10 +488,10 @@ _SPECIAL: dict[str, Callable[[Sequence[str], Given], Computed]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Default:
-    """Default of Megatron-LM that differs from the default here."""
+    """Default of a flag of Megatron-LM that differs from the default of the corresponding key."""
 
     flags: tuple[str, ...]
-    """Flags that replace the default."""
+    """Flags of which any, if given, makes the default of Megatron-LM irrelevant."""
     overrides: tuple[str, ...]
     applies: Callable[[Given], bool] = field(default=lambda given: True)
 
@@ -554,7 +554,7 @@ _DEFAULTS = (
 
 
 def _defaults(given: Given) -> list[Answer]:
-    """Return Megatron-LM's defaults that differ from the defaults here, for flags that are not given."""
+    """Return overrides for flags that are not given and whose default in Megatron-LM differs from the default here."""
     found = [
         Answer(given=f"--{each.flags[0]} is not given", kind="key", overrides=each.overrides)
         for each in _DEFAULTS
@@ -573,7 +573,7 @@ def _defaults(given: Given) -> list[Answer]:
 
 
 def check_flags(words: Sequence[str]) -> None:
-    """Refuse flags on the command line of this project. The message translates each of them.
+    """Refuse flags such as ``--num-layers`` on the command line of this project. The message translates each flag.
 
     Raises:
         ConfigError: ``words`` contains a flag.

@@ -1,9 +1,9 @@
-"""Memberships of a job: its configuration on present nodes, and scheduled changes (``testing.membership_schedule``).
+"""Configuration of a job on the nodes of one membership; scheduled membership changes.
 
-A change is written like ``lose(nodes=[2],before_iteration=5)``. Ranks of the named nodes leave or join without a fault,
-before the given iteration. Tests compare a job that loses and adds nodes because of failures with a job in which the
-same changes are scheduled. ``lose`` removes nodes, ``join(nodes=[2],before_iteration=9)`` adds nodes, and
-``change(lose=[1],join=[2],before_iteration=12)`` does both at once. A node in both lists is restarted, and its new
+An entry of ``testing.membership_schedule`` is a change such as ``lose(nodes=[2],before_iteration=5)``. The ranks of the
+nodes leave or join without a fault before the iteration. Tests compare a job that loses and adds nodes because of
+failures with a job that has the same changes in its schedule. ``lose`` removes nodes. ``join`` adds nodes.
+``change(lose=[1],join=[2],before_iteration=12)`` does both at once; a node in both lists is restarted, and its new
 ranks have no state. ``change(lose=[],join=[],before_iteration=12)`` only computes a new placement. Several entries with
 the same iteration form several memberships, one after the other.
 """
@@ -31,7 +31,7 @@ _EXAMPLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipChange:
-    """Nodes that leave and nodes that join before an iteration. A node in both lists is restarted without state."""
+    """Nodes that leave and nodes that join before an iteration. A node in both tuples is restarted without state."""
 
     lose: tuple[int, ...] = ()
     """Numbers of the nodes that leave, ascending."""
@@ -43,7 +43,7 @@ class MembershipChange:
     def between(
         cls, before: Iterable[int], after: Iterable[int], joining: Iterable[int], before_iteration: int
     ) -> "MembershipChange":
-        """Make the change from members ``before`` to members ``after``. Nodes in ``joining`` have no state."""
+        """Return the change from members ``before`` to members ``after``. Nodes in ``joining`` join without state."""
         lost = (set(before) - set(after)) | (set(before) & set(joining))
         joined = (set(after) - set(before)) | set(joining)
         return cls(lose=tuple(sorted(lost)), join=tuple(sorted(joined)), before_iteration=before_iteration)
@@ -62,7 +62,7 @@ class MembershipChange:
         return tuple(sorted(set(nodes) - set(self.lose) | set(self.join)))
 
     def summary(self) -> str:
-        """Describe the change as part of a log line."""
+        """Return a description of the change, for use in a log line."""
         leaving = [f"nodes {list(self.lose)} leave"] if self.lose else []
         joining = [f"nodes {list(self.join)} join"] if self.join else []
         what = " and ".join(leaving + joining) or "the placement is planned again"
@@ -91,7 +91,7 @@ class MembershipChange:
 
 
 def nodes_over_time(num_nodes: int, changes: Iterable[MembershipChange]) -> Iterator[tuple[int, ...]]:
-    """Yield the members of a job with ``num_nodes`` at the start and after each of ``changes``."""
+    """Yield the members of a job: nodes 0 to ``num_nodes`` - 1 at the start, then those after each of ``changes``."""
     nodes = tuple(range(num_nodes))
     yield nodes
     for change in changes:
@@ -106,7 +106,7 @@ def _node_list(text: str, nodes: object, *, may_be_empty: bool) -> tuple[int, ..
         or any(type(node) is not int or node < 0 for node in nodes)
     ):
         raise ConfigError.of(_KEY, text, "must give nodes as a list of their numbers, e.g. [2]")
-    # One spelling for each change, the one that ``to_text`` writes.
+    # A change has only one spelling: ``to_text`` writes ascending nodes.
     if nodes != sorted(set(nodes)):
         raise ConfigError.of(_KEY, text, "must name each node once, in ascending order")
     return tuple(nodes)
@@ -114,10 +114,10 @@ def _node_list(text: str, nodes: object, *, may_be_empty: bool) -> tuple[int, ..
 
 @dataclass
 class MembershipConfig(JobConfig):
-    """Configuration of a job, adapted to the ranks of one membership. A node can have any number of ranks."""
+    """Configuration of a job, adapted to one membership. Its nodes can have different numbers of ranks."""
 
     places: tuple[int, ...] = ()
-    """``rank_places``."""
+    """Value of the property ``rank_places``."""
 
     @property
     def rank_places(self) -> tuple[int, ...]:
@@ -125,21 +125,21 @@ class MembershipConfig(JobConfig):
 
 
 def config_of(job: JobConfig, nodes: Sequence[int], *, keeps_layout: bool | None = None) -> JobConfig:
-    """Return ``job`` adapted to ``nodes``, the node number of each rank of one membership.
+    """Return ``job`` adapted to a membership. ``nodes`` contains the node number of each rank of the membership.
 
     Failure domains keep their names; a node without a name is its own domain. ``placement.min_replicas``,
-    ``placement.state_copies`` and ``snapshot.num_peer_copies`` are lowered if there are too few domains. In a kept
-    layout only the failure domains and ``placement.state_copies`` change, because the number of nodes stays the same.
-    In any other membership of a job with ``recovery.keep_layout``, this key is false in the result.
+    ``placement.state_copies`` and ``snapshot.num_peer_copies`` are lowered if there are too few domains. If the layout
+    is kept, only the failure domains and ``placement.state_copies`` change, because the number of nodes is the same.
+    Otherwise ``recovery.keep_layout`` is false in the result.
 
     Args:
-        keeps_layout: whether a membership of a job with ``recovery.keep_layout`` has the layout with which the job
-            starts. None means: if it has the same number of ranks.
+        keeps_layout: whether the membership has the layout with which the job starts. Has an effect only with
+            ``recovery.keep_layout``. None: true if the membership has as many ranks as the job at the start.
     """
     if keeps_layout is None:
         keeps_layout = len(nodes) == job.world_size
     keeps_layout = keeps_layout and job.recovery.keep_layout
-    # With a kept layout the order of ``nodes`` determines the ranks of each node: a spare gets those of the lost node.
+    # In a kept layout, ``nodes`` keeps the order of ranks: a spare has the ranks of the lost node that it replaces.
     present = list(dict.fromkeys(nodes)) if keeps_layout else sorted(set(nodes))
     names = dict(enumerate(job.topology.failure_domains))
     domains = [names.get(node, f"node{node}") for node in present]
@@ -157,14 +157,14 @@ def config_of(job: JobConfig, nodes: Sequence[int], *, keeps_layout: bool | None
             **groups,
             "launch": replace(job.launch, num_nodes=len(present)),
             "topology": topology,
-            # In this membership no rank can replay alone: its windows and logs would be those of other ranks.
+            # No stage can replay alone: windows and logs of another layout belong to other ranks.
             "recovery": replace(job.recovery, keep_layout=False),
-            # ``derive_placement`` sets this size to the remaining ranks, which form one expert group.
+            # ``derive_placement`` replaces this 1 by the number of ranks of a stage, which form one expert group.
             "parallel": replace(job.parallel, expert_model_parallel_size=1),
         },
         places=tuple(place_of[node] for node in nodes),
     )
-    # Copies must be in different domains of one stage; peers may be in any domain.
+    # Replicas and state copies must be in different domains of one stage. Window copies may be in any domain.
     num_domains, copies = fewest_domains(config), job.placement.state_copies
     return derive_placement(
         replace(
@@ -180,7 +180,7 @@ def config_of(job: JobConfig, nodes: Sequence[int], *, keeps_layout: bool | None
 
 
 def fewest_domains(config: JobConfig) -> int:
-    """Return the smallest number of failure domains that contain the ranks of a pipeline stage."""
+    """Return the smallest number of failure domains over which the ranks of one pipeline stage are distributed."""
     topology, domains = Topology.of(config.parallel, config.world_size), config.rank_domains
     # Every stage has to spread its replicas over domains, so the stage with the fewest domains decides.
     return min(
@@ -190,7 +190,7 @@ def fewest_domains(config: JobConfig) -> int:
 
 
 def derive_placement(config: JobConfig) -> JobConfig:
-    """Return ``config`` with the values that follow from replica slots.
+    """Return ``config`` with the values that follow from replica slots; unchanged without ``placement.algorithm``.
 
     With replica slots, all ranks of a pipeline stage form one expert group. By default, a stage has just enough slots
     for ``placement.min_replicas`` replicas of every expert. All ranks have the same number of slots.
@@ -199,7 +199,7 @@ def derive_placement(config: JobConfig) -> JobConfig:
     if placement.algorithm is None:
         return config
     stage_size = Topology.of(config.parallel, config.world_size).stage_size
-    # A second copy on the same rank protects against no loss, so no rank needs more slots than there are experts.
+    # A second replica on the same rank protects against no loss, so a rank has at most one slot per expert.
     num_slots = placement.num_slots_per_rank or min(num_experts, -(-placement.min_replicas * num_experts // stage_size))
     return replace(
         config,

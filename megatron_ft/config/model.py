@@ -18,7 +18,7 @@ class ModelConfig:
     num_layers: int = 4
     """Number of transformer layers."""
     hidden_size: int = 128
-    """Hidden size: width of the residual stream."""
+    """Hidden size: number of channels of the residual stream."""
     num_attention_heads: int = 4
     """Number of query heads; must divide ``hidden_size`` unless ``kv_channels`` is given."""
     num_query_groups: int | None = None
@@ -30,11 +30,11 @@ class ModelConfig:
     max_position_embeddings: int | None = None
     """Number of rows of a learned position table; null means ``seq_length``."""
     vocab_size: int | None = None
-    """Number of vocabulary entries, at least as many as the tokenizer has. null means the tokenizer's number."""
+    """Number of vocabulary entries, not below the tokenizer's vocabulary size. null means the tokenizer's size."""
     make_vocab_size_divisible_by: int = 128
     """Divisor of the padded vocabulary size. Must be a multiple of ``parallel.tensor_model_parallel_size``."""
     untie_embeddings_and_output_weights: bool = True
-    """Whether the output head has its own weights instead of those of the embedding."""
+    """Whether the output head has weights of its own. If false, it uses the weights of the embedding."""
     position_embedding_type: str = "rope"
     """Position embedding: ``rope`` or ``learned_absolute``."""
     rotary_base: int = 10000
@@ -80,13 +80,13 @@ class ModelConfig:
     moe_shared_expert_gate: bool = False
     """Scale the shared expert's output by a learned sigmoid gate."""
     router: str = "learned"
-    """``learned`` or ``trace``. ``trace`` routes tokens so that expert loads follow ``router_trace_file``; the gate is
-    still computed and trained."""
+    """Router: ``learned``, or ``trace``, which routes tokens so that expert loads follow ``router_trace_file``. With
+    ``trace``, the gate is still computed and trained."""
     router_trace_file: str | None = None
-    """File of recorded loads for ``router=trace``. The MoE layers follow the recorded layers in order."""
+    """File of recorded loads for ``router=trace``. The n-th MoE layer uses the loads of the n-th recorded layer."""
     router_trace_start: int = 0
-    """Index of the record that the first iteration uses, from 0. Each iteration uses the next record; after the last
-    record the first one follows."""
+    """Index (from 0) of the record in ``router_trace_file`` that the first iteration uses. Each iteration uses the next
+    record. After the last record, the first record follows."""
     moe_router_score_function: str = "softmax"
     """Score function of the router: ``softmax`` or ``sigmoid``."""
     moe_router_pre_softmax: bool = False
@@ -96,7 +96,7 @@ class ModelConfig:
     moe_router_group_topk: int | None = None
     """Number of groups to which one token may be routed."""
     moe_router_topk_scaling_factor: float | None = None
-    """Factor by which routing weights are multiplied; null for none."""
+    """Factor by which routing weights are multiplied; null does not multiply them."""
     moe_router_load_balancing_type: str = "aux_loss"
     """Method of load balancing: ``aux_loss``, ``seq_aux_loss``, ``global_aux_loss``, ``sinkhorn`` or ``none``."""
     moe_aux_loss_coeff: float = 0.01
@@ -116,9 +116,9 @@ class ModelConfig:
     multi_latent_attention: bool = False
     """Use multi-head latent attention (DeepSeek)."""
     q_lora_rank: int | None = None
-    """Rank of the low-rank query projection; null for a full projection."""
+    """Rank of the low-rank query projection of latent attention; null for a full projection."""
     kv_lora_rank: int = 512
-    """Rank of the low-rank projection of keys and values."""
+    """Rank of the low-rank projection of keys and values of latent attention."""
     qk_head_dim: int = 128
     """Number of channels of a query or key head that contain no position information."""
     qk_pos_emb_head_dim: int = 64
@@ -126,28 +126,28 @@ class ModelConfig:
     v_head_dim: int = 128
     """Number of channels of a value head."""
     rope_type: str | None = None
-    """``yarn`` extends the rotary position embedding of latent attention to sequences that are longer than those of an
-    earlier training. The next keys are its parameters, with Megatron-Core's defaults. null: no extension."""
+    """``yarn`` extends the rotary position embedding of latent attention to sequences longer than those of an earlier
+    training. The keys from here to ``mscale_all_dim`` are its parameters. null: no extension."""
     rotary_scaling_factor: float | None = None
-    """Factor by which the sequences are longer; null means 40."""
+    """Ratio of the sequence length to the sequence length of the earlier training (yarn); null means 40."""
     original_max_position_embeddings: int | None = None
-    """Number of tokens of a sequence in the earlier training; null means 4096."""
+    """Sequence length of the earlier training, in tokens (yarn); null means 4096."""
     beta_fast: float | None = None
-    """Channels that rotate at least this often in an earlier sequence keep their wavelength; null means 32."""
+    """Channels with at least this number of rotations per earlier sequence keep their wavelength; null means 32."""
     beta_slow: float | None = None
-    """Channels that rotate at most this often have their wavelength multiplied by the factor; null means 1."""
+    """Channels with at most this number have their wavelength multiplied by ``rotary_scaling_factor``; null means 1."""
     mscale: float | None = None
-    """Coefficient of the correction of rotated channels; null means 1."""
+    """Coefficient of yarn's correction of the attention scale of rotated channels; null means 1."""
     mscale_all_dim: float | None = None
-    """Coefficient of the correction of all channels. The correction of rotated channels is divided by it; null means
-    0."""
+    """Coefficient of yarn's correction of the attention scale of all channels. The correction of rotated channels is
+    divided by the correction of all channels; null means 0."""
     published_parameters: int | None = None
-    """Parameter count that the authors published; null if unknown. ``dry_run`` compares its own count with this
-    number."""
+    """Parameter count that the model's authors published; null if unknown. ``dry_run`` compares the count that it
+    computes with this number."""
     published_active_parameters: int | None = None
     """Active parameters per token that the model's authors published; null if there is no such count."""
     published_parameters_source: str = ""
-    """Publication of ``published_parameters`` and ``published_active_parameters``, and how these are rounded."""
+    """Publication that states ``published_parameters`` and ``published_active_parameters``, and how it rounds them."""
 
 
 @dataclass
@@ -164,12 +164,12 @@ class PrecisionConfig:
     layers."""
     regime: str | None = None
     """Formats of compute weights, master weights and both moments: one of the five regimes of MoEvement's table 7, such
-    as ``fp8_fp16_fp8_fp16``, or null for FP32 master weights and moments. FP16 and FP8 state has one scale for 64
+    as ``fp8_fp16_fp8_fp16``, or null for FP32 master weights and moments. FP16 and FP8 state has one scale per 64
     consecutive elements. Choose the regime with ``precision=<regime>``, which sets the other keys, too."""
     fp8_recipe: str = "tensorwise"
-    """Elements that share a scale in FP8: the tensor (``tensorwise``) or 64 consecutive elements (``blockwise``). With
-    ``delayed``, the tensors share a scale, which follows from the largest magnitudes of earlier iterations. ``mxfp8``
-    is refused with ``fp8``."""
+    """Elements of an FP8 operand that share a scale: all (``tensorwise``) or 64 consecutive ones (``blockwise``). With
+    ``delayed``, all share a scale, which is computed from the operand's largest magnitudes in earlier iterations.
+    ``mxfp8`` is refused with ``fp8``."""
     fp8_amax_history_length: int = 16
     """Number of iterations whose largest magnitudes determine the scales of ``fp8_recipe=delayed``."""
     loss_scale: float | None = None
@@ -181,15 +181,15 @@ class PrecisionConfig:
     loss_scale_window: int = 1000
     """Number of iterations without overflow after which the dynamic loss scale doubles."""
     hysteresis: int = 2
-    """Number of overflows after which the dynamic loss scale halves."""
+    """Number of overflows after which the dynamic loss scale is halved."""
 
     @property
     def has_histories(self) -> bool:
-        """Whether the layers have histories of delayed scaling."""
+        """Whether layers keep histories of largest magnitudes, from which ``fp8_recipe=delayed`` computes scales."""
         return self.fp8 is not None and self.fp8_recipe == "delayed"
 
     @property
     def optimizer_formats(self) -> tuple[str, str, str] | None:
-        """Formats of master weights and both moments (``fp32``, ``fp16`` or ``fp8``) with ``regime``, otherwise
-        None."""
+        """Formats of master weights, first moment and second moment, each ``fp32``, ``fp16`` or ``fp8``. None if
+        ``regime`` is null."""
         return None if self.regime is None else (*self.regime.split("_")[1:],)  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Error messages for wrong keys, groups, options and flags, with suggestions of similar names. Does not use Hydra."""
+"""Checks of overrides; their error messages suggest similar names. Also writes overrides. Does not use Hydra."""
 
 import difflib
 import functools
@@ -15,7 +15,7 @@ from megatron_ft.errors import ConfigError
 
 
 def group_options(*confs: Path) -> dict[str, list[str]]:
-    """Return the options of each group: the names of the YAML files in the group's folders below ``confs``."""
+    """Map each group to its options: the names of the YAML files in the folders of this name below ``confs``."""
     folders = [path for conf in confs for path in sorted(conf.iterdir()) if path.is_dir()]
     options: dict[str, list[str]] = {}
     for folder in folders:
@@ -72,10 +72,10 @@ def flag_error(argument: str) -> ConfigError:
 
 
 def explain(error: BaseException, given: Mapping[str, Any]) -> ConfigError:
-    """Convert an exception of Hydra or OmegaConf to one error. ``given`` maps overridden keys to their values."""
+    """Convert an exception of Hydra or OmegaConf to ``ConfigError``. ``given`` maps overridden keys to their values."""
     causes = list(_causes(error))
     for cause in causes:
-        mark = getattr(cause, "problem_mark", None)  # of an error in a YAML file
+        mark = getattr(cause, "problem_mark", None)  # errors in YAML files have it
         if mark is not None:
             problem = getattr(cause, "problem", None) or "it cannot be read"
             return ConfigError(f"{mark.name}: line {mark.line + 1} must be valid YAML: {problem}")
@@ -85,15 +85,15 @@ def explain(error: BaseException, given: Mapping[str, Any]) -> ConfigError:
     return ConfigError(" ".join(str(causes[-1]).split()))
 
 
-@functools.cache  # a command asks once for each of its overrides
+@functools.cache  # needed once for each override of a command
 def _known_keys() -> Mapping[str, KeyDoc]:
-    """Return the documentation of every key, by key."""
+    """Map every key to its documentation."""
     return {doc.key: doc for doc in key_docs()}
 
 
 def open_key(key: str) -> str | None:
-    """Return the key of the mapping that ``key`` names or is in, if this mapping accepts any subkeys, e.g. those of a
-    policy. Otherwise return None."""
+    """Return the key of the mapping to which ``key`` belongs, if it accepts any entries: ``snapshot.policy`` for
+    ``snapshot.policy`` and for ``snapshot.policy._target_``. Return None for all other keys."""
     opened = [doc.key for doc in _known_keys().values() if doc.type.startswith("dict")]
     return next((name for name in opened if key == name or key.startswith(f"{name}.")), None)
 
@@ -101,8 +101,8 @@ def open_key(key: str) -> str | None:
 def override_words(default: Mapping[str, Any], wanted: Mapping[str, Any], *, always: Iterable[str] = ()) -> list[str]:
     """Return the overrides that turn the configuration ``default`` into ``wanted``.
 
-    Both are results of ``to_dict``. The caller compares the composition of the words with ``wanted``, because a mapping
-    with free keys is merged with its default and cannot lose keys.
+    Both are results of ``to_dict``. An override cannot remove entries of a mapping such as ``snapshot.policy``, because
+    Hydra merges its value with the default. So callers must compose the overrides and compare them with ``wanted``.
 
     Args:
         always: keys whose overrides are returned even if they have their default value.
@@ -132,7 +132,7 @@ def grammar_value(value: Any) -> str:
         return "[" + ",".join(map(grammar_value, value)) + "]"
     if isinstance(value, (int, float)) or (_PLAIN.fullmatch(value) and value.lower() not in _OTHER_THAN_TEXT):
         return str(value)
-    # A quotation mark, and backslashes before one, are escaped; other backslashes stand for themselves.
+    # Escape quotation marks, and backslashes directly before a quotation mark or before the closing one.
     escaped = re.sub(r'(\\*)("|$)', lambda match: match[1] * 2 + ("\\" if match[2] else "") + match[2], value)
     return f'"{escaped}"'
 
@@ -166,12 +166,12 @@ def _explain_key(key: str, cause: BaseException, given: Mapping[str, Any]) -> Co
 
 
 def _right_type(key: KeyDoc, value: Any, reason: str) -> str:
-    """Return how to write the value of a key with the right type; otherwise OmegaConf's reason."""
+    """Return the end of a message: how to write the value with the right type or, if unknown, OmegaConf's reason."""
     group = key.key.partition(".")[0]
     if key.type.startswith("dict"):
         return f"; choose an option of conf/{group} with {group}=<option>, and set its entries with {key.key}.<entry>="
     if key.type.startswith("list") and value is not None and not isinstance(value, (list, dict)):
-        # ``true`` is no entry of any list.
+        # No list has entries of type bool, so ``true`` is not proposed as an entry.
         return f"; write {key.key}=[{'<entry>,<entry>' if isinstance(value, bool) else value}]"
     if key.type.startswith("int") and isinstance(value, float) and value.is_integer():
         return f"; write {key.key}={int(value)}"
@@ -179,7 +179,7 @@ def _right_type(key: KeyDoc, value: Any, reason: str) -> str:
 
 
 def _given(key: str, given: Mapping[str, Any]) -> Any:
-    # Value of a key in the overrides, also inside ``group={key: value}``; otherwise a hint at ``conf/``.
+    # Return the value of ``key=value`` or ``group={key: value}``. Without such an override, name the folder conf/.
     if key in given:
         return given[key]
     group, _, name = key.partition(".")

@@ -5,14 +5,14 @@ from typing import Any
 
 BALANCED, EVEN = "balanced", "even"
 DEFAULT_REBALANCE_INTERVAL = 200
-"""Number of iterations between two plans by default, as in Lazarus (arXiv 2407.04656), section 6.1."""
+"""Default number of iterations between two rebalances, as in Lazarus (arXiv 2407.04656), section 6.1."""
 SHARES = (BALANCED, EVEN)
 """Values of ``placement.shares``."""
 
 
 @dataclass
 class PlacementConfig:
-    """Replica slots for experts. Without an ``algorithm`` each expert group has one copy of every expert."""
+    """Replica slots for experts. Without an ``algorithm``, each expert-parallel group has one copy of every expert."""
 
     algorithm: dict[str, Any] | None = None
     """Placement algorithm. ``_target_`` names its class; the other entries are its fields. null: no replicas."""
@@ -21,8 +21,8 @@ class PlacementConfig:
     expert need; up to 1.5 times as many if the memory limit of the device is set (``limits.gpu_memory_bytes``, on CPU
     ``limits.host_memory_bytes``) and large enough."""
     min_replicas: int = 2
-    """Smallest number of replicas of an expert (f), each on a different failure domain. Must not exceed the number of
-    failure domains of a pipeline stage. If there are too few slots, the number is lowered, with a note."""
+    """Smallest number of replicas of each expert (f), on different failure domains. Must not exceed the number of
+    failure domains of a pipeline stage. If there are too few slots, the number is lowered, and a note is printed."""
     state_copies: int | None = None
     """Number of copies of each optimizer shard, on different failure domains. null keeps a copy with each expert
     replica. With the distributed optimizer, at least 2 are necessary to continue without a lost node, or to replace a
@@ -31,39 +31,39 @@ class PlacementConfig:
     """Number of iterations after which the placement is planned again from the observed loads; 0 plans only once. null:
     200, or 0 with a ``schedule``."""
     rebalance_min_gain: float = 0.05
-    """Smallest gain for which a new placement is used. The gain is the share of the busiest ranks' tokens that other
-    ranks would process instead."""
+    """Smallest gain for which a new placement is used. The gain is the share of the busiest ranks' tokens that the new
+    placement would move to other ranks."""
     rebalance_bytes_per_token: float = 65536.0
-    """Largest number of bytes moved per saved token. Saved tokens are tokens that the busiest ranks no longer have to
-    process before the next rebalance."""
+    """Largest cost for which a new placement is used: bytes of state moved per saved token. A token is saved if the
+    busiest ranks no longer have to process it before the next rebalance."""
     load_smoothing: float = 0.5
-    """Weight of older iterations in the smoothed loads: at least 0 (only the newest iteration counts) and below 1."""
+    """Weight of older iterations in the smoothed expert loads, from 0 (only the newest iteration counts) to below 1."""
     loads_file: str | None = None
-    """File of recorded loads for the first placement; null assumes equal loads."""
+    """File of recorded expert loads from which the first placement is planned; null assumes equal loads."""
     dispatch_backend: str = "auto"
     """Backend that sends tokens to experts: ``reference`` (PyTorch operators, on any device), ``cpp``, ``cuda`` or
     ``auto`` (``cuda`` on CUDA, ``cpp`` on CPU). All backends compute the same bits."""
     shares: str = BALANCED
-    """Division of an expert's tokens among its replicas. ``balanced``: the most loaded rank gets as few as
-    possible. ``even``: all replicas get the same number (Lazarus, algorithm 1)."""
+    """Division of an expert's tokens among its replicas. ``balanced``: the most loaded rank gets as few tokens as
+    possible. ``even``: all replicas get the same number of tokens (Lazarus, algorithm 1)."""
     schedule: list[str] = field(default_factory=list)
     """Scheduled placements. An entry ``ITERATION:FILE`` uses the placement in FILE from ITERATION on. Tests compare
     rebalanced runs with runs that have such a schedule."""
 
     @property
     def rebalance_interval(self) -> int:
-        """Number of iterations between two plans; 0 if the placement is planned only once."""
+        """Number of iterations between two rebalances; 0 if the placement is planned only once."""
         if self.rebalance_interval_iterations is not None:
             return self.rebalance_interval_iterations
         return 0 if self.schedule else DEFAULT_REBALANCE_INTERVAL
 
     def backend_on(self, device: str) -> str:
-        """Return the backend on ``device``, ``cpu`` or ``cuda``: ``reference``, ``cpp`` or ``cuda``."""
+        """Return the dispatch backend on ``device`` (``cpu`` or ``cuda``): ``reference``, ``cpp`` or ``cuda``."""
         if self.dispatch_backend != "auto":
             return self.dispatch_backend
         return "cuda" if device == "cuda" else "cpp"
 
     def kernels_on(self, device: str) -> str:
-        """Return the kernels that ranks on ``device``, ``cpu`` or ``cuda``, build: ``cpp``, ``cuda`` or empty."""
+        """Return the dispatch kernels that ranks on ``device`` build: ``cpp``, ``cuda``, or an empty string."""
         backend = self.backend_on(device)
         return "" if self.algorithm is None or backend == "reference" else backend

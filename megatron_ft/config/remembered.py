@@ -1,5 +1,5 @@
-"""Configuration with which a run continues: the configuration of its newest job, changed by the overrides of the
-command line."""
+"""Configuration with which a resumed run continues: the configuration of its newest job, changed by the overrides of
+the command line."""
 
 import copy
 import json
@@ -25,16 +25,16 @@ _FREE_MODEL_KEYS = (
     *("model.moe_router_bias_update_rate", "model.moe_expert_capacity_factor", "model.moe_token_drop_policy"),
     *("model.moe_pad_expert_input_to_capacity", "model.seq_length"),
 )
-"""Keys of the model that do not determine which weights exist."""
+"""Keys of concern ``model`` that do not determine which weights exist. Saved state can be used with other values."""
 _SCHEDULE_KEYS = (
     *("optimizer.min_lr", "optimizer.lr_decay_iterations", "optimizer.lr_wsd_decay_iterations"),
     *("optimizer.lr_decay_samples", "optimizer.lr_wsd_decay_samples", "optimizer.lr_wsd_decay_style"),
 )
-"""Keys that have an effect only with some values of ``optimizer.lr_decay_style``."""
+"""Keys that have an effect, and belong to the settings, only with some values of ``optimizer.lr_decay_style``."""
 _FORMAT_KEYS = ("parallel.use_distributed_optimizer", "precision.params_dtype", "precision.regime")
-"""Keys that determine which optimizer state exists."""
+"""Keys that determine which optimizer state exists. Saved state cannot be used with other values."""
 _DERIVED = "# Derived; as given: "
-"""First words of a line in ``config.yaml``. The line contains the values that the user gave for derived keys."""
+"""First words of a comment in ``config.yaml``. It contains the values that the user gave for derived keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +45,10 @@ class Change:
     before: Any
     now: Any
     concern: str | None
-    """``data``, ``model``, ``optimizer`` or ``schedule`` if the key determines the result of training, otherwise
-    None."""
+    """Concern of the key (``data``, ``model``, ``optimizer`` or ``schedule``) if the key determines the result of
+    training, otherwise None."""
     follows: bool = False
-    """Whether the key has only gained or lost its effect, because another key has changed."""
+    """Whether the key only began or ceased to have an effect, because another key has changed."""
 
     @property
     def can_be_allowed(self) -> bool:
@@ -57,7 +57,7 @@ class Change:
         return not is_shape and self.key not in _FORMAT_KEYS
 
     def __str__(self) -> str:
-        """Return the key with both values."""
+        """Return the key with its earlier and its new value."""
         return f"{self.key}: {_shown(self.before)} -> {_shown(self.now)}"
 
 
@@ -65,7 +65,7 @@ def check_names(allowed: Iterable[str], config: JobConfig) -> None:
     """Check that ``run.allow_change`` contains only keys that determine the result of training.
 
     Raises:
-        ConfigError: it contains another key.
+        ConfigError: ``allowed``, the value of ``run.allow_change``, contains another key.
     """
     known = {*_flat_settings(config), *_SCHEDULE_KEYS}
     for key in allowed:
@@ -79,8 +79,8 @@ def continued(recorded: JobConfig, given: JobConfig, defaults: JobConfig, named:
 
     Args:
         recorded: configuration of the run's newest job.
-        given: configuration that the command line would give without a recorded configuration.
-        defaults: configuration without any override.
+        given: configuration that the command line would give for a new run.
+        defaults: configuration that a command line without overrides would give.
         named: keys and groups that the command line names, e.g. ``optimizer.lr`` or ``model``.
     """
     keys = [key for key in named if "." in key]
@@ -91,7 +91,7 @@ def continued(recorded: JobConfig, given: JobConfig, defaults: JobConfig, named:
     inside = {key: ".".join(key.split(".")[:2]) for key in keys if key.count(".") > 1}
     for key in own:
         is_named = key in two_levels or key.partition(".")[0] in groups or key in _OF_ONE_JOB
-        # An experiment names no key; it shows in the values that are no defaults.
+        # An option of ``experiment`` sets keys that ``named`` does not contain. They differ from their defaults.
         if is_named or (own[key] != plain[key] and key not in inside.values()):
             values[key] = own[key]
     for key, mapping in inside.items():
@@ -100,7 +100,7 @@ def continued(recorded: JobConfig, given: JobConfig, defaults: JobConfig, named:
 
 
 def _with_entry(present: Any, given: Any, path: Sequence[str]) -> Any:
-    """Return the mapping ``present``, but with the entry that ``given`` has at ``path``."""
+    """Return a copy of the mapping ``present`` in which the entry at ``path`` has its value from ``given``."""
     merged = copy.deepcopy(present) if isinstance(present, dict) else {}
     target = merged
     for name in path[:-1]:
@@ -113,7 +113,7 @@ def _with_entry(present: Any, given: Any, path: Sequence[str]) -> Any:
 def changes(recorded: JobConfig, now: JobConfig) -> list[Change]:
     """List the keys in which a job differs from the run's newest job, in the order of the keys.
 
-    Keys that concern one job are left out. Derived values of the schedule are listed if they differ, e.g.
+    Keys that apply to one job only are left out. Derived values of the schedule are listed if they differ, e.g.
     ``optimizer.lr_decay_iterations`` after a change of ``training.train_iterations``.
     """
     before, after = (_flat(to_dict(config)) for config in (recorded, now))
@@ -131,7 +131,7 @@ def changes(recorded: JobConfig, now: JobConfig) -> list[Change]:
 
 
 def _flat_settings(config: JobConfig) -> dict[str, tuple[str, Any]]:
-    """Return concern and value of each key that determines the result of training."""
+    """Map each key that determines the result of training to its concern and value."""
     settings = settings_of(config, data_fingerprint="", vocab_size=config.model.vocab_size or 0)
     return {
         key: (name, value) for name, values in settings.items() for key, value in values.items() if key != FINGERPRINT
@@ -145,7 +145,7 @@ def check_allowed(found: Sequence[Change], allowed: Collection[str]) -> list[str
         allowed: ``run.allow_change`` of the command line.
 
     Returns:
-        ``allowed``, and the keys that have another meaning only because of an allowed change.
+        ``allowed``, and the keys that began or ceased to have an effect because of an allowed change.
 
     Raises:
         ConfigError: a change is not allowed, or the saved state cannot be used with it.
@@ -173,7 +173,7 @@ def check_allowed(found: Sequence[Change], allowed: Collection[str]) -> list[str
 def with_given_values(config_yaml: str, given: JobConfig, used: JobConfig) -> str:
     """Return the text of ``config.yaml``, with a comment that contains the values which the user gave for derived keys.
 
-    A later job derives them again, because it may have other nodes and devices.
+    A later job derives these keys again from the user's values, because it may have other nodes and devices.
     """
     before, after = _flat(to_dict(given)), _flat(to_dict(used))
     derived = {key: value for key, value in before.items() if value != after[key] and key not in _OF_ONE_JOB}
@@ -194,7 +194,7 @@ def given_values(config_yaml: str) -> Mapping[str, Any]:
 
 
 def with_values(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
-    """Return the configuration with other values of keys.
+    """Return ``config`` with the given ``values`` of dotted keys.
 
     Raises:
         ConfigError: a key is unknown, or a value has the wrong type.
@@ -207,7 +207,7 @@ def with_values(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration by dotted key. Mappings that are values of keys stay whole."""
+    """Map each dotted key of a configuration to its value. A value that is a mapping is not flattened."""
     flat: dict[str, Any] = {}
     for group, values in tree.items():
         if isinstance(values, Mapping):

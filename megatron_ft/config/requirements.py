@@ -11,7 +11,7 @@ from megatron_ft.config.job import JobConfig
 
 @dataclass(frozen=True, slots=True)
 class KeyChange:
-    """A change of one key, which ``dry_run`` proposes."""
+    """A change of one key that ``dry_run`` proposes, so that a recovery becomes possible."""
 
     key: str
     value: Any
@@ -37,14 +37,14 @@ class Requirement:
     is_excluded: bool = False
     """Whether ``value`` is forbidden instead of required."""
     instead: str = ""
-    """Description of the allowed values if ``value`` is forbidden, e.g. ``given``."""
+    """Words for the allowed values if ``value`` is forbidden. For example ``given``, if null is forbidden."""
     reason: str = ""
-    """Reason for the requirement. Messages contain it."""
+    """Reason for the requirement, for error messages."""
     unless: Callable[[JobConfig], bool] = lambda config: False
-    """Returns whether other keys of a configuration make the requirement unnecessary."""
+    """Function that returns whether other keys of a configuration make the requirement unnecessary."""
     remedy: KeyChange | None = None
-    """Change that meets the requirement, but does not change model, parallel layout or device; None if no such change
-    exists."""
+    """Change that meets the requirement. None if only a change of model, parallel layout or device would meet the
+    requirement."""
 
     def is_met(self, config: JobConfig) -> bool:
         """Return whether ``config`` meets the requirement."""
@@ -52,11 +52,11 @@ class Requirement:
 
     @property
     def demand(self) -> str:
-        """Return the required value as a clause such as ``must be false``."""
+        """Return the requirement as a clause such as ``must be false``."""
         return f"must be {self.instead if self.is_excluded else show(self.value)}"
 
     def constraint(self, feature: str) -> str:
-        """Return the constraint for an error message. ``feature`` is the key and value that cause the requirement."""
+        """Return the constraint for an error message. ``feature`` is the setting (``key=value``) that requires it."""
         text = f"{self.demand} with {feature}"
         return f"{text}: {self.reason}" if self.reason else text
 
@@ -67,7 +67,7 @@ class Requirement:
 
     @classmethod
     def unmet_values(cls, config: JobConfig, requirements: "Iterable[Requirement]") -> list[str]:
-        """Return the key and value of each requirement that ``config`` does not meet, e.g. ``launch.mode=torchrun``."""
+        """Return the setting (``key=value``) of each key whose requirement ``config`` does not meet."""
         keys = [requirement.key for requirement in cls.unmet(config, requirements)]
         return [f"{key}={show(value_of(config, key))}" for key in keys]
 
@@ -99,7 +99,7 @@ _PROCESSES = KeyChange("recovery.keep_processes", None)
 
 
 def _windows(reason: str, *, unless: Callable[[JobConfig], bool] = lambda config: False) -> Requirement:
-    """Require windows, because of ``reason``."""
+    """Make the requirement that windows are captured. ``reason`` states why."""
     return Requirement(
         key="snapshot.policy",
         is_excluded=True,
@@ -111,8 +111,8 @@ def _windows(reason: str, *, unless: Callable[[JobConfig], bool] = lambda config
 
 
 def _processes(reason: str, *, on_cuda: str = "") -> tuple[Requirement, ...]:
-    """Require that ranks continue in their processes, because of ``reason``. The reason for refusing CUDA also contains
-    ``on_cuda``."""
+    """Make the requirements that ranks continue in their processes. ``reason`` states why. ``on_cuda`` is added to the
+    reason why CUDA is refused."""
     return (
         Requirement(
             key="recovery.keep_processes",
@@ -179,8 +179,8 @@ REPLICAS: tuple[Requirement, ...] = (
         on_cuda="; recovery.keep_layout=true starts all ranks again instead",
     ),
 )
-"""Required values of keys for a job that continues on fewer nodes. Experts have replicas. Non-expert state is on every
-rank, or each of its shards has copies on several nodes."""
+"""Required values of keys for a job that continues on fewer nodes. Experts must have replicas. Non-expert state must be
+on every rank, or its shards must have copies on several nodes."""
 
 _REPLACED_NODES = (
     *_AGENTS,
@@ -210,19 +210,19 @@ KEPT_LAYOUT: tuple[Requirement, ...] = (
         remedy=KeyChange("recovery.max_restarts", 3),
     ),
 )
-"""Required values of keys for a job that keeps its layout: other nodes replace the lost nodes."""
+"""Required values of keys for ``recovery.keep_layout``: other nodes replace the lost nodes in the same layout."""
 
 LIVING_PLACES: tuple[Requirement, ...] = (
     *_processes("ranks that are not lost keep their state in their processes"),
     *_REPLACED_NODES,
 )
-"""Required values of keys for joining ranks that receive the state of lost ranks from living ranks."""
+"""Required values of keys so that joining ranks in a kept layout receive lost state from living ranks."""
 
 REPLAYS: tuple[Requirement, ...] = (
     *LIVING_PLACES,
     _windows("a stage that replays begins with a window"),
 )
-"""Required values of keys for a localized replay: in the same layout, only stages that lost a rank replay."""
+"""Required values of keys for a localized replay: in a kept layout, only stages that lost a rank replay."""
 
 ROLLBACK: tuple[Requirement, ...] = (_windows("ranks go back to a window"),)
 """Required values of keys for a rollback: all ranks go back to a window."""

@@ -1,9 +1,9 @@
 """Converts ``JobConfig`` to plain dictionaries and back, and creates policies from them. Does not use Hydra.
 
 A policy is an object of a frozen dataclass that a configuration names by ``_target_``. Another package can add a policy
-with a class and a YAML file; no registry has to be edited. Only frozen dataclasses are created. This catches mistakes
-but is no protection: the module in ``_target_`` is imported, even by a dry run, and the import runs its code. Users who
-can write a configuration can therefore run code (SECURITY.md).
+with a class and a YAML file; no registry has to be edited. Only frozen dataclasses are created. This rule catches
+mistakes but is no protection: even a dry run imports the module in ``_target_``, and the import runs code of the
+module. Users who can write a configuration can therefore run code (SECURITY.md).
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ def close_matches(word: str, known: typing.Iterable[str]) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """Return the name of a field's type as users of YAML call it, e.g. ``int or null`` or ``list of str``."""
+    """Return the name of a type in the terms of YAML, for documentation and messages, e.g. ``int or null``."""
     if annotation is type(None):
         return "null"
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -80,7 +80,7 @@ def _fits(annotation: Any, value: Any) -> bool:
         return True
     if annotation is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
-    # YAML's ``true`` would pass as 1.
+    # In Python, bool is a subclass of int, so ``true`` would be accepted as 1.
     if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, annotation)
@@ -89,8 +89,8 @@ def _fits(annotation: Any, value: Any) -> bool:
 def build_policy(key: str, spec: Mapping[str, Any]) -> Any:
     """Create the policy that ``spec``, the value of ``key``, describes.
 
-    ``spec`` names the class of the policy in ``_target_``. If the type of a field is a dataclass, its value is a
-    mapping; there ``_target_`` is optional and chooses another class. Lists become tuples for fields of type tuple.
+    ``_target_`` names the class of the policy; the other entries are fields. If the type of a field is a dataclass, its
+    entry is a mapping, in which ``_target_`` may name another class. Lists become tuples for fields of type tuple.
 
     Raises:
         ConfigError: ``spec`` has no ``_target_``, a ``_target_`` names no frozen dataclass, or the other entries do not
@@ -125,7 +125,7 @@ def _build_fields(key: str, found: type, values: Mapping[str, Any]) -> Any:
         if name not in fields:
             what = f"must be one of the fields of {found.__name__}: {', '.join(sorted(fields))}"
             raise ConfigError.of(f"{key}.{name}", values[name], what)
-    # Checked before the call, because its TypeError would not name the key of the configuration.
+    # Missing fields are found here, because a TypeError of the constructor would not name the configuration's key.
     for name, field in fields.items():
         if name not in values and field.default is field.default_factory is dataclasses.MISSING:
             raise ConfigError.of(f"{key}.{name}", None, f"must be given: {found.__name__} has no default for it")

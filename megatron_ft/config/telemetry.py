@@ -18,7 +18,7 @@ def _sinks() -> dict[str, Any]:
 
 @dataclass
 class TelemetryConfig:
-    """Sinks of metrics and events, and limits of alerts."""
+    """Sinks of metrics and events, profiles, and limits that raise alerts."""
 
     sinks: dict[str, Any] = field(default_factory=_sinks)
     """Sinks that receive records, by name. ``_target_`` names the class of a sink; the other entries are arguments of
@@ -28,15 +28,15 @@ class TelemetryConfig:
     """Number of iterations between two reports of metrics."""
     peak_tflops: float | None = None
     """Peak rate of a GPU (of a rank on CPUs) in TFLOP/s, for the metric ``mfu``. null: the rate of the data sheet, for
-    GPUs in ``planning/cost/flops.py``. Without a known rate there is no ``mfu``, and the start of the run says so."""
+    GPUs in ``planning/cost/flops.py``. Without a known rate, ``mfu`` is not reported, and a note is printed."""
     profile_first_iteration: int | None = None
-    """First iteration that ``torch.profiler`` records; null: nothing is recorded."""
+    """First iteration that ``torch.profiler`` records; null records no profile."""
     profile_iterations: int = 3
-    """Number of recorded iterations."""
+    """Number of iterations that ``torch.profiler`` records."""
     profile_ranks: list[int] = field(default_factory=lambda: [0])
-    """Ranks that record. Each writes a trace file for chrome://tracing or Perfetto."""
+    """Ranks that record a profile. Each of them writes a trace file for chrome://tracing or Perfetto."""
     profile_dir: str | None = None
-    """Folder of the trace files; null means ``profiles`` in the run's folder."""
+    """Folder of the profiles' trace files; null means ``profiles`` in the run's folder."""
     expert_load_interval_iterations: int = 1
     """Number of iterations between two reports of the tokens per expert and layer; 0 never reports them."""
     progress: str = "auto"
@@ -48,17 +48,17 @@ class TelemetryConfig:
     wandb_entity: str | None = None
     """Entity (user or team) in wandb; null means the default entity of the user."""
     alert_single_loss_survival: float | None = 1.0
-    """Alert if the job survives the loss of one failure domain without a restart with a probability below this limit.
-    The probability is known only for jobs that recover by expert replicas (``recovery.min_nodes``). null: no alert."""
+    """Alert if the probability that the job survives the loss of one failure domain without a restart is below this
+    limit. The probability is known only for jobs that recover by expert replicas (``recovery.min_nodes``). null: no alert."""
     alert_stall_share: float | None = 0.05
-    """Alert if training waits for captures for more than this share of the time, over five windows. null: no alert."""
+    """Alert if, over five windows, training waits for captures for more than this share of the time. null: no alert."""
     alert_windows_behind: float | None = 3.0
-    """Alert if more than this number of windows have become due since the last commit of a window. null: no alert."""
+    """Alert if more than this number of windows should have been committed since the last commit. null: no alert."""
     alert_free_disk_share: float | None = 0.05
     """Alert if less than this share of the run folder's file system is free. null: no alert."""
     alert_slowest_rank_over_median: float | None = 2.0
-    """Alert if the slowest rank takes more than this factor times as long as the median rank. null: no alert."""
+    """Alert if the slowest rank takes more than this factor times the time of the median rank. null: no alert."""
     alert_lost_token_share: float | None = 0.0375
-    """Alert if more than this share of the whole training's tokens is lost. A token is lost if its updates of experts
-    were lost in a recovery, or would be lost in a recovery from the newest window. Tokens are lost only if windows
-    leave out experts. null: no alert."""
+    """Alert if more than this share of all tokens of the training is lost. A token is lost if its updates of experts
+    were lost in a recovery, or would be lost in a recovery from the newest window. This happens only if windows leave
+    out experts. null: no alert."""

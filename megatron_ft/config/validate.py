@@ -1,4 +1,4 @@
-"""All checks of a configuration that need no files and no hardware, for one device type or for every possible one."""
+"""All checks of a configuration that need no files and no hardware, for one type of device or for both types."""
 
 import dataclasses
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def _check_numbers(config: JobConfig) -> None:
 
 
 def _check_failpoints(config: JobConfig) -> None:
-    """Check that failpoints can be parsed, and name only ranks, nodes, generations and iterations that can occur."""
+    """Check that failpoints can be parsed, and that their ranks, nodes, generations and iterations can occur."""
     num_nodes, world_size = config.most_nodes, config.most_nodes * config.launch.ranks_per_node
     for text in config.testing.failpoints:
         failpoint = Failpoint.parse(text)
@@ -58,8 +58,8 @@ def _check_failpoints(config: JobConfig) -> None:
 
 
 def _last_generation(config: JobConfig) -> int | None:
-    # Returns the largest generation that can occur, or None if nodes can join without limit. The count of restarts is
-    # reset after every iteration of progress, and after each start nodes can be lost one by one.
+    # Returns the largest generation that can occur, or None if nodes can join without limit. Every finished iteration
+    # resets the count of restarts, and after each start nodes can be lost one by one.
     if config.most_nodes > config.launch.num_nodes or config.nodes.restart_lost_nodes:
         return None
     num_restarts = config.recovery.max_restarts * (config.training.train_iterations + 1)
@@ -67,7 +67,7 @@ def _last_generation(config: JobConfig) -> int | None:
 
 
 CHECKS: tuple[Callable[[JobConfig], None], ...] = (
-    # First, because infinity passes all lower bounds.
+    # Must be the first check, because infinity passes all checks of lower bounds.
     _check_numbers,
     *launch.CHECKS,
     lambda config: check_data_knobs(config.data),
@@ -79,7 +79,7 @@ CHECKS: tuple[Callable[[JobConfig], None], ...] = (
     *recovery.CHECKS,
     _check_failpoints,
 )
-"""All checks. A later check relies on the rules of the earlier ones."""
+"""All checks. A check may assume that the earlier checks have passed."""
 
 DEVICES = ("cpu", "cuda")
 
@@ -91,9 +91,9 @@ def on_device(config: JobConfig, device: str) -> JobConfig:
 
 
 def refused_devices(config: JobConfig) -> dict[str, str]:
-    """Check ``config`` for each possible device. Return each device's errors, one in each line; empty without errors.
+    """Check ``config`` for each possible device. Map each device to its errors, one per line, or to an empty text.
 
-    Both devices are possible with ``training.device=auto``, otherwise only the configured one.
+    Both ``cpu`` and ``cuda`` are possible with ``training.device=auto``, otherwise only the configured device.
     """
     requested = config.training.device
     reasons = {}

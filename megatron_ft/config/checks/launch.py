@@ -10,14 +10,14 @@ from megatron_ft.config.requirements import value_of
 from megatron_ft.config.telemetry import TelemetryConfig
 from megatron_ft.reading import means_every_interface
 
-# The name of a run becomes a folder. Without separators and a leading dot, it is always inside ``run.dir``.
+# The name of a run is the name of its folder. Without separators and a leading dot, the folder is inside ``run.dir``.
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # ``sockaddr_un`` has 108 bytes, one of them for the closing zero (unix(7)).
 LONGEST_SOCKET_PATH = 107
 
 
 def _check_launch(config: JobConfig) -> None:
-    """Check counts of nodes and ranks, timeouts and limits."""
+    """Check launch modes, numbers of nodes and ranks, timeouts and memory limits."""
     launch, max_restarts = config.launch, config.recovery.max_restarts
     one_of(("local", "torchrun", "srun"), "launch.mode", launch.mode)
     wanted_values: list[tuple[str, str | None, str | None]] = [("launch.mode", launch.mode, "local")]
@@ -111,7 +111,7 @@ def _check_nodes(config: JobConfig) -> None:
 
 
 def _check_detector(detector: DetectorConfig) -> None:
-    """Check that all times are above 0, and that the timeouts are long enough compared with each other."""
+    """Check that all times are above 0, and that each timeout is long enough compared with the times it depends on."""
     interval, timeout = detector.heartbeat_interval_seconds, detector.heartbeat_timeout_seconds
     above(0, "detector.heartbeat_interval_seconds", interval)
     require(
@@ -130,7 +130,7 @@ def _check_detector(detector: DetectorConfig) -> None:
     )
     lost_controller = detector.lost_controller_seconds
     require(
-        # A controller that does not answer for ``timeout`` is replaced. Nodes have to wait for the next controller.
+        # A controller that sends no answer for ``timeout`` is replaced. Nodes must wait longer than this.
         lost_controller > timeout,
         "detector.lost_controller_seconds",
         lost_controller,
@@ -144,7 +144,7 @@ def _check_detector(detector: DetectorConfig) -> None:
 def _check_interface(interface: str) -> None:
     key = "control.interface"
     require(bool(interface.strip()), key, repr(interface), "must be the address of one interface, e.g. 127.0.0.1")
-    # The job's token authenticates but does not encrypt, so the user has to choose the network.
+    # The token of a job authenticates but does not encrypt messages. So the user has to choose a trusted network.
     every = means_every_interface(interface)
     require(
         not every, key, interface, "must not mean all interfaces; give the address of one interface, e.g. 127.0.0.1"
@@ -171,7 +171,7 @@ def _check_socket(path: str | None) -> None:
 
 
 def _check_run(run: RunConfig) -> None:
-    """Check the run's name, which must be a single folder name, and whether the run may be resumed or started over."""
+    """Check that the run's name is a single folder name, and that ``run.resume`` and ``run.start_over`` are valid."""
     one_of(("never", "must", "auto"), "run.resume", run.resume)
     require(bool(run.dir.strip()), "run.dir", repr(run.dir), "must name a folder")
     require(
@@ -195,7 +195,7 @@ def _check_run(run: RunConfig) -> None:
 
 
 def _check_telemetry(telemetry: TelemetryConfig) -> None:
-    """Check intervals, sinks and their modes, and limits of alerts."""
+    """Check sinks, intervals, profiles, display modes, and limits of alerts."""
     for name, spec in telemetry.sinks.items():
         is_named = isinstance(spec, dict) and isinstance(spec.get("_target_"), str)
         why = "must be null or a mapping in which _target_ names the class of a sink"
@@ -229,7 +229,7 @@ def _check_telemetry(telemetry: TelemetryConfig) -> None:
 
 
 def _check_names(config: JobConfig) -> None:
-    """Check ``model.name``, because generated run names begin with it, and ``dry_run_format``."""
+    """Check ``dry_run_format``, and ``model.name``, with which generated run names begin."""
     require(
         RUN_NAME.fullmatch(config.model.name) is not None,
         "model.name",
@@ -240,7 +240,7 @@ def _check_names(config: JobConfig) -> None:
 
 
 def _check_coming_nodes(config: JobConfig) -> None:
-    """Check that nodes can find the run's folder if Slurm starts them (``launch.node_launcher=none``)."""
+    """Check that nodes which Slurm starts (``launch.node_launcher=none``) can find the run's folder."""
     if config.launch.node_launcher == "none":
         why = (
             "with launch.node_launcher=none: nodes find the controller's address in the run's folder, even after "
@@ -257,16 +257,16 @@ _LOCAL_ONLY = {
     "launch.stop_timeout_seconds": "the launcher decides when ranks are killed",
     "training.exit_after_minutes": "its exit code would count as a failure; let the scheduler send a signal in time",
 }
-"""Keys that only the control plane of mode ``local`` reads, each with the reason why other modes ignore it."""
+"""Maps each key that has an effect only in mode ``local`` to the reason why other modes ignore it."""
 
 
 def _check_launchers(config: JobConfig) -> None:
     """Check that keys which the modes ``torchrun`` and ``srun`` ignore have their defaults.
 
-    ``_check_launch`` checks ``recovery.max_restarts``; ``recovery.py`` checks keys for lost nodes and snapshots.
+    ``_check_launch`` does the same for ``recovery.max_restarts``, ``recovery.py`` for lost nodes and snapshots.
 
     Raises:
-        ConfigError: an ignored key does not have its default; the message names the key.
+        ConfigError: a key that the mode ignores does not have its default; the message names the key.
     """
     launch, detector = config.launch, config.detector
     if launch.mode == "local":

@@ -29,14 +29,13 @@ BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 
 
 def check(config: JobConfig) -> None:
-    """Check ``model``. Raise the first error."""
+    """Check the group ``model``. Raise ``ConfigError`` for the first violated rule."""
     for each in CHECKS:
         each(config)
 
 
 def valid_model(values: Mapping[str, Any]) -> ModelConfig:
-    """Return the model whose keys have the given ``values``, which come from a file. Other keys have their default
-    values.
+    """Return a ``ModelConfig`` with ``values`` of keys that were read from a file. Other keys have their defaults.
 
     Raises:
         ConfigError: a key is unknown, or a value has another type or is not valid.
@@ -45,7 +44,7 @@ def valid_model(values: Mapping[str, Any]) -> ModelConfig:
         model: ModelConfig = decode(ModelConfig, {**asdict(ModelConfig()), **values}, "model")
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    # Loads that were recorded for a run do not belong to its weights.
+    # A trace of recorded loads belongs to a run, not to its weights. So the router is checked without its trace.
     check(replace(JobConfig(), model=replace(model, router="learned", router_trace_file=None)))
     return model
 
@@ -178,7 +177,7 @@ def _check_dense(model: ModelConfig) -> None:
 
 
 def _check_has_mixture_layer(model: ModelConfig) -> None:
-    # Number of the last layer that ``moe_layer_freq`` makes an MoE layer.
+    # Number (from 1) of the last layer that ``moe_layer_freq`` makes an MoE layer.
     last = model.num_layers - model.num_layers % model.moe_layer_freq
     require(
         last > model.moe_first_dense_layers,

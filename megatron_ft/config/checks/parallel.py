@@ -1,4 +1,4 @@
-"""Checks of parallel sizes. Padding microbatches are added, so parallel sizes need not divide the batch size."""
+"""Checks of parallel sizes. The batch size need not be a multiple of them, because padding microbatches are added."""
 
 from megatron_ft.config.checks.primitives import at_least, divides, one_of, require
 from megatron_ft.config.job import JobConfig
@@ -101,12 +101,12 @@ def _check_experts(config: JobConfig) -> None:
 def _check_context(config: JobConfig) -> None:
     cp = config.parallel.context_parallel_size
     if cp > 1:
-        # Each rank gets a chunk from the front and one from the back, so causal attention costs all ranks the same.
+        # A rank has one chunk of the front half and one of the back half: causal attention then costs all the same.
         divides(2 * cp, "model.seq_length", config.model.seq_length, "2 * parallel.context_parallel_size")
 
 
 def _check_transformer_engine(config: JobConfig) -> None:
-    """Check that no key requires Transformer Engine if the device or ``training.transformer_impl`` excludes it."""
+    """Check that no key needs Transformer Engine if the device or ``training.transformer_impl`` excludes it."""
     training = config.training
     without = [
         ("training.device", training.device, "cpu"),
@@ -119,7 +119,7 @@ def _check_transformer_engine(config: JobConfig) -> None:
 
 
 def needs_transformer_engine(config: JobConfig) -> list[tuple[str, object, str]]:
-    """Return key, value and constraint of every key whose value Megatron's local layers cannot train."""
+    """Return key, value and constraint of every setting that needs Transformer Engine's layers."""
     needs: list[tuple[str, object, str]] = []
     if config.parallel.context_parallel_size > 1:
         needs.append(("parallel.context_parallel_size", config.parallel.context_parallel_size, "must be 1"))
@@ -130,11 +130,11 @@ def needs_transformer_engine(config: JobConfig) -> list[tuple[str, object, str]]
 
 
 def require_local_layers(config: JobConfig, named: str, accepted: str, reason: str) -> None:
-    """Check that a job with the setting ``named`` can use Megatron's local layers, and that no other layers are chosen.
+    """Check that no key needs or chooses Transformer Engine, because the setting ``named`` needs the local layers.
 
     Args:
         accepted: values of ``training.transformer_impl`` that the error message names.
-        reason: why Transformer Engine's layers are not possible.
+        reason: why the layers of Transformer Engine do not support ``named``.
     """
     for key, value, constraint in needs_transformer_engine(config):
         require(False, key, value, f"{constraint} with {named}: only Transformer Engine can train this value")
@@ -152,4 +152,4 @@ CHECKS = (
     _check_backend,
     _check_transformer_engine,
 )
-"""All checks of this file. Those after the first one rely on sizes that fit the number of ranks."""
+"""All checks of this file. The checks after ``_check_sizes`` assume that the sizes fit the number of ranks."""

@@ -51,7 +51,7 @@ def _check_backend(config: JobConfig) -> None:
 
 
 def _check_unused(config: JobConfig) -> None:
-    # A key without effect is refused: the user would believe that experts have replicas.
+    # Without an algorithm these keys have no effect. They are refused, because the user expects expert replicas.
     for name in ("rebalance_interval_iterations", "schedule", "loads_file", "num_slots_per_rank"):
         value = getattr(config.placement, name)
         if value:
@@ -93,7 +93,7 @@ def _check_copies(config: JobConfig, name: str, value: int | None) -> None:
     feature = "" if config.placement.algorithm is None else " with placement.algorithm"
     constraint = f"must be in 1..{num_domains}{feature}, the number of failure domains of a pipeline stage"
     if num_domains == 1 and value > 1:
-        # The usual command of a first try has one node. An upper bound of 1 would not say what is missing.
+        # A first try often has one node. An upper bound of 1 would not explain that more nodes are needed.
         constraint = (
             f"must be 1{feature}, because the ranks of a pipeline stage are in one failure domain, and copies must be "
             f"in others; use more nodes than launch.num_nodes={config.launch.num_nodes}"

@@ -1,4 +1,4 @@
-"""Checks that many keys share. Each raises ``ConfigError``, which names key, value and constraint."""
+"""Checks of one value, such as a lower bound. Each raises ``ConfigError``, which names key, value and constraint."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ def above(bound: float, key: str, value: float | None) -> None:
 
 
 def share(key: str, value: float, *, closed: bool = False) -> None:
-    """Check that the value is at least 0 and below 1, or at most 1 if ``closed``."""
+    """Check that the value is at least 0 and below 1. With ``closed``, 1 is accepted, too."""
     inside = 0 <= value <= 1 if closed else 0 <= value < 1
     require(inside, key, value, f"must be in [0, 1{']' if closed else ')'}")
 
@@ -40,13 +40,13 @@ def one_of(choices: Iterable[str], key: str, value: str | None) -> None:
 
 
 def divides(divisor: int, key: str, value: int, of_what: str) -> None:
-    """Check that ``value`` is a multiple of ``divisor``. ``of_what`` is the name of the divisor in the message."""
+    """Check that ``value`` is a multiple of ``divisor``, which the message calls ``of_what``."""
     require(value % divisor == 0, key, value, f"must be a multiple of {of_what}={divisor}")
 
 
 def within_limit(limit: int | None, key: str, needed: int, advice: str) -> None:
-    """Check that ``needed`` does not exceed ``limit``, the value of ``key``; None means no limit. The message ends with
-    ``advice``, which names the consumers and how to lower their need."""
+    """Check that ``needed`` bytes do not exceed ``limit`` bytes, the value of ``key``; None means no limit. The message
+    ends with ``advice``, which names what uses the memory, and how to use less."""
     text = "" if limit is None else f"must be at least {needed} ({gib(needed)} instead of {gib(limit)}), {advice}"
     require(limit is None or needed <= limit, key, limit, text)
 

@@ -1,4 +1,4 @@
-"""Checks of keys for lost nodes, snapshots, the upstream log and membership schedules."""
+"""Checks of keys for recovery from lost nodes, snapshots, the upstream log and membership schedules."""
 
 from megatron_ft.config.checks.primitives import above, at_least, one_of, require, show
 from megatron_ft.config.job import JobConfig
@@ -9,7 +9,7 @@ from megatron_ft.records import FORMER_STRATEGIES
 from megatron_ft.topology import Topology
 
 MAX_OUTLIVE_SECONDS = 7 * 24 * 3600
-"""Largest value of ``snapshot.outlive_job_seconds``. Servers that no job takes over must not run forever."""
+"""Largest value of ``snapshot.outlive_job_seconds``. Snapshot servers that no job takes over must end."""
 _OUTLIVE = "snapshot.outlive_job_seconds"
 _REPAY = "snapshot.repay_capacity_share"
 _BUBBLES = "snapshot.copy_in_bubbles"
@@ -38,7 +38,7 @@ def _check_survival(config: JobConfig) -> None:
         f"recovery.min_nodes below launch.num_nodes={launch.num_nodes}, nodes.num_spare_nodes or nodes.max_nodes",
     )
     changes = _check_schedule(config)
-    # Slots are checked for the smallest membership that can occur, before the job starts.
+    # Slots are checked for the smallest membership that can occur, so that no later membership has too few.
     fewest = min(config.fewest_nodes, *(len(nodes) for nodes in nodes_over_time(launch.num_nodes, changes)))
     if recovery.keep_layout:
         _check_keeps_layout(config)
@@ -49,7 +49,7 @@ def _check_survival(config: JobConfig) -> None:
     feature = config.why_nodes_change or "a testing.membership_schedule"
     instead = ""
     if recovery.keep_layout:
-        # Other nodes take the lost places first. Without them, the job has fewer lanes, which needs expert replicas.
+        # Other nodes replace lost nodes first. Without such nodes the job gets fewer lanes, which needs replicas.
         feature = f"recovery.keep_layout=true and recovery.min_nodes={recovery.min_nodes}"
         if config.placement.algorithm is None:
             instead = f"; {_why_no_fewer_lanes(config)}"
@@ -63,7 +63,7 @@ def _check_survival(config: JobConfig) -> None:
 
 
 def _why_no_fewer_lanes(config: JobConfig) -> str:
-    """Return what a job without replica slots lacks to continue with fewer lanes after a loss."""
+    """Return the reason why a job without replica slots cannot continue with fewer lanes after a loss."""
     parallel = config.parallel
     num_expert_ranks = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or 1)
     windows = "the windows of the lost lane can be loaded only by as many ranks as have captured them"
@@ -80,8 +80,8 @@ def _why_no_fewer_lanes(config: JobConfig) -> str:
 
 
 def _check_strategies(config: JobConfig) -> None:
-    """Check ``recovery.strategies``: its names, the requirements of each strategy, and keys that need a certain
-    strategy.
+    """Check ``recovery.strategies``: the names, the values of keys that each strategy requires, and the strategies that
+    other keys require.
 
     Raises:
         ConfigError: a rule is violated; the message names key, value and constraint.
@@ -98,7 +98,7 @@ def _check_strategies(config: JobConfig) -> None:
     feature = f"{key}=[{','.join(names)}]"
     layout = recovery.keep_layout
     for name in names:
-        # In a kept layout, living_state does not require replicas: the job declines it if no copy of lost state exists.
+        # In a kept layout, living_state needs no replicas. Without copies of lost state, another strategy is used.
         needed = LIVING_PLACES if layout and name == "living_state" else REQUIREMENTS[name]
         _check_requirements(config, needed, feature)
     replays, is_used = "localized_replay" in names, bool({"localized_replay", "living_state", "rollback"} & set(names))
@@ -202,9 +202,9 @@ def _check_schedule(config: JobConfig) -> list[MembershipChange]:
 def _check_requirements(
     config: JobConfig, requirements: tuple[Requirement, ...], feature: str, instead: str = ""
 ) -> None:
-    # A requirement that only another layout or device would meet comes first: it can make the others pointless.
+    # Requirements without remedy come first: if the user cannot meet them, there is no need to meet the others.
     found = sorted(Requirement.unmet(config, requirements), key=lambda need: need.remedy is not None)
-    # Name all unmet requirements at once, because the user may be unable to change one of the last ones.
+    # Name all unmet requirements at once, because the user may be unable to meet one of them.
     others = [f"{need.key}={show(value_of(config, need.key))} {need.demand}" for need in found[1:]]
     also = f"; {feature} also requires: {', '.join(others)}" if others else ""
     for need in found[:1]:
@@ -250,7 +250,7 @@ def _check_slots(config: JobConfig, num_nodes: int, feature: str) -> None:
 
 
 def _check_upstream_log(config: JobConfig) -> None:
-    """Check ``upstream_log``. With ``recovery.keep_layout``, check that a replay of one stage gives the same bits.
+    """Check ``upstream_log``. With ``recovery.keep_layout``, check that a replay of one stage reproduces the same bits.
 
     Raises:
         ConfigError: a rule is violated; the message names key, value and constraint.
@@ -262,9 +262,9 @@ def _check_upstream_log(config: JobConfig) -> None:
 
 
 def _check_replays_exactly(config: JobConfig) -> None:
-    # A stage that replays reads its window, its samples and the logs of adjacent stages. Otherwise stages exchange only
-    # the values of the vote (gradient norm, overflow, loss scale), which are recorded, and the number of tokens, which
-    # each stage can count. The window contains the random number generators.
+    # A stage that replays reads its window (with the states of random number generators), its samples and the upstream
+    # logs of adjacent stages. Stages exchange nothing else except values of the vote (gradient norm, overflow, loss
+    # scale), which are recorded, and the number of tokens, which each stage can count.
     feature = "recovery.keep_layout=true"
     require(
         config.training.deterministic,
@@ -283,7 +283,7 @@ def _check_replays_exactly(config: JobConfig) -> None:
 
 
 def _check_partial(config: JobConfig) -> None:
-    """Check a job whose windows leave out experts: it must have experts, and single stages must not replay.
+    """Check that other keys allow windows that leave out experts: single stages must not replay, for example.
 
     Raises:
         ConfigError: a rule is violated, or the policy cannot be built.
@@ -324,7 +324,7 @@ def _check_partial(config: JobConfig) -> None:
 
 
 def _check_repayment(config: JobConfig) -> None:
-    """Check ``snapshot.repay_capacity_share``: an expert must have a capacity, and must be able to lose tokens."""
+    """Check ``snapshot.repay_capacity_share``: experts must have capacities, and windows must leave out experts."""
     share, model, policy = config.snapshot.repay_capacity_share, config.model, config.snapshot.policy
     if share is None:
         return
@@ -353,7 +353,7 @@ def _check_repayment(config: JobConfig) -> None:
 
 
 def _check_storage_bandwidth(config: JobConfig) -> None:
-    """Check ``snapshot.storage_bandwidth_bytes_per_second``: it must decide the number of experts of files."""
+    """Check ``snapshot.storage_bandwidth_bytes_per_second``: nothing else may decide how many experts files have."""
     snapshot, key = config.snapshot, "snapshot.storage_bandwidth_bytes_per_second"
     rate, policy = snapshot.storage_bandwidth_bytes_per_second, snapshot.policy
     if rate is None:
@@ -382,7 +382,7 @@ def _check_storage_bandwidth(config: JobConfig) -> None:
 
 
 def _check_bubbles(config: JobConfig) -> None:
-    """Check ``snapshot.copy_in_bubbles``: ranks must wait for messages of other stages, and must notice when."""
+    """Check ``snapshot.copy_in_bubbles``: ranks must wait for other stages, and the CPU must notice when they wait."""
     if not config.snapshot.copy_in_bubbles:
         return
     require(
@@ -454,4 +454,4 @@ def _check_snapshot(config: JobConfig) -> None:
 
 
 CHECKS = (_check_snapshot, _check_partial, _check_survival, _check_strategies, _check_upstream_log)
-"""All checks of this file. They rely on parallel sizes and slots that are valid."""
+"""All checks of this file. They assume that the parallel sizes and the slots are valid."""

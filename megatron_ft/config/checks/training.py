@@ -1,4 +1,4 @@
-"""Checks of length, batch size, policies, the optimizer and number formats."""
+"""Checks of the length of a run, batch size, reactions to bad iterations, optimizer, number formats, checkpoints."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ LARGEST_SEED = 2**31 - 1
 
 
 def _check_training(training: TrainingConfig) -> None:
-    """Check iterations, batch size, device and policies."""
+    """Check numbers of iterations, batch size, device, and reactions to bad iterations."""
     for name in ("train_iterations", "micro_batch_size", "global_batch_size", "eval_iterations", "num_threads"):
         at_least(1, f"training.{name}", getattr(training, name))
     at_least(1, "training.exit_at_iteration", training.exit_at_iteration)
@@ -51,7 +51,7 @@ def _check_training(training: TrainingConfig) -> None:
 
 
 def _check_evaluate_only(config: JobConfig) -> None:
-    """Check that a job that only evaluates has state to load, and does not capture state."""
+    """Check that a job with ``training.evaluate_only`` has state to load, and captures no windows."""
     if not config.training.evaluate_only:
         return
     checkpoint = config.checkpoint
@@ -71,7 +71,7 @@ def _check_evaluate_only(config: JobConfig) -> None:
 
 
 def _check_frozen(config: JobConfig) -> None:
-    """Check that a job with frozen parameters has experts, and that nothing else would change frozen state."""
+    """Check that a job with ``training.frozen`` has experts, and that no other key would change frozen parameters."""
     frozen, model = config.training.frozen, config.model
     one_of(("experts", "others"), "training.frozen", frozen)
     if frozen is None:
@@ -105,10 +105,10 @@ def _check_words(training: TrainingConfig) -> None:
 
 
 def _check_batch_size(config: JobConfig) -> None:
-    """Check ramp-up and number of samples, and that the schedule counts what the length of the run counts."""
+    """Check ramp-up and number of samples. Schedule and run length must both count samples, or both iterations."""
     derived = with_train_iterations(config).training.train_iterations
     training, optimizer = config.training, config.optimizer
-    # The launcher derives the number of iterations before this check.
+    # The entry point has already set the number of iterations that follows from the number of samples.
     require(
         training.train_iterations == derived,
         "training.train_iterations",
@@ -212,7 +212,7 @@ def _check_precision(precision: PrecisionConfig) -> None:
 
 
 def _check_update_backend(config: JobConfig) -> None:
-    """Check that the backend of the update is known, updates the state of this job, and runs on its device."""
+    """Check that the update backend exists, supports the formats of the optimizer state, and runs on the device."""
     backend, device = config.optimizer.update_backend, config.training.device
     one_of(UPDATE_BACKENDS, "optimizer.update_backend", backend)
     if backend == "torch":
@@ -230,7 +230,7 @@ def _check_update_backend(config: JobConfig) -> None:
 
 
 def _check_regime(precision: PrecisionConfig) -> None:
-    """Check that compute weights have the format that the regime names."""
+    """Check that ``params_dtype`` and ``fp8`` give compute weights the format that ``precision.regime`` names."""
     if precision.regime is None:
         return
     needs_fp8, named = precision.regime.startswith("fp8"), f"precision.regime={precision.regime}"
@@ -251,7 +251,7 @@ def _check_regime(precision: PrecisionConfig) -> None:
 
 
 def _check_fp8(config: JobConfig) -> None:
-    """Check a job whose linear layers have FP8 operands."""
+    """Check that all other keys allow linear layers with FP8 operands (``precision.fp8``)."""
     precision, parallel = config.precision, config.parallel
     if precision.fp8 is None:
         return
@@ -282,7 +282,7 @@ def _check_fp8(config: JobConfig) -> None:
 
 
 def _check_checkpoint(config: JobConfig) -> None:
-    """Check intervals of saves and the number of kept checkpoints."""
+    """Check intervals of saves, numbers of kept checkpoints, and that at most one checkpoint is loaded."""
     for name in ("save_interval_iterations", "keep_last", "keep_every_iterations"):
         at_least(0, f"checkpoint.{name}", getattr(config.checkpoint, name))
     weights = config.checkpoint.load_weights
