@@ -1,6 +1,6 @@
-"""Hydra at the entry point: composes the configuration, answers Hydra's options, and runs the jobs of a sweep.
+"""Composes the configuration with Hydra, executes Hydra's command-line options, and runs the jobs of a sweep.
 
-Only this file and ``tools/`` use Hydra. It imports neither torch nor Megatron.
+Only this file and ``tools/`` use Hydra. This file imports neither torch nor Megatron.
 """
 
 import contextlib
@@ -30,19 +30,19 @@ _NO_EFFECT = {
     "hydra.job_logging": "logs are in the run's folder",
     "hydra.hydra_logging": "logs are in the run's folder",
 }
-"""Keys of Hydra that would have no effect, each with a text that names the key to use instead, or the reason."""
+"""Maps each key of Hydra that would have no effect to a text: the key to use instead, or the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """A command line: Hydra's options, and overrides."""
+    """A parsed command line: Hydra's options, and overrides."""
 
     conf: Path
     """Folder of the configuration groups (``--config-path``)."""
     overrides: tuple[str, ...] = ()
     config_name: str = "config"
     config_dir: Path | None = None
-    """Additional folder of groups, for example of experiments outside the clone."""
+    """Additional folder of configuration groups, for example with experiments outside the clone."""
     cfg: str | None = None
     """Part of the configuration to print: ``job``, ``hydra`` or ``all``."""
     resolve: bool = False
@@ -98,11 +98,11 @@ class Options:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Return the folders with the files of configuration groups."""
+        """Return the folders that contain configuration groups: ``conf`` and, if given, ``config_dir``."""
         return (self.conf,) if self.config_dir is None else (self.conf, self.config_dir)
 
     def words(self, overrides: Sequence[str]) -> list[str]:
-        """Return the command line of a job with other overrides and the same files."""
+        """Return the command line of a job with ``overrides``, and with the configuration files of these options."""
         own = [f"--config-path={self.conf}", f"--config-name={self.config_name}"]
         own += [f"--config-dir={self.config_dir}"] if self.config_dir is not None else []
         return [*own, *overrides]
@@ -118,13 +118,13 @@ def _parser() -> Any:
     parser.prog = "pretrain_moe.py"
     parser.allow_abbrev = False
     parser.error = refuse
-    # Hydra defers this text in a way that argparse of newer Python versions does not accept.
+    # Hydra's text for this option is not a string, which argparse of newer Python versions does not accept.
     parser._option_string_actions["--shell-completion"].help = "Print the shell's code, with install=bash (zsh, fish)"
     return parser
 
 
 def answer(options: Options) -> bool:
-    """Answer an option that prints something and starts no job. Return False if there is no such option.
+    """Execute an option that prints something and starts no job. Return False if no such option is given.
 
     Raises:
         ConfigError: the configuration cannot be composed, or an option has a wrong value.
@@ -143,7 +143,7 @@ def answer(options: Options) -> bool:
         known, _ = _checked(options)
         root = logging.getLogger()
         before = root.level, root.handlers[:]
-        try:  # Hydra prints by a handler of the root logger
+        try:  # to print, Hydra changes the root logger
             with _errors(known), _initialized(options) as hydra:
                 hydra.show_info(options.info, config_name=options.config_name, overrides=list(known.values()))
         finally:
@@ -202,11 +202,11 @@ def compose(options: Options) -> tuple[JobConfig, str]:
 
 
 def compose_accepted(options: Options, found: Findings) -> tuple[JobConfig, str, Options] | None:
-    """Compose the configuration with the overrides that have no error. Add the errors of the others to ``found``.
+    """Compose the configuration from the overrides that have no error. Add the errors of other overrides to ``found``.
 
     Returns:
         The configuration as ``JobConfig`` and as YAML text, and the options with the accepted overrides. None if no
-        configuration can be composed, or if it would lack what a wrong option of ``experiment`` would have set.
+        configuration can be composed, or if ``experiment`` has a wrong option, so that many keys are unknown.
     """
     try:
         return *compose(options), options
@@ -220,10 +220,10 @@ def compose_accepted(options: Options, found: Findings) -> tuple[JobConfig, str,
         except ConfigError as error:
             wrong.append((error, keys_in(error)))
             due_to = _due_to(error, accepted)
-            if due_to is None:  # an error in a file, which concerns all keys
+            if due_to is None:  # no override is at fault, but a file
                 break
             del accepted[due_to]
-    # Errors of overrides are independent of each other, also if one of them suggests the key of another one.
+    # Report the errors of all overrides. A key that an error suggests does not make another error a consequence.
     for each, _ in wrong:
         found.add(each, at_fault=())
     found.blame(key for _, keys in wrong for key in keys)
@@ -236,8 +236,8 @@ def _divide(options: Options) -> tuple[dict[str, Any], list[tuple[ConfigError, l
     """Check each override alone.
 
     Returns:
-        The parsed overrides without an error, by their text, and the errors of the others, each with the keys or groups
-        that the override sets or, with another spelling, would set.
+        A mapping from the text of each override without an error to the parsed override. A list of the errors of all
+        other overrides, each with the keys or groups that the override sets, and that the error names.
     """
     from omegaconf import OmegaConf
 
@@ -253,7 +253,7 @@ def _divide(options: Options) -> tuple[dict[str, Any], list[tuple[ConfigError, l
             keys = [override.key_or_group]
             _checked(replace(options, overrides=(text,)))
             value = None if override.is_sweep_override() else override.value()
-            # An option of a group is no value, and entries of mappings that accept any key have no type.
+            # Types are not checked for options of groups, and for entries of mappings that accept any key.
             is_value = "." in keys[0] or isinstance(value, dict)
             if is_value and keys[0].partition(".")[0] in tree and open_key(keys[0]) in (None, keys[0]):
                 with _errors({keys[0]: text}):
@@ -265,7 +265,7 @@ def _divide(options: Options) -> tuple[dict[str, Any], list[tuple[ConfigError, l
 
 
 def _due_to(error: ConfigError, overrides: dict[str, Any]) -> str | None:
-    """Return the override that sets a key which the error names, or the key's group; None if there is none."""
+    """Return the override that sets a key which ``error`` names, or the key's group. Return None if there is none."""
     for key in keys_in(error):
         for name in (key, key.partition(".")[0]):
             for text, override in overrides.items():
@@ -284,12 +284,12 @@ def to_yaml(config: JobConfig) -> str:
 
 
 def named_keys(options: Options) -> list[str]:
-    """Return the keys and groups that the overrides name."""
+    """Return the keys and groups that the overrides set, without Hydra's own keys."""
     return [each.key_or_group for each in _parse(options.overrides) if not _is_hydras(each)]
 
 
 def _composed(options: Options) -> tuple[Any, Any, dict[str, str]]:
-    """Return the composed configuration, Hydra's own configuration, and the overrides that Hydra applied, by key."""
+    """Return the composed configuration, Hydra's own configuration, and a mapping from key to override for Hydra."""
     from omegaconf import OmegaConf, open_dict
 
     from megatron_ft.config.overrides import open_key
@@ -302,7 +302,7 @@ def _composed(options: Options) -> tuple[Any, Any, dict[str, str]]:
         with open_dict(tree):
             hydra_node = tree.pop("hydra")
         OmegaConf.set_struct(tree, False)
-        # Entries of mappings that accept any key. Hydra's overrides cannot add keys to such mappings.
+        # ``fields`` are entries of mappings that accept any key. Hydra's overrides cannot add such entries.
         for key, value in fields.items():
             mapping = open_key(key)
             if OmegaConf.select(tree, mapping) is None and (key != mapping or isinstance(value, dict)):
@@ -312,8 +312,8 @@ def _composed(options: Options) -> tuple[Any, Any, dict[str, str]]:
 
 
 def _checked(options: Options, *, allows_sweeps: bool = False) -> tuple[dict[str, str], dict[str, Any]]:
-    """Check the overrides. Return the texts of those that Hydra applies, and the values of entries of open mappings, by
-    key."""
+    """Check the overrides. Return two mappings: from each key that Hydra sets to the text of its override, and from
+    each entry of a mapping that accepts any key (``open_key``) to its value."""
     from megatron_ft.config.overrides import check_moved, check_override, open_key
 
     parsed = _parse(options.overrides)
@@ -328,7 +328,7 @@ def _checked(options: Options, *, allows_sweeps: bool = False) -> tuple[dict[str
         if _is_hydras(override):
             _check_hydra(key, value)
         else:
-            is_swept = sweeps and allows_sweeps  # its values are checked when the jobs are composed
+            is_swept = sweeps and allows_sweeps  # swept values are checked when the jobs are composed
             shown = None if is_swept else value
             check_override(key, shown, *options.folders, deletes=override.is_delete(), sweeps=sweeps and not is_swept)
         if open_key(key):
@@ -364,7 +364,7 @@ def _parse(overrides: Sequence[str], loader: Any = None) -> list[Any]:
 
 @contextlib.contextmanager
 def _initialized(options: Options) -> Iterator[Any]:
-    """Create Hydra with the folders of ``options``. Restore its global state at the end."""
+    """Yield a Hydra object that uses the folders of ``options``. Restore Hydra's global state after the block."""
     import hydra
     from hydra._internal.hydra import Hydra
     from hydra._internal.utils import create_config_search_path
@@ -383,7 +383,7 @@ def _initialized(options: Options) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _errors(given: dict[str, Any]) -> Iterator[None]:
-    """Convert errors of Hydra to ``ConfigError``. ``given`` maps keys to overrides, or to their values."""
+    """Convert Hydra's errors in the block to ``ConfigError``. ``given`` maps a key to its override, or to its value."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -408,7 +408,7 @@ class SweepJob:
     """One job of a sweep."""
 
     overrides: tuple[str, ...]
-    """All overrides of the job, its name included."""
+    """All overrides of the job, including ``run.name``."""
     swept: tuple[str, ...]
     """The overrides in which jobs of the sweep differ."""
     config: JobConfig
@@ -425,15 +425,15 @@ def is_sweep(options: Options) -> bool:
 
 
 def sweep_jobs(options: Options) -> list[SweepJob]:
-    """Return the jobs of a sweep, as Hydra's basic sweeper divides them. The last swept key changes fastest.
+    """Return a job for each combination of swept values, like Hydra's basic sweeper. The last swept key varies fastest.
 
     Raises:
-        ConfigError: an override is wrong, another sweeper is chosen, or two jobs would be the same run.
+        ConfigError: an override is wrong, another sweeper is chosen, or two jobs would have the same run folder.
     """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.errors import HydraException
 
-    with _initialized(options) as hydra:  # the loader finds the options that glob() means
+    with _initialized(options) as hydra:  # the loader lists the options that glob() matches
         loader = hydra.config_loader
     parsed = _parse(options.overrides, loader)
     plain = [text for text, each in zip(options.overrides, parsed, strict=True) if not each.is_sweep_override()]
@@ -474,11 +474,11 @@ def _is_hydras(override: Any) -> bool:
 def run_sweep(options: Options, script: Path) -> int:
     """Run the jobs of a sweep one after the other, each as a process of its own, and print one table at the end.
 
-    A configuration that is refused ends the sweep before its first job starts. A job that fails does not prevent the
-    next ones. A signal ends the running job as usual, and no further job starts.
+    A configuration that is refused ends the sweep before the first job starts. After a job fails, the next jobs still
+    run. A signal ends the running job as usual, and no further job starts.
 
     Returns:
-        Exit code of the first job that failed, otherwise 0.
+        Exit code of an interrupted job after a signal, otherwise of the first job that failed; 0 if all succeeded.
 
     Raises:
         ConfigError: a configuration is refused.
@@ -518,10 +518,10 @@ def run_sweep(options: Options, script: Path) -> int:
 
 
 def sweep_table(jobs: Sequence[SweepJob], codes: Sequence[int]) -> str:
-    """Return the table of a sweep: one line for each job, with figures of its run's ``summary.json``.
+    """Return the table of a sweep: one line for each job, with figures from ``summary.json`` of the job's run.
 
     Args:
-        codes: exit codes of the jobs that ran, in their order.
+        codes: exit codes of the jobs that ran, in the order of ``jobs``.
     """
     rows = [("job", "exit code", "iterations", "final loss", "validation", "seconds", "run", "overrides")]
     for number, job in enumerate(jobs):
@@ -539,7 +539,7 @@ def sweep_table(jobs: Sequence[SweepJob], codes: Sequence[int]) -> str:
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:
-    """Return the run's summary; empty if the job has not written one."""
+    """Return the content of the run's ``summary.json``; empty if the job has not written this file."""
     path = run_dir / "summary.json"
     if not path.exists():
         return {}
@@ -549,7 +549,7 @@ def _summary(run_dir: Path) -> dict[str, Any]:
 
 
 def check_not_a_rank(launcher: str) -> None:
-    """Refuse a sweep in a process that another launcher has started as a rank.
+    """Refuse a sweep in a process that ``launcher`` (torchrun or srun) has started as a rank.
 
     Raises:
         ConfigError: ``launcher`` is not ``local``.

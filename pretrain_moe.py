@@ -51,12 +51,12 @@ _REQUIRED = (
 )
 """Packages without which no job can start."""
 _REFUSAL_SECONDS = 30.0
-"""Longest time that a rank waits for the launcher to end it. After this time, it reports the error itself."""
+"""Longest time that a rank waits until the launcher ends the rank. After this time, the rank reports the error."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command line. Write each error to stderr as one line, root causes first. Return the exit code; ``--help``
-    lists the codes."""
+    """Run one command line. Write each error to stderr as one line, without errors that only follow from others.
+    Return the exit code; ``--help`` lists the codes."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not CONF.is_dir():
         print(
@@ -173,12 +173,12 @@ def _continue_run(
     named = hydra_entry.named_keys(options)
     now = continued(recorded, config, defaults, named)
     if now.launch.mode in ("torchrun", "srun") and "launch.mode" not in named:
-        # The launcher of the newest job need not be the launcher of this one.
+        # The newest job may have had another launcher than this job.
         now = dataclasses.replace(now, launch=dataclasses.replace(now.launch, mode=detect(os.environ)))
     found = changes(recorded, now)
     check_names(config.run.allow_change, now)
     allowed = check_allowed(found, config.run.allow_change)
-    # The newest checkpoint may still have the settings of a time before an earlier permission.
+    # Keys that earlier jobs were allowed to change stay allowed: the newest checkpoint may be older than the change.
     allowed = list(dict.fromkeys([*recorded.run.allow_change, *allowed]))
     now = dataclasses.replace(now, run=dataclasses.replace(now.run, allow_change=allowed))
     text = "; ".join(map(str, found))
@@ -187,13 +187,13 @@ def _continue_run(
 
 
 def _note(text: str) -> None:
-    """Print a note, unless another rank of this node prints it."""
+    """Print a note. If this process is a rank, print it only on the first rank of the node."""
     if not _another_rank_reports():
         print(f"note: {text}", file=sys.stderr)
 
 
 def _reached_end(config: JobConfig) -> str | None:
-    """Return a sentence if the known run has nothing left to do, otherwise None. Only complete checkpoints count."""
+    """Return a note if the continued run has a complete checkpoint of the last iteration, and so nothing left to do."""
     from megatron_ft.snapshot.storage.checkpoints import list_checkpoints
 
     run_dir = _known_run(config)
@@ -312,8 +312,8 @@ def _choose_checkpoint(config: JobConfig, config_yaml: str) -> tuple[JobConfig, 
 
 
 def _check_source(inspected: "_Inspected", found: "Findings") -> None:
-    """Check the checkpoint of ``checkpoint.load`` or ``checkpoint.load_weights`` from which a new run would start. It
-    is compared with the job only if the job has no errors. Errors are added to ``found``."""
+    """Check the checkpoint of ``checkpoint.load`` or ``checkpoint.load_weights`` from which a new run would start. The
+    models of checkpoint and job are compared only if the job has no errors. Errors are added to ``found``."""
     config, data = inspected.config, inspected.data
     checkpoint, run_dir = config.checkpoint, _known_run(config)
     source = checkpoint.load or checkpoint.load_weights
@@ -336,8 +336,8 @@ def _check_source(inspected: "_Inspected", found: "Findings") -> None:
 
 
 def _check_resume(config: JobConfig, data_summary: "DataSummary") -> None:
-    """Check that a resumed run has the settings with which its state was saved, before the job claims the run's folder
-    or starts a rank. A dry run does not compare the data, because it does not index them.
+    """Check that a resumed run has the settings with which its state was saved. This happens before the job claims the
+    run's folder or starts a rank. A dry run does not compare the training data, because it does not index them.
 
     Raises:
         CheckpointError: settings differ; the message names each key.
@@ -435,7 +435,7 @@ def _keys(overrides: list[str]) -> set[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Inspected:
-    """A configuration, and what was read for it. What could not be read, because of an error, is None."""
+    """A checked configuration, with results of reading its files and choosing its device. None: an error occurred."""
 
     config: JobConfig
     """Configuration with default values of the keys at fault."""
@@ -447,7 +447,7 @@ class _Inspected:
 
     @property
     def on_its_device(self) -> JobConfig:
-        """Return the configuration with the device of this machine, if it is known."""
+        """Return the configuration with the chosen device; unchanged if no device could be chosen."""
         from megatron_ft.config.validate import on_device
 
         return self.config if self.choice is None else on_device(self.config, self.choice.device)
@@ -463,7 +463,7 @@ class _Inspected:
 
         config, choice, data = self.config, self.choice, self.data
         assert choice is not None and data is not None, "a configuration without errors has a device and data"
-        # These numbers depend only on the configuration, so a dry run on another machine gives the same ones.
+        # Numbers of slots and prebuilt parts depend only on the configuration. Dry runs elsewhere give the same plan.
         derived, reason = with_slots(self.on_its_device, choice.device, lambda: data)
         derived, prebuilt_reason = with_prebuilt_parts(derived, choice.device, lambda: data)
         return JobPlan.of(
@@ -484,7 +484,7 @@ class _Inspected:
 def _inspect(config: JobConfig, facts: "DeviceFacts", found: "Findings", *, may_be_elsewhere: bool) -> _Inspected:
     """Check a configuration, choose the device, and read the files that it names. Errors are added to ``found``.
 
-    After an error, the built-in corpus is not indexed, which would take seconds.
+    After an error, the built-in corpus is not indexed, because this would take seconds.
     """
     from megatron_ft.config.findings import find_errors
     from megatron_ft.config.validate import CHECKS
@@ -537,7 +537,7 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
 
 
 def observe_here(*, asks_memory: bool = False) -> "DeviceFacts":
-    """Detect the devices of this machine that this process may use."""
+    """Detect the devices that this process may use and, with ``asks_memory``, the memory of each GPU."""
     from megatron_ft.doctor.devices import observe_devices
 
     return observe_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), asks_memory=asks_memory)

@@ -16,6 +16,6 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     raise SystemExit(ConfigError.exit_code)
 
 
-# A command imports modules of the project before its ``main`` runs, so ``main`` cannot report what they lack. Python
-# calls this function for an error that nothing catches.
+# A command imports modules of the project before its ``main`` runs. So ``main`` cannot report that a package is
+# missing. Python calls this function for every exception that is not caught.
 sys.excepthook = _report

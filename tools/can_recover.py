@@ -60,7 +60,7 @@ from megatron_ft.snapshot.window import Window
 from megatron_ft.telemetry.read import read_events, read_metrics
 
 NUM_MEASURED = 50
-"""Number of newest iterations from whose median duration the tool estimates times."""
+"""Number of newest iterations whose median duration is the basis of predicted times."""
 _VOCABULARY = 1
 """Placeholder for a vocabulary size that only the tokenizer knows. No result of this tool depends on it."""
 
@@ -72,10 +72,10 @@ class Answer:
     cost: Cost
     num_operators: int
     seconds_again: float | None
-    """Time for the iterations that would run again, at the measured pace of the run; None if it is not known."""
+    """Seconds for the iterations that would run again, from the median duration of an iteration; None if unknown."""
     seconds_to_continue: float | None
-    """Median duration of earlier changes of membership in the run. None if there were no such
-    changes, or if all ranks would start again."""
+    """Median duration of earlier changes of membership in the run, in seconds. None if there were no such changes, or
+    if ``living_state`` would not be used."""
     notes: tuple[str, ...] = ()
     device: str = "cpu"
     """Device for which the result is valid: ``cpu`` or ``cuda``."""
@@ -124,7 +124,7 @@ class Run:
         return cls(path=path, config=config, events=events, layout=layout, is_running=is_running, status=status)
 
     def facts(self, plans: Sequence[PlacementPlan], snapshot: SnapshotReport | None) -> RecoveryFacts:
-        """Return the facts of the job, with those that only its controller and its events show."""
+        """Return the facts on which recovery strategies decide, including facts from the controller and the events."""
         facts, status = RecoveryFacts.of(self.config, plans, snapshot, self.layout), self.status
         num_nodes = self.config.launch.num_nodes
         has_changed = any(len(nodes) != num_nodes for nodes in nodes_since_restart(self.events))
@@ -140,7 +140,7 @@ class Run:
         )
 
     def placement(self) -> tuple[list[PlacementPlan], list[Any] | None]:
-        """Return the current placement of each stage, and the loads that each placement was planned for.
+        """Return the current placement of each stage, and the loads from which the placements were planned.
 
         For a job without expert replicas, return an empty list and None.
 
@@ -169,7 +169,7 @@ class Run:
         return plans, loads
 
     def stored(self) -> tuple[Stored, tuple[str, ...]]:
-        """Return the stored state of the run, and a note on each damaged or foreign state that was skipped."""
+        """Return the stored states of the run, and a note on each state that is damaged or belongs to another run."""
         metrics = read_metrics(self.path)
         identity = self._identity()
 
@@ -250,7 +250,7 @@ def since_start(events: Sequence[Record]) -> Sequence[Record]:
 
 
 def nodes_since_restart(events: Sequence[Record]) -> list[tuple[int, ...]]:
-    """Return the nodes of each membership since the ranks were started, or started again, most recently."""
+    """Return the nodes of each membership since the newest start or restart of the ranks."""
     found: list[tuple[int, ...]] = []
     for event in since_start(events):
         if isinstance(event, RanksRestarted):
@@ -261,8 +261,8 @@ def nodes_since_restart(events: Sequence[Record]) -> list[tuple[int, ...]]:
 
 
 def windows_in_memory(events: Sequence[Record]) -> list[WindowCommitted]:
-    """Return the windows that were committed since the number of ranks changed: only as many ranks can load a
-    window."""
+    """Return the windows committed since the number of ranks last changed. Earlier windows cannot be loaded, because a
+    window needs the number of ranks that captured it."""
     found: list[WindowCommitted] = []
     num_ranks = None
     for event in since_start(events):
@@ -275,8 +275,8 @@ def windows_in_memory(events: Sequence[Record]) -> list[WindowCommitted]:
 
 
 def placed_from(events: Sequence[Record]) -> int:
-    """Return the first iteration with the present placement of experts, if experts have moved since the ranks were
-    started, or started again; otherwise 0."""
+    """Return the first iteration with the present placement of experts. Return 0 if experts have not moved since the
+    newest start or restart of the ranks."""
     first = 0
     for event in since_start(events):
         if isinstance(event, RanksReady | RanksRestarted):
@@ -287,8 +287,8 @@ def placed_from(events: Sequence[Record]) -> int:
 
 
 def layout_of(config: JobConfig, events: Sequence[Record], members: Sequence[int] | None = None) -> MembershipLayout:
-    """Return the layout of the newest recorded membership, or of the start if no change is recorded. ``members`` are
-    the current nodes of a job that runs. If they differ from the records, the layout is computed for these nodes."""
+    """Return the layout of the newest membership in ``events``, or of the start if no change is recorded. ``members``
+    are the current nodes of a running job. If they differ from the recorded nodes, return the layout of ``members``."""
     layouts, first = JobLayouts.of(config), tuple[int, ...]()
     changes: list[Record] = []
     for event in since_start(events):
@@ -420,14 +420,14 @@ def render(answer: Answer) -> str:
 
 
 def _held(cost: Cost) -> str:
-    """Return the words for operators whose current state is left; they depend on whether the recovery uses it."""
+    """Return the words that follow the number of operators whose current state survives the loss."""
     if cost.keeps_processes:
         return "keep their current state"
     return "have their current state on remaining nodes, but the recovery does not use this state"
 
 
 def grouped(operators: Sequence[OperatorId]) -> str:
-    """Format operators, with consecutive experts of a layer as a range: ``2.gate, 2.expert.0-3``."""
+    """List operators as text, with consecutive experts of a layer as a range: ``2.gate, 2.expert.0-3``."""
     names: list[str] = []
     run: list[OperatorId] = []
     for operator in [*operators, None]:

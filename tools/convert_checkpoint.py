@@ -1,10 +1,10 @@
 """Convert checkpoints: to Hugging Face folders and back, to Megatron-LM, to weights, to MoE models, and from windows.
 
 ``to-hf`` writes a folder with safetensors files, an index and ``config.json`` from a checkpoint of any parallel layout.
-``from-hf``, ``weights`` and ``average`` write a checkpoint that contains only weights: the weights of a folder, the
-weights of a checkpoint, and the mean of several checkpoints. ``upcycle`` makes the weights of an MoE model from those
-of a dense model. A run starts from them with ``checkpoint.load_weights``. ``to-megatron`` writes a folder that
-Megatron-LM loads. ``from-window`` starts a job that replays a window of snapshots, and writes a dense checkpoint.
+Four commands write a checkpoint with only weights, which ``checkpoint.load_weights`` loads: ``from-hf`` from a Hugging
+Face folder, ``weights`` from a checkpoint, ``average`` as the mean of several checkpoints, and ``upcycle`` for an MoE
+model from the weights of a dense model. ``to-megatron`` writes a folder that Megatron-LM loads. ``from-window`` starts
+a job that replays a window of snapshots, and writes a dense checkpoint.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from megatron_ft.errors import EXIT_INTERRUPTED, ConfigError, MegatronFtError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert, and return the exit code of the error, or 0."""
+    """Run the command line. Return 0, or the exit code of an error."""
     arguments = _parse(argv)
     from megatron_ft.mcore.device.install import ignore_missing_packages
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    # As Ctrl-C does: the error removes what is incomplete.
+    # SIGTERM has the effect of Ctrl-C: incomplete results are removed while the exception is handled.
     raise KeyboardInterrupt
 
 
@@ -238,7 +238,7 @@ SHOWN = tuple(
         *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
     )
 )
-"""Keys of the model that commands print, so that they can be copied to the command line of a run with the weights."""
+"""Keys that commands print with their values, so that users can copy them to the command line of a new run."""
 
 
 def _word(value: Any) -> str:
@@ -274,7 +274,7 @@ class Progress:
             _tell(self._left)
 
     def __call__(self, line: str) -> None:
-        """Print ``line``, or keep it until the next one."""
+        """Print ``line``. Too soon after another line, only keep it, until the next call or the end of the block."""
         now = self._clock()
         if self._is_terminal or now >= self._next_seconds:
             self._next_seconds, self._left = now + self.SECONDS, None

@@ -1,11 +1,11 @@
-"""Checks a machine before a job is submitted to it. Each finding says how to fix the problem.
+"""Checks a machine before a job is submitted to it. Prints each problem, and how to fix it.
 
     python -m tools.doctor model=moe_tiny launch.num_nodes=2 snapshot=sparse_window
     srun --nodes=1 python -m tools.doctor --nodes-here 1 <overrides of the job>
 
 The arguments are the overrides of the job. The tool checks ports, interfaces, memory, limits, the run's file system,
-clocks, devices and versions. It starts no processes of the job. Exit code 0: no problem; 1: warnings, if --strict is
-given; 2: a problem that would make the job fail.
+clocks, devices and versions. It starts no processes of the job. Exit code 0: no problem; 1: only warnings, and --strict
+is given; 2: a problem that would make the job fail.
 """
 
 import argparse

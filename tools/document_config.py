@@ -1,6 +1,6 @@
 """Writes docs/configuration.md from the docstrings of the configuration's dataclasses: every key with its type, default
-and meaning. Also writes the table of docs/recovery.md from the requirements of the recovery strategies, and that of
-docs/from-megatron-lm.md from the answers to Megatron-LM's flags."""
+and meaning. Also writes the table in docs/recovery.md from the requirements of the recovery strategies, and the table
+in docs/from-megatron-lm.md from the answers to Megatron-LM's flags."""
 
 import argparse
 import sys
@@ -40,7 +40,7 @@ _REQUIRED_BEFORE = {
     },
     "rollback": {"snapshot.policy": "must be given"},
 }
-"""Former requirements of each recovery strategy, by key: those before strategies could be used with all layouts."""
+"""Requirements of each recovery strategy, by key, in earlier versions, which supported only some layouts."""
 
 INTRODUCTION = """\
 # Configuration
@@ -119,7 +119,7 @@ def megatron_page() -> str:
     rows: list[str] = []
     for section, of_section in groupby(flags().values(), key=lambda flag: flag.section):
         rows += ["", f"### {section}", "", "| Megatron-LM | here |", "|---|---|"]
-        # A key with its own flag has a row. Flags with one reason share a row.
+        # Consecutive flags that have no key, for the same reason, share a row. Other flags have rows of their own.
         for shared, alike in groupby(of_section, key=_shared):
             group = list(alike)
             rows += [_flag_row(group)] if shared else [_flag_row([flag]) for flag in group]

@@ -16,7 +16,7 @@ _BEGIN, _END = "<!-- generated: {name} -->", "<!-- end of {name} -->"
 
 
 def field_meanings(kind: type[Record]) -> dict[str, str]:
-    """Return the docstring below each field of a record class, by the name of the field."""
+    """Map the name of each field of a record class to the docstring below the field."""
     (node,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(node, ast.ClassDef), f"{kind} has no class source"
     return {

@@ -70,7 +70,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def table(translation: Translation) -> str:
-    """Return the answers as text, by kind, then the command."""
+    """Return the translation as text: the answers, grouped by kind, then the command that starts the job."""
     lines = []
     for kind, meaning in _MEANINGS.items():
         answers = translation.with_kind(kind)

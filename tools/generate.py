@@ -22,7 +22,7 @@ from megatron_ft.snapshot.storage.checkpoints import newest_valid
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the prompt with its continuation. Return the exit code of the error, or 0."""
+    """Print the prompt with its continuation. Return 0, or the exit code of an error."""
     arguments = _parse(argv)
     try:
         return _generate(arguments)
@@ -63,7 +63,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _find(path: Path, run: Path | None) -> tuple[Path, JobConfig]:
-    """Return the checkpoint that ``path`` names, and the configuration of its run, or of ``run``.
+    """Return the checkpoint (``path``, or the newest of run ``path``) and the configuration of its run, or of ``run``.
 
     Raises:
         CheckpointError: there is no undamaged checkpoint. DataError: the configuration cannot be read.
@@ -84,7 +84,7 @@ def _find(path: Path, run: Path | None) -> tuple[Path, JobConfig]:
 
 
 def _in_one_process(config: JobConfig, arguments: argparse.Namespace) -> JobConfig:
-    """Return the configuration of a job of one rank with the same model. Raises ConfigError."""
+    """Return ``config`` changed to a job of one rank with the same model. Raises ConfigError."""
     if config.model.router != "learned":
         raise ConfigError.of(
             "model.router", config.model.router, "must be learned: forced routing does not depend on the text"
@@ -106,7 +106,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron cannot run on a CPU if it sees a GPU
     from megatron_ft.mcore.device.install import install
 
-    # Before any other import of Megatron, because it patches what Megatron imports.
+    # Must run before any other import of Megatron, because ``install`` patches modules that Megatron imports.
     device, transformer_impl = install(config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch and Megatron warn about calls in their own code

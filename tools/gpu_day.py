@@ -4,7 +4,7 @@
     python tools/gpu_day.py nccl --budget 570 --out day
     python tools/gpu_day.py first --stages facts recovery
 
-Every stage is a process with its own time limit. A stage that fails, hangs or dies does not stop the others. The result
+Every stage is a process with its own time limit. If a stage fails, hangs or dies, the next stages still run. The result
 of each stage is printed and written as one JSON line when the stage ends; a table follows at the end. Without a GPU,
 each stage runs its code on the CPU over gloo with small sizes, and writes nothing to benchmarks/results.
 docs/gpu-day.md describes the stages and their purpose.

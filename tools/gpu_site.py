@@ -1,5 +1,5 @@
-"""Unpacks missing packages into a folder beside the repository, for a GPU machine without a network (``make
-gpu-site``).
+"""Downloads and unpacks packages that a GPU machine without a network lacks, into a folder that is copied to the
+machine (``make gpu-site``).
 
     python tools/gpu_site.py .gpu-site
     PYTHONPATH=.gpu-site:. python3 tools/gpu_day.py first
@@ -31,7 +31,7 @@ LOCK = ROOT / "requirements" / "train.lock"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fill the folder with packages. Return 0 if all packages are in it."""
+    """Run the command line. Return 0 if the folder contains all packages, otherwise 1."""
     head, _, rest = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         prog="gpu_site", description=head, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _inject(options: argparse.Namespace) -> list[str]:
-    """Inject the requested failures. Return a description of each that could not be injected. Raises
+    """Inject the requested failures. Return a description of each failure that could not be injected. Raises
     MegatronFtError."""
     _check(options)
     with AdminClient(options.run_dir) as operator:

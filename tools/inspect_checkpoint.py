@@ -1,8 +1,8 @@
 """Inspect dense checkpoints and windows of this project, and Hugging Face folders.
 
 ``list`` prints name, dtype, shape and bytes of every tensor. ``verify`` reads all files and reports damage. ``diff``
-compares two of them tensor by tensor; its exit code is 1 if they differ. ``strategies`` prints which recovery
-strategies can use it, and whether a new run can start from it; its exit code is 5 if it is damaged.
+compares two checkpoints, windows or folders tensor by tensor; its exit code is 1 if they differ. ``strategies`` prints
+which recovery strategies can use the state, and whether a new run can start from it; exit code 5 reports damage.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from megatron_ft.errors import CheckpointError, ConfigError, MegatronFtError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Inspect, and return the exit code of the error, 1 for a difference, or 0."""
+    """Run the command line. Return the exit code of an error, 1 if ``diff`` finds a difference, or 0."""
     arguments = _parse(argv)
     from megatron_ft.mcore.device.install import ignore_missing_packages
 

@@ -1,7 +1,7 @@
 """Writes requirements/*.lock: every package of an installation, with the hashes of all its files (``make lock``).
 
 Versions come from requirements/constraints.txt. ``uv`` finds the packages of an installation on each supported Python
-version, and reads their hashes from the package index. No lock contains torch, because users choose its build.
+version, and reads their hashes from the package index. No lock contains torch, because users choose a build of torch.
 torch.lock contains the packages that CPU builds of torch need, and the packages needed to build packages without a
 wheel. megatron-*.lock contain other releases of Megatron-Core than the one in train.lock (``make MEGATRON=...``).
 """
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _hashes(uv: str, pins: Iterable[Pin], python: str, kinds: tuple[str, str]) -> dict[Pin, tuple[str, ...]]:
-    """Return the package index's hashes of the pins that apply to a Python version."""
+    """Return the hashes, from the package index, of the pins whose ``pythons`` is in ``kinds``."""
     wanted = [pin for pin in pins if pin.pythons in kinds]
     plain = {Pin(pin.name, pin.version): pin for pin in wanted}
     with tempfile.TemporaryDirectory() as folder:

@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Placement plan with its survival probabilities."""
+    """Placement plan with survival probabilities. ``joint`` has those of all layers together."""
 
     allocations: tuple[Allocation, ...]
     """Replica counts computed for each layer; empty if the counts were given on the command line."""
@@ -171,8 +171,8 @@ def flag(name: str) -> str:
 def demand(
     options: argparse.Namespace,
 ) -> tuple[list[list[float]] | None, tuple[Allocation, ...], list[tuple[int, ...]]]:
-    """Return loads, allocations and replica counts of each layer. Counts from the command line form one layer without
-    loads."""
+    """Return the loads, the allocation and the replica counts of each layer. With ``--replica-counts``, there is only
+    one layer, and no loads (None) and no allocations."""
     num_slots = options.num_nodes * options.slots_per_node
     if options.replica_counts is not None:
         counts = parse_counts(options.replica_counts)
@@ -203,8 +203,8 @@ def read_loads(options: argparse.Namespace) -> Tokens:
 
 
 def chosen_algorithm(options: argparse.Namespace, lost: Sequence[int]) -> PlacementAlgorithm:
-    """Return the chosen placement algorithm. A search optimizes the survival of each requested number of lost
-    nodes with equal weights."""
+    """Return the chosen placement algorithm. ``overlap_search`` optimizes the survival of each number of lost nodes in
+    ``lost``, with equal weights."""
     if options.algorithm != "overlap_search":
         return ALGORITHMS[options.algorithm]()
     return search_for(lost, options.num_nodes, options.survival_share or 0.0)
@@ -218,8 +218,8 @@ def search_for(lost: Sequence[int], num_nodes: int, survival_share: float = 0.0)
 
 
 def curve(options: argparse.Namespace) -> list[TradeoffPoint]:
-    """Measure survival and balance for each number of slots per node. The first number is the smallest with space for
-    the minimum number of replicas of every expert; the last is ``--slots-per-node``."""
+    """Compute survival and balance for each number of slots per node. The first number is the smallest with which every
+    expert has its minimum number of replicas. The last number is ``--slots-per-node``."""
     check(options)
     lost, loads = lost_of(options), read_loads(options).tolist()
     fewest = min(-(-floor_of(options) * len(loads[0]) // options.num_nodes), options.slots_per_node)
@@ -247,7 +247,7 @@ def curve_table(points: Sequence[TradeoffPoint]) -> str:
 
 
 def draw_curve(points: Sequence[TradeoffPoint], path: Path) -> None:
-    """Draw balance against the survival of the largest number of lost nodes, one line for each number of slots."""
+    """Draw imbalance over the survival of the largest number of lost nodes. Each number of slots has its own line."""
     figure = new_figure()
     axes = figure.subplots()
     for num_slots in sorted({point.num_slots for point in points}):

@@ -91,7 +91,7 @@ def draw(metrics: Sequence[Metrics], events: Sequence[Record], *, title: str) ->
 
 
 def _draw_figures(figure: Any, metrics: Sequence[Metrics], events: Sequence[Record]) -> None:
-    """Draw the loss with evaluations on the left, and learning rate and gradient norm on the right."""
+    """Draw the losses of training and evaluations on the left, learning rate and gradient norm on the right."""
     panels = figure.subplot_mosaic([["loss", "learning_rate"], ["loss", "grad_norm"]], width_ratios=(2.2, 1))
     _draw_loss(panels["loss"], metrics, events)
     for name, label, colour in SECONDARY:
@@ -121,7 +121,7 @@ def _draw_loss(panel: Any, metrics: Sequence[Metrics], events: Sequence[Record])
 
 
 def _draw_expert_load(figure: Any, loads: Sequence[ExpertLoad]) -> None:
-    """Draw a heat map for each MoE layer: experts upwards, iterations to the right. White means the mean."""
+    """Draw a heat map of at most ``MAX_LAYERS`` MoE layers: experts over iterations. White is the even share."""
     layers = list(zip(*(load.layers for load in loads), strict=True))
     numbers = loads[0].layer_numbers or tuple(range(1, len(layers) + 1))
     count = min(MAX_LAYERS, len(layers))
@@ -150,7 +150,7 @@ def _draw_layer(panel: Any, loads: Sequence[ExpertLoad], layer: Sequence[Sequenc
 
 
 def _resumes(events: Sequence[Record]) -> list[int]:
-    """Return the iterations from which the run was resumed."""
+    """Return the iterations of the saved states from which the run was resumed."""
     started = [event.resumed_from_iteration for event in events if isinstance(event, RunStarted)]
     return [iteration for iteration in started if iteration is not None]
 

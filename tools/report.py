@@ -4,8 +4,8 @@
     python -m tools.report runs/moe_tiny-001 --out page.html
     python -m tools.report runs/moe_tiny-001 --live             # writes it again while the run continues
 
-The page loads no other files. It is made from events.jsonl, metrics.jsonl, decisions.jsonl and placements/ of the run,
-which may still be running.
+The page loads no other files. Its content comes from events.jsonl, metrics.jsonl, decisions.jsonl and placements/ in
+the run's folder. The run may still be running.
 """
 
 import argparse

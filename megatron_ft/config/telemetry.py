@@ -48,8 +48,8 @@ class TelemetryConfig:
     wandb_entity: str | None = None
     """Entity (user or team) in wandb; null means the default entity of the user."""
     alert_single_loss_survival: float | None = 1.0
-    """Alert if the probability that the job survives the loss of one failure domain without a restart is below this
-    limit. The probability is known only for jobs that recover by expert replicas (``recovery.min_nodes``). null: no alert."""
+    """Alert if the probability to survive the loss of one failure domain without a restart is below this limit. The
+    probability is known only for jobs that recover by expert replicas (``recovery.min_nodes``). null: no alert."""
     alert_stall_share: float | None = 0.05
     """Alert if, over five windows, training waits for captures for more than this share of the time. null: no alert."""
     alert_windows_behind: float | None = 3.0

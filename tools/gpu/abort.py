@@ -32,7 +32,7 @@ _PAUSE_SECONDS = 0.005
 
 
 def run(day: Day) -> None:
-    """Run a trial for each way to lose a rank."""
+    """Run a trial for each way to lose a rank: killed or stopped."""
     transport, ours = find_transport(day), surviving()
     for how in SIGNALS:
         with day.part(how):
@@ -45,8 +45,8 @@ def run(day: Day) -> None:
 
 
 def surviving() -> dict[str, str]:
-    """Return the environment variables for a CUDA job that must survive the loss of nodes. With torch's defaults, a
-    rank ends when its communicators are aborted."""
+    """Return the environment variables of ranks in a CUDA job that must survive the loss of nodes. With torch's default
+    settings, a rank ends when its communicators are aborted."""
     job = JobConfig()
     job.training.device = "cuda"
     job.launch.num_nodes, job.recovery.min_nodes, job.recovery.keep_processes = 2, 1, True
@@ -54,7 +54,7 @@ def surviving() -> dict[str, str]:
 
 
 def _record_defaults(day: Day, transport: Transport) -> None:
-    """Record what happens to the other ranks with torch's default settings. These figures are not judged; they show why
+    """Record what happens to the other ranks with torch's default settings. The figures are not checked; they show why
     ``surviving`` sets other values."""
     try:
         report: Any = run_trial(day, transport, "killed", {}, judged=False)
@@ -126,7 +126,7 @@ def _slowest(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _wait_until_lost(lost: ranks.RankProcess, how: str, deadline: float) -> None:
-    """Wait until the rank has ended or, if ``how`` is a stop, until its process is stopped.
+    """Wait until the process of rank ``lost`` has ended (``how`` is ``killed``) or is stopped (``stopped``).
 
     Raises:
         RuntimeError: the rank continued to run.
@@ -170,7 +170,7 @@ def be_rank(
     if place.rank == place.world_size - 1:
         work = dist.all_reduce(tensor, async_op=True)
         os.kill(os.getpid(), SIGNALS[how])
-        work.wait()  # not reached by a rank that is killed, and by one that is stopped only if it is continued
+        work.wait()  # a killed rank does not reach this; a stopped rank does only if it is continued
         raise RuntimeError(f"the rank was not {how}")
     breaker = _Breaker(pipe, transports)
     breaker.start()
@@ -208,7 +208,7 @@ def be_rank(
 
 
 class _Breaker(threading.Thread):
-    """Aborts all communicators of this process on request. Its thread does this while the main thread waits in a
+    """Thread that aborts all communicators of this process on request, while the main thread waits in a
     collective."""
 
     def __init__(self, pipe: Connection, transports: Any) -> None:
@@ -228,13 +228,13 @@ class _Breaker(threading.Thread):
 
 
 def _wait_for(tensor: Any, device: Any) -> str:
-    """Run an all-reduce in which one rank is lost. Return the type of the exception; empty if there was none."""
+    """Run an all-reduce in which one rank is lost. Return the type of the exception, or an empty string for none."""
     import torch.distributed as dist
 
     try:
         dist.all_reduce(tensor)
         synchronize(device)
-    except Exception as error:  # noqa: BLE001 - whatever a broken collective raises
+    except Exception as error:  # noqa: BLE001 - a broken collective can raise any exception
         return type(error).__name__
     return ""
 

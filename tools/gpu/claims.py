@@ -1,6 +1,6 @@
-"""Stages of the call ``speed`` of a GPU day. Each measures the claim of the same name, stores the result and judges it.
+"""Stages of the call ``speed`` of a GPU day. Each measures a claim, stores the result and compares it with a threshold.
 
-Without a GPU, a stage runs the quick variant of the claim on the CPU and does not judge the result.
+A stage has the name of its claim. Without a GPU, it runs the quick variant on the CPU and ignores the threshold.
 """
 
 import importlib

@@ -59,7 +59,7 @@ def _timed(call: Callable[[], bool], repeats: int) -> dict[str, Any]:
         began = time.perf_counter()
         try:
             right = call()
-        except Exception as error:  # noqa: BLE001 - the other collectives are run all the same
+        except Exception as error:  # noqa: BLE001 - the other collectives still run
             return {"seconds": 0.0, "problem": describe(error)}
         seconds.append(time.perf_counter() - began)
         problem = problem or ("" if right else "a wrong result")

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 GPU_DAY = "MEGATRON_FT_GPU_DAY"
-"""Environment variable. If it is 1, a part that cannot run counts as a problem. It is set for every stage that sees a
-GPU."""
+"""Environment variable, set to 1 in every stage that sees a GPU. With 1, a part of a stage that cannot run counts as a
+problem."""
 REPORT = "report.jsonl"
 
 
@@ -34,7 +34,7 @@ class Day:
 
     @property
     def has_gpu(self) -> bool:
-        """Return whether stages run on a GPU."""
+        """Return whether the stage runs on a GPU."""
         return self.device_type == "cuda"
 
     @property
@@ -48,7 +48,7 @@ class Day:
         print(json.dumps(figures, default=str), flush=True)
 
     def check(self, holds: bool, problem: str) -> None:
-        """Report ``problem`` unless ``holds``. The stage continues, but counts as failed."""
+        """Report ``problem`` unless ``holds`` is true. The stage then continues, but counts as failed."""
         if not holds:
             self._append({"problem": problem})
             print(f"PROBLEM {problem}", flush=True)
@@ -66,7 +66,7 @@ class Day:
         """Report an exception in the block as a problem, so that the next parts of the stage still run."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - whatever it is, the day continues and the report names it
+        except Exception as error:  # noqa: BLE001 - after any exception, the next parts still run
             traceback.print_exc()
             self.check(False, f"{name}: {describe(error)}")
 
@@ -76,8 +76,8 @@ class Day:
 
 
 def describe(error: BaseException) -> str:
-    """Describe an error by its type and message. Of a long message only the end is returned, because it contains the
-    cause."""
+    """Describe an error by its type and message. The middle of a text longer than 1000 characters is left out, because
+    the end usually contains the cause."""
     text = f"{type(error).__name__}: {error}".strip()
     return text if len(text) <= 1000 else f"{text[:200]} ... {text[-800:]}"
 
@@ -106,5 +106,5 @@ def find_device_type() -> str:
     try:
         return "cuda" if torch.version.cuda is not None and torch.cuda.is_available() else "cpu"
     finally:
-        # If the variable remained set, the device count of Megatron's layer for CPUs would be mistaken for a GPU.
+        # If the variable remained set, torch would mistake the device count of Megatron's layer for CPUs for a GPU.
         os.environ.pop(name) if before is None else os.environ.update({name: before})

@@ -1,5 +1,5 @@
-"""Stage ``facts`` of a GPU day: reports software versions and import times, and measures the speeds that limit the
-figures of other stages."""
+"""Stage ``facts`` of a GPU day: reports software versions and import times, and measures speeds of copies and matrix
+products, which limit the results of other stages."""
 
 import mmap
 import os
@@ -28,7 +28,7 @@ _TICK_SECONDS = 0.001
 
 
 def run(day: Day) -> None:
-    """Report versions and the duration of imports, and measure the speeds that limit the figures of other stages."""
+    """Report versions and the duration of imports, and measure speeds of copies and matrix products."""
     day.record(hardware=hardware.describe(), software=_software(), limits=_limits())
     with day.part("imports"):
         _imports(day)
@@ -98,15 +98,15 @@ def _imports(day: Day) -> None:
     day.record(import_seconds=warm.seconds)
     day.check(not warm.problem, f"imports failed: {warm.problem}")
     day.check(not torch.cuda.is_initialized(), "imports have initialised CUDA, so ranks cannot be forked")
-    # The parent is the fork server, unless this process runs in a new interpreter and has imported the packages itself.
+    # The parent process is the fork server, unless the fork server could not run (``runner._start``).
     threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
     day.record(fork_server_threads=threads)
     day.check(threads == 1, f"{threads} threads run after the imports, so the process must not be forked")
 
 
 def _copies_to_host(device: torch.device, num_bytes: int) -> dict[str, float]:
-    """Measure copies from the device to the host in bytes per second: into pageable memory, into pinned memory, and as
-    ``copier.capture_bandwidth`` measures them."""
+    """Measure copies from the device to the host in bytes per second: into pageable memory, into pinned memory, and
+    with ``capture.capture_bandwidth``, which jobs use."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     targets = {"pageable": torch.ones(num_bytes, dtype=torch.uint8)}
     if device.type == "cuda":
@@ -121,8 +121,8 @@ def _copies_to_host(device: torch.device, num_bytes: int) -> dict[str, float]:
 
 
 def _mapped_file(device: torch.device, num_bytes: int) -> dict[str, Any]:
-    """Measure the seconds per GiB to allocate and to pin a file in memory, and the bytes per second of copies into it.
-    Also check whether other threads run while the memory is pinned."""
+    """Measure the seconds per GiB to allocate and to pin a memory-mapped file, and the bytes per second of copies into
+    it. On a GPU, also check whether other threads run while the memory is pinned."""
     descriptor = os.memfd_create("facts")
     try:
         os.ftruncate(descriptor, num_bytes)
@@ -174,8 +174,8 @@ class _Ticks:
 
 
 def _ceilings(device: torch.device, num_bytes: int, size: int) -> dict[str, float]:
-    """Measure the memory bandwidth of the device in bytes per second, and its bf16 matrix product in operations per
-    second."""
+    """Measure the memory bandwidth of the device in bytes per second, and the rate of a bf16 matrix product in
+    operations per second."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))

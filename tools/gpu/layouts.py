@@ -22,7 +22,7 @@ LAYOUTS: dict[str, Layout] = {
 }
 SHORT_LAYOUTS = ("EP=2",)
 FIRST_TOLERANCE = 1e-5
-"""Relative tolerance for the loss of the first iteration, before which all runs have the same state."""
+"""Relative tolerance for the loss of the first iteration, which all runs compute from the same initial state."""
 TOLERANCE = 1e-2
 """Relative tolerance for the losses of all iterations. Runs differ because rounding can change the
 expert to which a token is routed."""

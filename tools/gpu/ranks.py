@@ -36,7 +36,7 @@ JOB_SECONDS = 120.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Place of a process in its job."""
+    """Rank of a process in a job, with what the process needs to join the job."""
 
     rank: int
     world_size: int
@@ -83,8 +83,8 @@ class RankProcess:
 def start_ranks(
     entry: str, *, world_size: int, arguments: Mapping[str, Any], environments: Sequence[Mapping[str, str]] = ()
 ) -> list[RankProcess]:
-    """Fork all ranks. Each calls ``entry``, given as ``module:function``, with its ``Place``, its pipe and
-    ``arguments``."""
+    """Fork all ranks. Each rank calls the function ``entry`` (``module:function``) with its ``Place``, its pipe to this
+    process, and ``arguments``."""
     port = free_port("127.0.0.1")
     places = [Place(rank=rank, world_size=world_size, port=port) for rank in range(world_size)]
     sets = environments or [{}] * world_size
@@ -139,8 +139,8 @@ def run_apart(
     """Train jobs in another interpreter. Return the results of the ranks by job name.
 
     Args:
-        jobs: By job name, the job's ``config``, its ``world_size``, and optionally ``environments`` with variables for
-            each rank.
+        jobs: Maps the name of each job to ``config``, ``world_size`` and optionally ``environments``, a list with the
+            environment variables of each rank.
         sees_gpu: If False, the jobs run on the CPU even on a machine with a GPU.
 
     Raises:
@@ -166,7 +166,7 @@ def _be_rank(
     module, _, function = entry.partition(":")
     try:
         answer = {"result": getattr(importlib.import_module(module), function)(place, pipe, **arguments)}
-    except BaseException:  # noqa: BLE001 - handed to the stage, which raises it
+    except BaseException:  # noqa: BLE001 - the stage gets the traceback and raises an error
         answer = {"error": traceback.format_exc()[-3000:]}
     pipe.send(answer)
     sys.stdout.flush()
@@ -249,12 +249,12 @@ def train(place: Place, pipe: Connection, *, config: dict[str, Any]) -> dict[str
 
 
 def bits(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of a result that must be equal in every bit if the same job runs twice."""
+    """Return the entries of a result that must be equal bit for bit if the same job runs twice."""
     return {name: result[name] for name in ("losses", "grad_norms", "aux_losses", "load", "evaluation", "digest")}
 
 
 def difference(result: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
-    """Return the largest relative difference of losses, gradient norms and auxiliary losses; infinite if one is NaN."""
+    """Return the largest relative difference of losses, gradient norms and auxiliary losses; infinity if one is NaN."""
     pairs = [
         pair
         for name in ("losses", "grad_norms", "aux_losses")

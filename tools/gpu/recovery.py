@@ -82,7 +82,7 @@ def rank_server(device_type: str) -> Iterator[str]:
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         path = f"{folder}/ranks.sock"
-        held, ends = os.pipe()  # the server ends when its standard input does
+        held, ends = os.pipe()  # the server ends when its standard input is closed
         ready, says = fork.Pipe(duplex=False)
         server = fork.Process(target=_serve, args=(path, device_type, held, ends, says))
         server.start()
@@ -150,7 +150,7 @@ class Jobs:
 
 
 def failpoints(kills: Kills) -> str:
-    """Return an override that kills the rank once in each generation. ``kills`` has the phase and the iteration."""
+    """Return an override that kills the rank once in each generation: ``kills[n]`` is the kill of generation n."""
     texts = [
         f"'kill(at_iteration={at},phase=\"{phase}\",generation={number})'" for number, (phase, at) in enumerate(kills)
     ]
@@ -158,8 +158,8 @@ def failpoints(kills: Kills) -> str:
 
 
 def judge_kills(day: Day, run: JobResult, kills: Kills, reference: Generation) -> None:
-    """Check that every kill happened, that the job continued from a window in memory after each, and that all bits are
-    equal to ``reference``."""
+    """Check that every kill happened, that after each kill the job continued from a window in memory, and that all
+    bits are equal to those of ``reference``."""
     generations = generations_of(run)
     day.check(
         len(generations) == len(kills) + 1, f"the job restarted {len(generations) - 1} times after {len(kills)} kills"
@@ -184,7 +184,7 @@ def judge_kills(day: Day, run: JobResult, kills: Kills, reference: Generation) -
 
 
 def judge_resumed(day: Day, run: JobResult, reference: Generation) -> None:
-    """Check that the resumed run has all iterations, and that all bits are equal to ``reference``."""
+    """Check that the resumed run has all iterations, and that all bits are equal to those of ``reference``."""
     found = generations_of(run)
     differences = _differences(found, reference)
     day.check(not differences, f"stopped: {differences[:3]}")

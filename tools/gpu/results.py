@@ -20,7 +20,7 @@ _LOG_TAIL = 2000
 
 
 def append_line(path: Path, outcome: Outcome) -> None:
-    """Write and print the line of a stage that has ended. A long log is only stored in the archive."""
+    """Append the outcome to ``path`` as a JSON line, and print it. If the stage failed, include the end of its log."""
     entry = asdict(outcome) | {"log": outcome.log[-_LOG_TAIL:] if outcome.failed else ""}
     line = json.dumps(without_paths(entry))
     with path.open("a", encoding="utf-8") as file:
@@ -51,7 +51,7 @@ def keep(call: str, outcomes: Sequence[Outcome], *, out: Path, results_dir: Path
 
 
 def make_record(call: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Convert the outcomes of a call to the format of a claim's result. Names and paths of the machine are left out."""
+    """Return the outcomes of a call in the format of a claim's result, without host names and paths of the machine."""
     passed = [outcome.stage for outcome in outcomes if not outcome.failed]
     others = [f"{outcome.stage} {outcome.status}" for outcome in outcomes if outcome.failed]
     record = {
@@ -82,7 +82,7 @@ def without_paths(value: Any) -> Any:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Return a table with one line per stage: status, seconds, name, question and first problem."""
+    """Return a table: a line per stage with status, seconds, name and purpose, then its problems and skipped parts."""
     lines = []
     for outcome in outcomes:
         lines.append(f"{outcome.status:<10}{outcome.seconds:>7.1f} s  {outcome.stage:<22}{outcome.about}")

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESERVE_SECONDS = 5.0
 """Part of the budget that is reserved for writing results and the table."""
 LEAST_SECONDS = 5.0
-"""Shortest remaining budget with which another stage is started."""
+"""If fewer seconds of the budget remain, no further stage is started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +32,14 @@ class Outcome:
     stage: str
     about: str
     status: str
-    """``passed``, ``failed`` (the stage reported a problem or raised an exception), ``timed out``, ``died`` (by a
-    signal or an exit) or ``no time`` (not started)."""
+    """``passed``, ``failed`` (the stage reported a problem or raised an exception), ``timed out``, ``died`` (a
+    signal or an exit ended the process) or ``no time`` (not started)."""
     seconds: float
     device_type: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
-    """Parts that cannot run on this machine."""
+    """Parts of the stage that cannot run on this machine, each with the reason."""
     log: str = ""
 
     @property
@@ -59,7 +59,7 @@ def run_stages(stages: Sequence[Stage], *, budget_seconds: float) -> Iterator[Ou
         is_warm = False
         for stage in stages:
             if not is_warm and ends - time.monotonic() >= LEAST_SECONDS:
-                _start(_do_nothing, ()).join()  # imports count towards the budget, not towards the first stage
+                _start(_do_nothing, ()).join()  # so imports do not count towards the time limit of the first stage
                 is_warm = True
             left = ends - time.monotonic()
             if left < LEAST_SECONDS:
@@ -71,10 +71,10 @@ def run_stages(stages: Sequence[Stage], *, budget_seconds: float) -> Iterator[Ou
 def _prepare_environment() -> None:
     """Set the environment that the fork server and all stages inherit."""
     paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, str(ROOT)]))  # valid in any folder
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, str(ROOT)]))  # absolute paths are valid in any folder
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # a process with OpenMP's threads cannot be forked
-    # Options for a run of pytest at a terminal would select other tests, or end stages whose tests have passed.
+    # Options of the user for pytest could select other tests, or make a stage fail although its tests have passed.
     os.environ.pop("PYTEST_ADDOPTS", None)
 
 
@@ -89,7 +89,7 @@ def _run_stage(stage: Stage, limit_seconds: float, work: Path) -> Outcome:
     timed_out = process.exitcode is None
     process.kill()  # needed if the process has not created its process group yet
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # the group contains all processes that the stage has forked
+        os.killpg(process.pid, signal.SIGKILL)  # the process group contains all processes that the stage has forked
     process.join()
     left = leftovers.outlive(mark, grace_seconds=0.0 if timed_out else 2.0)
     figures, problems, not_run = read_report(folder)
@@ -109,7 +109,7 @@ def _run_stage(stage: Stage, limit_seconds: float, work: Path) -> Outcome:
 
 
 def _do_nothing() -> None:
-    """Return at once. A process that runs this function shows that the fork server has started."""
+    """Return at once. When a process has run this function, the fork server has started and imported all packages."""
 
 
 def _start(function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
@@ -135,7 +135,7 @@ def _status(timed_out: bool, exit_code: int | None, problems: Sequence[str]) -> 
 
 
 def _be_stage(entry: str, folder: str, shared: str, deadline: float, mark: str) -> None:
-    """Run a stage in this process, which has just been started for it."""
+    """Run one stage. This process was started only for this stage."""
     os.setsid()
     log = os.open(f"{folder}/log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)

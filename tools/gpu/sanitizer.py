@@ -26,7 +26,7 @@ _FOUND = 99
 
 
 def run(day: Day) -> None:
-    """Run every check of compute-sanitizer. Without a GPU, run only the dispatch."""
+    """Run every program under every check of compute-sanitizer. Without a GPU, run only a dispatch on the CPU."""
     if not day.has_gpu:
         day.check(dispatch("reference", "cpu"), "the results of the dispatch differ from those of the reference")
     for name, check in itertools.product(PROGRAMS, CHECKS):

@@ -22,8 +22,8 @@ def run_dispatch(day: Day) -> None:
 
 
 def run_fp8(day: Day) -> None:
-    """Run the tests of FP8 products and of scaled AdamW. The stage ``engine`` compares with FusedAdam. Without a GPU,
-    run the tests of providers."""
+    """Run the tests of FP8 products and of scaled AdamW, except the comparison with FusedAdam in stage ``engine``.
+    Without a GPU, run tests of ``transformer_engine_ext`` that need no GPU."""
     run_tests(
         day, (FP8, "-k", "not fused_adam") if day.has_gpu else ("tests/unit/transformer_engine_ext/test_providers.py",)
     )
@@ -35,8 +35,8 @@ def run_snapshots(day: Day) -> None:
 
 
 def run_engine(day: Day) -> None:
-    """Run the tests of Transformer Engine. Without a GPU, run the tests of the function that checks whether it is
-    installed."""
+    """Run the tests of Transformer Engine. Without a GPU, run the tests of the function that checks whether Transformer
+    Engine is installed."""
     run_tests(
         day,
         (ENGINE, f"{FP8}::test_masters_move_as_those_of_fused_adam")

@@ -23,7 +23,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
     "grouped queries": ({"model.num_query_groups": 2}, 1e-4),
     "shared expert": ({"model.moe_shared_expert_intermediate_size": 32}, 1e-4),
 }
-"""Overrides of each variant, and the largest allowed relative difference from the CPU in fp32."""
+"""Overrides of each variant, and the largest allowed relative difference from results of the CPU in fp32."""
 ON_SHORT_DAYS = ("bf16",)
 _SECONDS = 60.0
 
@@ -73,5 +73,5 @@ def _job(device_type: str, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def fp32(overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return ``overrides`` without those of the precision, so that the CPU trains the variant in fp32."""
+    """Return ``overrides`` without keys of ``precision``, so that the CPU trains the variant in fp32."""
     return {key: value for key, value in overrides.items() if not key.startswith("precision.")}

@@ -22,7 +22,7 @@ SOCKETS_ONLY = {
     "NCCL_PROTO": "Simple",
 }
 PROBE_SECONDS = 30.0
-"""Time limit of one attempt. It is so short that time for the report remains after three attempts that hang."""
+"""Time limit of one attempt. Even if all three attempts hang, the stage has time left to report this."""
 TIMEOUT_SECONDS = 60.0
 """Timeout of process groups."""
 _FILE = "transport.json"
@@ -40,7 +40,7 @@ class Transport:
     """Whether each rank pretends to be on a different host."""
 
     def environments(self, world_size: int, more: Mapping[str, str] | None = None) -> list[dict[str, str]]:
-        """Return the environment variables of each rank."""
+        """Return the environment variables of each rank, including ``more``."""
         found = []
         for rank in range(world_size):
             own = {"NCCL_HOSTID": f"megatron-ft-rank-{rank}"} if self.host_ids else {}
@@ -60,7 +60,7 @@ TRANSPORTS = (
 
 
 def find_transport(day: Day) -> Transport:
-    """Return the first transport that works. If an earlier stage of this call has found one, return that one.
+    """Return the first transport that works. A result of an earlier stage of the same call is used again.
 
     Raises:
         RuntimeError: no transport works.
@@ -96,7 +96,7 @@ def _probe(day: Day, transport: Transport) -> None:
 
 
 def add_up(place: ranks.Place, pipe: Any, *, backend: str, device_type: str) -> float:
-    """All-reduce the number of this rank, counted from 1, and return the sum."""
+    """Sum the numbers of all ranks, counted from 1, with an all-reduce on the device. Return the sum."""
     import torch
     import torch.distributed as dist
 
@@ -107,7 +107,7 @@ def add_up(place: ranks.Place, pipe: Any, *, backend: str, device_type: str) -> 
 
 
 def join(place: ranks.Place, backend: str, *, prefix: str = "first", store: Any = None) -> Any:
-    """Form the default process group over the store of rank 0, and return the store."""
+    """Form the default process group with ``store``, or else with a new store in rank 0. Return the store."""
     import datetime
 
     import torch.distributed as dist

@@ -1,8 +1,8 @@
 """Imports once, in the fork server, all packages that stages need.
 
 Importing this module imports those packages, because a fork server of ``multiprocessing`` can only preload modules.
-If an import fails, ``problem`` describes it, and each stage that needs the package fails. ``device_type`` is set
-before Megatron's layer for CPUs is installed, because that layer changes the device that torch reports.
+If an import fails, ``problem`` contains the traceback, and each stage that needs the package fails. ``device_type`` is
+set before Megatron's layer for CPUs is installed, because this layer changes the device that torch reports.
 """
 
 import signal
@@ -37,7 +37,7 @@ try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _import_all()
-except Exception:  # noqa: BLE001 - the stage "facts" reports it
+except Exception:  # noqa: BLE001 - the stage "facts" reports ``problem``
     problem = traceback.format_exc()
 finally:
     signal.alarm(0)
