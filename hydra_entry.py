@@ -289,7 +289,7 @@ def named_keys(options: Options) -> list[str]:
 
 
 def _composed(options: Options) -> tuple[Any, Any, dict[str, str]]:
-    """Return the composed configuration, Hydra's own configuration, and a mapping from key to override for Hydra."""
+    """Return the composed configuration, Hydra's own configuration, and the overrides that Hydra applied, by key."""
     from omegaconf import OmegaConf, open_dict
 
     from megatron_ft.config.overrides import open_key

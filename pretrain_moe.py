@@ -193,7 +193,7 @@ def _note(text: str) -> None:
 
 
 def _reached_end(config: JobConfig) -> str | None:
-    """Return a note if the continued run has a complete checkpoint of the last iteration, and so nothing left to do."""
+    """Return a note if the continued run already has a complete checkpoint of its last iteration, otherwise None."""
     from megatron_ft.snapshot.storage.checkpoints import list_checkpoints
 
     run_dir = _known_run(config)
@@ -435,7 +435,7 @@ def _keys(overrides: list[str]) -> set[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Inspected:
-    """A checked configuration, with results of reading its files and choosing its device. None: an error occurred."""
+    """A checked configuration, its device and the contents of its files. A field is None after an error."""
 
     config: JobConfig
     """Configuration with default values of the keys at fault."""

@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Placement plan with survival probabilities. ``joint`` has those of all layers together."""
+    """Placement plan with survival probabilities. ``joint`` has the probabilities for all layers together."""
 
     allocations: tuple[Allocation, ...]
     """Replica counts computed for each layer; empty if the counts were given on the command line."""

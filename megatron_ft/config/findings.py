@@ -45,7 +45,7 @@ class Findings:
         return bool(self.errors)
 
     def add(self, error: MegatronFtError, *, at_fault: Iterable[str] | None = None) -> None:
-        """Add ``error``, unless it names a key at fault for an earlier error: then it may be a consequence.
+        """Add ``error``, unless it names a key at fault for an earlier error, because it may be a consequence.
 
         Args:
             at_fault: keys, or names of groups, that may have caused the error; None: all keys that it names.
@@ -106,8 +106,8 @@ def _error_of(check: Check, config: JobConfig) -> ConfigError | None:
 
 
 def _repair(check: Check, config: JobConfig, error: ConfigError) -> tuple[Sequence[str], JobConfig | None]:
-    """Find the fewest keys named in ``error`` whose default values remove the error and its consequences. Return these
-    keys and the configuration with their default values. It is None if no default value changes the error."""
+    """Find the fewest keys named in ``error`` whose default values remove the error and its consequences. Return them
+    and the configuration with these default values. The configuration is None if no default value changes the error."""
     named = keys_in(error)
     given = [key for key in named if value_of(config, key) != value_of(_DEFAULT, key)]
     fallback: tuple[Sequence[str], JobConfig | None] = (named[:1], None)

@@ -23,7 +23,7 @@ _IGNORED_MODEL_KEYS = (
     "published_active_parameters",
     "published_parameters_source",
 )
-"""Keys of ``model`` that are not compared. They affect nothing but the vocabulary size, which is compared itself."""
+"""Keys of ``model`` that are not compared. They affect training only by the vocabulary size, which is compared."""
 # Only the fingerprint decides whether data are equal. These keys are stored so that a message can name the change.
 _DATA_KEYS = ("train", "train_weights", "valid_fraction", "tokenizer", "seed")
 DOCUMENT_KEYS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")

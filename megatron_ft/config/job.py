@@ -259,7 +259,7 @@ class LaunchConfig:
     start_timeout_seconds: float = 300.0
     """Longest time from the start of the ranks until all ranks report that they have started."""
     stop_timeout_seconds: float = 20.0
-    """Time after a request to stop after which ranks that still run are killed. Only in mode ``local``."""
+    """Time that ranks have to end after a request to stop. Then they are killed. Only in mode ``local``."""
 
 
 @dataclass
@@ -277,8 +277,8 @@ class NodesConfig:
     have different experts. null: as many as fit in ``limits.host_memory_bytes``, or 1 if that key is null. 0: a spare
     builds its part when it replaces a node."""
     join_window_seconds: float = 5.0
-    """Time that the job waits after a node is ready to join. Other nodes that become ready in this time join together
-    with it."""
+    """Time that the job waits after a node is ready to join. Other nodes that become ready in this time join at the
+    same time."""
     max_node_restarts: int = 3
     """Largest number of consecutive failed restarts of a lost node. A restart fails if the node does not start, or ends
     within ten iterations."""

@@ -29,7 +29,7 @@ class Flag:
     """Number of values that the flag takes: ``nothing``, ``one`` or ``several``."""
     section: str
     answer: str
-    """Column ANSWER of the table, in which the flag's name as a key replaces ``.*``."""
+    """Column ANSWER of the table. The flag's name, with underscores, replaces ``*`` in ``.*``."""
     note: str
 
 
@@ -117,7 +117,7 @@ def translate(words: Sequence[str]) -> Translation:
 
 
 def _parse(words: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, Answer]]:
-    """Map each flag to its values, and each word that is not a flag of Megatron-LM to the answer that refuses it."""
+    """Return two mappings: flags to their values, and words that are not flags of Megatron-LM to their refusals."""
     given: dict[str, list[str]] = {}
     refused: dict[str, Answer] = {}
     name = ""
@@ -373,7 +373,7 @@ def _tensorboard(values: Sequence[str], given: Given) -> Computed:
 
 
 def _sources(split: str) -> Callable[[Sequence[str], Given], Computed]:
-    """Return a function that converts paths, alternating with weights or not, to ``data.<split>`` and its weights."""
+    """Return a function that translates paths, or alternating weights and paths, to the keys of a split of the data."""
 
     def convert(values: Sequence[str], given: Given) -> Computed:
         is_weighted = len(values) > 1 and len(values) % 2 == 0 and all(map(_NUMBER.fullmatch, values[::2]))
@@ -491,7 +491,7 @@ class _Default:
     """Default of a flag of Megatron-LM that differs from the default of the corresponding key."""
 
     flags: tuple[str, ...]
-    """Flags of which any, if given, makes the default of Megatron-LM irrelevant."""
+    """Flags that replace the default of Megatron-LM: if one of them is given, the default does not apply."""
     overrides: tuple[str, ...]
     applies: Callable[[Given], bool] = field(default=lambda given: True)
 

@@ -135,7 +135,7 @@ class ModelConfig:
     beta_fast: float | None = None
     """Channels with at least this number of rotations per earlier sequence keep their wavelength; null means 32."""
     beta_slow: float | None = None
-    """Channels with at most this number have their wavelength multiplied by ``rotary_scaling_factor``; null means 1."""
+    """Channels with at most this number of rotations: wavelength times ``rotary_scaling_factor``; null means 1."""
     mscale: float | None = None
     """Coefficient of yarn's correction of the attention scale of rotated channels; null means 1."""
     mscale_all_dim: float | None = None

@@ -1,4 +1,4 @@
-"""Checks of overrides; their error messages suggest similar names. Also writes overrides. Does not use Hydra."""
+"""Checks overrides, with error messages that suggest similar names, and writes overrides. Does not use Hydra."""
 
 import difflib
 import functools
@@ -92,8 +92,8 @@ def _known_keys() -> Mapping[str, KeyDoc]:
 
 
 def open_key(key: str) -> str | None:
-    """Return the key of the mapping to which ``key`` belongs, if it accepts any entries: ``snapshot.policy`` for
-    ``snapshot.policy`` and for ``snapshot.policy._target_``. Return None for all other keys."""
+    """Return the key of the mapping to which ``key`` belongs, if this mapping accepts any entries. For example, return
+    ``snapshot.policy`` for itself and for ``snapshot.policy._target_``. Return None for all other keys."""
     opened = [doc.key for doc in _known_keys().values() if doc.type.startswith("dict")]
     return next((name for name in opened if key == name or key.startswith(f"{name}.")), None)
 

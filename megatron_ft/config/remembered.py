@@ -173,7 +173,7 @@ def check_allowed(found: Sequence[Change], allowed: Collection[str]) -> list[str
 def with_given_values(config_yaml: str, given: JobConfig, used: JobConfig) -> str:
     """Return the text of ``config.yaml``, with a comment that contains the values which the user gave for derived keys.
 
-    A later job derives these keys again from the user's values, because it may have other nodes and devices.
+    Derived keys depend on nodes and devices, which may be others in a later job. So that job derives them again.
     """
     before, after = _flat(to_dict(given)), _flat(to_dict(used))
     derived = {key: value for key, value in before.items() if value != after[key] and key not in _OF_ONE_JOB}

@@ -97,7 +97,7 @@ def build_policy(key: str, spec: Mapping[str, Any]) -> Any:
             fit the fields.
     """
     found = find_target(key, spec)
-    # Each rank builds its own policies. Policies with state that changes could make different plans on different ranks.
+    # Each rank builds its own policies. A policy with mutable state could make different plans on different ranks.
     if not isinstance(found, type) or not dataclasses.is_dataclass(found) or not _is_frozen(found):
         raise ConfigError.of(f"{key}._target_", spec["_target_"], "must be the path of a frozen dataclass")
     return _build_fields(key, found, {field: value for field, value in spec.items() if field != "_target_"})

@@ -22,8 +22,8 @@ from tools.gpu.transports import Transport, find_transport, join
 
 WORLD_SIZE, SHORT_WORLD_SIZE = 4, 3
 NUM_ELEMENTS = 1 << 25
-"""Number of elements of the all-reduce in which a rank is lost. Socket buffers are far smaller, so that the operation
-cannot complete."""
+"""Number of elements of the all-reduce in which a rank is lost. Socket buffers are far smaller, so the operation
+cannot complete without the lost rank."""
 UNTOUCHED_ELEMENTS, SHORT_UNTOUCHED_ELEMENTS = 1 << 28, 1 << 16
 TRIAL_SECONDS = 60.0
 BLOCKING = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}
@@ -82,7 +82,7 @@ def run_trial(
     )
     survivors, lost = started[:-1], started[-1]
     try:
-        ranks.receive_all(started, deadline)  # ready
+        ranks.receive_all(started, deadline)  # all ranks are ready
         for rank in started:
             rank.pipe.send("begin")
         _wait_until_lost(lost, how, deadline)

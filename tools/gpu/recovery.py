@@ -28,8 +28,8 @@ SHORT_KILLS = (("backward", 6), ("forward", 7))
 MIN_WINDOW_ITERATIONS = 3
 _POLICY = "{_target_:megatron_ft.planning.snapshot.sparse_window.SparseWindow}"
 SLICE_BYTES = 700_000
-"""Number of bytes that each iteration captures of ``moe_micro``. It is so small that a window has several
-iterations."""
+"""Bytes of state that are captured in each iteration. The number is so small that a window of ``moe_micro`` has
+several iterations."""
 _JOB = (
     "model=moe_micro",
     "model.num_layers=2",
@@ -143,7 +143,7 @@ class Jobs:
         return result
 
     def stop_and_resume(self) -> JobResult:
-        """Stop a job early, after which it has a checkpoint, then resume it."""
+        """Stop a job after iteration ``STOPPED_AT``, which saves a checkpoint. Then resume the job."""
         saves = ["checkpoint.save_at_end=true"]
         self.run("stopped", [*saves, f"training.exit_at_iteration={STOPPED_AT}"])
         return self.run("stopped", [*saves, "run.resume=auto"])

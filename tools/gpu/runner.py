@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESERVE_SECONDS = 5.0
 """Part of the budget that is reserved for writing results and the table."""
 LEAST_SECONDS = 5.0
-"""If fewer seconds of the budget remain, no further stage is started."""
+"""Remaining budget below which no further stage is started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def run_stages(stages: Sequence[Stage], *, budget_seconds: float) -> Iterator[Ou
 def _prepare_environment() -> None:
     """Set the environment that the fork server and all stages inherit."""
     paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, str(ROOT)]))  # absolute paths are valid in any folder
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, str(ROOT)]))  # absolute: valid in any folder
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # a process with OpenMP's threads cannot be forked
     # Options of the user for pytest could select other tests, or make a stage fail although its tests have passed.

@@ -21,7 +21,7 @@ PROGRAMS = {
         "tests/gpu/test_fp8.py::test_the_kernel_writes_nothing_outside_its_range",
     ),
 }
-"""Module and arguments of each program that is checked."""
+"""Maps each program that is checked to its module and arguments (``python -m ...``)."""
 _FOUND = 99
 
 
