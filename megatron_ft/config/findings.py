@@ -63,7 +63,7 @@ class Findings:
 
     @contextlib.contextmanager
     def collecting(self, *, at_fault: Iterable[str] | None = None) -> Iterator[None]:
-        """Pass an error that the ``with`` block raises to ``add``, with ``at_fault``. Continue after the block."""
+        """Pass a configuration, checkpoint or software error of the ``with`` block to ``add``. Continue after it."""
         try:
             yield
         except (ConfigError, CheckpointError, SoftwareError) as error:

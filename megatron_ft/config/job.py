@@ -357,7 +357,7 @@ class ControlConfig:
     ``none`` it may also be the name of a network interface of the batch host. Only in mode ``local``."""
     tls_dir: str | None = None
     """Folder with ``ca.pem``, ``cert.pem`` and ``key.pem``. The control channel is then encrypted with TLS, and both
-    sides must present a certificate that this CA has signed. null sends plain text. Only in mode ``local``."""
+    sides must present a certificate signed by the CA of ``ca.pem``. null sends plain text. Only in mode ``local``."""
 
 
 @dataclass

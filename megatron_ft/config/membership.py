@@ -199,7 +199,7 @@ def derive_placement(config: JobConfig) -> JobConfig:
     if placement.algorithm is None:
         return config
     stage_size = Topology.of(config.parallel, config.world_size).stage_size
-    # A second replica on the same rank protects against no loss, so a rank has at most one slot per expert.
+    # A second replica on the same rank protects against no loss, so the default is at most one slot per expert.
     num_slots = placement.num_slots_per_rank or min(num_experts, -(-placement.min_replicas * num_experts // stage_size))
     return replace(
         config,

@@ -43,8 +43,8 @@ class Requirement:
     unless: Callable[[JobConfig], bool] = lambda config: False
     """Function that returns whether other keys of a configuration make the requirement unnecessary."""
     remedy: KeyChange | None = None
-    """Change that meets the requirement. None if only a change of model, parallel layout or device would meet the
-    requirement."""
+    """Change that meets the requirement without changing model, parallel layout or device. None if ``dry_run`` proposes
+    no change."""
 
     def is_met(self, config: JobConfig) -> bool:
         """Return whether ``config`` meets the requirement."""
