@@ -19,12 +19,12 @@ CONTROLLER_FILE = "controller.json"
 STATUS_SECONDS = 10.0
 """Longest wait for the job's status. The wait is long because a busy controller accepts connections late."""
 REQUEST_SECONDS = ACCEPT_SECONDS + 10.0
-"""Longest wait for the answer to a request to add or drain a node. A busy controller answers after at most
-``ACCEPT_SECONDS``, and it may accept the connection late."""
+"""Longest wait for the answer to a request to add or drain a node: the time that a busy controller needs to accept the
+connection, and at most ``ACCEPT_SECONDS`` to answer."""
 
 
 class JobNotRunning(ControlError):
-    """Raised if no job runs in the run's folder, or if the job's controller does not answer."""
+    """Raised if the run's folder has no ``controller.json``, or if the controller of the job does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,9 @@ class ControllerAddress:
     address: Annotated[str, Length(1, 1024)]
     token: Annotated[str, Length(1, 1024)]
     epoch: int
-    """Epoch of the controller, an integer. A controller that replaces another one has a higher epoch."""
+    """Number of the controller. A controller that replaces another one has a higher epoch."""
     tls_dir: str | None = None
-    """Value of ``control.tls_dir``."""
+    """Value of ``control.tls_dir``: folder of the certificates, or None if the connection is not encrypted."""
 
     @classmethod
     def read(cls, run_dir: Path) -> "ControllerAddress":
@@ -67,10 +67,10 @@ def _parse(path: Path, content: bytes) -> ControllerAddress:
 
 
 class AdminClient:
-    """Client that calls the controller of a running job. It is a context manager: the end of the block closes the
-    connection.
+    """Context manager that calls the controller of a running job. The end of the block closes the connection.
 
     Raises:
+        JobNotRunning: the run's folder has no ``controller.json``.
         ControlError: ``controller.json`` is damaged, belongs to another user, or is open to other users.
     """
 
@@ -90,7 +90,7 @@ class AdminClient:
 
     def status(self) -> Message:
         """Return the job's status, an object with ``generation, phase, members, waiting, lost, draining, nodes,
-        num_reforms, keeps_layout, replacements`` (nodes that can take a lost place), ``worn`` (members that are not
+        num_reforms, keeps_layout, replacements`` (nodes that can replace a lost node), ``worn`` (members that are not
         started again after their next loss) and ``epoch``."""
         return self._call("status", {}, STATUS_SECONDS)
 

@@ -1,6 +1,6 @@
 """Certificates for jobs that encrypt the control channel with mutual TLS (``control.tls_dir``).
 
-The folder contains three files. ``ca.pem`` is the certificate authority that both sides of a connection trust.
+The folder contains three files. ``ca.pem`` is the certificate of the authority that both ends of a connection trust.
 ``cert.pem`` is this machine's certificate, for the name or address by which other machines call it. ``key.pem`` is its
 private key, with mode 0600 or 0400.
 """
@@ -27,12 +27,12 @@ class Certificates:
     private_key: bytes = field(repr=False)
 
     def of_server(self) -> grpc.ServerCredentials:
-        """Return credentials of a server. It refuses callers whose certificate is not signed by the authority."""
+        """Return credentials with which a server refuses callers whose certificate the authority has not signed."""
         pair = (self.private_key, self.certificate)
         return grpc.ssl_server_credentials([pair], self.authority, require_client_auth=True)
 
     def of_client(self) -> grpc.ChannelCredentials:
-        """Return credentials of a caller. It refuses servers whose certificate is not signed by the authority."""
+        """Return credentials with which a caller refuses servers whose certificate the authority has not signed."""
         return grpc.ssl_channel_credentials(self.authority, self.private_key, self.certificate)
 
     @classmethod

@@ -27,8 +27,8 @@ class DetectorPolicy:
 
 
 class SignsOfLife(Generic[Key]):
-    """Finds senders whose last heartbeat is too old. Senders are named by keys. The caller passes all times, which must
-    come from one clock."""
+    """Finds senders whose last heartbeat is too old. A key identifies each sender. The caller passes all times, in
+    seconds; they must come from one clock."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
@@ -57,7 +57,7 @@ class SignsOfLife(Generic[Key]):
         held_up = self._asked_at is not None and now - self._asked_at > self._timeout_seconds / 2
         self._asked_at = now
         if held_up:
-            # A copy: other threads record heartbeats meanwhile.
+            # The keys are copied, because other threads record heartbeats meanwhile.
             for key in list(self._heard):
                 self.hear(key, now)
         return [key for key, heard in list(self._heard.items()) if now - heard >= self._timeout_seconds]
@@ -132,7 +132,7 @@ class Detector:
 
     def _hung(self, state: State, now: float, at_seconds: float) -> list[NodeLost | RankHung | JobHung]:
         if state.generation != self._generation or state.phase not in TRAINING or state.broken:
-            # While ranks form a membership or report positions, they make no progress, and no time counts.
+            # While ranks form a membership or report positions, they make no progress, so this time does not count.
             self._places, self._progress_at, self._generation = {}, now, state.generation
             self._newest = None
             self._durations.clear()
@@ -146,7 +146,7 @@ class Detector:
         if not ranks:
             return []
         places = {rank: self._places.get(rank) for rank in ranks}
-        # All ranks wait at the same point, so the cause is unknown: killing some of them would lose nodes needlessly.
+        # If all ranks wait at the same point, the cause is unknown, and killing some ranks would lose nodes needlessly.
         if len({None if place is None else (place.iteration, place.phase) for place in places.values()}) == 1:
             where = _where(next(iter(places.values())))
             return [JobHung(at_seconds, f"no rank made progress {limit}: all are {where}")]

@@ -144,7 +144,7 @@ def check_start(config: JobConfig, found: Findings) -> None:
         config = dataclasses.replace(config, control=dataclasses.replace(config.control, interface=interface))
     except ConfigError as error:
         found.add(error, at_fault=())
-        checks = _PLACES[1:]  # only the launcher knows the address of an interface that the key names
+        checks = _PLACES[1:]  # only the launcher knows the address that the check of the interface needs
     for check in checks:
         with found.collecting(at_fault=()):
             check(config)
@@ -171,7 +171,7 @@ _PLACES: tuple[Check, ...] = (
     lambda config: Certificates.read(config.control.tls_dir),
     _check_socket,
 )
-"""Checks of the places that a job uses besides the folder of its run. The first one needs the launcher's address."""
+"""Checks of the interface, the certificates and the socket of a job. The first check needs the launcher's address."""
 
 
 class _Job:
@@ -226,7 +226,7 @@ class _Job:
             most_nodes=policy.most_nodes,
             num_returns=policy.max_node_restarts if policy.restart_lost_nodes else 0,
         )
-        # This precedes the first start: a launcher needs the context, and nodes that start by themselves need the file.
+        # This precedes the first start: ``start`` needs the context, and nodes that start by themselves need the spec.
         self._launcher.publish(context, self._agent_spec(processes, 0))
         for node in range(policy.num_nodes + policy.num_spare_nodes):
             self._launcher.start(node, self._agent_spec(processes, node), self._on_end(node))
@@ -348,7 +348,7 @@ class _Job:
             timer.cancel()
 
     def _exit_after(self, source: str) -> None:
-        # A signal after this one ends the job at once. One that arrives at the same moment may only repeat the request.
+        # A later signal ends the job at once. A signal that arrives at the same moment may only repeat this request.
         if self._num_interrupts == 0:
             self._num_interrupts, self._interrupted_by = 1, source
             self._controller.post(events.StopRequested())
@@ -362,7 +362,7 @@ class _Job:
     def _clean_up(self) -> None:
         # End every process: first the agents, which obey the controller's order to end, then the fork server and ranks.
         patience_seconds = _CLEANUP_SECONDS + (STOP_SECONDS if self._sidecars else 0.0)
-        # Without the controller's order to end, no agent ends by itself soon.
+        # Without the controller's order to end, no agent ends by itself soon, so a long wait would be useless.
         patience_seconds = patience_seconds if self._has_ended else 0.5
         self._launcher.stop(patience_seconds)
         self._controller.close()

@@ -1,8 +1,8 @@
 """Types of every message between agents and the controller; other messages are refused.
 
 An agent registers (``Join``), fetches orders (``Poll`` -> ``Order``) and delivers reports of its ranks (``Deliver`` ->
-``Report``). On the wire and in the journal, a message is a JSON object with its kind as ``op``. Messages name a rank by
-the number with which it was started. Its number in a membership is not used, because it can change.
+``Report``). On the wire and in the journal, a message is a JSON object whose entry ``op`` names its kind. Messages name
+a rank by the number with which it was started. The rank's number in a membership is not used, because it can change.
 """
 
 import json
@@ -60,7 +60,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poll:
-    """Call by which an agent fetches new orders; it waits for the next order if there is none."""
+    """Call by which an agent fetches new orders. The call returns after ``wait_seconds`` if there is no new order."""
 
     node: Integer
     session: Count
@@ -131,7 +131,7 @@ class Progress(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reported(Report):
-    """A rank has connected."""
+    """A rank has connected to its agent."""
 
     op: ClassVar[str] = "reported"
 

@@ -32,7 +32,7 @@ def free_port(interface: str) -> int:
             raise ConfigError.of(
                 "control.interface", interface, f"must be an address of this machine: {error}"
             ) from None
-    # Ports are tried at random, so that two jobs that start at the same time rarely try the same one.
+    # Ports are tried in random order, so two jobs that start at the same time rarely try the same port.
     for port in random.SystemRandom().sample(PORTS, _PORT_TRIES):
         with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
             probe.bind((interface.strip("[]"), port))

@@ -28,7 +28,7 @@ from typing import Annotated
 from megatron_ft.serde import Between, Length
 
 PROBE_SECONDS = 0.25
-"""Interval between two probes of a machine: bytes or attempts to connect. A living kernel answers within this time."""
+"""Interval between two probes (a byte, or an attempt to connect). A living kernel answers within this time."""
 DOUBT_SECONDS = 0.5
 """Time without acknowledgement after which new connections are tried, because each of them sends a packet at once."""
 _CLOSED_SECONDS = 1.0
@@ -69,7 +69,7 @@ class PresencePort:
         self.endpoint = PresenceEndpoint(address=host, port=port)
 
     def watch(self, selector: selectors.BaseSelector) -> None:
-        """Register the port's sockets, each with the function to call when the socket is readable as ``data``."""
+        """Register the port's sockets. The ``data`` of each is the function to call when the socket is readable."""
         self._selector = selector
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
@@ -130,7 +130,7 @@ class _Machine:
     next_attempt_at: float = 0.0
     has_answered: bool = False
     open_since: float = 0.0
-    """Time at which the present connection was opened. After ``DOUBT_SECONDS`` without an answer, it is closed."""
+    """Time at which the present connection was opened. It is closed after ``DOUBT_SECONDS`` without an answer."""
     is_reported: bool = False
     """Whether a message has reported that this machine has never answered."""
 
@@ -228,15 +228,15 @@ class PresenceWatch:
                     self._connect(machine, now)
 
     def _has_vanished(self, machine: _Machine) -> bool:
-        # A network interruption shorter than ``vanished_seconds`` is no loss. So a machine has vanished only if a probe
-        # sent at least this long after the first unanswered one has no answer, either.
+        # A network interruption shorter than ``vanished_seconds`` is no loss. So a machine has vanished only if a
+        # second probe, sent at least this time after the first unanswered probe, has no answer, either.
         if machine.sock is None or machine.asked_at is None or not machine.has_answered:
             return False
         if machine.attempt_at - machine.asked_at < self._vanished_seconds:
             return False
         others = [other for other in self._machines.values() if other.endpoint.address != machine.endpoint.address]
         # If no other machine has answered throughout, the controller's own network is the likely cause. After such a
-        # failure, machines answer again at different times. Heartbeats decide about those that answer late or never.
+        # failure, machines answer again at different times. Heartbeats find machines that answer late or never.
         return not others or any(other.has_answered_since(machine.asked_at) for other in others)
 
     def _report(self, machine: _Machine, now: float) -> None:
@@ -278,7 +278,7 @@ class PresenceWatch:
         except OSError as error:
             code = error.errno or errno.EIO
         if code not in (0, errno.EINPROGRESS):
-            # This machine could not send the probe, which shows nothing about the other machine.
+            # This machine could not send the probe, so the error shows nothing about the other machine.
             sock.close()
             return
         machine.sock = sock

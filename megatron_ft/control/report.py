@@ -84,7 +84,7 @@ _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote p
 """Texts in the error messages of gloo and NCCL if another rank has ended."""
 _ENDING_FAULTS = ("kill", "exit", "raise")
 """Actions of failpoints that end the process, so that its node leaves the membership."""
-# Left out of the advice: it names the run itself, faults would be injected again, and the fork server may be gone.
+# Keys left out of the advice: it names the run itself, faults would be injected again, the fork server may be gone.
 _NOT_AGAIN = ("run.name=", "run.resume=", "run.dir=", "testing.failpoints=", "launch.forkserver_socket=")
 
 
@@ -269,7 +269,7 @@ class InjectedFaults:
         """Process a record. Return False if the record reports that a fault was not injected, although the fault has
         ended an earlier process.
 
-        The process that replaces the ended one has the same failpoint, but does not know that it was hit before.
+        The process that replaces the ended one has the same failpoint, but does not know that this failpoint was hit.
         """
         about = (record.get("failpoint"), record.get("node"))
         if record.get("kind") == "failpoint_hit" and record.get("action") in _ENDING_FAULTS:

@@ -306,8 +306,8 @@ class ControllerClient:
 # A gRPC server keeps every connection, also if no call with the token ever arrives over it. Each connection uses a
 # descriptor, so unauthenticated peers could use up all descriptors of the process. gRPC limits the number of its
 # connections, but does not know which are authenticated. This module knows: a call with the right token authenticates
-# the connection from the caller's address; all other connections of the server's port are unauthenticated. Those that
-# are too old are shut down, and so are the oldest ones if there are too many; gRPC then closes them as if the peer had.
+# the connection from the caller's address; all other connections to the server's port are unauthenticated. They are
+# shut down if they are too old. If they are too many, the oldest are shut down. gRPC then closes these connections.
 MAX_UNAUTHENTICATED = 1024
 
 
@@ -388,7 +388,7 @@ class _Connection(NamedTuple):
 
 
 class _UnauthenticatedConnections:
-    """Watches the connections to one port of this process, and shuts down unauthenticated ones."""
+    """Watches the connections to one port of this process. Shuts down unauthenticated ones that are too old or many."""
 
     def __init__(
         self, port: int, *, max_connections: int, authentication_seconds: float = AUTHENTICATION_SECONDS
@@ -437,12 +437,12 @@ class _UnauthenticatedConnections:
         named = {_peer_of(text): text for text in list(self._named)}
         connections = set(self._connections())
         self._authenticated = {one for one in connections if one in self._authenticated or one.peer in named}
-        # Connections of these peers are in ``_authenticated`` or have ended. A later peer may get the same address.
+        # These peers are in ``_authenticated`` or have ended. They are removed, because addresses can be used again.
         self._named.difference_update(named.values())
         others = connections - self._authenticated
         self._since = {one: since for one, since in self._since.items() if one in others}
-        # Each CPU numbers inodes from a range of its own, so their order is that of time for one CPU only. It decides
-        # only between connections that this look finds first.
+        # New connections are ordered by inode. This is the order of time only for connections from the same CPU,
+        # because each CPU takes inode numbers from a range of its own.
         for one in sorted(others - self._since.keys(), key=lambda one: one.inode):
             self._since[one] = now
         num_more = len(self._since) - self.most(len(self._authenticated))
@@ -481,7 +481,7 @@ class _UnauthenticatedConnections:
         return found
 
     def _examine(self, descriptor: int, inode: int) -> _Connection | None:
-        # Return a socket as a connection to the port; None for another socket.
+        # Return the connection of a descriptor, or None if its socket is not a connection to the port.
         with _own_copy(descriptor) as sock:
             if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.getsockname()[1] != self._port:
                 return None
@@ -497,7 +497,7 @@ def _own_copy(descriptor: int) -> socket.socket:
 
 
 def _shut_down(connection: _Connection) -> None:
-    # Shut a connection of gRPC's down, so that gRPC sees the end of the peer and closes it.
+    # Shut down a connection of gRPC. To gRPC, it looks as if the peer has closed the connection, so gRPC closes it.
     with contextlib.suppress(OSError), _own_copy(connection.descriptor) as sock:
         if os.fstat(sock.fileno()).st_ino == connection.inode:
             # gRPC must close the descriptor: closed here, its number could name another file while gRPC still uses it.

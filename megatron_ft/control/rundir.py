@@ -98,7 +98,7 @@ _CHECKPOINT_MANIFEST = "manifest.json"
 _METRICS = "metrics.jsonl"
 """Name of the file that gets a line for each trained iteration (``telemetry/sinks/jsonl.py``)."""
 _GENERATIONS = "control/window_generations"
-"""Name of the file of a run whose windows may be only in the memory of snapshot servers."""
+"""Name of a file that exists if windows of the run may be only in the memory of snapshot servers."""
 _FAILED_START = "failed-start-"
 _LOCK_FILE = ".lock"
 _LOOK_SECONDS = 1.0
@@ -212,7 +212,7 @@ def check_claim(run: RunConfig, *, may_be_in_memory: bool = False) -> None:
     """Check that ``RunDir.claim`` can claim the folder that ``run`` names now. Nothing is created or changed.
 
     Args:
-        may_be_in_memory: that of ``RunDir.claim``.
+        may_be_in_memory: see ``RunDir.claim``.
 
     Raises:
         ConfigError: the claim would fail.
@@ -260,7 +260,7 @@ def _make(folder: Path) -> None:
 
 
 def _number(parent: Path, model_name: str) -> tuple[Path, bool]:
-    # Create the folder with the next number; two jobs never get the same.
+    # Create the folder with the next number. Two jobs never get the same number.
     pattern = re.compile(re.escape(model_name) + r"-(\d{3,})")
     taken = [int(match.group(1)) for entry in os.listdir(parent) if (match := pattern.fullmatch(entry))]
     number = max(taken, default=0) + 1
@@ -342,7 +342,7 @@ def _has_state(path: Path) -> bool:
 
 
 def _failed_to_start(path: Path) -> bool:
-    """Whether a run's folder is of a job that has ended without a trained iteration, so that it has nothing to lose."""
+    """Whether the job that used a run's folder ended before it had trained an iteration, so no state can be lost."""
     known = (path / RUN_ID_NAME).exists() or {entry.name for entry in path.iterdir()} == {_LOCK_FILE}
     if not known or _has_state(path) or (path / _GENERATIONS).exists():
         return False
@@ -359,7 +359,7 @@ def _set_aside(path: Path) -> None:
     while (kept := path / f"{_FAILED_START}{number:03d}").exists():
         number += 1
     kept.mkdir()
-    # The id moves last: until then, a start that is interrupted here still finds a run that failed to start.
+    # The id moves last: if this process dies before, the next start still recognizes a run that failed to start.
     for entry in sorted(entries, key=lambda each: each.name == RUN_ID_NAME):
         entry.rename(kept / entry.name)
 

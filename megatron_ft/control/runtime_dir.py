@@ -59,8 +59,8 @@ class Use:
 
 @contextlib.contextmanager
 def make_runtime_dir() -> Iterator[Path]:
-    """Make a directory of mode 0700 for sockets in the folder of temporary files. Remove unused directories of earlier
-    jobs.
+    """Make a directory (mode 0700) for sockets in the folder of temporary files. Remove it at the end of the ``with``
+    block, unless another process uses it. First remove unused directories of earlier jobs.
 
     Raises:
         ConfigError: the path of temporary files is too long for sockets.
@@ -119,7 +119,7 @@ def _remove_unused(path: Path, lock: int) -> None:
 
 
 def socket_path(runtime_dir: Path, node: int, service: str = "") -> Path:
-    """Return the path of the socket of this process, the agent of ``node``, or of its sidecar ``service``."""
+    """Return the socket path of the agent of ``node``, which is this process, or of the agent's sidecar ``service``."""
     return runtime_dir / (f"{node:03d}-{os.getpid()}" + (f"-{service}" if service else "") + ".sock")
 
 

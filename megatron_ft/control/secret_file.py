@@ -11,7 +11,7 @@ MAX_BYTES = 64 * 1024
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Write a file, which replaces an earlier one, and return when it is on disk."""
+    """Write a file with mode 0600, replace an earlier file, and return when the new file is on disk."""
     replace_file(path, content, mode=0o600)
 
 

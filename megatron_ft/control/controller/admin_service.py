@@ -70,10 +70,10 @@ class AdminService:
     def _drain(self, request: Message) -> Message:
         node = self._known(request)
         self._refuse(NodeRules(self._policy).refuse_drain(self._read_state(), node))
-        # Returns once the request is in the journal, so an accepted request survives this controller.
+        # ``_ask`` returns once the request is in the journal, so an accepted request survives this controller.
         self._ask(DrainRequested(node))
         state = self._read_state()
-        if state.nodes.is_member(node) and node not in state.nodes.draining:  # another request was faster
+        if state.nodes.is_member(node) and node not in state.nodes.draining:  # another request came first
             self._refuse(NodeRules(self._policy).refuse_drain(state, node))
         return {}
 

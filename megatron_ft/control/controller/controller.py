@@ -1,4 +1,4 @@
-"""The job's controller: receives the reports of agents, decides with the state machine in ``membership``, gives orders.
+"""The job's controller: receives reports of agents, decides with the state machine in ``membership``, and gives orders.
 
 ``server`` receives the calls. One thread, in ``run``, processes them in order: it calls the state machine and writes
 orders, which agents fetch. Each input on which decisions depend is in the journal before it has any effect. A new
@@ -37,7 +37,7 @@ from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.serde import encode
 
 RecordSink = Callable[[Message, Origin], None]
-"""Function that receives a record and its origin. By the origin, a second delivery of the record is recognized."""
+"""Function that receives a record and its origin. If two deliveries have the same origin, the record is the same."""
 
 StepSink = Callable[[Step], None]
 
@@ -67,14 +67,14 @@ class Controller:
         detection: DetectorPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Bind the controller's service to its address. It does not serve calls before ``run`` is called.
+        """Bind the controller's service to its address. The service answers no calls before ``run`` is called.
 
         Args:
-            launch_spec: called for each start of ranks and for each next membership, in the thread of ``run``.
+            launch_spec: makes the spec of ranks for each start and each next membership, in the thread of ``run``.
             detection: limits of the failure detector; default: ``DetectorPolicy()``.
             record_decision: called before ranks receive the order to continue without lost nodes, or to stop.
-            journal: inputs of the job's earlier controllers, which this one processes again; None keeps no journal.
-            epoch: number of this controller, higher than that of every earlier controller; every answer contains it.
+            journal: has the inputs of the job's earlier controllers, which this one processes again; None: no journal.
+            epoch: number of this controller, above the numbers of all earlier controllers; every answer contains it.
             port: port of the service; 0 chooses a free one.
             certificates: certificates for the channel to agents; with None, the channel is not encrypted.
             clock: monotonic clock, which continues from the last time in ``journal``.
@@ -91,7 +91,7 @@ class Controller:
         """Arrival time of the event that is being processed, in seconds since 1970."""
         self._launch_spec = launch_spec
         self._record_decision = record_decision
-        # The time of the start is in the journal, so that every reading of the journal has the same deadlines.
+        # The time of the start is in the journal, so that every controller of the job computes the same deadlines.
         begin_seconds = clock() if journal is None else journal.first("begin_seconds", clock())
         self._state = machine.initial(policy, begin_seconds)
         # All generations are kept: late reports are checked against the membership of their own generation.
@@ -139,7 +139,7 @@ class Controller:
 
     @property
     def details(self) -> dict[int, Message]:
-        """Maps each rank of this generation that has ended to details of its end, see ``JobResult.details``."""
+        """Maps each rank that has ended in this generation to details of its end, see ``JobResult.details``."""
         return self._details
 
     def post(self, event: MachineEvent, number: int | None = None) -> None:
@@ -158,7 +158,7 @@ class Controller:
         A new controller first repeats the decisions of its predecessors, and passes them to ``on_step``.
         """
         try:
-            # No call is served before the state is rebuilt: sessions and numbers of reports would be wrong.
+            # No call is served before the state is rebuilt: until then, sessions and numbers of reports are wrong.
             step = self._take_over(on_step)
             self._server.open()
             if self._presence is not None:
@@ -167,7 +167,7 @@ class Controller:
                 step = self._serve(on_record, on_step)
             result = JobResult.of(step.state, step.reason, self._details)
         except CannotDecide as error:
-            # The journal cannot be written, so this order is not in it. Nodes must fetch the order to end.
+            # This order is not in the journal, which cannot be written. Agents end when they have fetched the order.
             self._server.give(to_message(messages.End(reason=str(error))))
             self._server.open()
             result = JobResult(error.outcome, str(error), None, self._details)
@@ -180,7 +180,7 @@ class Controller:
             self._presence.stop()
         self._server.close()
 
-    # --- what arrives --------------------------------------------------------------------------------------------
+    # --- inputs --------------------------------------------------------------------------------------------------
 
     def _take_over(self, on_step: StepSink) -> Step | None:
         entries = [] if self._journal is None else self._journal.entries
@@ -205,7 +205,7 @@ class Controller:
         return None
 
     def _serve_item(self, item: Item, on_record: RecordSink, on_step: StepSink) -> Step | None:
-        # Process a node's item, unless that was done already; the call that delivered it is answered afterwards.
+        # Process an item, unless it was processed before. Then let the call that delivered the item return.
         step, origin = None, item.origin
         if origin is None:
             step = self._take_in(self._journalled({"item": item.content}, item.arrived_seconds), on_step)
@@ -248,7 +248,7 @@ class Controller:
         makes the same decision.
 
         Args:
-            report: the report of the entry, if it was parsed already.
+            report: the report that was already parsed from the entry; None if the entry still has to be parsed.
         """
         if "posted" in entry:
             self._num_posted = entry["posted"] + 1
@@ -271,9 +271,9 @@ class Controller:
         while self._found:
             found = self._found.popleft()
             if not isinstance(found, NodeLost) or self._detector.seconds_since_word(found.node, self._clock()) is None:
-                return Posted(found, self._clock())  # otherwise the agent has called since the detector found its loss
+                return Posted(found, self._clock())  # a node that has called since its loss was found is not lost
         deadline = self._state.wake_seconds
-        # A deadline whose tick changed nothing stays in the state, and would cause further ticks without end.
+        # The state keeps a deadline whose tick changed nothing. Such a deadline must not cause ticks without end.
         if deadline is None or deadline == self._past_deadline or deadline > self._check_at:
             return self._server.take(self._check_at)
         taken = self._server.take(deadline)
@@ -290,7 +290,7 @@ class Controller:
     # --- machine events ------------------------------------------------------------------------------------------
 
     def _event_of(self, entry: Message, report: Report | None) -> MachineEvent:
-        # Return the machine event of an entry; a tick if the entry is about a process that was replaced.
+        # Return the machine event of an entry, or a tick if the entry is about a process that was replaced.
         item = entry.get("item")
         if item is None:
             return self._posted(messages.event_from_json({k: v for k, v in entry.items() if k not in _ABOUT_ENTRY}))
@@ -324,7 +324,7 @@ class Controller:
         return event
 
     def _joined(self, join: messages.Join) -> MachineEvent:
-        # An agent repeats the call when its answer was lost.
+        # An agent repeats this call if it did not receive the answer.
         if not self._server.admit(join.node, join.process_id):
             return Tick()  # the agent was registered by its earlier call
         self._sidecars[join.node] = {name: sidecar.address for name, sidecar in join.sidecars.items()}
@@ -398,8 +398,8 @@ class Controller:
         following.validate()
         lost, left, joined = step.reform.lost, step.reform.leaving, step.reform.joining
         order = messages.Reform(next=following, lost=list(step.nodes), leaving=list(left), reason=step.reason)
-        # If the order is in the journal, it is used: its port is random, and an earlier controller may have given it to
-        # ranks. The decision is on disk before any agent can fetch the order.
+        # If the journal has this order, the recorded order is used: its port is random, and an earlier controller may
+        # have given it to ranks. The decision is on disk before any agent can fetch the order.
         settled = self._settled(order)
         nodes = {"lost_nodes": list(lost), "left_nodes": list(left), "joined_nodes": list(joined)}
         self._record(before, step, {"next": settled["next"], **nodes})
@@ -447,4 +447,4 @@ class Controller:
 
 
 _ABOUT_ENTRY = ("now", "arrived", "unix", "posted")
-"""Fields of a journal entry that do not belong to its machine event."""
+"""Fields of a journal entry that are not fields of the entry's machine event."""

@@ -4,10 +4,10 @@ A new controller reads the journal and reaches the same state. Each line is a JS
 ``format``. An entry is written before it has any effect, so it survives the death of the controller; ``sync`` makes it
 survive a power failure.
 
-A controller acts only on what is on disk: its journal, the decisions, the epoch. On a full disk it waits, reports the
-wait, and continues as soon as space is free. Its clock is stopped meanwhile, so the wait causes no timeout. Training
-continues, but lost ranks or nodes are not replaced. If the run's folder was deleted or moved away, the job ends with
-this reason, because a new controller could not find the journal. Logs, metrics and events never delay a decision.
+A controller acts only on what is on disk: its journal, its decisions and its epoch. On a full disk, the controller
+waits, reports the wait, and continues as soon as space is free. The controller's clock is stopped meanwhile, so the
+wait causes no timeout. Training continues, but lost ranks or nodes are not replaced. If the run's folder was deleted or
+moved away, the job ends, because a new controller could not find the journal. Logs, metrics and events delay nothing.
 """
 
 import errno
@@ -65,7 +65,7 @@ class StandingClock:
 
 
 class EssentialWrites:
-    """Carries out the writes of one thread in order. Repeats a write as long as the disk is full."""
+    """Carries out the writes of one thread one after the other. Repeats a write as long as the disk is full."""
 
     def __init__(self, run_dir: Path, on_wait: Callable[[str], None], on_go_on: Callable[[float], None]) -> None:
         """Remember the run's folder, to detect later that it was moved or deleted.
@@ -154,7 +154,7 @@ class Journal:
         ``entries``.
 
         Args:
-            do: function that calls a write and repeats it if it fails, see ``EssentialWrites.do``.
+            do: function that calls a write, and repeats the call while the disk is full, see ``EssentialWrites.do``.
 
         Raises:
             ControlError: a complete line is not a JSON object, or another version of this package wrote the journal.
@@ -221,7 +221,7 @@ class Journal:
         try:
             os.fsync(self._descriptor)
         except OSError:
-            # The kernel reports a failure once and may drop what it could not write: write it again.
+            # The kernel reports a failure once and may drop the data that it could not write: write them again.
             self._write(self._num_bytes - len(self._unsynced), self._unsynced)
             raise
 

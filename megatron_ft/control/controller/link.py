@@ -1,4 +1,4 @@
-"""The launcher's connection to the controller's process. The launcher replaces a process that ends before the job.
+"""The launcher's connection to the controller's process. The launcher replaces a controller that ends before the job.
 
 The launcher sends its events to the controller, and receives records of ranks and events of decisions. It passes on
 each record and event exactly once, also if the controller is replaced.
@@ -24,7 +24,7 @@ from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 
 MAX_FAILED_STARTS = 5
-"""Number of consecutive controllers that may fail without a new message to the launcher. Then the job fails."""
+"""The job fails when this number of controllers in a row have failed without a new message to the launcher."""
 # A new controller imports its modules and reads the whole journal before it sends anything.
 LEAST_SILENCE_SECONDS = 10.0
 _PING_SECONDS = 2.0
@@ -49,11 +49,10 @@ class ControllerLink:
 
         Args:
             start: starts the controller's process; its argument is the process's end of a socket pair.
-            access_path: file (mode 0600) with the controller's address, epoch and process id, for its clients.
+            access_path: file (mode 0600) to which the controller's address, epoch and process id are written.
             access: further entries of the file at ``access_path``.
-            silence_seconds: time without a message after which a controller is killed; raised to
-                ``LEAST_SILENCE_SECONDS`` if it is shorter, because the start of a controller takes time.
-            log: the controller's log; its last line is reported if the controller ends by itself.
+            silence_seconds: time without a message after which a controller is killed; at least 10 s are used.
+            log: log file of the controller; the last line of the log is reported if the controller ends by itself.
         """
         self._start = start
         self._log, self._log_begin_bytes = log, 0
@@ -68,7 +67,7 @@ class ControllerLink:
         self._last_record: dict[int, list[int]] = {}
         """Maps each node to the session and the number of its last record that was passed on to the sinks."""
         self._to_grant: bytes | None = None
-        """Content that is still to be written to the access file; None if there is none."""
+        """Content that must still be written to the access file; None if the file is up to date."""
         self._num_events = 0
         self._num_fruitless_starts = 0
 
@@ -89,7 +88,8 @@ class ControllerLink:
         self._reader, self._num_told = FrameReader(mine), 0
 
     def run(self, on_record: Callable[[Message], None], on_event: Callable[[Message], None]) -> JobResult:
-        """Serve until the job has ended; call ``on_record`` for records of ranks and ``on_event`` for events.
+        """Exchange messages with the controller until the job has ended, and return the job's result. Call
+        ``on_record`` for each record of a rank, and ``on_event`` for each event.
 
         Raises:
             ControlError: several controllers in a row ended without progress.
@@ -198,7 +198,7 @@ class ControllerLink:
                 write_secret(self._access_path, self._to_grant)
                 self._to_grant = None
 
-    # --- the next one ----------------------------------------------------------------------------------------------
+    # --- replacement -----------------------------------------------------------------------------------------------
 
     def _give_up(self, reason: str) -> None:
         self._num_fruitless_starts += 1
@@ -207,7 +207,7 @@ class ControllerLink:
             raise ControlError(f"the controller failed {MAX_FAILED_STARTS} times in a row; last failure: {reason}")
 
     def _read_rest(self, on_record: Callable[[Message], None], on_event: Callable[[Message], None]) -> JobResult | None:
-        # Read the messages that a controller sent before it ended: nodes do not send again what it has acknowledged.
+        # Read the messages that a controller sent before it ended: nodes do not repeat records that were acknowledged.
         try:
             while True:
                 end = self._take_in(on_record, on_event)
@@ -248,4 +248,4 @@ class ControllerLink:
 
 
 class _Gone(Exception):
-    """The controller has ended, or does not answer any more."""
+    """Raised if the controller has ended or does not answer any more."""

@@ -1,9 +1,9 @@
 """The controller's process: ``python -m megatron_ft.control.controller.main``.
 
-The process reads one line of JSON from standard input (``ControllerSpec``); when standard input closes, the launcher
-has ended. Inputs on which decisions depend are in the journal before they have any effect, so the launcher can replace
-the process at any time. Over a Unix socket, the process receives events from the launcher, and sends records and
-decisions to the launcher. These have numbers, so that the launcher can drop duplicates.
+The process reads a ``ControllerSpec``, one line of JSON, from standard input. Standard input closes when the launcher
+ends. Inputs on which decisions depend are in the journal before they have any effect, so the launcher can replace the
+process at any time. Over a Unix socket, the process receives events from the launcher, and sends records and decisions
+to the launcher. Records and decisions have numbers, so that the launcher can drop duplicates.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def _launch_spec(
     """
     store = stores.get(nodes[0])
     address = first.master_addr if store is None else store.address
-    # Without a configured port, each generation gets another one: the store of the previous one may still be closing.
+    # Without a configured port, each generation gets another port: the previous store may still be closing.
     port = first.master_port or (free_port(address) if store is None else store.port_of(generation))
     # Later generations continue this run, whatever ``run.resume`` was at its start.
     source = first.resume_from if generation == 0 else str(Path(first.run_dir, "checkpoints"))
@@ -68,10 +68,10 @@ def _launch_spec(
     )
 
 
-# A controller keeps the lock as long as it lives, so no other controller of the run can start. It writes an epoch into
-# the file that is higher than all earlier ones, and puts this epoch into every answer. Agents reject an answer with an
-# epoch below the highest that they have seen, and a controller reads the file again before it decides. Both checks stop
-# an old controller that was presumed dead.
+# A controller holds a lock on the file ``epoch`` as long as it lives, so no other controller of the run can start. It
+# writes an epoch into the file, higher than all earlier epochs, and puts this epoch into every answer. Agents reject an
+# answer with an epoch below the highest that they have seen, and a controller reads the file again before it decides.
+# Both checks stop an old controller that was presumed dead.
 
 _FILE = "epoch"
 _MAX_BYTES = 20
@@ -153,7 +153,7 @@ class ControllerSpec:
     working_dir: str
     token: str
     launcher_descriptor: int
-    """Descriptor of the connection to the launcher."""
+    """File descriptor of the socket that is connected to the launcher."""
     port: int = 0
     """Port of the service; 0 chooses a free one. A new controller uses the port of its predecessor."""
     runtime_dir: str | None = None
@@ -216,7 +216,7 @@ class _ControllerProcess:
         self._writes.do(lambda: folder.mkdir(mode=0o700, exist_ok=True))
         self._access_path = run_dir / CONTROLLER_FILE
         self._use = None if spec.runtime_dir is None else Use(Path(spec.runtime_dir))
-        # The lease comes before the journal, which is changed when it is opened: an incomplete line is removed.
+        # The lease is acquired before the journal is opened, because opening may remove an incomplete last line.
         self._lease: _Lease = self._writes.do(lambda: _Lease.acquire(folder))
         config: JobConfig = from_dict(spec.config)
         starts_nodes = launcher_class(config.launch.node_launcher).starts_nodes
@@ -284,8 +284,8 @@ class _ControllerProcess:
         self._launcher.send({"op": "goes_on", "seconds": seconds})
 
     def _end_with_launcher(self) -> None:
-        # Runs in a thread: ends when standard input closes, because the launcher has ended the job or was killed. A
-        # killed launcher could not remove the access file of this controller and the folder of sockets.
+        # Runs in a thread, and ends the process when standard input closes: the launcher has ended the job or was
+        # killed. A killed launcher removes neither the access file nor the folder of sockets, so this thread does it.
         while os.read(sys.stdin.fileno(), 4096):
             pass
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -296,8 +296,8 @@ class _ControllerProcess:
         os._exit(0)
 
     def _record_decision(self, decision: Message) -> None:
-        # Record a decision unless an earlier controller has; a controller with a stale lease must not decide. The
-        # folder is checked first: without it, the lease looks stale, too, and the reason given would be wrong.
+        # Record a decision unless an earlier controller has recorded it. A controller with a stale lease must not
+        # decide. The folder is checked first: if it is gone, the lease looks stale, and the reason would be wrong.
         self._writes.check_place()
         if self._lease.is_stale:
             raise ControlError(f"stale epoch {self._lease.epoch}: another controller is in charge now")
@@ -350,7 +350,7 @@ def main() -> int:
     try:
         _ControllerProcess(ControllerSpec(**json.loads(line))).run()
     except (MegatronFtError, OSError) as error:
-        with contextlib.suppress(OSError):  # its log is on a disk that is full
+        with contextlib.suppress(OSError):  # the log may be on a full disk
             print(f"controller: {error}", file=sys.stderr, flush=True)
         os._exit(ControlError.exit_code)  # a normal exit would wait for calls that are still being served
     return 0

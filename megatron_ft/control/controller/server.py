@@ -1,4 +1,4 @@
-"""Serves calls of agents and administrators. If a call brings an input, it returns only after the controller's thread
+"""Serves calls of agents and administrators. A call that delivers an input returns only after the controller's thread
 has processed the input."""
 
 import json
@@ -141,7 +141,7 @@ class _Inbox:
 
 @dataclass
 class _AgentSession:
-    """Session of one agent process, from its registration until it is lost."""
+    """Session of one agent process, from the agent's registration until the agent is lost."""
 
     number: int
     process_id: int
@@ -155,7 +155,7 @@ class _AgentSession:
     """Number of the first item that has not arrived. The items from ``next_item`` to the item before this one wait for
     the controller."""
     num_fetched: int = 0
-    """Number of orders that the agent had when it last fetched orders."""
+    """Number of orders that the agent has fetched, plus the number of orders before its registration."""
     is_inherited: bool = False
     """Whether an earlier controller may have forwarded records of this agent that this controller does not know."""
     newest_item: Item | None = None
@@ -319,7 +319,7 @@ class ControllerServer:
         self._server.start()
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop serving calls."""
         self._server.stop()
 
     # --- the controller's thread -----------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ class ControllerServer:
         return lambda request: {**method(request), "epoch": self._epoch}
 
     def _join(self, request: Message) -> Message:
-        # Register an agent, also one that an earlier controller has admitted. Return session and orders to skip.
+        # Register an agent, even if an earlier controller did. Return its session and the number of orders to skip.
         join = decode_call(Join, request)
         node, process_id = self._known(join.node), join.process_id
         # A registration that is too large must not reach the journal, because every node receives a part of it.
@@ -429,7 +429,7 @@ class ControllerServer:
         return b'{"node":%d,"epoch":%d,"orders":[%b]}' % (node, self._epoch, b",".join(orders))
 
     def _deliver(self, request: Message) -> Message:
-        # Add the new reports of a call and return the number of the next; all reports before it are in the journal.
+        # Add the new reports of a call. Return the number of the next report; all earlier ones have been processed.
         call = decode_call(Deliver, request)
         node, first, session = self._known(call.node), call.first, self._session(call)
         # If a connection broke, the agent delivers again while its first call still waits. The lock admits one call.

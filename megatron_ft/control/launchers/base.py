@@ -51,7 +51,7 @@ class NodeLauncher(Protocol):
     """
 
     starts_nodes: ClassVar[bool]
-    """Whether this launcher starts agents; otherwise nodes start by themselves, with the data from ``publish``."""
+    """Whether this launcher starts agents. If not, nodes start by themselves, with the data from ``publish``."""
     is_local: ClassVar[bool]
     """Whether agents run on this machine and share its fork server."""
 
@@ -64,12 +64,12 @@ class NodeLauncher(Protocol):
         data with which they join.
 
         Args:
-            spec: spec of node 0. Specs of other nodes have another node number, and values that only their machine
-                knows.
+            spec: spec of node 0. The spec of another node differs in its node number and in values that only the
+                machine of this node knows.
         """
 
     def start(self, node: int, spec: AgentSpec, on_end: OnEnd) -> None:
-        """Start the agent of a node. An earlier agent of the node is ended first, and its ``on_end`` is called.
+        """Start the agent of a node. First end an earlier agent of the node, and call ``on_end`` of this agent.
 
         Raises:
             OSError: the agent cannot be started.
@@ -162,11 +162,11 @@ class ProcessLauncher:
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        # All are ended together: one after the other, many nodes take longer than a scheduler waits.
+        # All processes are ended at the same time: a scheduler does not wait until many were ended one by one.
         kill(*processes, term_seconds=self.term_seconds)
 
     def finish(self, exit_code: int, reason: str) -> None:
-        """See ``NodeLauncher``."""
+        """Do nothing, because no scheduler has to be informed."""
 
 
 def log_name(node: int) -> str:

@@ -1,4 +1,4 @@
-"""Processes that the launcher starts: each has its own session and ends when its standard input closes."""
+"""Processes that the launcher starts. Each runs in a separate session and ends when its standard input closes."""
 
 import contextlib
 import os
@@ -64,7 +64,7 @@ def tell(process: "subprocess.Popen[bytes]", line: bytes) -> None:
 
 
 def kill(*processes: "subprocess.Popen[bytes]", term_seconds: float = 0.0) -> None:
-    """End all ``processes`` at the same time, and the other processes of their sessions.
+    """End all ``processes`` at the same time. If a process has to be killed, kill its process group.
 
     Args:
         term_seconds: time between SIGTERM and SIGKILL; 0 kills at once.
@@ -76,7 +76,7 @@ def kill(*processes: "subprocess.Popen[bytes]", term_seconds: float = 0.0) -> No
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
-    # These are not reaped yet, so their process ids still name their groups.
+    # The processes in ``left`` have not been reaped, so their process ids still name their process groups.
     left = [process for process in processes if process.poll() is None]
     for process in left:
         with contextlib.suppress(ProcessLookupError):
@@ -85,7 +85,7 @@ def kill(*processes: "subprocess.Popen[bytes]", term_seconds: float = 0.0) -> No
         process.wait()
     for process in processes:
         if process.stdin is not None:
-            # Closing can fail, because it writes what is left in the buffer.
+            # Closing can fail, because it writes the rest of the buffer.
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
 

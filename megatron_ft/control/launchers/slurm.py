@@ -31,7 +31,7 @@ class SlurmLauncher(ProcessLauncher):
         through, processes = self._allocation.srun(node), self.context.processes
         started = processes.start("megatron_ft.control.node.main", [], log_name(node), {}, through=through)
         process: subprocess.Popen[bytes] = started
-        # The id of the ``srun`` process identifies the agent, because only the end of ``srun`` is seen here.
+        # The id of the ``srun`` process identifies the agent, because this machine sees only the end of ``srun``.
         agent = dataclasses.replace(spec, process_id=process.pid)
         node_spec = NodeSpec(agent=agent, preload=list(self.context.preload), batch_job=self._allocation.job_id)
         tell(process, node_spec.to_line())

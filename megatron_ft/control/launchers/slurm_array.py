@@ -58,7 +58,7 @@ class SlurmArrayLauncher:
     def finish(self, exit_code: int, reason: str) -> None:
         """Write the marker of the job's end, which ends the array's tasks."""
         assert self._run_dir is not None, "finish() was called before publish()"
-        # After a final error, another job of the chain would end with the same error.
+        # After a final error, another job that continues this run would end with the same error.
         is_final = exit_code in {EXIT_OK, *FINAL_EXIT_CODES}
         RunAttempts(self._run_dir).leave_marker(
             self._allocation.job_id, exit_code=exit_code, reason=reason, is_final=is_final

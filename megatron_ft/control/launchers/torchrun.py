@@ -1,8 +1,8 @@
 """Reads the rank of a process that ``torchrun`` or ``srun`` started, from its environment variables. Pure.
 
 Sources: PyTorch's documentation of torchrun (section "Environment Variables"), the manual page srun(1) (section "OUTPUT
-ENVIRONMENT VARIABLES"), and ``fault_tolerance/launcher.py`` of nvidia-resiliency-ext 0.4.1. Its ``ft_launcher`` extends
-torchrun and sets two further variables.
+ENVIRONMENT VARIABLES"), and ``fault_tolerance/launcher.py`` of nvidia-resiliency-ext 0.4.1. The ``ft_launcher`` of that
+package extends torchrun and sets two further variables.
 """
 
 import re
@@ -19,7 +19,7 @@ _FT_LAUNCHER = "FT_RANK_MONITOR_IPC_SOCKET"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnvironment:
-    """Rank that ``torchrun`` or ``srun`` started. ``attempt`` counts the restarts that included the rank's node."""
+    """Environment of a rank of ``torchrun`` or ``srun``. ``attempt`` counts the restarts that included its node."""
 
     launcher: str
     rank: int
@@ -33,7 +33,7 @@ class RankEnvironment:
     max_restarts: int = 0
     """Largest number of times that the launcher restarts all ranks."""
     store_is_served: bool = False
-    """Whether the launcher serves a ``TCPStore`` at the master's address, which continues during restarts of ranks."""
+    """Whether the launcher serves a ``TCPStore`` at the master's address. This store outlives restarts of ranks."""
     program: str = ""
     """Name of the command: ``torchrun``, ``ft_launcher`` (which works like torchrun) or ``srun``."""
 
@@ -90,7 +90,7 @@ class RankEnvironment:
 
         Args:
             mode: ``torchrun`` or ``srun``.
-            master_port: ``launch.master_port``; 0 derives one from Slurm's job and step.
+            master_port: ``launch.master_port``; with 0, the port is derived from the ids of the Slurm job and step.
 
         Raises:
             ConfigError: a variable is missing, is not a number, or contradicts another variable.
@@ -104,8 +104,8 @@ class RankEnvironment:
 def detect(variables: Mapping[str, str]) -> str:
     """Detect the launcher of this process: ``torchrun``, ``srun`` or ``local``, from environment variables.
 
-    A torchrun started by srun counts as torchrun. An interactive shell inside a Slurm job step has
-    ``SLURM_PROCID`` as well; choose ``launch=local`` there.
+    A torchrun started by srun counts as torchrun. An interactive shell inside a Slurm job step counts as srun, because
+    it has the variables of a job step; set ``launch=local`` there.
     """
     if "TORCHELASTIC_RUN_ID" in variables and "RANK" in variables:
         return "torchrun"
@@ -152,7 +152,7 @@ def _srun(variables: Mapping[str, str], master_port: int) -> RankEnvironment:
         local_rank=_number(variables, "SLURM_LOCALID"),
         local_world_size=per_node[0],
         master_addr=nodes[0],
-        # Every task computes the same port without communication. The next step of the job computes another one.
+        # Every task computes the same port without communication. The next step of the job computes another port.
         master_port=master_port or PORTS[(int(job) * 16 + int(step)) % len(PORTS)],
         job_id=f"{job}.{step}",
         attempt=int(variables.get("SLURM_RESTART_COUNT", "0")),

@@ -22,7 +22,7 @@ class NodeLost:
     """A node's agent has ended or does not answer, so the node and its ranks are lost."""
 
     node: int
-    # Clocks of nodes differ. These times order deaths for reports; deadlines use the controller's clock.
+    # Clocks of nodes differ, so this time only orders failures in reports. Deadlines use the controller's clock.
     at_seconds: float
     detail: str = ""
     process_id: int | None = None
@@ -118,8 +118,8 @@ class KillRequested:
 
 
 @dataclass(frozen=True, slots=True)
-# The state machine reads no clock, so a deadline takes effect only with an event. A second reading of the journal
-# therefore meets each deadline at the same event.
+# The state machine reads no clock, so a deadline takes effect only with an event. A new controller that reads the
+# journal therefore applies each deadline at the same event.
 class Tick:
     """Time has passed, so the state machine checks its deadlines."""
 

@@ -1,23 +1,23 @@
 """Rules for nodes that join a running job, leave it on request, or replace lost nodes.
 
 A node that is not a member becomes *wanted* (``is_wanted``) when its agent registers or an administrator adds it: the
-job must let it join. Its ranks are started (``START_NODES``), and when all have connected, the node waits. When the
-first waiting node has waited for ``join_window_seconds``, or when a member has to leave, the members are ordered to
-stop at an iteration boundary (``CHANGE``). When all members have stopped, the next membership begins (``reconfigure``).
-Nodes beyond ``most_members`` wait as spares until a member is lost or leaves.
+job must let the node join. The ranks of the node are started (``START_NODES``). When all have connected, the node is
+ready and waits. When the first ready node has waited for ``join_window_seconds``, or when a member has to leave, the
+members are ordered to stop at an iteration boundary (``CHANGE``). When all members have stopped, the next membership
+begins (``reconfigure``). Nodes beyond ``most_members`` wait as spares until a member is lost or leaves.
 
-In a job that keeps its layout (``recovery.keep_layout``), every membership has the same places, one for each node, and
-other nodes take the places of lost nodes. After all remaining ranks have reported their positions, the next membership
-begins if a joining node or spare is ready for each lost place. If too few nodes are ready, lost nodes are started
-again: first the agent, if it has ended (``START_AGENTS``), then the ranks, when the old ranks have ended
-(``START_NODES``). A node that ends or does not become ready in time is killed and started again, as often as
-``max_node_restarts`` allows. If a place cannot be filled, the job stops, like a job that needs all its nodes. If
-``recovery.min_nodes`` allows fewer nodes, the job instead continues with fewer lanes, and all later changes follow the
+A *place* is the position of a node in the layout; a lost place is the place of a lost node. In a job that keeps its
+layout (``recovery.keep_layout``), every membership has the same places, and other nodes take the lost places. After all
+remaining ranks have reported their positions, the next membership begins if a joining node or spare is ready for each
+lost place. If too few nodes are ready, lost nodes are started again: first the agent, if it has ended
+(``START_AGENTS``), then the ranks, when the old ranks have ended (``START_NODES``). A node that ends or does not become
+ready in time is killed and started again, at most ``max_node_restarts`` times. If a place stays empty, the job stops.
+But if ``recovery.min_nodes`` allows fewer nodes, the job continues with fewer lanes, and all later changes follow the
 rules of a job that does not keep its layout (``State.has_changed_layout``).
 
-All ranks of such a job may end, for example because they do not continue in their processes after a loss
-(``keeps_processes``). The job then waits for agents instead of ranks (``REPLACING``). As soon as there is a node with
-an agent for each place, all ranks start again.
+All ranks of a job that keeps its layout may end, for example because they do not continue in their processes after a
+loss (``keeps_processes``). The job then waits for agents instead of ranks (``REPLACING``). As soon as there is a node
+with an agent for each place, all ranks start again.
 """
 
 from dataclasses import dataclass, replace
@@ -65,7 +65,7 @@ class NodeRules:
         return replace(state, nodes=self._want(nodes, node))
 
     def add(self, state: State, node: int) -> State:
-        """Record that an administrator wants a node to join, regardless of how often it was lost before."""
+        """Record that an administrator wants a node to join, regardless of how often the node was lost before."""
         # The administrator may have repaired the node: earlier losses no longer count against ``max_node_restarts``.
         nodes = state.nodes.change(node, joined_iteration=0, num_losses=0, not_before_seconds=0.0)
         return replace(state, nodes=self._want(nodes, node))
@@ -112,13 +112,13 @@ class NodeRules:
     def lose_agent(self, state: State, node: int, reason: str, now: Moment) -> State:
         """Record that a node's agent has ended, and its ranks with it."""
         record = state.nodes[node]
-        if record.has_unregistered_agent:  # counted as a failed start when the agent was given up
+        if record.has_unregistered_agent:  # this agent was counted as a failed start when it did not register in time
             return replace(state, nodes=state.nodes.change(node, has_unregistered_agent=False))
-        # If the node had not become a member, its start has failed. Without this count, a node that dies at each start
-        # would be started for ever.
+        # If the node had not become a member, its start has failed. This failure is counted: otherwise, a node that
+        # dies at each start would be started for ever.
         is_outside = not state.nodes.is_member(node)
         never_came = record.agent is AgentState.UNKNOWN and is_outside
-        # These nodes have an agent but no ranks, so the end of their agent counts as a failed start, too.
+        # A spare of this kind has an agent but no ranks, so the end of its agent counts as a failed start, too.
         was_spare = is_outside and (self.policy.replaces_by_restart or state.phase is Phase.REPLACING)
         if never_came or was_spare or record.agent is AgentState.STARTING or node in state.nodes.waiting:
             state = self._fail_start(state, node, reason, now)
@@ -204,11 +204,11 @@ class NodeRules:
         if state.phase not in TRAINING or state.failures or state.broken or state.interrupted:
             return None
         if not self.policy.admits_nodes or not self.policy.ranks_of_all(state.members).isdisjoint(state.gone):
-            return None  # ranks have done their work: the job is about to end
+            return None  # some ranks have finished, so the job is about to end
         return self._give_up_agents(state, now) or self._kill_or_start(state, now) or self._change(state, now)
 
     def set_wake_up(self, state: State, now: Moment) -> State:
-        """Set the time at which ``decide`` must be called next if no event arrives."""
+        """Return the state with the time at which ``decide`` must be called next if no event arrives."""
         if state.phase not in (*TRAINING, Phase.REPLACING):
             return state if state.wake_up_seconds is None else replace(state, wake_up_seconds=None)
         # Each event yields one step. If another step is due already, an immediate tick triggers it.
@@ -223,7 +223,7 @@ class NodeRules:
         times += [
             record.agent_since_seconds + self.policy.start_timeout_seconds for record in self._unregistered(state)
         ]
-        # Times that have passed are left out: ``decide`` has handled them, and they would cause ticks without end.
+        # Past times are left out, because ``decide`` has handled them and they would cause ticks without end.
         return replace(state, wake_up_seconds=min((at for at in times if at > now.arrived_seconds), default=None))
 
     def _kill_or_start(self, state: State, now: Moment) -> Step | None:
@@ -231,8 +231,8 @@ class NodeRules:
         return self._kill(state, now) or self._start(state, now)
 
     def _unregistered(self, state: State) -> list[NodeRecord]:
-        """Return the nodes whose agent was started by the job and has not registered; empty if nodes start by
-        themselves."""
+        """Return the records of nodes whose agent the job has started, but whose agent has not registered. The list is
+        empty if nodes start by themselves."""
         return [r for r in state.nodes.records if r.agent is AgentState.STARTING] if self.policy.starts_nodes else []
 
     def _give_up_agents(self, state: State, now: Moment) -> Step | None:
@@ -321,11 +321,11 @@ class NodeRules:
         return replace(state, nodes=_stop_joining(state.nodes, node).change(node, is_dismissed=True))
 
     def can_fill_places(self, state: State) -> bool:
-        """Whether a node is ready for every lost place; always true in a job that does not fill lost places."""
+        """Whether a node is ready for every lost place; always true in a job that does not keep its layout."""
         return not keeps_layout(self.policy, state) or len(_ready(state)) == len(_lost_places(state))
 
     def why_place_stays_empty(self, state: State) -> str | None:
-        """Return the reason why a lost place stays empty, or None if there is a node for each lost place."""
+        """Return the reason why a lost place stays empty, or None if each lost place has or will get a node."""
         places = _lost_places(state)
         if len(places) == len(state.members):
             return "no node is left: every node of the job is lost"
@@ -335,7 +335,7 @@ class NodeRules:
         return self._describe_empty(next(place for place in places if state.members[place] not in coming), state)
 
     def replacements(self, state: State) -> frozenset[int]:
-        """Return the nodes that can take a place if a further member is lost, in a job that keeps its layout."""
+        """Return the nodes that can take a lost place; none in a job that does not keep its layout."""
         if not keeps_layout(self.policy, state):
             return frozenset()
         found = self._coming(state) | self._returning(state)
@@ -350,7 +350,7 @@ class NodeRules:
     def is_worn(self, state: State, node: int, iteration: int) -> bool:
         """Return whether a member that is lost after ``iteration`` is not started again, because it was lost too
         often."""
-        # A node whose losses do not count any more may be started again, also after its next loss.
+        # ``count_loss`` ignores losses before long training, so a node with many such losses is still started again.
         return count_loss(state.nodes[node], iteration) > self.policy.max_node_restarts
 
     def _describe_empty(self, place: int, state: State) -> str:
@@ -362,11 +362,11 @@ class NodeRules:
         return f"node {node} (place {place}) has no replacement: no spare is left, and the node is not restarted: {why}"
 
     def await_agents(self, state: State, now: Moment) -> Step | None:
-        """Wait until each place has a node with an agent, after all ranks of a job that keeps its layout have ended.
-        Start the agents of lost nodes. Return None if too few nodes can still register."""
+        """Return the next step of a job that keeps its layout and whose ranks have all ended: start agents of lost
+        nodes, or wait until each place has a node with an agent. Return None if too few nodes can still register."""
         timeout_seconds = self.policy.start_timeout_seconds
         if state.phase is not Phase.REPLACING:
-            # Without ranks no node is a member, so each loss from here on counts as a failed start.
+            # Without ranks, no node is a member. Each loss from here on counts as a failed start.
             nodes = state.nodes.change(state.members, state=NodeState.LOST)
             gone = [record.node for record in nodes.records if record.agent is AgentState.LOST]
             for node in gone:
@@ -396,8 +396,8 @@ class NodeRules:
         return Step(state, Decision.WAIT, "waiting for nodes that take the places of lost ones")
 
     def why_agents_are_missing(self, state: State, now: Moment) -> str:
-        """Return the reason why ``await_agents`` stops waiting: a time limit, or a place that cannot be
-        filled."""
+        """Return the reason why ``await_agents`` no longer waits: a time limit has passed, or no node can take one of
+        the places."""
         empty = [place for place, node in enumerate(state.members) if node not in state.nodes.registered]
         if state.phase is Phase.REPLACING and state.is_late(now):
             limit = f"launch.start_timeout_seconds={self.policy.start_timeout_seconds:g}"
@@ -415,14 +415,14 @@ class NodeRules:
             if self.policy.starts_nodes and state.nodes[node].agent is AgentState.STARTING:
                 state = self._give_up_agent(state, node, now)
             else:
-                # With more losses than the limit, neither ``_returning`` nor ``may_return`` starts the node again.
+                # The count exceeds the limit, so neither ``_returning`` nor ``may_return`` lets the node start again.
                 state = self._fail_start(state, node, reason, now, num_losses=self.policy.max_node_restarts + 1)
         starting = {record.node for record in state.nodes.records if record.agent is AgentState.STARTING}
         nodes = state.nodes.change(expected | starting, agent=AgentState.LOST)
         return replace(state, nodes=nodes, deadline_seconds=now.seconds + self.policy.start_timeout_seconds)
 
     def fill_places(self, state: State, now: Moment) -> Step:
-        """Start nodes for the lost places while the remaining nodes wait."""
+        """Return the step that starts nodes for the lost places, or waits for them, while the remaining ranks wait."""
         fresh_deadline = now.seconds + self.policy.start_timeout_seconds
         deadline = state.deadline_seconds if state.phase is Phase.FILLING else fresh_deadline
         nodes = state.nodes.change(self._returning(state), is_wanted=True)
@@ -436,7 +436,7 @@ class NodeRules:
         return replace(step, state=replace(step.state, deadline_seconds=fresh_deadline))
 
     def set_wake_up_of_filling(self, step: Step, now: Moment) -> State:
-        """Set the time at which the empty places must be checked again if no event arrives."""
+        """Return the state of ``step``, with the time of the next check of the empty places if no event arrives."""
         starting = [record for record in step.state.nodes.joining if record.state is NodeState.STARTING]
         times = [record.since_seconds + self.policy.start_timeout_seconds for record in starting]
         times += [record.not_before_seconds for record in step.state.nodes.records if record.is_wanted]
@@ -468,7 +468,7 @@ class NodeRules:
 def count_loss(record: NodeRecord, iteration: int) -> int:
     """Return how often in a row a node has been lost, including the present loss. The job continues after
     ``iteration``."""
-    # After so much training, a loss has a new reason. Only losses in quick succession count as repetitions.
+    # After ``SETTLED_ITERATIONS`` of training, a loss has a new reason, so earlier losses no longer count.
     has_settled = iteration - record.joined_iteration >= SETTLED_ITERATIONS
     return 1 if has_settled else record.num_losses + 1
 
@@ -521,10 +521,10 @@ def members_after_restart(state: State) -> tuple[int, ...]:
 
 
 def count_losses(state: State, iteration: int) -> State:
-    """Count each loss of a member in this generation once in the node's ``num_losses``. Training continues after
-    ``iteration``."""
-    # A place that waits for a node needs this count before the next membership counts losses. ``is_counted`` prevents
-    # a second count.
+    """Add one to ``num_losses`` of each member that was lost in this generation, unless its loss was counted before.
+    Training continues after ``iteration``."""
+    # Usually the next membership counts losses. While a place waits for a node, the rules need the counts earlier.
+    # ``is_counted`` prevents a second count.
     nodes = state.nodes
     for node in state.members:
         record = nodes[node]

@@ -48,7 +48,7 @@ from megatron_ft.errors import RecoveryError
 _REASONS = {Outcome.FINISHED: "all ranks have finished", Outcome.INTERRUPTED: "the job was asked to stop"}
 
 Transition = Callable[[MembershipPolicy, State, MachineEvent, Moment], Step | None]
-"""A rule: gets the state in which the event is recorded, and returns a step, or None if the rule does not apply."""
+"""A rule: takes a state that already contains the event, and returns a step, or None if the rule does not apply."""
 
 
 def initial(policy: MembershipPolicy, now_seconds: float) -> State:
@@ -64,7 +64,7 @@ def advance(
     now_seconds: float,
     arrived_seconds: float | None = None,
 ) -> Step:
-    """Record one event and decide by the first of ``TRANSITIONS`` that applies.
+    """Record one event, and return the step of the first rule in ``TRANSITIONS`` that applies.
 
     Args:
         now_seconds: present time on the controller's monotonic clock.
@@ -74,7 +74,7 @@ def advance(
     now = Moment(now_seconds, now_seconds if arrived_seconds is None else arrived_seconds)
     if state.phase is Phase.ENDED:
         return Step(state, Decision.WAIT, "the job has ended")
-    # Failed starts belong to one step: the controller reports them with it.
+    # The controller has reported the failed starts of the last step, so they are removed from the state.
     observed = _observe(policy, replace(state, failed_starts=()), event, now)
     step = Step(observed, Decision.WAIT, observed.phase.value)
     for transition in TRANSITIONS:
@@ -123,7 +123,7 @@ def _lose_node(policy: MembershipPolicy, state: State, event: NodeLost, now: Mom
 def _observe_rank(
     policy: MembershipPolicy, state: State, event: RankRaised | RankBroken | RankExited | RankHung, now: Moment
 ) -> State:
-    # Record an event of a rank. If the rank's node is lost or not a member, the event is no failure of the job.
+    # Record an event of a rank. If the node of the rank is lost or not a member, the event is no failure of the job.
     node, rank = policy.node_of(event.rank), event.rank
     if node not in state.members or node in state.nodes.waiting:
         if not isinstance(event, RankExited):
@@ -192,7 +192,7 @@ def _restart(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
         policy.layout_on(members, in_place=not is_short)
     except RecoveryError:
         return None  # the nodes are too few for the layout
-    # The new state drops every report about the old generation; only the counters that limit restarts survive.
+    # The new state has no report of the old generation. It keeps earlier failures, counters, and records of nodes.
     restarted = State(
         phase=Phase.STARTING,
         generation=state.generation + 1,
@@ -219,7 +219,7 @@ def _restartable(policy: MembershipPolicy, state: State) -> tuple[int, ...]:
     # A node that was asked to leave is used again only if there are too few other nodes.
     staying = {node for node in live if nodes[node].state is not NodeState.DRAINING and not nodes[node].was_draining}
     live = staying if len(staying) >= policy.fewest_nodes else live
-    # Living members first: their snapshot servers hold the newest windows.
+    # Living members are preferred, because their snapshot servers hold the newest windows.
     ordered = sorted(live, key=lambda node: (node not in living_members, node not in nodes.waiting, node))
     return tuple(sorted(ordered[: policy.most_members]))
 
@@ -252,8 +252,8 @@ def _any_lives(policy: MembershipPolicy, state: State) -> bool:
 
 def _end(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
     nothing_runs = state.phase is Phase.FORMING and (state.interrupted or state.failures)
-    # After a failure, all processes must have ended, because all may be started again. Otherwise hot spares are not
-    # awaited: they wait for another membership, and end with their agents.
+    # After a failure, all processes must have ended, because all may be started again. Without a failure, the job does
+    # not wait for hot spares: they wait for another membership, and end with their agents.
     with_ranks = state.nodes.with_ranks
     remaining = (
         policy.ranks_of_all(with_ranks) if state.failures else layout_of(policy, state).processes_without(frozenset())
@@ -266,7 +266,7 @@ def _end(policy: MembershipPolicy, state: State, event: MachineEvent, now: Momen
 
 
 def _why_not_again(policy: MembershipPolicy, state: State, now: Moment) -> str:
-    """Return the reason why a job that replaces lost nodes by a restart does not start its ranks again."""
+    """Return why a job that replaces lost nodes by a restart does not start its ranks again; empty in other cases."""
     first = state.first_failure
     if (
         not policy.replaces_by_restart
@@ -379,14 +379,14 @@ def _join_or_leave(policy: MembershipPolicy, state: State, event: MachineEvent, 
 
 TRANSITIONS: tuple[Transition, ...] = (
     # ``_restart`` comes before ``_end``, which would end each job whose ranks may be started again.
-    _restart,  # all ranks are gone after a failure: start them again, where that may help
+    _restart,  # all ranks are gone after a failure: start them again if another attempt may succeed
     _end,  # all ranks are gone, or none was started
     _end_without_exits,  # ranks were killed, and their exits are overdue
     _kill,  # a stop is overdue, or an operator wants the end at once
     # This comes before ``_stop``, which would stop the job also for failures that the job can survive.
     _continue_without,  # the job may lose nodes: break the membership, collect positions, begin the next one
     _stop,  # a failure that the job does not survive, or an operator wants the job to stop
-    _shorten_stop,
+    _shorten_stop,  # a rank or node failed while the job was stopping: the other ranks get less time
     _time_out,  # nodes or ranks did not report in time
     _start,  # FORMING -> STARTING: all nodes are registered
     _run,  # STARTING -> RUNNING: all ranks have connected
@@ -396,14 +396,14 @@ TRANSITIONS: tuple[Transition, ...] = (
 
 
 def describe_returncode(returncode: int) -> str:
-    """Describe an exit: ``exited with code 1`` or ``was killed by SIGKILL``."""
+    """Describe the exit of a process, e.g. ``exited with code 1`` or ``was killed by SIGKILL``."""
     if returncode == 0:
         return "exited with code 0 before its work was done"
     return f"exited with code {returncode}" if returncode > 0 else f"was killed by {signal_name(-returncode)}"
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal: ``SIGKILL`` for 9."""
+    """Return the name of a signal, e.g. ``SIGKILL`` for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:

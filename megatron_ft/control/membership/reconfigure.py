@@ -6,7 +6,7 @@ reported, the next membership begins (``REFORM``), together with nodes that are 
 layout first waits until a node is ready for every lost place (``joining``), or until a place is certain to stay empty.
 If the job cannot continue, it stops (``STOP``) and ends or restarts, like a job that needs all nodes. A change on
 request (``joining``) has no failure, but follows the same rules when all members have stopped at the boundary. If a
-rank fails before that, this failure is handled first, and the change is ordered again.
+rank fails before all have stopped, this failure is handled first, and the change is ordered again.
 """
 
 from dataclasses import replace
@@ -64,7 +64,7 @@ def receive(policy: MembershipPolicy, state: State, event: RankBroken) -> State 
 
 
 def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
-    """Return the next step of a job that may lose nodes, while its ranks train or report their positions."""
+    """Return the next step after a loss or a report of a rank, or None if the rules of this module do not apply."""
     if not policy.may_lose_nodes or state.phase not in BREAKABLE:
         return None
     if not state.failures:
@@ -91,7 +91,7 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
 
 
 def _fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
-    """Start nodes for the lost places after every remaining rank has reported its position.
+    """Return the step that fills the lost places, or that continues or stops the job if a place must stay empty.
 
     Raises:
         RecoveryError: there is no iteration after which all ranks can continue.
@@ -106,8 +106,8 @@ def _fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
 
 
 def _lose_unresponsive(policy: MembershipPolicy, state: State, now: Moment) -> Step:
-    # Mark nodes as lost whose ranks have not reported although other ranks have: these ranks are blocked. If too few
-    # nodes would remain, wait for these ranks until ``reform_by_seconds``.
+    # If some ranks have reported but others have not, the others are blocked: mark their nodes as lost. If too few
+    # nodes would remain, wait for the blocked ranks until ``reform_by_seconds``.
     unresponsive = sorted(remaining_ranks(policy, state) - state.has_reported)
     last = state.reform_by_seconds
     if last is None or now.arrived_seconds >= last:
@@ -147,7 +147,7 @@ def _describe_unresponsive(policy: MembershipPolicy, state: State) -> str:
 
 
 def _wait_for_others(policy: MembershipPolicy, state: State, now: Moment) -> Step:
-    # Wait until all ranks report, although no process has ended: they reach the boundary of a change, or have failed.
+    # Wait until all ranks have reported. No process has ended: ranks stop at the boundary of a change, or have errors.
     if state.has_errors:
         return _wait_for_death(policy, state, now)
     obstacle = _describe_unresponsive(policy, state) if state.is_late(now) else None
@@ -166,8 +166,8 @@ def _wait_for_others(policy: MembershipPolicy, state: State, now: Moment) -> Ste
 
 def _wait_for_death(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     if not state.is_late(now):
-        # A rank's error often arrives before the exit of the other rank that caused it. If no process ends in the grace
-        # period, the error is the rank's own.
+        # The error of a rank often arrives before the exit of the other rank that caused the error. If no process ends
+        # in the grace period, no other rank caused the error.
         grace = now.seconds + policy.failure_grace_seconds
         deadline = grace if state.deadline_seconds is None else min(state.deadline_seconds, grace)
         return Step(
@@ -194,7 +194,7 @@ def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
     # Return the reason why the job cannot continue without its lost nodes; None if it can.
     for failure in state.failures:
         node = failure.node if failure.rank is None else policy.node_of(failure.rank)
-        # This failure's node is not lost, so a membership without the lost nodes would still have the cause.
+        # The node of this failure is not lost, so the next membership would still contain the cause of the failure.
         if node not in state.nodes.lost:
             return failure.detail
     ended = sorted(remaining_ranks(policy, state) & state.gone)
@@ -211,8 +211,8 @@ def _keeps_next(policy: MembershipPolicy, state: State) -> bool:
 
 
 def _why_not_in_place(policy: MembershipPolicy, state: State) -> str | None:
-    """Return the reason why the job can continue neither in its layout nor with fewer lanes; None if it can. The job
-    has ``recovery.keep_layout``."""
+    """Return why a job with ``recovery.keep_layout`` can continue neither in its layout nor with fewer lanes. Return
+    None if it can continue in one of these ways."""
     empty = NodeRules(policy).why_place_stays_empty(state)
     if empty is None or policy.fewest_nodes >= policy.num_nodes:
         return empty
@@ -237,7 +237,7 @@ def _why_too_few(policy: MembershipPolicy, state: State) -> str | None:
 def _break(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     first = state.first_failure
     assert first is not None, "no node was lost"
-    # The limit of all reports counts from the first loss: a chain of losses must not extend it.
+    # The time limit for all reports counts from the first loss: a chain of losses must not extend it.
     last = (
         now.seconds + policy.reconfigure_timeout_seconds if state.reform_by_seconds is None else state.reform_by_seconds
     )
@@ -248,8 +248,8 @@ def _break(policy: MembershipPolicy, state: State, now: Moment) -> Step:
         deadline_seconds=min(last, now.seconds + policy.position_timeout_seconds),
         reform_by_seconds=last,
     )
-    # Agents kill all ranks of the nodes named here, also new ones. Nodes whose ranks were started again are therefore
-    # left out.
+    # Agents kill all ranks of the nodes in ``nodes``, so nodes whose ranks were started again are left out: their new
+    # ranks must live.
     nodes = tuple(sorted(state.nodes.lost - state.nodes.waiting))
     return Step(state, Decision.BREAK, first.detail, nodes=nodes)
 
@@ -297,7 +297,7 @@ def _next_nodes(policy: MembershipPolicy, nodes: Nodes, reform: Reform, members:
         record = nodes[node]
         if not record.is_counted:
             nodes = nodes.change(node, num_losses=count_loss(record, iteration))
-        if record.state is NodeState.LOST:  # otherwise its ranks have been started again
+        if record.state is NodeState.LOST:  # in another state, the node's ranks have been started again
             returns = NodeRules(policy).may_return(nodes[node]) and not record.was_draining
             state = NodeState.LEFT if record.was_draining else NodeState.LOST
             nodes = nodes.change(node, state=state, is_wanted=record.is_wanted or returns)
@@ -305,7 +305,7 @@ def _next_nodes(policy: MembershipPolicy, nodes: Nodes, reform: Reform, members:
     nodes = nodes.change(reform.joining, state=NodeState.MEMBER, is_wanted=False, joined_iteration=iteration)
     nodes = nodes.change(nodes.members, leaves_now=False, was_draining=False, is_counted=False)
     nodes = replace(nodes, members=members)
-    # Ranks of the next membership know all losses so far; if a node that returned is lost again, they must be informed.
+    # Ranks of the next membership know all losses so far. They must be informed if a node that returned is lost again.
     nodes = nodes.change([record.node for record in nodes.records if record.is_announced], is_announced=False)
     return nodes.change(nodes.lost, is_announced=True)
 
@@ -326,10 +326,10 @@ def _next(policy: MembershipPolicy, state: State) -> Reform:
     new = set(members) - staying
     positions = _positions(policy, state)
     target, former = choose_target(positions), layout_of(policy, state)
-    # If a membership has committed nothing, it affects the next layout only if all its ranks have received its state.
-    # Only then do they continue from this state (``choose_holding``).
+    # The present membership is the base if it has committed an iteration, or if all its ranks had received their state.
+    # Otherwise ranks continue from the state of an earlier membership (``choose_holding``).
     is_formed = all(position.is_formed for position in positions)
-    # Memberships that keep the layout differ only in the processes at its places, whether they were formed or not.
+    # In a job that keeps its layout, memberships differ only in the nodes at the places, so each can be the base.
     is_base = target.iteration > state.begun_iteration or is_formed or keeps_layout(policy, state)
     base = former if is_base else state.base
     layout = policy.layout_on(members, base, in_place=in_place)
@@ -350,7 +350,7 @@ def _next(policy: MembershipPolicy, state: State) -> Reform:
 
 def _positions(policy: MembershipPolicy, state: State) -> tuple[Position, ...]:
     left = remaining_ranks(policy, state)
-    # A rank may have died after its report. An iteration that only it had completed must not become the target.
+    # A rank may have died after its report. An iteration that only this rank has completed must not become the target.
     positions = {event.rank: event.position for event in state.broken if event.rank in left}
     return tuple(sorted(positions.values(), key=lambda position: position.rank))
 

@@ -56,13 +56,13 @@ class NodeRecord:
     was_registered: bool = False
     """Whether the node's agent has ever registered."""
     is_wanted: bool = False
-    """Whether the job is to start the node's ranks and let them join."""
+    """Whether the job must start the node's ranks and let the node join."""
     is_dismissed: bool = False
     """Whether the start of the node has failed, so that its remaining ranks must be killed."""
     has_ranks: bool = False
     """Whether the node's ranks were started; they may have ended since."""
     since_seconds: float = 0.0
-    """Controller's time at which the node's ranks were started (``STARTING``) or became ready (``READY``)."""
+    """Time on the controller's clock at which ranks were started (``STARTING``) or became ready (``READY``)."""
     queue_number: int = 0
     """Position in the queue of joining nodes; a node moves to the end when it is started and when it is ready."""
     is_announced: bool = False
@@ -95,8 +95,8 @@ class Nodes:
     """The records of all nodes, and which of them are members. Immutable; derived values are cached."""
 
     members: tuple[int, ...] = ()
-    """Nodes of this generation, ascending; in a job that keeps its layout, the node at each place. A lost member stays
-    in the list until the next membership, even if its ranks have been started again (``STARTING``, ``READY``)."""
+    """Nodes of this generation, ascending, or in the order of their places if the job keeps its layout (``joining``). A
+    lost member stays in the list until the next membership, even if its ranks have been started again."""
     records: tuple[NodeRecord, ...] = ()
     """Records by node number; nodes beyond the last record are ``ABSENT``."""
 
@@ -180,7 +180,7 @@ class Nodes:
 
     @cached_property
     def wanted(self) -> frozenset[int]:
-        """Return the nodes that the job is to start and let join."""
+        """Return the nodes that the job must start and let join."""
         return frozenset({record.node for record in self.records if record.is_wanted})
 
     @cached_property
@@ -194,8 +194,8 @@ class Nodes:
         return frozenset({record.node for record in self.records if record.has_ranks})
 
 
-# Failures within this time have no known order: their times are from clocks of several nodes, and a peer can report its
-# error before the exit that caused the error is detected.
+# The order of failures within this time is unknown: their times are from clocks of several nodes, and a peer can report
+# its error before the exit of the rank that caused this error is detected.
 SAME_TIME_SECONDS = 1.0
 SETTLED_ITERATIONS = 10
 """Number of iterations that a member must train before its earlier losses no longer count."""
@@ -283,12 +283,12 @@ class MembershipPolicy:
     max_node_restarts: int = 3
     restart_lost_nodes: bool = False
     keeps_layout: bool = False
-    """Whether other nodes take the places of lost ones, so that the layout stays the same. If a place stays empty, the
-    layout changes if ``min_nodes`` allows it."""
+    """Whether other nodes take the places of lost nodes, so that the layout stays the same. If a place stays empty, the
+    layout changes or the job stops, depending on ``min_nodes``."""
     keeps_processes: bool = True
-    """Whether ranks on the remaining nodes continue in their processes after a loss. Otherwise all are restarted."""
+    """Whether the remaining ranks continue in their processes after a loss. If not, all ranks are restarted."""
     starts_nodes: bool = True
-    """Whether the job starts agents; otherwise nodes start by themselves."""
+    """Whether the job starts agents. If not, nodes start by themselves."""
     job_layouts: "JobLayouts | None" = None
     """Parallel layout of each set of nodes; None if each process of a member has a rank, in the order of nodes."""
     prebuilt: "PrebuildPlan | None" = None
@@ -398,14 +398,14 @@ class MembershipPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A failure of a rank, the loss of a node (``rank`` is None), or a failure of the job (``node`` is None, too)."""
+    """A failure of a rank (``rank``), the loss of a node (``node``), or a failure of the job (both are None)."""
 
     at_seconds: float
     """Time of the failure, on the clock of the machine that observed it."""
     rank: int | None = None
     node: int | None = None
     number: int | None = None
-    """Rank number in the membership in which the rank failed; None if the report of the rank contains it."""
+    """Number of the rank in the membership in which it failed; None if the rank's report contains this number."""
     iteration: int = 0
     """Last iteration that the rank reached, 0 before the first."""
     sudden: bool = False
@@ -447,7 +447,7 @@ class State:
     generation: int = 0
     nodes: Nodes = field(default_factory=Nodes)
     layout: "MembershipLayout | None" = None
-    """Layout of this generation; None for the layout at a start of ranks."""
+    """Layout of this generation; None if it is still the layout with which all ranks were started."""
     base: "MembershipLayout | None" = None
     """Layout of the newest earlier membership that committed an iteration or whose surviving ranks had all received
     their state. None means the layout at the start."""
@@ -461,7 +461,7 @@ class State:
     reform_by_seconds: float | None = None
     """Latest end of ``REFORMING``. Ranks that have not reported at the earlier ``deadline_seconds`` count as lost."""
     wake_up_seconds: float | None = None
-    """Time at which to decide again about nodes that join or leave."""
+    """Time at which the state machine must decide again about nodes that join or leave; None if there is none."""
     failed_starts: tuple[FailedStart, ...] = ()
     """Failed starts of nodes that were detected when the last event was processed."""
     broken: tuple[RankBroken, ...] = ()
@@ -478,7 +478,7 @@ class State:
     failures: tuple[Failure, ...] = ()
     """Failures in this generation."""
     survived: tuple[tuple[Failure, ...], ...] = ()
-    """Failures of each earlier generation; none for a generation that ended because nodes joined or left on request."""
+    """Failures of each earlier generation; empty for a generation that ended because nodes joined or left."""
     num_reforms: int = 0
     """Number of generations after which ranks continued in their processes, without a restart."""
     interrupted: bool = False
@@ -496,7 +496,7 @@ class State:
 
     @property
     def wake_seconds(self) -> float | None:
-        """Time at which to decide again even if no event arrives; None if there is no such time."""
+        """Time at which the state machine must decide even if no event arrives; None if there is no such time."""
         times = [at for at in (self.deadline_seconds, self.wake_up_seconds) if at is not None]
         return min(times, default=None)
 
@@ -553,7 +553,7 @@ class Reform:
     base: "MembershipLayout | None"
     """Value of ``State.base`` in the next membership."""
     keeps_layout: bool = False
-    """``NextMembership.keeps_layout``."""
+    """Value of ``NextMembership.keeps_layout``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -576,7 +576,7 @@ def remaining_ranks(policy: MembershipPolicy, state: State) -> frozenset[int]:
 
 
 def keeps_layout(policy: MembershipPolicy, state: State) -> bool:
-    """Return whether other nodes take lost places in the present membership."""
+    """Return whether other nodes take the places of lost nodes in the present membership."""
     return policy.keeps_layout and not state.has_changed_layout
 
 
@@ -593,7 +593,7 @@ def name_of(policy: MembershipPolicy, state: State, rank: int) -> str:
     return f"process {rank}, a hot spare," if number is None else f"rank {number}"
 
 
-# The sets change only with memberships. When they were computed for each event, a loss among 8,192 ranks took minutes.
+# Cached, because the sets change only with memberships. Without the cache, a loss among 8,192 ranks took minutes.
 @functools.lru_cache(maxsize=32)
 def _ranks_of_all(ranks_per_node: int, nodes: Iterable[int], lost: frozenset[int]) -> frozenset[int]:
     firsts = (node * ranks_per_node for node in nodes if node not in lost)

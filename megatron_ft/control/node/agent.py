@@ -2,7 +2,7 @@
 
 ``python -m megatron_ft.control.node.agent`` reads one line of JSON from standard input (address and token of the
 controller, node number, sockets). When standard input closes, the launcher has ended, so the node ends. The main thread
-owns all state and waits on sockets. One thread fetches orders from the controller, one sends it the reports of ranks.
+owns all state and waits on sockets. A second thread fetches orders from the controller. A third thread sends reports.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class AgentSpec:
     token: str
     node: int
     runtime_dir: str
-    """Directory (mode 0700) for the node's sockets. The last process of the job that uses it removes it."""
+    """Directory (mode 0700) for the node's sockets. The last process of the job that uses the directory removes it."""
     forkserver_socket: str
     lost_controller_seconds: float = 60.0
     """Time after which the node ends its ranks if no controller answers. A new controller would have answered by then.
@@ -63,7 +63,7 @@ class AgentSpec:
     heartbeat_interval_seconds: float = 1.0
     """Interval between two heartbeats of the node, and between two pings of its ranks."""
     heartbeat_timeout_seconds: float = 10.0
-    """Time without an answer after which a rank is killed."""
+    """Time after which a rank is killed if it answers no ping."""
 
     answers_presence: bool = False
     """Whether the agent opens a port at which this machine's kernel answers the controller, see ``PresencePort``."""
@@ -80,7 +80,7 @@ class AgentSpec:
 
 
 class ControllerSilent(ControlError):
-    """The controller no longer answers."""
+    """Raised if the controller no longer answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ class _Agent:
     _retry_pause = threading.Event()
 
     def _send_reports(self, who: Message) -> None:
-        # Runs in a thread: delivers the items of the outbox in order, each once.
+        # Runs in a thread: delivers the items of the outbox in order, and repeats a call that fails.
         from megatron_ft.control.rpc import RpcError
 
         while True:
@@ -237,8 +237,8 @@ class _Agent:
                 if error.refused:
                     self._order(_Refused(str(error)))
                     return
-                # The call is repeated until ``_check_life`` decides that the controller is lost, so that no report is
-                # dropped.
+                # No report is dropped: the call is repeated until it succeeds or ``_check_life`` decides that the
+                # controller is lost.
                 self._retry_pause.wait(0.2)
 
     def _order(self, order: Order | _Refused) -> None:
@@ -316,7 +316,7 @@ class _Agent:
 
     def _spawn(self, number: int, spec: Message) -> None:
         log = Path(spec["run_dir"]) / "logs" / f"rank-{number:05d}.log"
-        # The rank is expected before it is requested, because it may connect before the fork server has answered.
+        # ``expect`` precedes the request, because the rank may connect before the fork server has answered.
         self._ranks.expect(number, start=spec["start"], generation=spec["generation"], log=log)
         # An environment variable of this process has priority: the user has set it for this cluster.
         environment = {**rank_environment(from_dict(spec["config"]), number), **os.environ}

@@ -35,8 +35,8 @@ MAX_CLIENTS = 512
 """Largest number of open connections; further ones are closed at once."""
 
 HELD_SIGNALS = (signal.SIGTERM,)
-"""Signals that a new rank blocks until its handlers are installed. So a stop request that arrives earlier waits, and
-does not kill the rank."""
+"""Signals that a new rank blocks until its handlers are installed. A stop request that arrives earlier therefore waits
+and does not kill the rank."""
 
 UNSTARTED_EXIT_CODE = 1
 """Exit code that is reported for a rank that could not be forked."""
@@ -252,7 +252,7 @@ class _ForkServer:
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends."""
+    """Let the kernel kill this process when its parent, the process with the id ``parent``, ends."""
     if _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     # If the parent died before the call, the kernel sends no signal.

@@ -2,10 +2,10 @@
 ARRAY_JOB_ID``.
 
 This process waits until a launcher has published its file for nodes (``join_file``), the launcher's controller answers,
-and no living process has the node's number. Then it starts ``node.main`` and writes the spec, which contains the job's
-token, to its standard input. When this process ends for any reason, the pipe closes and the node ends. If the node ends
-before the job, this process starts it again: as often as the file allows for the same launcher, and also for each later
-launcher. A later launcher has another token. When the marker of the job's end exists, this process exits with 0.
+and no living process has the node's number. Then it starts ``node.main``, whose standard input receives the spec with
+the job's token. When this process ends for any reason, the pipe closes and the node ends. If the node ends before the
+job, this process starts it again. The file limits the number of starts under one launcher. Starts under a later
+launcher, which has another token, count separately. When the marker of the job's end exists, this process exits with 0.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _LAST_ORDER_SECONDS = 5.0
 _END_SECONDS = 30.0
 """Time between the closing of the node's standard input and the kill of a node that has not ended."""
 _PROCESS_IDS = 2**53
-"""Upper bound of the random numbers that identify node processes. Process ids of two machines can be equal."""
+"""Upper bound of the random numbers that identify node processes. Process ids do not, as two machines may share one."""
 
 _Process = subprocess.Popen[bytes]
 
@@ -71,7 +71,7 @@ class _Node:
         return EXIT_OK
 
     def _await_launcher(self) -> JoinFile | None:
-        # Wait for a launcher that this node can join; None when the job is over.
+        # Wait for a launcher that this node can join, and return its file. Return None when the job is over.
         deadline = time.monotonic() + self.patience_seconds
         while not self._is_over():
             found = join_file.JoinFile.read(self.run_dir)
@@ -113,8 +113,8 @@ class _Node:
             kill(process)
 
     def _await_end(self, process: _Process, found: JoinFile) -> int:
-        # Wait until the node's process has ended. End it when the launcher was replaced or the job is over, because the
-        # process may notice that late or never.
+        # Wait until the node's process has ended. End the process when the launcher was replaced or the job is over: by
+        # itself, the process may notice this late or never.
         while (news := self._check(found)) is None:
             if (code := _wait(process, _CHECK_SECONDS)) is not None:
                 return code
@@ -153,8 +153,8 @@ def _wait(process: _Process, seconds: float) -> int | None:
 
 
 def _nodes_of(found: JoinFile) -> set[int] | None:
-    """Ask the controller that the file ``found`` names for the nodes with a living agent. Return None if this
-    controller does not answer: the file may be from a launcher that has died.
+    """Return the nodes with a living agent, as the controller at the address in ``found`` reports them. Return None if
+    this controller does not answer: the file may be from a launcher that has died.
 
     Raises:
         ConfigError: the certificates cannot be read on this machine.

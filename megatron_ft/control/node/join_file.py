@@ -60,7 +60,7 @@ class JoinFile:
         return found
 
     def publish(self, run_dir: Path) -> None:
-        """Write the file of a run; replaces the file of an earlier job."""
+        """Write the file of a run, and replace the file of an earlier job."""
         _path(run_dir).parent.mkdir(mode=0o700, exist_ok=True)
         write_secret(_path(run_dir), json.dumps(encode(self)).encode() + b"\n")
 

@@ -43,7 +43,7 @@ class KeptServers:
     """0 means that servers end with their agents, and that servers left by earlier jobs of the run are ended."""
     run_id: str
     fingerprint: str
-    """Hash of the layout and of further settings. The next job can use the windows only if its own hash is equal."""
+    """Hash of the layout and of further settings. The next job can use the windows only if it has the same hash."""
     first_generation: int
     """Number that is added to the generations in windows, so that generations of later jobs of the run are larger."""
 
@@ -64,7 +64,7 @@ class _Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted:
-    """A server that was taken over."""
+    """A snapshot server of an earlier job that this job has taken over."""
 
     process_id: int
     socket_path: Path
@@ -96,7 +96,7 @@ def write_record(kept: KeptServers, node: int, *, process_id: int, socket_path: 
 
 
 def take_over(kept: KeptServers, node: int, *, token: str, interface: str) -> Adopted | None:
-    """Take over the server of an earlier job of this run and node. All other servers of the run and node are ended.
+    """Take over the server that an earlier job of the run has left for this node. End all its other servers.
 
     Args:
         token: token of this job, which the server accepts from now on.
@@ -107,7 +107,7 @@ def take_over(kept: KeptServers, node: int, *, token: str, interface: str) -> Ad
     """
     adopted = None
     for path, record in _records(kept.run_id, node):
-        # A server with this job's token is that of an earlier agent of the job. Its windows were lost with that agent.
+        # A server with this job's token is from a lost agent of this job. Its windows count as lost, so it is ended.
         is_wanted = adopted is None and kept.seconds > 0 and record.token != token
         if is_wanted:
             adopted = _adopt(kept, record, token=token, interface=interface)
@@ -143,7 +143,7 @@ def end_unused(kept: KeptServers, *, token: str) -> None:
 
 
 def held_bytes(run_id: str) -> int:
-    """Return the size of the memory files of all servers on this machine that jobs of the run have left."""
+    """Return the total bytes of the memory files of all servers that jobs of the run have left on this machine."""
     sizes = 0
     for _, record in _records(run_id):
         # A process that ends meanwhile has given its memory back.
@@ -155,7 +155,7 @@ def held_bytes(run_id: str) -> int:
 
 
 def _records(run_id: str, node: int | None = None) -> Iterator[tuple[Path, _Record]]:
-    # Yields the records of living servers of the run, and removes those of servers that were killed.
+    # Yields the records of living servers of the run, and removes the records of servers that have ended.
     prefix = "*" if node is None else f"{node:03d}"
     for path in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{prefix}-*-{NAME}.json")):
         try:
@@ -213,7 +213,7 @@ def _request_end(record: _Record, reason: str, *, seconds: float) -> None:
 
 
 def _wait_or_kill(path: Path, record: _Record, *, seconds: float) -> None:
-    # Wait for the end of a server that was asked to end, and kill it if it does not.
+    # Wait until a server that was asked to end has ended. Kill it if it does not end in time.
     try:
         descriptor = os.pidfd_open(record.process_id)
     except ProcessLookupError:

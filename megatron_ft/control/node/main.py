@@ -1,7 +1,7 @@
 """The process of a node on a separate machine: ``python -m megatron_ft.control.node.main``.
 
-``srun`` or ``join`` starts it. The process reads one line of JSON from standard input (``NodeSpec``). ``srun`` closes
-this input when its own input is closed, and the node then ends. The process finds the values that only this machine
+``srun`` or ``join`` starts it. The process reads a ``NodeSpec``, one line of JSON, from standard input. When the input
+of ``srun`` closes, ``srun`` closes this input, and the node ends. The process finds the values that only this machine
 knows: an address on the route to the controller, free ports, a folder for sockets. It then starts a fork server, and
 becomes the agent.
 """
@@ -92,7 +92,7 @@ def _wait_or_kill(process: "subprocess.Popen[bytes]") -> None:
 
 def _watch_batch_host(spec: NodeSpec, job_id: str, reason: str) -> int:
     # Wait until it is known whether the launcher's machine is alive. Return the process's exit code. Messages go into
-    # the node's log, because ``srun`` on that machine receives standard error.
+    # the node's log, because standard error goes to ``srun`` on the launcher's machine.
     lifeline_is_cut = threading.Event()
     threading.Thread(target=_await_end_of_input, args=(lifeline_is_cut,), daemon=True).start()
     with (Path(spec.agent.log_dir) / f"node-{spec.agent.node:03d}.log").open("a", buffering=1) as log:

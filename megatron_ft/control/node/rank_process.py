@@ -68,7 +68,7 @@ def _report_failure(worker: AgentClient, error: BaseException) -> int:
     print(text, file=sys.stderr, flush=True)
     if isinstance(error, RankLost):
         return (
-            # No report: after an exit without one, the other ranks continue, but a reported error ends the job.
+            # The error is not reported: the other ranks continue after an exit, but a reported error ends the job.
             error.exit_code
         )
     if isinstance(error, SystemExit) and error.code in (0, None):

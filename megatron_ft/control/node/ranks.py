@@ -19,7 +19,7 @@ from megatron_ft.control.detector import SignsOfLife
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 
-# Reading pauses at the high limit and resumes at the low one. With a single limit, it would pause for each item.
+# Reading from ranks pauses at the high limit and resumes at the low one. One limit alone would pause for each item.
 HIGH_WATER_ITEMS = 2000
 LOW_WATER_ITEMS = 500
 _BATCH_ITEMS = 500
@@ -109,7 +109,7 @@ class _Rank:
 
 
 class Ranks:
-    """Connects a node's ranks and the outbox of its agent; runs in the agent's main thread."""
+    """Exchanges messages with a node's ranks, and adds their reports to the outbox. Runs in the agent's main thread."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Ranks:
         *,
         heartbeat_timeout_seconds: float,
     ) -> None:
-        """Store ``listener``, the socket to which ranks connect. Call ``accept`` when a connection arrives.
+        """Store ``listener``, the socket to which ranks connect. The caller calls ``accept`` for each new connection.
 
         Args:
             heartbeat_timeout_seconds: time without an answer to a ping after which a rank counts as unresponsive.
@@ -140,7 +140,7 @@ class Ranks:
 
     @property
     def numbers(self) -> list[int]:
-        """Return the numbers of the ranks whose exit has not been seen."""
+        """Return the numbers of the ranks whose exit has not been recorded."""
         return sorted(self._ranks)
 
     def expect(self, rank: int, *, start: int, generation: int, log: Path) -> None:
@@ -203,7 +203,7 @@ class Ranks:
         return hung
 
     def _check_life(self, state: _Rank, now: float) -> None:
-        # Progress is forwarded once per check, not per phase, because the controller receives that of all ranks.
+        # Progress is forwarded once per check, not once per phase: the controller receives the progress of all ranks.
         if not state.is_passed_on:
             state.is_passed_on = True
             self._put(state, {"op": "progress", "step": state.step, **state.last})

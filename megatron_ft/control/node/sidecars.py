@@ -1,9 +1,9 @@
-"""A node's sidecars: processes beside the ranks that live as long as the node and outlive restarts of the ranks.
+"""A node's sidecars: processes that run beside the ranks, live as long as the node, and outlive restarts of the ranks.
 
 The agent starts ``python -m MODULE`` with one line of JSON on standard input: ``socket_path`` (Unix socket for the
 node's ranks), ``interface`` (address to bind to for other nodes), ``token`` and ``node``. The sidecar answers with one
 line ``{"address": "host:port"}`` on standard output and ends when its standard input closes. Its standard error is kept
-in ``logs/node-000-NAME.log``. The snapshot server may instead be one of an earlier job of the run, see ``kept``.
+in ``logs/node-000-NAME.log``. The agent can also take over the snapshot server of an earlier job of the run (``kept``).
 """
 
 import contextlib
@@ -222,7 +222,7 @@ class Sidecars:
         """Ask all sidecars to end and wait for them; kill those that do not end in time.
 
         Args:
-            has_finished: whether the job needs its saved state no longer. If false, sidecars that may outlive this
+            has_finished: whether the run's windows are no longer needed. If false, sidecars that may outlive this
                 process are not ended.
         """
         # All sidecars are asked before the first wait, so that they end at the same time.
@@ -256,7 +256,7 @@ def _start(
             bufsize=0,
             # The kernel kills the sidecar when the thread that forks it ends (prctl(2)): here the agent's main thread.
             preexec_fn=None if outlives else functools.partial(die_with_parent, os.getpid()),
-            # The launcher kills the agent's session, and a terminal sends it signals: the server must not be in it.
+            # The launcher kills the agent's session, and a terminal sends signals to the agent's session.
             start_new_session=outlives,
             pass_fds=() if lock is None else (lock,),
         )

@@ -150,7 +150,7 @@ class RankContext:
     local_ranks: tuple[int, ...] = ()
     """Number of each rank's process on its node; empty if ``nodes`` is empty."""
     members: tuple[int, ...] = ()
-    """Nodes of the membership, including nodes without a rank; empty means the nodes of ranks."""
+    """Nodes of the membership, including nodes without a rank. If empty, the members are the nodes in ``nodes``."""
     is_joining: bool = False
     """Whether this process was started while the job was running. Such a process must call
     ``worker.await_membership()`` before it joins any group; the call returns its rank. Until then, ``rank``,
@@ -159,7 +159,7 @@ class RankContext:
 
 
 class StopFlag:
-    """A flag that signals set, so that a rank stops."""
+    """Flag that a signal sets to request that a rank stops."""
 
     def __init__(self) -> None:
         self._requested = False
@@ -224,7 +224,7 @@ class InProcessClient:
         raise ControlError("without an agent no node joins or leaves")
 
     def close(self) -> None:
-        """See ``WorkerClient``."""
+        """Do nothing: there is no connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,7 +428,7 @@ class AgentClient:
                 case other:
                     raise ControlError(f"unknown message {other!r} from the node's agent")
             self._changed.notify_all()
-        # The lock is released before: sending blocks while the agent is slow, and calls of the rank need the lock.
+        # The lock is not held here: sending blocks while the agent is slow, and calls of the rank need the lock.
         if message["op"] == "ping":
             self._send({"op": "pong"})
         if abort is not None:

@@ -33,7 +33,7 @@ class Witness:
 
     @staticmethod
     def begin(run_dir: Path, hosts: Sequence[str]) -> "Witness":
-        """Remember the end of the event file before an attempt, without a partial last line that a crash left."""
+        """Return a witness for an attempt that begins now: its events follow the last complete line of the file."""
         return Witness(run_dir, hosts, _num_whole_bytes(run_dir / _EVENTS))
 
     def lost_hosts(self) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ class RunAttempts:
     run_dir: Path
 
     def newest_iteration(self) -> int:
-        """Return the newest iteration that a run has reported, in any attempt; 0 for none.
+        """Return the newest iteration that any attempt of the run has reported; 0 if no iteration was reported.
 
         Raises:
             ControlError: the run's metrics are damaged.
@@ -96,7 +96,7 @@ class RunAttempts:
         """Write the job's exit code and reason to ``slurm/JOB.json`` atomically, and return when they are on disk.
 
         Args:
-            is_final: whether no other job should continue the run, because it is complete or needs a repair first.
+            is_final: whether no other job should continue the run, because the run is complete or must be repaired.
         """
         path = self.marker_of(job_id)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from megatron_ft.control.slurm import calls
 
 FIRST_SECONDS, LONGEST_SECONDS = 5.0, 60.0
-"""First and longest interval between two queries. Each node lengthens them at random by up to half, so that
-not all nodes ask at once."""
+"""First and longest interval between two queries. Each node lengthens each interval at random by up to half, so
+that not all nodes query Slurm at the same time."""
 _GROWTH = 1.5
 
 

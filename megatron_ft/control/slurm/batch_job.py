@@ -165,7 +165,7 @@ class _BatchJob:
         return AttemptPolicy(num_nodes=self._num_nodes, max_fruitless=site.max_fruitless, on_warning=site.on_warning)
 
     def _earlier(self) -> list[Attempt]:
-        # Return the attempts that count for this job: those of its whole chain, or its own, also before a requeue.
+        # Return the attempts of this job, also those before a requeue. In a chain, return the attempts of all its jobs.
         return [
             attempt
             for attempt in RunAttempts(self._run_dir).read()
@@ -266,7 +266,7 @@ class _BatchJob:
             return calls.JobView("RUNNING", "", tuple(hosts), self._site.num_restarts)
 
     def _was_requeued(self, attempt: Attempt) -> int:
-        # End after Slurm requeued the job for another reason: the job has not ended, so no marker is written.
+        # Return the exit code after a requeue by others. The job has not ended, so no marker is written.
         print(f"job {self._site.job_id}: an administrator or Slurm has requeued the job", file=sys.stderr, flush=True)
         return _as_exit_code(attempt)
 
@@ -305,8 +305,8 @@ def _as_exit_code(attempt: Attempt) -> int:
 
 
 def _environment(hosts: Sequence[str]) -> dict[str, str]:
-    """Return a copy of this process's environment in which Slurm's variables describe the allocation's present nodes.
-    In a batch script they describe the allocation at the job's start."""
+    """Return a copy of this process's environment in which Slurm's variables describe the present nodes of the
+    allocation. Slurm sets these variables at the job's start and does not change them later."""
     nodes, count = ",".join(hosts), str(len(hosts))
     now = {"SLURM_JOB_NODELIST": nodes, "SLURM_NODELIST": nodes, "SLURM_JOB_NUM_NODES": count, "SLURM_NNODES": count}
     return {**{name: text for name, text in os.environ.items() if name not in _STALE}, **now}
