@@ -63,7 +63,7 @@ class JobNeeds:
     """Whether the job runs in a Slurm allocation. Then ``control.interface`` is resolved on the batch host, and may be
     the name of a network interface."""
     kernels: Mapping[str, str] = field(default_factory=dict)
-    """Kernels that the ranks build, ``cpp`` or ``cuda``, by the key that asks for them."""
+    """Maps each configuration key for which the ranks build kernels to the kind of kernels, ``cpp`` or ``cuda``."""
     uses_fp8: bool = False
     """Whether linear layers have FP8 operands (``precision.fp8``)."""
     environment: Mapping[str, str] = field(default_factory=dict)

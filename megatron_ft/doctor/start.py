@@ -32,7 +32,7 @@ def check_gpus(config: JobConfig, facts: DeviceFacts) -> None:
     own ranks.
 
     Raises:
-        ConfigError: it has too few.
+        ConfigError: this machine has too few GPUs.
     """
     launch = config.launch
     if config.training.device != "cuda" or launch.mode != "local" or launch.node_launcher != "local":
@@ -65,7 +65,7 @@ def check_host_memory(config: JobConfig, plan: JobPlan) -> None:
     """Check that this machine has enough memory for all nodes that this command starts on it.
 
     Raises:
-        ConfigError: it has too little.
+        ConfigError: this machine has too little memory.
     """
     if config.launch.mode != "local" or config.limits.host_memory_bytes is not None:
         return
@@ -101,8 +101,8 @@ def _check_transformer_engine(config: JobConfig) -> None:
 
 
 def _missing_compilers(config: JobConfig, device: str) -> dict[str, tuple[str, str]]:
-    """Return value and error message by key, for each key because of which ranks on this machine need a compiler that
-    is not installed. The result is empty if ranks run on other machines."""
+    """Map each configuration key for which ranks on this machine need a missing compiler to its value and an error
+    message. The result is empty if ranks run on other machines."""
     if config.launch.mode == "local" and config.launch.node_launcher != "local":
         return {}
     return {

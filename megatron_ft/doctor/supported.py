@@ -40,8 +40,8 @@ TRANSFORMER_ENGINE = Package(
 state (docs/dependencies.md)."""
 TRANSFORMER_ENGINE_CORES = ("transformer-engine-cu12", "transformer-engine-cu13")
 TRANSFORMER_ENGINE_TORCH = "transformer-engine-torch"
-"""Package that connects Transformer Engine to torch. One of ``TRANSFORMER_ENGINE_CORES``, which have the library, is
-required, too. All must have the same version."""
+"""Package that connects Transformer Engine to torch. It also needs one of ``TRANSFORMER_ENGINE_CORES``, which contain
+the library. All must have the same version."""
 NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 """Names of the packages that contain NCCL. The supported version is the one that the installed torch requires."""
 

@@ -1,4 +1,4 @@
-"""Injects kills, stops, partitions, disk errors, drains and joins into a running job, and records each on disk first.
+"""Injects kills, stops, partitions, disk errors, drains and joins into a running job. Records each on disk first.
 
 ``<run>/injected.jsonl`` has a line for each fault, which is written and synced before the fault. If the fault could not
 be injected, another line has the reason.
@@ -117,7 +117,7 @@ class _Operator(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Injector:
-    """Injects faults into one running job."""
+    """Injects faults into one running job. The arguments ``about`` of a method are added to the record of the fault."""
 
     run_dir: Path
     ranks_per_node: int
@@ -134,7 +134,7 @@ class Injector:
             NotInjected: a node has no process, or all processes had ended by themselves.
         """
         with self._held("kill", nodes, about) as processes:
-            # If no process was left to kill, the fault did not happen, and the trial does not count.
+            # If no process was left to kill, the fault did not happen and must not count as injected.
             if len(_send(processes, signal.SIGKILL)) == len(processes):
                 raise self._refused("kill", nodes, "all processes of these nodes had ended before the kill")
 
@@ -246,7 +246,7 @@ class Injector:
         began, problems = self.clock(), []
 
         def wait_until(seconds: float) -> bool:
-            """Wait until ``seconds`` of the schedule; return False if the replay ended before."""
+            """Wait until ``seconds`` of the schedule have passed. Return False if ``until`` ended the replay."""
             while (left := began + seconds - self.clock()) > 0:
                 if until is not None and until():
                     return False

@@ -128,7 +128,7 @@ class MembershipTrace:
 
 
 class _Numbers:
-    """Maps trace nodes to numbers."""
+    """Maps the nodes of a trace to node numbers."""
 
     def __init__(self, most_nodes: int) -> None:
         self.of: dict[str, int] = {}
