@@ -89,9 +89,9 @@ class AdminClient:
         self._client.close()
 
     def status(self) -> Message:
-        """Return the job's status, an object with ``generation, phase, members, waiting, lost, draining, nodes,
-        num_reforms, keeps_layout, replacements`` (nodes that can replace a lost node), ``worn`` (members that are not
-        started again after their next loss) and ``epoch``."""
+        """Return the job's status. It has ``generation, phase, members, waiting, lost, draining, num_reforms`` and
+        ``keeps_layout`` of the membership's state, ``nodes`` (progress of each node), ``replacements`` (nodes that can
+        replace a lost node), ``worn`` (members that are not started again after their next loss) and ``epoch``."""
         return self._call("status", {}, STATUS_SECONDS)
 
     def drain(self, node: int) -> None:

@@ -49,7 +49,7 @@ class SignsOfLife(Generic[Key]):
         return None if heard is None else now - heard
 
     def silent(self, now: float) -> list[Key]:
-        """Return the keys whose heartbeat is overdue. Must be called several times within the timeout.
+        """Return the keys whose heartbeat is overdue. The caller must call this several times within the timeout.
 
         If more than half the timeout has passed since the last call, the caller may itself have missed heartbeats, so
         the timeout of each key begins again.
@@ -158,8 +158,8 @@ class Detector:
         ]
 
     def _limit(self) -> tuple[float | None, str]:
-        """Return the longest allowed time without progress, and a text that names the key from which this limit
-        follows."""
+        """Return the longest allowed time without progress in seconds (None: no limit), and a text that names the
+        configuration key of this limit."""
         policy = self._policy
         if policy.hang_seconds is None:
             return None, ""

@@ -175,7 +175,7 @@ def _refuse(_requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
 
 
 class RpcError(ControlError):
-    """A failed call; ``refused`` is true if the peer refused it, and false if there was no answer."""
+    """Raised if a call fails. ``refused`` is true if the peer refused the call, and false if there was no answer."""
 
     def __init__(self, message: str, *, refused: bool) -> None:
         super().__init__(message)
@@ -261,7 +261,7 @@ class ControllerClient:
 
     def __init__(self, address: str, *, token: str, certificates: Certificates | None = None) -> None:
         self._client = RpcClient(address, "Controller", token=token, certificates=certificates)
-        # Covers the comparison of epochs and the assignment, because threads can process answers in any order.
+        # The lock covers the comparison and assignment of epochs: threads can process answers in any order.
         self._fence = threading.Lock()
         self._epoch = 0
 
@@ -388,7 +388,7 @@ class _Connection(NamedTuple):
 
 
 class _UnauthenticatedConnections:
-    """Watches the connections to one port of this process. Shuts down unauthenticated ones that are too old or many."""
+    """Shuts down unauthenticated connections to one port of this process if they are too old or too many."""
 
     def __init__(
         self, port: int, *, max_connections: int, authentication_seconds: float = AUTHENTICATION_SECONDS

@@ -168,7 +168,7 @@ class RunDir:
         """Create or reopen the folder that ``run`` names, lock it, and write the run's random id and ``config.yaml``.
 
         Without ``run.name``, the folder gets the next free name ``<model_name>-001``, ``-002`` and so on. If the
-        configuration of an earlier job differs, its file is renamed to ``config-001.yaml`` and so on. A new run may
+        configuration of an earlier job differs, its file is kept as ``config-001.yaml`` and so on. A new run may
         have the name of a run that failed before it had trained an iteration; the files of that run are moved to
         ``failed-start-001`` and so on in the folder.
 

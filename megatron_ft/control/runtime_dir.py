@@ -1,8 +1,8 @@
 """The folder (mode 0700) for the sockets of a job's processes on one machine.
 
 The name of every socket of a node contains the process id of its agent: ``003-4711.sock`` belongs to the agent,
-``003-4711-keeper.sock`` to a sidecar. So a restarted node never finds a socket of its killed predecessor at its own
-path, and two living processes never use the same path.
+``003-4711-keeper.sock`` to a sidecar. So a new agent never finds a socket of a killed agent at a path that it needs,
+and two living processes never use the same path.
 
 Every process that uses the folder has a shared lock on a file in the folder. The kernel releases the lock when the
 process ends in any way. The last process gets the lock exclusively and removes the folder, even if the process that

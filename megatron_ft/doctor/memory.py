@@ -49,7 +49,7 @@ class MemoryFacts:
     cgroup_used_bytes: int
     """Memory that the cgroup with ``cgroup_limit_bytes`` uses, without reclaimable memory; 0 if there is no limit."""
     limits: Mapping[str, tuple[int | None, int | None]]
-    """Soft and hard limit of ``open_files``, ``file_size``, ``address_space``, ``data`` and ``locked``."""
+    """Soft and hard limit of ``open_files`` (a count), ``file_size``, ``address_space``, ``data`` and ``locked``."""
     shared_total_bytes: int | None
     """Size of ``/dev/shm``; None if it does not exist."""
     shared_free_bytes: int | None

@@ -38,7 +38,7 @@ class HeldProcess:
         return True
 
     def has_ended(self, patience_seconds: float = 0.0) -> bool:
-        """Wait up to ``patience_seconds`` for the end of the process. Return whether it has ended; a zombie has."""
+        """Wait up to ``patience_seconds`` for the end of the process. Return whether it has ended or is a zombie."""
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
         return bool(poll.poll(patience_seconds * 1000))

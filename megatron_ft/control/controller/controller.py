@@ -73,7 +73,7 @@ class Controller:
             launch_spec: makes the spec of ranks for each start and each next membership, in the thread of ``run``.
             detection: limits of the failure detector; default: ``DetectorPolicy()``.
             record_decision: called before ranks receive the order to continue without lost nodes, or to stop.
-            journal: has the inputs of the job's earlier controllers, which this one processes again; None: no journal.
+            journal: inputs that earlier controllers of the job wrote to it are processed again; None means no journal.
             epoch: number of this controller, above the numbers of all earlier controllers; every answer contains it.
             port: port of the service; 0 chooses a free one.
             certificates: certificates for the channel to agents; with None, the channel is not encrypted.
@@ -341,7 +341,7 @@ class Controller:
         node, layout = self._policy.node_of(rank), self._layouts[generation]
         if node not in self._state.members or node in self._state.nodes.waiting:
             return
-        # The rank may not know its first membership yet, or its node may have had another place in that generation.
+        # Use the present layout if the node was no member in ``generation``, or may have had another place in it.
         if node not in layout.nodes or keeps_layout(self._policy, self._state):
             layout = layout_of(self._policy, self._state)
         number = layout.rank_of(rank)
@@ -425,7 +425,7 @@ class Controller:
             local_ranks=list(layout.local_ranks),
             members=list(state.members),
             is_joining=is_joining,
-            # Lost nodes are left out, because ranks would wait for answers of their snapshot servers.
+            # Lost nodes are left out, because ranks would wait for answers of the snapshot servers of lost nodes.
             sidecars=by_name({n: found for n, found in self._sidecars.items() if n in state.nodes.registered}),
         )
         self._num_starts += 1

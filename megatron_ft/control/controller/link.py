@@ -1,7 +1,7 @@
 """The launcher's connection to the controller's process. The launcher replaces a controller that ends before the job.
 
-The launcher sends its events to the controller, and receives records of ranks and events of decisions. It passes on
-each record and event exactly once, also if the controller is replaced.
+The launcher sends its events to the controller, and receives records of ranks and events of decisions. The launcher
+passes each record and event to the sinks exactly once, also if the controller is replaced.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class ControllerLink:
             start: starts the controller's process; its argument is the process's end of a socket pair.
             access_path: file (mode 0600) to which the controller's address, epoch and process id are written.
             access: further entries of the file at ``access_path``.
-            silence_seconds: time without a message after which a controller is killed; at least 10 s are used.
+            silence_seconds: time without a message after which a controller is killed. Shorter times count as 10 s.
             log: log file of the controller; the last line of the log is reported if the controller ends by itself.
         """
         self._start = start

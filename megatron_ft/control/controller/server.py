@@ -77,7 +77,7 @@ class _Inbox:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._queue: queue.SimpleQueue[Item | Posted] = queue.SimpleQueue()
-        # Covers reading the clock and adding to the queue, so that arrival times rise along the queue.
+        # The lock covers reading the clock and adding to the queue, so that arrival times rise along the queue.
         self._arriving = threading.Lock()
         self._is_closed = False
         self._first: Item | Posted | None = None
@@ -213,8 +213,8 @@ class _AgentSessions:
         return [session for session in list(self._sessions.values()) if not session.is_over]
 
     def replaced(self, node: int, process_id: int) -> int | None:
-        """Return the process id of the living agent of the node that is replaced when the agent ``process_id``
-        registers. Return None if there is no other agent."""
+        """Return the process id of the living agent that a registration of the agent ``process_id`` would replace.
+        Return None if the node has no other living agent."""
         session = self._sessions.get(node)
         if session is None or session.process_id == process_id or session.is_over:
             return None
@@ -301,7 +301,7 @@ class ControllerServer:
             interface=interface,
             token=token,
             port=port,
-            # Each node has a poll and a delivery, which need one thread each; so do calls that an agent has given up.
+            # Each node needs a thread for its poll, one for its delivery, and two for calls that it has given up.
             num_threads=4 * policy.most_nodes + 4,
             num_reserved_descriptors=policy.most_nodes,
             certificates=certificates,
@@ -478,7 +478,7 @@ def _check_report(policy: MembershipPolicy, layouts: Layouts, node: int, content
     rank, generation = report.rank, report.generation
     if rank not in policy.ranks_of(node):
         raise ControlError(f"rank {rank} does not belong to node {node}")
-    # Before a rank's first membership is announced to it, it reports the generation in which it was started.
+    # A rank that has not yet received its first membership reports the generation in which it was started.
     is_member = generation in layouts and node in layouts[generation].nodes
     if not is_member and (isinstance(report, messages.Broken) or generation not in layouts):
         raise ControlError(f"rank {rank}: node {node} is not a member of generation {generation}")

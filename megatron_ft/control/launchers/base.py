@@ -144,7 +144,7 @@ class ProcessLauncher:
         if node in self._nodes:
             # The earlier agent may still live: a node also counts as lost when its agent is only cut off.
             kill(self._nodes[node].process, term_seconds=self.term_seconds)
-            self._nodes[node].watcher.join()  # its end is reported before the new agent can register
+            self._nodes[node].watcher.join()  # so its end is reported before the new agent can register
         log = self.context.processes.log_dir / log_name(node)
         log_begin_bytes = size_of(log)
         process = self.start_process(node, spec)

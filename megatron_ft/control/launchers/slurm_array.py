@@ -1,4 +1,4 @@
-"""``launch.node_launcher=none``: nodes are the tasks of a Slurm array, which start and return by themselves.
+"""``launch.node_launcher=none``: nodes are the tasks of a Slurm array, which start by themselves, also after a loss.
 
 Source: the manual page sbatch(1). An array keeps its id, ``SLURM_ARRAY_JOB_ID``, when one of its tasks is requeued.
 """

@@ -63,7 +63,7 @@ class RankEnvironment:
         )
 
     def check_restarts(self, run: RunConfig) -> None:
-        """Check that a restart by the launcher can find the run again.
+        """Check that ranks can find the run again after the launcher has restarted them.
 
         Ranks read the run's name from the launcher's store. If no store outlives an attempt (ft_launcher, torchrun with
         another rendezvous than ``c10d``, a requeued srun job), the configuration must name the run; otherwise training

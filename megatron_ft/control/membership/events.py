@@ -1,7 +1,7 @@
 """Machine events: inputs that report to the state machine what has happened to a job.
 
-A rank has the number ``node * ranks_per_node + local_rank`` during the whole job, also if its number in a membership
-differs. ``at_seconds`` is the time of the event in seconds since 1970, on the machine that observed the event.
+A rank has the number ``node * ranks_per_node + local_rank`` during the whole job, even if its number in a membership
+is another. ``at_seconds`` is the time of the event in seconds since 1970, on the machine that observed the event.
 """
 
 from dataclasses import dataclass

@@ -11,9 +11,9 @@ layout (``recovery.keep_layout``), every membership has the same places, and oth
 remaining ranks have reported their positions, the next membership begins if a joining node or spare is ready for each
 lost place. If too few nodes are ready, lost nodes are started again: first the agent, if it has ended
 (``START_AGENTS``), then the ranks, when the old ranks have ended (``START_NODES``). A node that ends or does not become
-ready in time is killed and started again, at most ``max_node_restarts`` times. If a place stays empty, the job stops.
-But if ``recovery.min_nodes`` allows fewer nodes, the job continues with fewer lanes, and all later changes follow the
-rules of a job that does not keep its layout (``State.has_changed_layout``).
+ready in time is killed and started again, at most ``max_node_restarts`` times in a row. If a place stays empty, the job
+stops, unless ``recovery.min_nodes`` allows fewer nodes. In this case, the job continues with fewer lanes, and all later
+changes follow the rules of a job that does not keep its layout (``State.has_changed_layout``).
 
 All ranks of a job that keeps its layout may end, for example because they do not continue in their processes after a
 loss (``keeps_processes``). The job then waits for agents instead of ranks (``REPLACING``). As soon as there is a node

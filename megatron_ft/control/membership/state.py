@@ -290,7 +290,7 @@ class MembershipPolicy:
     starts_nodes: bool = True
     """Whether the job starts agents. If not, nodes start by themselves."""
     job_layouts: "JobLayouts | None" = None
-    """Parallel layout of each set of nodes; None if each process of a member has a rank, in the order of nodes."""
+    """Computes the parallel layout of a set of nodes. None means that each process of each member has a rank."""
     prebuilt: "PrebuildPlan | None" = None
     """Parts of the model that spares build in advance; None if they build nothing."""
 

@@ -125,10 +125,10 @@ class _Agent:
         )
         self._check_life_at = self._answered_at = time.monotonic()
         self._silence: str | None = None
-        """Reason why the controller did not answer the last call for orders; None if it did."""
+        """Reason why the controller did not answer the last call for orders; None if it answered."""
 
     def run(self) -> int:
-        """Serve until the controller orders the end or is lost. Return the process's exit code.
+        """Serve until the controller orders this agent to end, or is lost. Return the process's exit code.
 
         Raises:
             ControllerSilent: the controller does not answer. Ranks end when the agent is closed.
@@ -342,8 +342,8 @@ class _Agent:
 
     def _signal(self, ranks: Iterable[int], number: signal.Signals) -> None:
         for rank in ranks:
-            # The fork server sends the signal: as the parent, it knows whether the process id still belongs to the
-            # rank.
+            # The fork server sends the signal. As the parent of the rank, it knows whether the process id still belongs
+            # to the rank.
             send(self._forkserver.sock, {"op": "signal", "rank": rank, "signal": int(number)})
 
     def _read_forkserver(self) -> None:

@@ -1,9 +1,9 @@
 """Starts ranks by forking a process that has already imported the modules that ranks need.
 
 ``python -m megatron_ft.control.node.fork_server --socket PATH --preload MODULE ...`` imports the modules once and then
-serves its Unix socket. A client (a node's agent) sends ``spawn`` with the rank's log file as a descriptor. It receives
-the rank's process id, and later the rank's exit code. Ranks belong to the connection over which they were started: when
-it closes, they are killed. When the server's standard input closes, the server and all ranks end.
+serves its Unix socket. A client (a node's agent) sends ``spawn`` with the rank's log file as a descriptor. The client
+receives the rank's process id, and later the rank's exit code. When a client's connection closes, the ranks that were
+started over this connection are killed. When the server's standard input closes, the server and all ranks end.
 
 The server has one thread, no gRPC and no OpenMP region, so a fork is safe. CUDA may be imported, but not initialised.
 """

@@ -36,7 +36,7 @@ _LAST_ORDER_SECONDS = 5.0
 _END_SECONDS = 30.0
 """Time between the closing of the node's standard input and the kill of a node that has not ended."""
 _PROCESS_IDS = 2**53
-"""Upper bound of the random numbers that identify node processes. Process ids do not, as two machines may share one."""
+"""Upper bound of the random numbers that identify node processes. Process ids are not unique across machines."""
 
 _Process = subprocess.Popen[bytes]
 

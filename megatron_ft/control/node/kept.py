@@ -29,7 +29,7 @@ NAME = "keeper"
 _ANSWER_SECONDS = 10.0
 _END_SECONDS = 10.0
 _UNUSED_END_SECONDS = 2.0
-"""Shorter than ``_END_SECONDS``, because the controller waits for the agent meanwhile."""
+"""Time for unused servers to end. It is short, because the controller waits for the agent meanwhile."""
 _START_TIME_FIELD = 19
 """Position of the start time among the fields of ``/proc/PID/stat`` after the command (proc(5), field 22)."""
 
@@ -40,7 +40,7 @@ class KeptServers:
     over."""
 
     seconds: int
-    """0 means that servers end with their agents, and that servers left by earlier jobs of the run are ended."""
+    """Time for which servers outlive their agents. If it is 0, servers of earlier jobs of the run are ended, too."""
     run_id: str
     fingerprint: str
     """Hash of the layout and of further settings. The next job can use the windows only if it has the same hash."""
@@ -96,7 +96,7 @@ def write_record(kept: KeptServers, node: int, *, process_id: int, socket_path: 
 
 
 def take_over(kept: KeptServers, node: int, *, token: str, interface: str) -> Adopted | None:
-    """Take over the server that an earlier job of the run has left for this node. End all its other servers.
+    """Take over the server that an earlier job of the run has left for this node. End the node's other servers.
 
     Args:
         token: token of this job, which the server accepts from now on.

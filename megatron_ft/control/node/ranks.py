@@ -180,9 +180,9 @@ class Ranks:
         """Ping ranks that have answered their last ping, and forward the progress of all ranks. Return unresponsive
         ranks, which must be killed.
 
-        Must be called several times within the timeout. While reading from the ranks is paused, no rank counts as
-        unresponsive. A rank that uses processor time counts as alive, because its working thread may block the thread
-        that answers pings.
+        The caller must call this several times within the timeout. While reading from the ranks is paused, no rank
+        counts as unresponsive. A rank that uses processor time counts as alive, because the thread that computes may
+        block the thread that answers pings.
 
         Args:
             now: present time, on the same clock in all calls.
@@ -340,7 +340,7 @@ def _greets(message: Message, state: _Rank) -> bool:
 
 
 def processor_seconds(process_id: int | None) -> float:
-    """Return the processor time that a process has used, or 0 if it has ended."""
+    """Return the processor time in seconds that a process has used, or 0 if it has ended."""
     try:
         # The name of the command, in parentheses, can itself contain spaces and parentheses (proc(5)).
         fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()

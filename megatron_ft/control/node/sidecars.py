@@ -256,7 +256,7 @@ def _start(
             bufsize=0,
             # The kernel kills the sidecar when the thread that forks it ends (prctl(2)): here the agent's main thread.
             preexec_fn=None if outlives else functools.partial(die_with_parent, os.getpid()),
-            # The launcher kills the agent's session, and a terminal sends signals to the agent's session.
+            # Signals of the launcher and of a terminal end the agent's session, so the server needs another session.
             start_new_session=outlives,
             pass_fds=() if lock is None else (lock,),
         )

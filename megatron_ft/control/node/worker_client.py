@@ -154,8 +154,8 @@ class RankContext:
     is_joining: bool = False
     """Whether this process was started while the job was running. Such a process must call
     ``worker.await_membership()`` before it joins any group; the call returns its rank. Until then, ``rank``,
-    ``world_size``, ``num_nodes``, ``nodes`` and the master describe a membership to which the process does not
-    belong."""
+    ``world_size``, ``num_nodes``, ``nodes`` and the master's address describe a membership to which the process does
+    not belong."""
 
 
 class StopFlag:

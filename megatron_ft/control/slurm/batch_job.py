@@ -273,7 +273,7 @@ class _BatchJob:
     def _requeue(self, exclude: Sequence[str]) -> Verdict:
         # Requeue the job. Slurm then ends this process. Return a verdict if Slurm refuses.
         for number in (signal.SIGUSR1, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # this process must still ask for exclusions
+            signal.signal(number, signal.SIG_IGN)  # this process must still exclude hosts
         try:
             calls.requeue(self._site.job_id)
         except calls.SlurmError as error:

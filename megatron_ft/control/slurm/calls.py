@@ -18,7 +18,7 @@ _DRAINED = re.compile(r"(drained|draining|drng|drain)[*$~#!%^@+-]*", re.IGNORECA
 
 
 class SlurmError(ControlError):
-    """A command of Slurm failed; its output is the message."""
+    """Raised if a command of Slurm fails. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Makes a running job release nodes that an administrator drains in Slurm, if the job can continue without them.
 
-In an allocation, this runs in a thread of the batch script's process. In an array, it is a separate process, which runs
-beside the launcher until it is killed: ``python -m megatron_ft.control.slurm.drains RUN_DIR --array ID --poll-seconds
-60``.
+In an allocation, a thread of the batch script's process watches for drained nodes. In an array, a separate process does
+so until it is killed; it runs beside the launcher: ``python -m megatron_ft.control.slurm.drains RUN_DIR --array ID
+--poll-seconds 60``.
 """
 
 import argparse
