@@ -109,7 +109,7 @@ class Detector:
             self._newest = (place.iteration, now)
 
     def place(self, rank: int) -> Place | None:
-        """Return the progress of a rank, if known."""
+        """Return the newest progress that a rank has reported, or None if it has reported none."""
         return self._places.get(rank)
 
     def seconds_since_word(self, node: int, now: float) -> float | None:

@@ -89,7 +89,7 @@ _NOT_AGAIN = ("run.name=", "run.resume=", "run.dir=", "testing.failpoints=", "la
 
 
 def failure_screen(end: JobResult, run_dir: Path, resume: str, node_log: str = "") -> str:
-    """Describe the first rank that died, the cause, the other ranks, the logs, and how to resume.
+    """Return a text about the first rank that died, the cause, the other ranks, the logs, and how to resume.
 
     Args:
         node_log: last lines of a lost node's own log, shown if the first failure is not that of a rank.

@@ -78,7 +78,7 @@ def _both() -> tuple[float, float]:
     """Return the times of the monotonic and the wall clock at one moment, from the fastest of several readings."""
     readings = []
     for _ in range(_READINGS):
-        # An interruption between two readings looks like a step of one clock.
+        # An interruption between two readings looks like a step of one clock, so the fastest readings are used.
         before, wall, after = time.monotonic(), time.time(), time.monotonic()
         readings.append((after - before, (before + after) / 2, wall))
     _, monotonic, wall = min(readings)
@@ -114,5 +114,5 @@ def _understand(tool: str, output: str) -> bool | None:
     words = output.strip().split(",")
     if tool == "timedatectl":
         return {"yes": True, "no": False}.get(words[0])
-    # Fewer fields are an error message of chronyc, not an answer.
+    # Output with fewer fields is an error message of chronyc and no answer.
     return words[-1] != "Not synchronised" if len(words) > 10 else None

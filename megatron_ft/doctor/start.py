@@ -1,4 +1,4 @@
-"""Checks of a job, before its ranks start, against the machine on which the command runs."""
+"""Checks before the start of ranks: whether the machine on which the command runs is sufficient for the job."""
 
 import dataclasses
 import os

@@ -17,7 +17,7 @@ NUM_FLUSHES = 9
 """Number of syncs; the median of their durations is reported."""
 _BLOCK = b"x" * 4096
 SMALLEST_FLUSH_SECONDS = 10e-6
-"""Shortest plausible duration of a sync to storage. NVMe drives with protected caches need about 20 us."""
+"""Shortest plausible duration of a sync to storage. NVMe drives with power-protected caches need about 20 us."""
 VOLATILE = ("tmpfs", "ramfs", "devtmpfs")
 """Types of file systems that are in memory."""
 UNSAFE_OPTIONS = ("nobarrier", "barrier=0", "volatile")
@@ -103,7 +103,7 @@ def _mount_of(path: Path, mountinfo: str) -> tuple[str, tuple[str, ...]]:
         fields, _, after = line.partition(" - ")
         words, (kind, _, superblock) = fields.split(), after.split(maxsplit=2)
         point = Path(words[4].replace("\\040", " "))
-        # If two mount points have equal length, the file system of the later line is mounted over the earlier one.
+        # If two lines have the same mount point, the file system of the later line is mounted over the earlier one.
         if path.is_relative_to(point) and len(point.parts) >= best:
             best, found = len(point.parts), (kind, (*words[5].split(","), *superblock.split(",")))
     return found

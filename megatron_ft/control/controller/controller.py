@@ -143,7 +143,7 @@ class Controller:
         return self._details
 
     def post(self, event: MachineEvent, number: int | None = None) -> None:
-        """Post an event. May be called in any thread and in signal handlers.
+        """Queue an event for the thread of ``run``. May be called in any thread and in signal handlers.
 
         Args:
             number: position of the event among all events of the launcher, from 0; None for other events. The launcher

@@ -49,7 +49,7 @@ class StandingClock:
         """Time at which the clock was stopped (None while it runs), and the total seconds of earlier stops."""
 
     def __call__(self) -> float:
-        """Return the time in seconds."""
+        """Return the time in seconds, without the time during which the clock was stopped."""
         stopped_at, behind = self._stopped
         return (self._clock() if stopped_at is None else stopped_at) - behind
 

@@ -325,11 +325,11 @@ class ControllerServer:
     # --- the controller's thread -----------------------------------------------------------------------------------
 
     def post(self, event: MachineEvent, number: int | None = None) -> None:
-        """Post an event. May be called in any thread and in signal handlers."""
+        """Queue an event for the controller's thread. May be called in any thread and in signal handlers."""
         self._inbox.post(event, number)
 
     def ask(self, event: MachineEvent) -> None:
-        """Post a request, and wait until it is in the journal, so that it survives this controller.
+        """Queue a request, and wait until it is in the journal, so that it survives this controller.
 
         Raises:
             TimeoutError: the request is not in the journal in time.

@@ -359,16 +359,16 @@ class MembershipPolicy:
         return self.num_nodes * self.ranks_per_node
 
     def node_of(self, rank: int) -> int:
-        """Return the node of a global rank."""
+        """Return the node of a rank, which is numbered as in ``events``."""
         return rank // self.ranks_per_node
 
     def ranks_of(self, node: int) -> range:
-        """Return the global ranks of ``node``."""
+        """Return the ranks of ``node``, numbered as in ``events``."""
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
     @cached_property
     def layouts(self) -> "JobLayouts":
-        """Return ``job_layouts`` or its default."""
+        """Return ``job_layouts``, or the default layouts if it is None."""
         from megatron_ft.planning.recovery.layout import JobLayouts
 
         default = JobLayouts(
@@ -392,7 +392,7 @@ class MembershipPolicy:
         return found
 
     def ranks_of_all(self, nodes: tuple[int, ...] | frozenset[int]) -> frozenset[int]:
-        """Return the global ranks of ``nodes``. Cached, because it is called for every event."""
+        """Return the ranks of ``nodes``, numbered as in ``events``. Cached, because it is called for every event."""
         return _ranks_of_all(self.ranks_per_node, nodes, frozenset())
 
 

@@ -63,7 +63,7 @@ class AgentSpec:
     heartbeat_interval_seconds: float = 1.0
     """Interval between two heartbeats of the node, and between two pings of its ranks."""
     heartbeat_timeout_seconds: float = 10.0
-    """Time after which a rank is killed if it answers no ping."""
+    """Time after which a rank is killed if it sends no message, not even the answer to a ping."""
 
     answers_presence: bool = False
     """Whether the agent opens a port at which this machine's kernel answers the controller, see ``PresencePort``."""

@@ -2,8 +2,8 @@
 
 An agent leaves a record (mode 0600) beside the server's socket. The record contains the server's process, its address,
 and the token with which the server can be taken over. The agent of the next job finds the record in the folder of
-temporary files, and checks that the process is the recorded one. The server checks the token, and ends if the run, the
-layout or the address differs.
+temporary files, and checks that the process is the recorded one. The server checks the token. It ends if its run, its
+layout or its address differs from that of the next job.
 """
 
 import contextlib

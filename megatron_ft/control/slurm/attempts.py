@@ -27,7 +27,7 @@ class Witness:
 
     run_dir: Path
     hosts: Sequence[str]
-    """Hosts of the attempt, by node."""
+    """Host of each node of the attempt, in the order of node numbers."""
     first_byte: int
     """Offset of the attempt's first byte in the run's event file."""
 

@@ -69,7 +69,7 @@ class _Site:
 
     @staticmethod
     def read(variables: Mapping[str, str]) -> "_Site":
-        """Read from environment variables.
+        """Read the settings from environment variables.
 
         Raises:
             ConfigError: a variable is invalid, or this process is in no batch job.
