@@ -1,4 +1,4 @@
-"""Alerts: compares measured values of a run with configured limits."""
+"""Compares measured values of a run with configured limits (alerts)."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ class AlertLimits:
     single_loss_survival: float | None = None
     """Smallest probability that every expert has a replica left after the loss of one failure domain."""
     stall_share: float | None = None
-    """Largest share of iteration time that training may wait for captures."""
+    """Largest share of the time of an iteration for which training may wait for the capture of a snapshot."""
     windows_behind: float | None = None
     """Largest number of window intervals that may pass without the commit of a snapshot window."""
     free_disk_share: float | None = None
@@ -20,7 +20,7 @@ class AlertLimits:
     slowest_rank_over_median: float | None = None
     """Largest ratio of the slowest rank's time to the median rank's time for the same work."""
     lost_token_share: float | None = None
-    """Largest share of the training's tokens whose updates of experts are lost or would be lost by a recovery now."""
+    """Largest share of tokens whose updates of experts were lost in recoveries, or would be lost in a recovery now."""
 
     def judge(self, figures: "AlertFigures") -> "Iterator[Alert]":
         """Compare each value in ``figures`` with its limit; values that are None or have no limit are left out."""

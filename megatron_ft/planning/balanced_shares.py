@@ -1,9 +1,9 @@
 """Balanced shares (``placement.shares=balanced``): the rank with most tokens gets as few tokens as possible.
 
-The rule computes a flow in integers over the graph of experts and their holders; a holder of an expert is a rank that
-has a replica of it. Legend: E experts, N ranks, P pairs of an expert and a holder, ordered by expert, then by rank.
-``T[e, j]`` is the number of tokens that rank j routes to expert e, and ``Q[e, j]`` the number of tokens of e that rank
-j computes; ``load[j] = sum_e Q[e, j]``. ``split(a, w)`` divides the amount a in proportion to the weights w: with
+A holder of an expert is a rank with a replica of it. The rule computes an integer flow between experts and their
+holders. Legend: E experts, N ranks, P pairs of an expert and a holder, ordered by expert, then by rank. ``T[e, j]`` is
+the number of tokens that rank j routes to expert e, and ``Q[e, j]`` the number of tokens of e that rank j computes;
+``load[j] = sum_e Q[e, j]``. ``split(a, w)`` divides the amount a in proportion to the weights w: with
 ``c_i = w_0 + ... + w_i`` and their sum c, item i gets ``(a * c_i + c // 2) // c - (a * c_{i-1} + c // 2) // c``. The
 sum of the parts is a, and if ``a <= c``, no part is larger than its weight. The shares are computed in three steps:
 
@@ -13,26 +13,26 @@ sum of the parts is a, and if ``a <= c``, no part is larger than its weight. The
 3. Rounds, at most ``MAX_ROUNDS``, until no load is above the limit:
 
    a. Levels. Ranks below the limit have level 0. For k = 0, 1, ...: an expert without a level gets level k if one of
-      its holders has level k; a rank without a level gets level k + 1 if it has a share of an expert of level k. So at
-      least k moves bring tokens from a rank of level k to a rank with room, and k moves are enough.
+      its holders has level k; a rank without a level gets level k + 1 if it has a share of an expert of level k. So a
+      token on a rank of level k reaches a rank with room in k moves, and not in fewer.
    b. If a rank above the limit has no level, the round ends with a new limit: the mean load of all ranks without a
-      level, rounded up. No distribution has a lower largest load, because only these ranks hold the experts of their
-      tokens.
+      level, rounded up. No distribution has a lower largest load, because only these ranks hold the experts whose
+      tokens they compute.
    c. Otherwise, for k from the highest level down to 1, tokens of experts of level k - 1 move from ranks of level k
       above the limit (giving ranks) to ranks of level k - 1 (taking ranks):
 
-      * The wish of a giving rank is its load above the limit. It consists first of tokens from other ranks, split by
-        ``max(0, Q - T)``, then of own tokens, split by ``min(Q, T)``. ``want[e]`` is the sum of the wishes for e.
+      * The wish of a giving rank is its load minus the limit: first tokens from other ranks, split by
+        ``max(0, Q - T)``, then its own tokens, split by ``min(Q, T)``. ``want[e]`` is the sum of the wishes for e.
       * If k is 1, the offer of a taking rank is its room (the limit minus its load), but at most the sum of ``want``
         over its experts; it is split by ``want``. ``min(want[e], sum of the offers for e)`` tokens of e move. If k is
-        above 1, ``want[e]`` tokens move, and every offer is 1, because these ranks pass the tokens on.
+        above 1, ``want[e]`` tokens move, and every offer is 1, because taking ranks pass the tokens on.
       * The tokens that move are taken from the giving ranks, split by their wishes, and given to the taking ranks,
         split by their offers.
 
-Every sum is over a set, and every split has a fixed order. So the ranks, experts and pairs of one step may be visited
-in any order or at once. Every round either raises the limit or moves tokens from ranks above the limit to ranks below
-it. If the rounds end before ``MAX_ROUNDS``, the largest load is the limit, which is the bound of the linear program,
-rounded up.
+Integer sums do not depend on the order of their terms, and every split has a fixed order. So the ranks, experts and
+pairs of one step may be visited in any order or at once. Every round either raises the limit or moves tokens from ranks
+above the limit to ranks below it. If no load is above the limit after at most ``MAX_ROUNDS`` rounds, the largest load
+equals the limit. It is then the optimum of the linear program, rounded up.
 """
 
 import math
@@ -45,13 +45,13 @@ import numpy.typing as npt
 Integers = npt.NDArray[np.int64]
 
 MAX_TOKENS = 2**31
-"""A layer must have fewer tokens than this in a microbatch, on all ranks together, so that products of two counts fit
-in 64 bits."""
+"""Number that the tokens of a layer in a microbatch, on all ranks together, must not reach. So products of two counts
+fit in 64 bits."""
 MAX_ROUNDS = 64
 """Largest number of rounds, which limits the computing time. The shares after the last round are used even if a load
 is above the limit."""
 RESOLUTION = 2**16
-"""``least_load`` scales loads and rounds them to integers. The mean load of a rank is then at most this number."""
+"""Largest mean load of a rank after ``least_load`` has scaled the loads, which it then rounds to integers."""
 _NONE = -1
 
 
@@ -89,7 +89,7 @@ def least_load(loads: Sequence[float], replicas: Integers) -> float:
     total = float(np.sum(loads))
     if not total:
         return 0.0
-    # All tokens come from an additional rank without replicas, so no rank has own tokens.
+    # All tokens come from an additional rank without replicas, so no rank with replicas has tokens of its own.
     tokens = np.zeros((len(loads), replicas.shape[1] + 1), dtype=np.int64)
     # A power of two, so that whole numbers stay whole.
     scale = 2.0 ** math.floor(math.log2(min(RESOLUTION * replicas.shape[1], MAX_TOKENS // 2) / total))
@@ -99,7 +99,7 @@ def least_load(loads: Sequence[float], replicas: Integers) -> float:
 
 
 class _Groups:
-    """Groups of pairs that have the same expert or the same rank."""
+    """Groups of (expert, holder) pairs. A group has all pairs of one expert, or all pairs of one rank."""
 
     def __init__(self, group_of: Integers, num_groups: int) -> None:
         self._group_of, self._num_groups = group_of, num_groups
@@ -125,7 +125,7 @@ class _Groups:
 
 
 class _Flow:
-    """Shares of all pairs, and the loads and levels that they determine."""
+    """Shares of all (expert, holder) pairs, and the loads and levels that follow from the shares."""
 
     def __init__(self, tokens: Integers, replicas: Integers) -> None:
         self.expert, self.rank = (index.astype(np.int64) for index in np.nonzero(replicas))

@@ -25,8 +25,8 @@ class DeviceFacts:
     """Memory of the smallest GPU; None if it was not queried or the driver did not answer."""
 
     def usable_gpus(self) -> int:
-        """Return the number of GPUs that PyTorch can use. Invalid entries of ``CUDA_VISIBLE_DEVICES`` hide later
-        ones."""
+        """Return the number of GPUs that PyTorch can use. An invalid entry of ``CUDA_VISIBLE_DEVICES`` hides all GPUs
+        after it."""
         if not self.has_driver or not self.torch_has_cuda:
             return 0
         if self.visible is None:
@@ -43,7 +43,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceChoice:
-    """Device of a plan, and the reason for it."""
+    """Device for which a job is planned, and the reason for the choice of this device."""
 
     device: str
     """``cpu`` or ``cuda``."""
@@ -92,7 +92,7 @@ class DeviceChoice:
             _check_accepted(refused["cuda"], reason)
             return cls(device="cuda", is_certain=True, reason=reason)
         reason = f"training.device=auto found no GPU on this machine: {_why_no_gpu(facts)}"
-        # A plan for an unknown machine prefers a device that can run the job. A start must use the device of this one.
+        # A plan for an unknown machine prefers a device that can run the job. A start must use this machine.
         if not may_be_elsewhere or not refused["cpu"] or refused["cuda"]:
             _check_accepted(refused["cpu"], reason)
             return cls(device="cpu", is_certain=not may_be_elsewhere, reason=reason)

@@ -14,7 +14,7 @@ in four steps:
    additional tokens of the previous experts. ``overlap(a, b, c, d) = max(0, min(b, d) - max(a, c))`` is the length that
    the ranges [a, b) and [c, d) have in common. Rank j gets
    ``Q[e, j] = q * R[e, j] + overlap(A, B, o, o + m[e]) + overlap(A, B, o - r, o - r + m[e])`` tokens. The second
-   overlap counts the replicas after the change of ``(o + x) % r`` from r - 1 to 0.
+   overlap counts the replicas for which ``(o + x) % r`` has wrapped around to 0.
 2. Local tokens. ``L[e, i] = min(T[e, i], Q[e, i])`` tokens stay on rank i.
 3. Sent tokens. Rank i has ``U = T - L`` tokens to send, and rank j has space for ``V = Q - L`` more; for each expert, U
    and V have the same sum. Tokens and spaces are numbered in rank order, and token number n goes to space number n.

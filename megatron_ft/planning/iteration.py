@@ -97,7 +97,7 @@ class BatchPlan:
 
 def microbatch_position(data_parallel_size: int, data_parallel_rank: int, microbatch: int) -> int:
     """Return the position, from 0, of a rank's microbatch among all microbatches of the iteration."""
-    # In turn and not in blocks: padding then spreads over the last microbatches of ranks, not over the last ranks.
+    # Ranks get microbatches in turn, so padding is in the last microbatches of ranks and not on the last ranks.
     return microbatch * data_parallel_size + data_parallel_rank
 
 
@@ -109,9 +109,9 @@ _FORMER_FIELDS = ("committed_window",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowReport:
-    """State of the job's windows on one rank or, in a vote, on all ranks.
+    """State of the job's snapshot windows: in a ballot, on one rank; in a vote, on all ranks together.
 
-    Fields named ``..._windows`` are bit masks. Bit i stands for the i-th oldest window, the same one on all ranks.
+    Fields named ``..._windows`` are bit masks. Bit i stands for the i-th oldest window. All ranks number windows alike.
     """
 
     replicated_windows: int = 0
@@ -159,7 +159,7 @@ class Ballot(WindowReport):
 
     def to_row(self) -> tuple[float, ...]:
         """Return the fields as numbers that float64 represents exactly."""
-        # Not from a generator: CPython caches up to 2,000 such tuples, which looks like a leak.
+        # The tuple is not built from a generator: CPython would cache up to 2,000 such tuples, which looks like a leak.
         return (*map(float, astuple(self)),)
 
     @classmethod
@@ -201,10 +201,10 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFigures:
-    """Measured values of single ranks in one iteration. Empty where the ballots are not known."""
+    """Measured values of each rank in one iteration; empty if the ballots of the iteration are not known."""
 
     pass_seconds: tuple[float, ...] = ()
-    """Seconds of the measured work of ``StragglerTimer`` on each rank."""
+    """Seconds that each rank needed for the work that ``StragglerTimer`` measures."""
     idle_seconds: tuple[float, ...] = ()
     """Seconds for which each rank waited for messages of adjacent pipeline stages."""
     memory: MemoryUse | None = None
@@ -346,7 +346,7 @@ class History:
         """Return the history after ``decision``, with only the newest ``window`` losses.
 
         Args:
-            loads: tokens of [MoE layer][expert] of the iteration; None if they are not counted.
+            loads: number of tokens of each expert in the iteration, [MoE layer][expert]; None if they are not counted.
             repaid: number of these tokens that exceeded the capacity of their expert; None if no token did.
         """
         # Losses of skipped iterations are left out: spikes would raise the median, and later spikes would pass.
@@ -358,7 +358,7 @@ class History:
         return History(losses=(*self.losses, vote.loss)[-window:], num_consecutive_skips=0, tokens=tokens)
 
     def after_loss(self, lost: Sequence[Sequence[int]]) -> "History":
-        """Return the history after a recovery. ``lost``: tokens of [MoE layer][expert] whose updates it lost."""
+        """Return the history after a recovery that lost the updates of ``lost`` tokens, [MoE layer][expert]."""
         return replace(self, tokens=(self.tokens or TokenLedger.empty(lost)).after_loss(lost))
 
     def owed(self, layers: Sequence[int]) -> dict[int, tuple[int, ...]]:

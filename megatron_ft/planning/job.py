@@ -59,7 +59,7 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _JobMemory:
-    """Memory that a job needs on devices and hosts. The plans in the other fields determine this memory."""
+    """Memory that a job needs on devices and hosts, and the plans from which this memory is computed."""
 
     stages: tuple[StagePlan, ...]
     snapshot: SnapshotReport | None
@@ -399,8 +399,8 @@ def _formats(precision: PrecisionConfig) -> str:
 
 
 def _fewer_lanes(config: JobConfig) -> tuple[str, ...]:
-    """Return notes that say how a job with ``recovery.keep_layout`` continues if no node can take a lost place. There
-    are none if the job must then end."""
+    """Return notes on how a job with ``recovery.keep_layout`` continues if no node can replace a lost node; empty if
+    the job must then end."""
     if not (config.recovery.keep_layout and config.may_change_layout):
         return ()
     note = (
@@ -422,7 +422,7 @@ def _fewer_lanes(config: JobConfig) -> tuple[str, ...]:
 def _copies_after_a_loss(config: JobConfig) -> tuple[str, ...]:
     launch, placement, num_experts = config.launch, config.placement, config.model.num_moe_experts or 0
     num_left = launch.num_nodes - 1
-    # Only jobs that continue from replicas on fewer nodes lose slots with a node.
+    # A lost node reduces the number of slots only if the job continues on fewer nodes from replicas.
     if placement.algorithm is None or not config.may_change_layout or not config.fewest_nodes <= num_left:
         return ()
     remaining = config_on(config, range(num_left))

@@ -1,8 +1,8 @@
 """Megatron's 1F1B pipeline schedules as sequences: the order in which stages compute, send and receive.
 
-A *chunk* is one of the model parts of a stage; without interleaving, a stage has one chunk. Chunks, microbatches and
-stages are numbered from 0. Sources: ``megatron.core.pipeline_parallel.schedules`` of Megatron-Core 0.16.1; Narayanan et
-al., 2021, section 2.2.
+A *chunk* is a group of adjacent layers on a stage. Without interleaving, a stage has one chunk. Chunks, microbatches
+and stages are numbered from 0. Sources: ``megatron.core.pipeline_parallel.schedules`` of Megatron-Core 0.16.1;
+Narayanan et al., 2021, section 2.2.
 """
 
 from collections.abc import Iterator

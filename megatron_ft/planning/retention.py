@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPolicy:
-    """Keeps the newest ``keep_last`` checkpoints, and iterations that are multiples of ``keep_every_iterations``."""
+    """Keeps the newest ``keep_last`` checkpoints, and those of iterations divisible by ``keep_every_iterations``."""
 
     keep_last: int
     """Number of newest complete checkpoints to keep; 0 keeps all."""

@@ -1,8 +1,8 @@
 """Routing by recorded loads: chooses the experts of each token so that the loads of experts follow a record.
 
-Lazarus (arXiv 2407.04656), section 6.1, compares systems under recorded routing. From each recorded layer, it uses the
-most popular experts, as many as the model has. Here, a record gives the proportions of the loads. Tokens are assigned
-in integers, so the same record and random key give the same routing on every machine.
+As in Lazarus (arXiv 2407.04656), section 6.1, only the most loaded experts of each recorded layer are used, as many as
+the model has. A record determines the proportions of the loads, not the expert of each token. Tokens are assigned in
+integers, so the same record and random key give the same routing on every machine.
 
 Notation: T tokens of a microbatch, K experts of each token, E experts of a layer.
 """

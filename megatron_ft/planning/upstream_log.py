@@ -1,9 +1,9 @@
 """Estimates the memory of the upstream log, which contains tensors that stages have sent to their neighbours.
 
-A tensor is needed as long as a neighbouring stage may replay its iteration. A replay starts from the first slice of the
-newest committed window. While window n is captured, the newest committed window is at best window n - 1. So the log
-covers two windows, plus the iterations until all ranks know the commit (MoEvement, section 3.4). Tensors have the sizes
-that Megatron sends.
+A tensor is needed as long as a neighbouring stage may replay the tensor's iteration. A replay starts from the first
+slice of the newest committed window. While window n is captured, the newest committed window is at best window n
+- 1. So the log covers two windows, plus the iterations until all ranks know the commit (MoEvement, section 3.4).
+Tensors have the sizes that Megatron sends.
 """
 
 from dataclasses import asdict, dataclass
@@ -164,7 +164,7 @@ def _node_log_bytes(config: JobConfig, node: int, num_iterations: int) -> int:
 
 def largest_node_bytes(config: JobConfig, num_iterations: int) -> int:
     """Return the largest ``_node_log_bytes`` of all nodes; every rank computes the same value."""
-    # Over all nodes, so that all ranks fail together: otherwise some would wait in a collective for those that failed.
+    # All ranks check the same value, so they fail together. Otherwise some would wait in a collective for failed ranks.
     return max(_node_log_bytes(config, node, num_iterations) for node in range(config.launch.num_nodes))
 
 

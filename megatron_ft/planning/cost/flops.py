@@ -43,7 +43,7 @@ class TokenFlops:
 
     @classmethod
     def of(cls, model: ModelConfig, vocab_size: int) -> "TokenFlops":
-        """Count the operations of ``model``, in which all parameters are trained. ``vocab_size`` includes padding."""
+        """Count the operations of ``model`` if all parameters are trained. ``vocab_size`` includes padding."""
         num_moe = sum(is_moe_layer(model, layer) for layer in range(1, model.num_layers + 1))
         hidden, shared = model.hidden_size, model.moe_shared_expert_intermediate_size
         attention, scores = _latent_attention(model) if model.multi_latent_attention else _attention(model)
@@ -66,7 +66,7 @@ class TokenFlops:
 
 
 def _attention(model: ModelConfig) -> tuple[int, int]:
-    """Return the weights of the projections, and the width of all products of a pair of tokens."""
+    """Return the number of weights of the projections, and the number of multiplications for a pair of tokens."""
     channels = head_channels(model)
     queries = model.num_attention_heads * channels
     keys = (model.num_query_groups or model.num_attention_heads) * channels
@@ -133,8 +133,8 @@ class Throughput:
         )
 
     def figures(self, num_samples: int, num_tokens: int, seconds: float, *, world_size: int) -> dict[str, float]:
-        """Return the metrics of an iteration of ``num_samples`` samples with ``num_tokens`` tokens in its loss. A GPU
-        means a rank on CPUs. Without a peak rate there is no ``mfu``."""
+        """Return the metrics of an iteration with ``num_samples`` samples and ``num_tokens`` tokens in the loss. On
+        CPUs, each rank counts as a GPU. If the peak rate is unknown, ``mfu`` is left out."""
         num_gpus = world_size / self.ranks_per_gpu
         rate = self.flops_per_sample * num_samples / seconds / num_gpus / 1e12
         found = {"tokens_per_second_per_gpu": num_tokens / seconds / num_gpus, "tflops_per_gpu": rate}

@@ -76,7 +76,7 @@ def _tied_copy(model: ModelConfig, operators: tuple[Operator, ...], topology: To
 BYTES_PER_VALUE = {"fp32": 4, "bf16": 2, "fp16": 2}
 FP32_BYTES = 4
 STATE_DTYPES = {"fp8": ("float8_e4m3fn", 1), "fp16": ("float16", 2), "fp32": ("float32", 4)}
-"""Dtype in torch and bytes of a value, by the format of quantized optimizer state."""
+"""Torch dtype and bytes per value, for each number format of optimizer state."""
 OPTIMIZER_BYTES = 3 * FP32_BYTES
 """Bytes of the master weight and the two moments of one parameter in a checkpoint."""
 PROCESS_BYTES = 450_000_000
@@ -171,8 +171,8 @@ def _updated_here(config: JobConfig, parameters: RankParameters, topology: Topol
 
 
 def _copied_here(config: JobConfig, parameters: RankParameters, topology: Topology) -> int:
-    """Return the average number of parameters whose optimizer state a rank copies for other ranks. No expert is counted
-    with more than ``placement.min_replicas`` replicas."""
+    """Return the average number of parameters whose optimizer state a rank copies for other ranks. Each expert counts
+    as if it had ``placement.min_replicas`` replicas, even if it has more."""
     placement, stage_size = config.placement, topology.stage_size
     if placement.state_copies is None:
         return 0
@@ -212,8 +212,8 @@ def _activation_bytes(config: JobConfig, topology: Topology, pipeline_stage: int
 def _microbatches_in_flight(topology: Topology, pipeline_stage: int) -> int:
     """Return the largest number of microbatches between forward and backward pass on a stage (Megatron's 1F1B).
 
-    An interleaved schedule runs (PP - stage - 1) * 2 + (VPP - 1) * PP passes of single chunks ahead. With the current
-    pass, this number is rounded up to whole passes of all chunks.
+    An interleaved schedule warms up with (PP - stage - 1) * 2 + (VPP - 1) * PP forward passes of single chunks. This
+    number plus one, divided by VPP and rounded up, is the number of microbatches.
     """
     pp, vpp = topology.pipeline_model_parallel_size, topology.virtual_pipeline_model_parallel_size
     if vpp == 1:

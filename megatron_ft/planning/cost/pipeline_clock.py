@@ -1,8 +1,8 @@
 """Computes the time of an iteration of a pipeline by simulation; each stage has one device.
 
 A stage runs its passes in the order of ``planning.pipeline.order``. A pass starts as soon as the stage is free and the
-input has arrived. If only some stages replay, they get the tensors of all other stages from logs, without a wait for
-their computation. If all stages replay, the pipeline fills and drains as in training (MoEvement, 3.4, figure 9).
+input has arrived. If only some stages replay, they read the tensors of other stages from logs, and do not wait for
+these stages. If all stages replay, the pipeline fills and drains as in training (MoEvement, 3.4, figure 9).
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -96,14 +96,14 @@ class IterationSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCopy:
-    """Copy of a snapshot's slice that one thread of a stage runs during an iteration. Computation and copy share one
-    core: while both run, each has half of it."""
+    """Copy of a snapshot slice by one thread of a stage during an iteration. The computation of the stage and the copy
+    share one core: while both run, each gets half of the core."""
 
     seconds: float
     """Duration of the copy if nothing else runs."""
     at_once_seconds: float
-    """The part that runs from the start of the iteration on, also while the stage computes. The rest waits until the
-    stage waits for a message or has received its last one (``snapshot.copy_in_bubbles``)."""
+    """Part of ``seconds`` that runs from the start of the iteration, even while the stage computes. The rest runs while
+    the stage waits for a message or after its last message (``snapshot.copy_in_bubbles``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +114,9 @@ class CopiedIteration:
     """Time from the start of the iteration until the last stage has updated its weights. A stage ends its copy before
     its update."""
     idle_copy_seconds: tuple[float, ...]
-    """Seconds of the copy of each stage that ran while the stage waited for messages."""
+    """For each stage, the seconds of its copy that ran while the stage waited for messages."""
     late_copy_seconds: tuple[float, ...]
-    """Seconds of the copy of each stage that were left after its last pass."""
+    """For each stage, the seconds of its copy that were left after the last pass of the stage."""
 
     @classmethod
     def of(
@@ -152,7 +152,7 @@ Wait = tuple[float, float]
 def receive_waits(
     shape: PipelineShape, stages: Sequence[StageSeconds], *, send_seconds: float = 0.0
 ) -> tuple[tuple[Wait, ...], ...]:
-    """Simulate one training iteration. Return for each stage the times in which it waits for a message, in order.
+    """Simulate one training iteration. Return, for each stage, the intervals in which it waits for a message.
 
     The time after the last pass of a stage is not part of the result, because the stage then receives no message.
 

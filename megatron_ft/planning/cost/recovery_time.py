@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryWork:
-    """Work of a recovery, from which its time follows."""
+    """Amount of work in a recovery, from which ``RecoveryTimes`` predicts the duration of the recovery."""
 
     num_ranks: int
     """Number of ranks after the recovery."""
@@ -20,10 +20,10 @@ class RecoveryWork:
     restarts_processes: bool
     """Whether all ranks start again in new processes."""
     tries_processes: bool = False
-    """Whether remaining ranks first try to continue in their processes. The job then restarts only when they have found
-    that state is missing, and have ended."""
+    """Whether remaining ranks first try to continue in their processes. All ranks then start again only when the
+    remaining ranks have found that state is missing and have ended."""
     replaces_nodes: bool
-    """Whether other nodes take the places of lost ones while the remaining ranks wait."""
+    """Whether other nodes take the places of lost nodes while the remaining ranks wait."""
     starts_ranks: bool = False
     """Whether new processes on the same nodes take the places of ranks that died, while the remaining ranks wait."""
     sent_bytes: int | None
@@ -31,7 +31,7 @@ class RecoveryWork:
     again_iterations: int | None
     """Number of iterations that run again; None if it is not known."""
     again_unknown: tuple[str, ...] = ()
-    """Inputs whose absence makes ``again_iterations`` unknown."""
+    """Missing inputs, without which ``again_iterations`` is not known."""
     is_localized: bool = False
     """Whether only the pipeline stages that lost a rank run iterations again."""
 
@@ -73,8 +73,8 @@ class RecoveryTimes:
     """Bytes of state that a rank builds again in a second."""
     # faults-from-outside_cpu_2026-11-23: whole nodes in jobs that keep their layout take 0.70 s instead of 0.39 s.
     replacement_seconds: float = 0.31
-    """Seconds until a spare or restarted node has taken a lost place."""
-    # As for a replaced node, because no result measures this alone yet.
+    """Seconds until a spare or restarted node has taken the place of a lost node."""
+    # The value for a replaced node is used, because no result measures the start of a single rank yet.
     rank_start_seconds: float = 0.31
     """Seconds until a new process on a node that lives has taken the place of a rank that died."""
     # trace-replay_cpu_2026-11-21: 8.3 s from the start of all processes to the end of an iteration of 0.8 s.
@@ -85,7 +85,7 @@ class RecoveryTimes:
     """Additional seconds before a restart if remaining ranks try to continue in their processes first."""
     # recovery-speed_cpu_2026-11-21: median of the time of the replay of one stage, divided by that of all stages.
     localized_share: float = 0.72
-    """Duration of an iteration that only some stages run again, divided by the duration of an iteration of all."""
+    """Duration of an iteration that only some stages run again, divided by its duration if all stages run it."""
 
     def predict(
         self, work: RecoveryWork, *, link_bytes_per_second: float | None, iteration_seconds: float | None

@@ -32,7 +32,7 @@ class PlacementAlgorithm(Protocol):
 
         Args:
             replica_counts: number of replicas of each expert in each layer, ``[L][E]``. Instead of a second replica on
-                the same rank, an algorithm may place another expert. Each expert gets at least the smallest count.
+                the same rank, an algorithm may place another expert. The smallest count is a minimum for all experts.
             cluster: nodes, their ranks and failure domains, and which nodes are alive.
             num_slots_per_rank: number of replicas that a rank can hold in each layer.
             ranks: ranks with slots, such as the ranks of one pipeline stage; None for all ranks that are alive.
@@ -143,14 +143,14 @@ def _prepare(
 
 
 def ascending(replica_counts: Sequence[int]) -> list[int]:
-    """Sort expert ids by number of replicas, ties by id."""
+    """Return the expert ids in ascending order of their numbers of replicas; ties are in order of ids."""
     return sorted(range(len(replica_counts)), key=lambda expert: (replica_counts[expert], expert))
 
 
 def fill_vacancies(
     placed: Counts, replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None
 ) -> None:
-    """Add replicas that ``placed`` lacks to it, if possible in domains without a replica of the same expert.
+    """Add missing replicas to ``placed`` ``[E, D]``, if possible in domains without a replica of the same expert.
 
     Experts with the most missing replicas come first. Each expert gets slots in the domains with the most free slots;
     ties are resolved by the smallest load so far, then by position. If all experts lack equally many replicas and a
@@ -182,7 +182,7 @@ def spread_to_floor(counts: Counts, floor: int) -> Counts:
 
     If a domain has several replicas of an expert, one of them is swapped with a replica of another expert in another
     domain. The other expert must lose no domain, or still be in enough domains. If domains have equal size, such a swap
-    always exists. Without a swap, the result is ``counts`` itself.
+    always exists. If no expert needs more domains, the result is ``counts`` itself.
     """
     goals = np.minimum(np.minimum(counts.sum(axis=1), floor), counts.shape[1])
     short = np.nonzero((counts > 0).sum(axis=1) < goals)[0].tolist()

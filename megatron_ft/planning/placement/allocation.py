@@ -2,9 +2,9 @@
 replicas consist of base copies, which are placed for survival, and extra copies, which are placed by load.
 
 Every expert has the same small number of base copies. All layers place them in the same way, because the model is lost
-as soon as one layer is lost. They do not depend on loads, so they move only if the membership changes. Extra copies
-never reduce survival, so they can be placed by load. They also connect the small groups of domains that share base
-copies, so that balanced shares (``planning/balanced_shares.py``) can even out the loads of all ranks.
+as soon as one layer is lost. Base copies do not depend on loads, so they move only if the membership changes. Extra
+copies never reduce survival, so they can be placed by load. Extra copies also connect the small groups of domains that
+share base copies, so that balanced shares (``planning/balanced_shares.py``) can even out the loads of all ranks.
 """
 
 import heapq
@@ -58,11 +58,11 @@ def allocate(
     """Distribute ``num_slots`` over experts in proportion to ``loads`` (Lazarus, section 4.1, equation 1).
 
     In ascending order of load (ties by id), each expert gets ``floor(t_e * S / T)`` of the S remaining slots, but at
-    least the minimum. Its number of tokens is t_e; T is the number of tokens of this expert and all experts after it.
-    The division is of integers, so that rounding of floats has no influence. The sum of all counts is ``num_slots``. In
-    a layer without tokens, all experts get about the same count. If there are too few slots, the minimum is ``num_slots
-    // num_experts``. A count may exceed the number of nodes or ranks: several replicas on one rank share one set of
-    weights.
+    least the minimum. The expert has t_e tokens; T is the number of tokens of this expert and all experts after it. The
+    division is of integers, so that rounding of floats has no influence. The sum of all counts is ``num_slots``. In a
+    layer without tokens, all experts get about the same count. If there are too few slots, the minimum is
+    ``num_slots // num_experts``. A count may exceed the number of nodes or ranks: several replicas on one rank share
+    one set of weights.
 
     Args:
         loads: tokens of each expert, ``[E]``; fractions are used exactly.
@@ -114,9 +114,9 @@ def integer_loads(loads: Sequence[float]) -> list[int]:
 
 
 def base_counts(replica_counts: Sequence[int], floor: int, num_slots: int) -> tuple[int, ...]:
-    """Return the number of base copies of each expert, ``[E]``: ``floor``, and more while ``num_slots`` are not full.
+    """Return the number of base copies of each expert, ``[E]``: ``floor``, or more if ``num_slots`` slots allow more.
 
-    Experts with the fewest base copies get more first. No expert gets more base copies than its ``replica_counts``.
+    Experts with the fewest base copies get more first. ``replica_counts`` limits the base copies of each expert.
     """
     counts = np.asarray(replica_counts, dtype=np.int64)
     base = np.minimum(counts, floor)
@@ -127,7 +127,7 @@ def base_counts(replica_counts: Sequence[int], floor: int, num_slots: int) -> tu
 
 
 def base_capacities(capacities: Sequence[int], num_base: int) -> tuple[int, ...]:
-    """Return the slots of each domain for ``num_base`` base copies, in proportion to ``capacities`` and rounded up."""
+    """Divide ``num_base`` slots for base copies among domains, in proportion to ``capacities`` and rounded up."""
     total = sum(capacities)
     return tuple(-(-capacity * num_base // total) for capacity in capacities)
 
@@ -141,9 +141,9 @@ def add_extra_copies(
 ) -> Counts:
     """Add copies to ``base`` ``[E, D]`` until every slot is in use.
 
-    Experts with the most tokens per copy come first. Each gets copies until it has its number in ``replica_counts``. A
-    copy goes to the domain with the smallest load per slot among those with a free slot and no copy of the expert. If
-    there is no such domain, another expert gets the slot.
+    Experts with the most tokens per copy come first. Each expert gets copies until it has its number in
+    ``replica_counts``. A copy goes to the domain with the smallest load per slot among those with a free slot and no
+    copy of the expert. If there is no such domain, another expert gets the slot.
 
     Args:
         replica_counts: number of copies of each expert, ``[E]``.
@@ -158,7 +158,7 @@ def add_extra_copies(
     order = np.argsort(-weights, kind="stable").tolist()
     if held is not None:
         _keep(result, held, left, free, order)
-    # With hundreds of experts and domains almost all entries are 0, so only the others are read one by one.
+    # With hundreds of experts and domains almost all entries are 0, so only the other entries are read one by one.
     experts, domains = np.nonzero(result)
     tokens = np.bincount(domains, weights[experts] * result[experts, domains], minlength=len(free))
     sums = (tokens / np.asarray(capacities)).tolist()
@@ -201,7 +201,7 @@ def _choose_domains(
     free: list[int],
     capacities: Sequence[int],
 ) -> list[int]:
-    """Return up to ``number`` domains for copies of an expert: the first ones in ``queue`` that are not ``holders``.
+    """Return up to ``number`` domains for copies of an expert: the first in ``queue`` without a copy (``holders``).
 
     Entries of ``queue`` are pairs (load per slot, domain with a free slot).
     """
@@ -233,7 +233,7 @@ def _fill_up(result: Counts, free: list[int], loads: npt.NDArray[np.float64]) ->
 
 
 def match_domains(base: Sequence[Counts], held: Sequence[Counts], capacities: Sequence[int]) -> list[Counts]:
-    """Exchange domains of equal capacity, with the same exchanges in all layers, so that the fewest base copies move.
+    """Return ``base`` with equally large domains exchanged, alike in all layers, so that the fewest base copies move.
 
     Args:
         base: base copies of each layer, ``[L][E, D]``.

@@ -129,8 +129,8 @@ class StateCopyPlan:
     def of_shards(
         cls, ranks: Sequence[int], domains: Sequence[str], num_state_copies: int, *, num_bytes: int
     ) -> "StateCopyPlan":
-        """Assign owners to the shards of a stage's distributed optimizer in a job without replica slots. The shard of a
-        rank contains the state of its experts, too, so the plan has one part, ``NON_EXPERT``.
+        """Assign owners to the shards of a stage's distributed optimizer in a job without replica slots. A rank's shard
+        also contains the state of its experts, so the plan has a single operator, ``NON_EXPERT``.
 
         Args:
             ranks: ranks of the stage.
@@ -187,7 +187,7 @@ class _Ring:
         for step in range(1, self.num_copies):
             members = self.members[cycle[(start + step) % len(cycle)]]
             candidates = [position for position in members if position in holders] or members
-            # If all ranks hold the part, owners have the same position in their domains, so that all own equal shares.
+            # If all ranks hold the operator, owners have equal positions in their domains, so that all own equal parts.
             place = (
                 self.members[self.domains[holder]].index(holder) if len(holders) == len(self.ranks) else turn + shard
             )

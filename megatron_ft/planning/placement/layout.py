@@ -145,7 +145,7 @@ class Layout:
 
 
 def _take(experts: list[int], held: frozenset[int], most: int) -> list[int]:
-    """Remove one replica of each expert in ``held`` from ``experts``, at most ``most``; return the removed experts."""
+    """Remove one replica of each expert in ``held`` from ``experts``, but at most ``most`` replicas; return these."""
     taken: list[int] = []
     for expert in sorted(held):
         if expert in experts and len(taken) < most:
@@ -155,7 +155,7 @@ def _take(experts: list[int], held: frozenset[int], most: int) -> list[int]:
 
 
 def per_replica_loads(counts: Counts, loads: Sequence[float] | None) -> npt.NDArray[np.float64]:
-    """Return the number of tokens of one replica of each expert, ``[E]``; 1 for all experts without ``loads``."""
+    """Return the number of tokens of one replica of each expert, ``[E]``; 1 if ``loads`` is None."""
     if loads is None:
         return np.ones(counts.shape[0])
     # An estimate: the dispatcher gives the replicas of an expert equal shares only with placement.shares=even.

@@ -28,7 +28,7 @@ class Losses:
     """Weight of each set, ``[M]``."""
 
     def dead(self, held: Masks) -> Bools:
-        """Return ``[..., M]``: true if lost set m contains all domains of a mask in ``held``, which is ``[...]``."""
+        """Return bools ``[..., M]``: whether lost set m contains all domains of a mask in ``held`` ``[...]``."""
         wide = held[..., None]
         return np.asarray((self.masks & wide) == wide)
 
@@ -77,7 +77,7 @@ class Search:
         self._repeat(self._improve)
 
     def even_out(self, least_score: float) -> None:
-        """Exchange replicas to even out the loads of domains, if the survival score stays at least ``least_score``."""
+        """Exchange replicas to even out the loads of domains, as long as the score is at least ``least_score``."""
 
         def evened(left: int, right: int) -> bool:
             ours, theirs, gains = self._gains(left, right)

@@ -41,7 +41,7 @@ class MigrationPlan:
 
     @property
     def most_bytes_of_a_rank(self) -> int:
-        """Most bytes that one rank sends, or that one rank receives."""
+        """Largest number of bytes that one rank sends, or that one rank receives, whichever is larger."""
         received: dict[int, int] = {}
         for transfer in self.transfers:
             received[transfer.target_rank] = received.get(transfer.target_rank, 0) + transfer.num_bytes
@@ -83,7 +83,7 @@ class MigrationPlan:
         expert_bytes: int | Sequence[int],
         others: OtherHoldings | None = None,
     ) -> "MigrationPlan":
-        """Plan the transfers that send every expert to the ranks that lack it, spread evenly over its holders.
+        """Plan the transfers of experts to ranks that need and lack them. The holders of an expert send equally often.
 
         The sender is the holder that has sent this expert least often; ties are resolved by the fewest bytes sent so
         far, then by rank.
@@ -226,7 +226,7 @@ class _Replacing:
         return min((rank for rank in holders if rank not in senders), default=None)
 
     def _dropped(self, transfer: Transfer, overwritten: Mapping[tuple[int, int], int]) -> int | None:
-        """Return the expert that the receiving rank overwrites; None if this would remove its last copy."""
+        """Return the expert that the receiving rank overwrites; None if only last copies could be overwritten."""
         layer, key = transfer.layer_number, (transfer.layer_number, transfer.target_rank)
 
         def left(expert: int) -> int:
@@ -253,8 +253,8 @@ def holdings(plan: PlacementPlan, previous: Sequence[int | None] | None = None) 
     """Return the experts that ranks hold in each layer under ``plan``.
 
     Args:
-        previous: rank in ``plan`` of each rank of the next membership, in order; None for a joining rank. By default,
-            the ranks are those of ``plan``.
+        previous: for each rank of the next membership, its rank in ``plan``; None for a joining rank. By default, all
+            ranks keep their numbers.
     """
     position = {rank: index for index, rank in enumerate(plan.ranks)}
     wanted: Sequence[int | None] = plan.ranks if previous is None else previous

@@ -44,10 +44,10 @@ Column = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapSearch(PlacementBase):
-    """Searches domains for base copies, so that they survive more losses than with maximum rank overlap. Places extra
-    copies by load.
+    """Searches for domains in which base copies survive at least as many losses as with maximum rank overlap. Places
+    extra copies by load.
 
-    * Every expert is in ``min_domains`` distinct failure domains, or in as many as its replicas and the cluster allow.
+    * Every expert is in at least ``min_domains`` failure domains, or in as many as its replicas and the cluster allow.
     * If loads are given, and not all slots are needed for the smallest replica count of every expert, only base copies
       are placed for survival. All other copies are placed by load (``allocation.py``). ``survival_share`` divides the
       slots between base copies and extra copies.
@@ -260,7 +260,7 @@ class OverlapSearch(PlacementBase):
         loads: Sequence[Sequence[float] | None],
         losses: Losses,
     ) -> list[Counts]:
-        # Aligns the layers for joint survival; if maximum rank overlap in all layers survives more often, uses that.
+        # Aligns layers for joint survival. Uses maximum rank overlap in all layers instead if this survives more often.
         turned = _align(layers, capacities, losses)
         plain = [
             spread_to_floor(overlap(counts, capacities, load), self._floor(counts))

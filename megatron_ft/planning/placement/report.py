@@ -44,7 +44,7 @@ class PlacementReport:
     expert_copies_bytes: int | None
     """Bytes of ``num_state_copies`` copies of the optimizer state of experts."""
     non_expert_state_bytes: int
-    """Bytes of the optimizer state of all other parameters on all ranks, without the copies below."""
+    """Bytes of the optimizer state of all other parameters on all ranks, without ``non_expert_copies_bytes``."""
     non_expert_copies_bytes: int | None
     """Bytes of ``num_state_copies`` copies of the optimizer state of all other parameters."""
     rebalance_interval_iterations: int
@@ -54,9 +54,9 @@ class PlacementReport:
     most_moved_bytes: int
     """Most bytes that a rebalance can move. ``overlap_search`` does not move base copies (``allocation.py``)."""
     most_received_bytes: int
-    """Most bytes that one rank receives in such a rebalance."""
+    """Largest number of bytes that one rank receives in a rebalance that moves ``most_moved_bytes``."""
     rebalance_seconds: float | None
-    """Predicted time of the transfers of such a rebalance, for which training waits; None without
+    """Predicted time of the transfers of this largest rebalance, during which training waits; None without
     ``topology.link_bytes_per_second``."""
 
     def validate(self) -> None:
@@ -249,7 +249,7 @@ class _Stage:
             yield from (held | {domain_of[rank] for rank in owners} for owners in operator.owners)
 
     def copies_bytes(self, *, experts: bool) -> int:
-        """Return the bytes of the requested copies of optimizer state, of experts or of all other parameters."""
+        """Return the bytes of all copies of optimizer state: of experts if ``experts``, otherwise of all else."""
         assert self.copies is not None, "no state copies are requested"
         return sum(
             operator.shard_bytes(shard) * len(owners)

@@ -1,6 +1,6 @@
 """Recovery strategies ``checkpoint`` and ``start_over``: all ranks load a dense checkpoint, or start at iteration 0.
 
-They are the last strategies: they need no living rank, and any number of ranks can load a dense checkpoint.
+Both strategies come last. They need no living rank, and any number of ranks can load a dense checkpoint.
 """
 
 from dataclasses import dataclass

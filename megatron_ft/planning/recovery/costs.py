@@ -22,8 +22,8 @@ from megatron_ft.planning.state.declined import Declined
 STRATEGIES: tuple[Strategy, ...] = (LivingState(), LocalizedReplay(), Rollback(), Checkpoint(), StartOver())
 """All recovery strategies. ``cost_of_loss`` explains which of them serves a loss."""
 MAX_PLANNED_NODES = 16
-"""Number of nodes for which ``costs_of_nodes`` plans the placement after their loss: the first ones. For all other
-nodes, the bytes of experts that move after a loss are not computed."""
+"""Number of nodes for which ``costs_of_nodes`` plans the placement after a loss: the first nodes in order. For the loss
+of any other node, the bytes of experts that move are not computed."""
 
 
 def cost_of_loss(
@@ -62,7 +62,7 @@ def _cost_by(strategy: Strategy, loss: Loss, facts: RecoveryFacts) -> Cost | Dec
     found, recovery = strategy.cost(loss, facts), facts.config.recovery
     if isinstance(strategy, StartOver) or recovery.may_use(strategy.name):
         return found
-    # The key limits only what the job does by itself: a user who starts the job again may use any saved state.
+    # ``recovery.strategies`` limits only what a job does by itself. A user who starts it again may use any saved state.
     if isinstance(found, Cost) and not found.is_automatic:
         return found
     return Declined(

@@ -39,7 +39,7 @@ class RecoveryFacts:
     nodes: tuple[int, ...]
     """Present nodes, ascending; node numbers never change."""
     failure_domains: tuple[str, ...]
-    """Failure domain of each node that the job started with."""
+    """Failure domain of each node, by node number."""
     stages: tuple[tuple[int, ...], ...]
     """Pipeline stages in which the ranks of each present node train."""
     operators: tuple[HeldOperator, ...]
@@ -52,7 +52,7 @@ class RecoveryFacts:
     snapshot: SnapshotReport | None
     """Estimate of the job's snapshots; None without snapshots."""
     state_bytes: int
-    """Bytes of the state of the rank with the most, without activations; an unknown vocabulary counts as one entry."""
+    """Bytes of the largest state of any rank, without activations; an unknown vocabulary counts as one entry."""
     received_bytes: tuple[int, ...] = ()
     """Bytes of weights, master weights, moments and state copies of a rank, by pipeline stage. A rank in the place of a
     lost rank receives them. A vocabulary of unknown size counts as one entry."""
@@ -61,11 +61,11 @@ class RecoveryFacts:
     iteration_seconds: float | None = None
     """Duration of an iteration: measured, or ``snapshot.iteration_seconds``; None if it is not known."""
     has_changed_layout: bool = False
-    """Whether a job that keeps its layout has had fewer nodes since its ranks were started. From then on, lost places
-    stay empty, also if the job has all its nodes again."""
+    """Whether a job that keeps its layout has had fewer nodes since its ranks were started. From then on, no node takes
+    the place of a lost node, even if the job has all its nodes again."""
     num_waiting: int | None = None
-    """Number of nodes that wait to take lost places, according to the running job. None if it is not known: then every
-    spare waits that has not become a member."""
+    """Number of nodes that wait to replace lost nodes, according to the running job. If it is None, every spare that is
+    not a member counts as waiting."""
     worn_nodes: tuple[int, ...] = ()
     """Members that are not started again after their next loss, because they were lost too often
     (``nodes.max_node_restarts``), ascending."""
@@ -113,8 +113,8 @@ class RecoveryFacts:
 
     def missing_on(self, ranks: frozenset[int]) -> tuple[OperatorId, ...]:
         """Return the operators whose complete state is not on ``ranks``."""
-        # Many operators share one tuple of holders. It is found by its identity, because its hash takes as long to
-        # compute as the answer.
+        # Many operators share one tuple of holders, so each tuple is checked only once. Tuples are identified by their
+        # ids, because hashing a tuple would take as long as checking it.
         lives = {id(held.holders): held for held in self.operators}
         lost = {key for key, held in lives.items() if not held.lives_on(ranks)}
         return tuple(held.operator for held in self.operators if id(held.holders) in lost) if lost else ()
@@ -138,7 +138,7 @@ class RecoveryFacts:
 
     @property
     def num_spare_nodes(self) -> int:
-        """Return the number of nodes that wait to take a lost place."""
+        """Return the number of nodes that wait to take the place of a lost node."""
         if self.num_waiting is not None:
             return self.num_waiting
         first = self.config.launch.num_nodes
@@ -174,7 +174,7 @@ class RecoveryFacts:
         """Return the nodes that store copies of the windows of ``node``."""
         if self.snapshot is None or not self.snapshot.peers:
             return ()
-        # A node that has taken the place of a lost one has the peers of this place.
+        # A node that has taken the place of a lost node has the peers of this place.
         members = self.layout.nodes
         return tuple(members[place] for place in self.snapshot.peers[members.index(node)])
 
@@ -267,8 +267,8 @@ def _held(config: JobConfig, topology: Topology, plans: Sequence[PlacementPlan])
     all_stages = range(topology.pipeline_model_parallel_size)
     copied_stages = all_stages if is_copied else ()
     copied = [_holders_of_copies(config, stage, plans[stage] if plans else None) for stage in copied_stages]
-    # The size of the vocabulary changes how much state there is, not which ranks hold it.
-    # Operators with the same holders share one tuple, so what depends on the holders is computed once for all of them.
+    # The size of the vocabulary changes how much state there is, not which ranks hold it. Operators with the same
+    # holders share one tuple, so that ``missing_on`` checks it only once for all of them.
     known: dict[tuple[int, int | None], tuple[frozenset[int], ...]] = {}
     # Megatron gives each expert-parallel rank a contiguous range of experts.
     each = max(1, (config.model.num_moe_experts or 1) // topology.expert_model_parallel_size)
@@ -280,7 +280,7 @@ def _held(config: JobConfig, topology: Topology, plans: Sequence[PlacementPlan])
             yield HeldOperator(operator=operator.id, holders=known[key])
             continue
         if operator.id.expert is not None and plans:
-            # A placement may have any number of experts per rank, and says itself which ranks hold them.
+            # The placement states which ranks hold an expert. Each rank may hold any number of experts.
             groups, sharded_here = _slot_groups(plans[stage], operator.id), False
         elif operator.id.expert is not None:
             owners = owners_of[stage][operator.id.expert // each]
@@ -288,7 +288,7 @@ def _held(config: JobConfig, topology: Topology, plans: Sequence[PlacementPlan])
         else:
             groups, sharded_here = _dense_groups(topology, stage), sharded
         if copied and operator.id.kind != "expert":
-            # Copies contain no weights: these are only on the ranks of each tensor part.
+            # Copies contain no weights. The weights of a tensor part are only on the ranks of this part.
             groups, sharded_here = [*copied[stage], *groups], False
         elif copied and not plans:
             # Weights of experts need no holder: they are computed by rounding the master weights in the shards.

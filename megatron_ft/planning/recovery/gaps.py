@@ -1,4 +1,4 @@
-"""``Gap``: nodes after whose loss the job ends or gives up committed iterations, and changes of keys that avoid this.
+"""``Gap``: nodes whose loss ends the job or costs committed iterations, and changes of keys that improve the recovery.
 
 Candidate changes follow from the tables of requirements. Each candidate is applied to the configuration, which is then
 validated as usual. After that, ``cost_of_loss`` computes the costs of the same losses again.
@@ -29,21 +29,21 @@ _ON_REPLACED_RANKS = "living_state on replaced nodes"
 """Name of the strategy ``living_state`` with ``recovery.keep_layout``: new processes receive the lost ranks' state."""
 _REQUIREMENTS = {**REQUIREMENTS, _ON_REPLACED_NODES: KEPT_LAYOUT, _ON_REPLACED_RANKS: LIVING_PLACES}
 _STRATEGY = {_ON_REPLACED_NODES: "rollback", _ON_REPLACED_RANKS: "living_state"}
-"""Strategy to which a key of ``_REQUIREMENTS`` belongs, if the key is not the strategy's name."""
+"""Names of the strategies of those entries of ``_REQUIREMENTS`` that have other names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """Nodes whose loss gives up committed iterations or ends the job, and the smallest found change that avoids it."""
+    """Nodes whose loss ends the job or costs committed iterations, and the fewest changes that improve the recovery."""
 
     nodes: tuple[int, ...]
     """Nodes, each of which is lost alone."""
     changes: tuple[str, ...]
-    """Arguments of the command that avoid this outcome, e.g. ``recovery.min_nodes=3``; empty if none were found."""
+    """Arguments of the command that improve the recovery, e.g. ``recovery.min_nodes=3``; empty if none were found."""
     strategy: str
     """Description of the recovery with these changes; empty if no changes were found."""
     obstacles: tuple[str, ...]
-    """Reasons why no change makes the strategies possible, one for each; empty if changes were found."""
+    """For each strategy, the reason why no change makes it possible; empty if changes were found."""
 
     def summary(self) -> str:
         """Describe the gap and the change in one line."""
@@ -91,8 +91,8 @@ def find_gaps(config: JobConfig, costs: Sequence[Cost], inputs: JobInputs, vocab
 
 
 def _badness(cost: Cost) -> float:
-    # 0: no committed iteration is given up; 1: those since a window in memory are; 2: those since older saved state
-    # are; 3: the job ends; 4: all iterations are lost.
+    # 0: no committed iteration is lost. 1: iterations since a window in memory are lost. 2: iterations since older
+    # saved state are lost. 3: the job ends. 4: all iterations are lost.
     if cost.keeps_processes:
         return 0
     if not cost.is_recoverable:

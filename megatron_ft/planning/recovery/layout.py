@@ -1,7 +1,7 @@
-"""Chooses the parallel layout of the living processes after a loss: TP, CP and PP stay, the number of lanes may change.
+"""Chooses the parallel layout of the living processes after a loss: only the number of lanes can change.
 
-A process has the same number in every membership. Processes of the former layout keep their numbers in the next layout;
-processes that have joined since have numbers that the former layout does not contain.
+A process has the same number in every membership. A number that the former layout does not contain belongs to a process
+that has joined since.
 """
 
 from bisect import bisect_left
@@ -29,9 +29,9 @@ class LaneLimits:
     """Smallest number of lanes with a slot for every expert."""
     num_expert_ranks: int | None = None
     """EP times expert TP; None if experts are placed in slots. Ranks of a stage hold the same experts if their numbers
-    differ by a multiple of this."""
+    differ by a multiple of this product."""
     optimizer_bytes: tuple[int, int] = (1, 1)
-    """Bytes of a stage's non-expert and expert optimizer state. Groups get lanes in which most of these bytes stay."""
+    """Bytes of a stage's non-expert and expert optimizer state. Groups get lanes so that few bytes move."""
 
     @classmethod
     def of(
@@ -63,7 +63,7 @@ class LaneLimits:
 
 @dataclass(frozen=True)  # no slots, for ``cached_property``
 class MembershipLayout:
-    """Processes that have a rank in a membership, in the order of ranks, and those that wait as hot spares.
+    """Processes that have a rank in a membership, in the order of ranks, and processes that wait as hot spares.
 
     A process has the number ``node * ranks_per_node + local_rank`` during its whole life.
     """
@@ -90,7 +90,7 @@ class MembershipLayout:
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """Place of each rank's process among the processes of its node."""
+        """Number of each rank's process on its node, from 0."""
         return tuple(process % self.ranks_per_node for process in self.processes)
 
     def rank_of(self, process: int) -> int | None:
@@ -119,9 +119,9 @@ class JobLayouts:
     """Determines the layout of every membership of a job.
 
     A layout depends only on the nodes and on the *base*, the newest layout whose ranks all had received their state.
-    Memberships that were abandoned while they were formed have no influence, so it does not matter whether nodes were
-    lost or left according to ``testing.membership_schedule``. A stage gives groups to other stages only if it has more
-    groups than lanes, so the loss of one node takes state from one stage only.
+    Memberships that were abandoned while they were formed have no influence. So the layout is the same whether nodes
+    were lost or left according to ``testing.membership_schedule``. A stage gives groups to other stages only if it has
+    more groups than lanes, so the loss of one node takes state from one stage only.
     """
 
     num_nodes: int
@@ -173,7 +173,7 @@ class JobLayouts:
                 membership with another layout. None means true if ``nodes`` and ``base`` have ``num_nodes`` nodes each,
                 and false otherwise.
         """
-        # Without PP and TP, a smaller layout of such a job has the order of places, in which sums add their terms.
+        # With ``keeps_layout``, the order of ``nodes`` can determine the order of ranks, and so of the terms of sums.
         nodes = tuple(nodes if self.keeps_layout else sorted(nodes))
         if in_place is None:
             in_place = len(nodes) == self.num_nodes and (base is None or len(base.nodes) == self.num_nodes)
@@ -190,7 +190,7 @@ class JobLayouts:
         base: MembershipLayout | None = None
         in_place = True
         for nodes in every:
-            in_place = in_place and len(nodes) == self.num_nodes  # no layout is kept after one that was not
+            in_place = in_place and len(nodes) == self.num_nodes  # after another layout, no layout is kept
             found.append(self.on(nodes, base, in_place=in_place))
             base = found[-1] if isinstance(found[-1], MembershipLayout) else base
         return found

@@ -31,7 +31,7 @@ NO_HOLDER = "no surviving rank holds these operators"
 @dataclass(frozen=True, slots=True)
 class LivingState:
     """The remaining ranks continue with the state that they have: on fewer nodes (``recovery.min_nodes``), or together
-    with nodes in the places of the lost ones (``recovery.keep_layout``)."""
+    with nodes that take the places of lost nodes (``recovery.keep_layout``)."""
 
     name: ClassVar[str] = "living_state"
     requirements: ClassVar[tuple[Requirement, ...]] = REQUIREMENTS[name]
@@ -39,7 +39,7 @@ class LivingState:
 
     def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
         """Compute the cost of the recovery; no iteration runs again."""
-        # With fewer lanes, a job that keeps its layout continues only if a lost place stays empty.
+        # A job that keeps its layout continues with fewer lanes only if no node can replace a lost node.
         if facts.has_places and (not why_no_replacement(loss, facts) or not facts.config.may_change_layout):
             return self._cost_in_place(loss, facts)
         if reason := _why_not(loss, facts):
@@ -244,7 +244,7 @@ def plan_replicas(
         plan: present placement.
         previous_ranks: for each rank of the stage in the next membership, in order, its rank in ``plan``; None for
             ranks without state of the stage.
-        place: function that plans the next placement from the experts of ranks; called only if no expert is lost.
+        place: function that plans the next placement from the experts that ranks hold; called if no expert is lost.
         num_slots_per_rank: number of expert slots of a rank in the next membership.
         expert_bytes: bytes of the state of one expert, equal in all layers or one value for each layer.
         owned: experts whose state each rank of the next membership has, ``[layer][rank]``; None if these are the
@@ -253,7 +253,7 @@ def plan_replicas(
     """
     if missing := lost_experts(plan, previous_ranks, owned, others):
         return Declined(strategy=LivingState.name, reason=NO_HOLDER, missing=missing)
-    # Checked before ``place``, which would raise an error, so that the next strategy would not be tried.
+    # Checked before ``place`` is called: an error of ``place`` would prevent the next strategy from being tried.
     num_slots = num_slots_per_rank * len(previous_ranks)
     if num_slots < plan.num_experts:
         return Declined(

@@ -55,7 +55,7 @@ class LocalizedReplay:
 
 
 def _replaying_stages(loss: Loss, facts: RecoveryFacts) -> tuple[int, ...]:
-    # A stage replays if some of its state is lost. A stage beside it replays if it lost a rank, and so its log.
+    # A stage replays if some of its state is lost. An adjacent stage that lost a rank replays too: its log is lost.
     lost = facts.stages_of(loss.nodes)
     # If living ranks cannot send state for another reason than missing operators, every lost stage replays.
     found = (
@@ -118,13 +118,13 @@ class Standing:
     holds: tuple[str, ...] = ()
     """Units of state that the rank has (see ``units_of``); ignored if ``has_state`` is false."""
     has_first_generators: bool = True
-    """Whether nothing has drawn from the seeded random number generators since the rank's model was built. If so, the
-    generators of a new process in the same place are in the same state."""
+    """Whether no random numbers have been drawn since the rank's model was built. If so, the random number generators
+    of a new process in the place of this rank have the same state."""
     has_copies: bool = True
     """Whether the rank has all copies that it stores for other ranks (``placement.state_copies``)."""
     placed_from: int = 0
-    """First iteration that was committed with the present placement of experts. In windows that started before it,
-    experts are on the ranks of an older placement."""
+    """First iteration that was committed with the present placement of experts. In windows that started before this
+    iteration, experts are on the ranks of an older placement."""
     logged: tuple[int, ...] = ()
     """Iterations in the rank's upstream log, ascending."""
     voted: tuple[int, ...] = ()
@@ -204,8 +204,8 @@ class LocalizedPlan:
         return tuple((direction, to) for direction, to in self.neighbours(stage).items() if self.replays(to))
 
     def voter(self, standings: Sequence[Standing]) -> int:
-        """Return the rank that sends votes and non-tensor state to all ranks. Of the ranks that have such state, this
-        is the first one with votes of the most iterations to replay."""
+        """Return the rank that sends votes and non-tensor state to all ranks. It is the first of the ranks with state
+        that have votes of the most iterations to replay."""
         # One rank is enough, because votes are the same on every rank.
         able = [rank for rank, standing in enumerate(standings) if standing.iteration is not None]
         return max(able, key=lambda rank: (len(set(self.iterations) & set(standings[rank].voted)), -rank))
@@ -323,8 +323,8 @@ def needs_of(rank: int, topology: Topology, *, plan: PlacementPlan | None, is_sh
 
 
 def units_of(rank: int, topology: Topology, *, plan: PlacementPlan | None, is_sharded: bool) -> tuple[str, ...]:
-    """Return the units of state of the place of ``rank``. A unit is a part of the state whose bits are equal on all its
-    ranks.
+    """Return the units of state that ``rank`` has. A unit is a part of the state; all ranks that have the unit have the
+    same bits of it.
 
     Args:
         plan: placement of expert replicas in the rank's stage; None if Megatron assigns experts to ranks.

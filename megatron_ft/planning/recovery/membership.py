@@ -133,14 +133,14 @@ class NextMembership:
 
     generation: int
     previous_ranks: tuple[int | None, ...]
-    """Number that each new rank had in the previous membership; None for a *joining* rank, which has no state."""
+    """For each rank, its number in the previous membership; None for a *joining* rank, which has no state."""
     nodes: tuple[int, ...]
-    """Node of each new rank. Node numbers never change."""
+    """Node of each rank. Node numbers never change."""
     local_ranks: tuple[int, ...] = ()
-    """Number of each new rank's process on its node, from 0. If empty, the ranks of a node are its first processes, in
+    """Number of each rank's process on its node, from 0. If empty, the ranks of a node are its first processes, in
     order."""
     members: tuple[int, ...] = ()
-    """All nodes of the membership; the nodes of ranks if empty."""
+    """All nodes of the membership; if empty, the nodes of the ranks."""
     keeps_layout: bool = False
     """Whether the ranks keep the layout of the previous membership, so that surviving ranks keep their numbers and
     their state in place. Otherwise every rank determines which state it needs in the new layout."""
@@ -169,7 +169,7 @@ class NextMembership:
 
     @property
     def newcomers(self) -> tuple[int, ...]:
-        """New ranks that have no state of the run."""
+        """Joining ranks, which have no state of the run."""
         return tuple(rank for rank, previous in enumerate(self.previous_ranks) if previous is None)
 
     def validate(self) -> None:

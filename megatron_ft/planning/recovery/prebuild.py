@@ -24,7 +24,7 @@ class PrebuildPlan:
     num_built: int
     """Number of parts that each spare builds; 0 if spares build nothing in advance."""
     num_nodes: int
-    """Number of places."""
+    """Number of places, one for each node of the layout."""
 
     def __post_init__(self) -> None:
         self.validate()
@@ -105,7 +105,7 @@ class PrebuildReport:
 
     @classmethod
     def of(cls, config: JobConfig, state_bytes: Sequence[int], reason: str) -> "PrebuildReport | None":
-        """Report for a job with ``config``; None if spares build nothing in advance.
+        """Return the report for a job with ``config``; None if spares build nothing in advance.
 
         Args:
             state_bytes: bytes of the state of a rank, for each pipeline stage.

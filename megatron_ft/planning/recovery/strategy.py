@@ -70,8 +70,8 @@ class Loss:
     stored: Stored | None = None
     """Saved state of the run; if it is None, costs are upper bounds that follow from the configuration."""
     place: Place | None = None
-    """Function that plans the placement on the remaining nodes, to compute the bytes that move; None if not
-    required."""
+    """Function that plans the placement on the remaining nodes, to compute the bytes that move; None if these bytes are
+    not required."""
 
     @classmethod
     def of(
@@ -108,8 +108,8 @@ class Loss:
 
 
 def why_no_replacement(loss: Loss, facts: RecoveryFacts) -> str:
-    """Return the reason why no nodes can take the places of the lost ones, in a job that keeps its layout; empty if
-    they can. A node whose ranks have died counts as lost: its ranks start again only if lost nodes do."""
+    """Return the reason why no nodes can replace the lost nodes of a job that keeps its layout; empty if nodes can. A
+    node whose ranks have died counts as lost, because its ranks start again only if lost nodes start again."""
     launch, nodes = facts.config.launch, facts.config.nodes
     if facts.has_changed_layout:
         return f"the job has had fewer than launch.num_nodes={launch.num_nodes} nodes, so lost places stay empty"
@@ -135,7 +135,7 @@ def _restart(
     if not is_gone:
         return "all"
     if facts.keeps_layout and facts.can_replace(lost):
-        return "all"  # other nodes first replace the lost ones
+        return "all"  # other nodes first replace the lost nodes
     return "fewer" if facts.min_nodes is not None and len(remaining) >= facts.min_nodes else None
 
 
@@ -184,7 +184,7 @@ class Cost:
     """Predicted seconds from the failure until ranks have replayed all committed iterations and train again (see
     ``RecoveryTimes``). If iterations run again, this is an upper bound. None if it is not known."""
     work: RecoveryWork | None = None
-    """Work from which ``seconds`` follow; None if the job does not continue by itself."""
+    """Work from which ``seconds`` is predicted; None if the job does not continue by itself."""
     why_no_seconds: tuple[str, ...]
     """Missing inputs without which ``seconds`` cannot be predicted, e.g. ``snapshot.iteration_seconds=null``."""
     is_recoverable: bool = True
@@ -206,8 +206,8 @@ class Cost:
 
         Args:
             sent_bytes: most bytes that one rank sends or receives; None if they are not planned.
-            replaces_nodes: whether other nodes take the places of lost ones.
-            values: other fields.
+            replaces_nodes: whether other nodes take the places of lost nodes.
+            values: other fields of the cost.
         """
         num_nodes = len(facts.nodes if replaces_nodes or not loss.is_gone else loss.remaining)
         work = RecoveryWork(
@@ -239,7 +239,7 @@ class Cost:
     def of_restart(
         cls, strategy: str, loss: Loss, facts: RecoveryFacts, max_iterations: int | None, **values: Any
     ) -> "Cost":
-        """Return the cost of a recovery in which all ranks start again. ``values`` are other fields."""
+        """Return the cost of a recovery in which all ranks start again. ``values`` are other fields of the cost."""
         given = {"is_automatic": loss.restart is not None, **values}
         # A Slurm batch job starts or requeues the training command after it has ended.
         restarted_by = "hand" if facts.config.launch.node_launcher == "local" else "Slurm"

@@ -1,7 +1,7 @@
-"""Answers which recovery strategies can use one checkpoint or window on storage, and why the others cannot.
+"""Determines which recovery strategies can use one checkpoint or window on storage, and why the others cannot.
 
-If the configuration of a job is known, the strategies themselves answer for it: all its processes have ended, and the
-checkpoint or window is the only saved state. Otherwise, only the kind of saved state and its own defects count.
+If the configuration of a job is known, each strategy is asked for the cost of a loss of all processes, with the
+checkpoint or window as the only saved state. Otherwise, only the kind and the defects of the saved state count.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Use:
     """Name of the strategy or key, e.g. ``rollback`` or ``checkpoint.load``."""
     is_possible: bool
     reason: str
-    """Use that ranks make of it, or reason why they cannot use it: a clause without a full stop."""
+    """What ranks do with the checkpoint or window, or why they cannot use it: a clause without a full stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class SavedState:
     what: str
     """Name in reasons, e.g. ``a dense checkpoint``."""
     iteration: int = 0
-    """Iteration of the dense state that ranks have at the end."""
+    """Iteration of the dense state that ranks have after the recovery."""
     start_iteration: int = 0
     """Iteration of the first slice of a window."""
     num_ranks: int | None = None
@@ -48,7 +48,7 @@ class SavedState:
     loses_updates: bool = False
     """Whether a window leaves out experts, so that their newest updates are lost."""
     defect: str = ""
-    """Reason why no strategy can use it, although its kind is right; empty if there is none."""
+    """Defect because of which no strategy can use this state; empty without a defect."""
 
 
 def uses_by_strategies(state: SavedState, facts: RecoveryFacts | None = None) -> tuple[Use, ...]:
@@ -105,7 +105,7 @@ def _what_ranks_do(strategy: Strategy, state: SavedState, facts: RecoveryFacts |
 
 
 def _only_by_hand(strategy: Strategy, config: JobConfig) -> str:
-    # The key limits only what a job does by itself.
+    # ``recovery.strategies`` limits only what a job does by itself.
     if config.recovery.may_use(strategy.name):
         return ""
     chosen = ",".join(config.recovery.strategies or ())

@@ -2,7 +2,7 @@
 
 A stage is idle while it waits for a message of another stage. A copy during this time does not compete with
 computation. The formulas apply to Megatron's 1F1B schedules with equal stages and messages that take no time. For other
-pipelines, ``planning.cost.pipeline_clock.receive_waits`` simulates the waits. ``IdleProfile`` contains measured ones.
+pipelines, ``planning.cost.pipeline_clock.receive_waits`` simulates the waits. ``IdleProfile`` contains measured waits.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class StageIdle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleProfile:
-    """Measured times of one stage in an iteration, and rates of its copies."""
+    """Measured times of one stage in an iteration, and the rates at which the stage copies slices."""
 
     idle_seconds: float
     """Time in which the rank waits for messages of adjacent stages."""

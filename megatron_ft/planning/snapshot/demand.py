@@ -17,7 +17,7 @@ Indices = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitBytes:
-    """Bytes of each unit on each rank, without alignment."""
+    """Bytes of each unit (``plan.Unit``) on each rank, without alignment."""
 
     full: Matrix
     """Bytes of the full state, ``[units, ranks]``."""
@@ -128,9 +128,9 @@ class _ShardTable:
     operators: Indices
     """Row of each shard's operator, ``[shards]``."""
     values: Matrix
-    """``[shards, 9]``: number of elements; rank; bytes per element of the full state; its bytes per shard; bytes per
-    element of the compute weights; their bytes per shard; elements per block, which is 1 without scales; bytes per
-    block of the full state; bytes per block of the compute weights."""
+    """``[shards, 9]``: number of elements; rank; bytes of the full state per element, and per shard; bytes of the
+    compute weights per element, and per shard; elements per block, which is 1 without scales; bytes of the full state
+    per block; bytes of the compute weights per block."""
 
 
 def _shard_table(shards_by_rank: Sequence[Sequence[StateShard]], known: Sequence[OperatorId]) -> _ShardTable:

@@ -1,4 +1,4 @@
-"""Chooses the experts that a window captures. An earlier window provides the state of the others.
+"""Chooses the experts that a window captures. An earlier window provides the state of all other experts.
 
 All functions use only values that are equal on all ranks, so every rank chooses the same experts.
 """
@@ -61,7 +61,7 @@ class RoundRobin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadAware:
-    """Chooses the experts of each layer with the most tokens at risk (MoC-System, section 3.2, load-aware
+    """Chooses, in each layer, the experts with the most tokens at risk (MoC-System, section 3.2, load-aware
     selection)."""
 
     def choose(self, number: int, num_experts: int, at_risk: Counts, num_groups: int) -> Mask:
@@ -70,8 +70,8 @@ class LoadAware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRisk:
-    """Divides the number of experts of a window over the layers, in proportion to the layers' tokens at risk. Chooses
-    the experts of each layer with the most tokens at risk (MoEtion, algorithm 1)."""
+    """Divides the number of experts of a window over the layers, in proportion to the layers' tokens at risk. Chooses,
+    in each layer, the experts with the most tokens at risk (MoEtion, algorithm 1)."""
 
     def choose(self, number: int, num_experts: int, at_risk: Counts, num_groups: int) -> Mask:
         return _top(at_risk, _per_layer(at_risk.sum(axis=1).tolist(), num_experts * len(at_risk), at_risk.shape[1]))
@@ -89,7 +89,7 @@ def _per_layer(risk: Sequence[int], total: int, most: int) -> Counts:
     left, open_layers = total, list(range(len(risk)))
     while left:
         weights = [max(risk[layer], 0) for layer in open_layers]
-        # If no layer that has room has tokens at risk, all these layers count the same.
+        # If no open layer has tokens at risk, all open layers count the same.
         weights = weights if any(weights) else [1] * len(open_layers)
         whole = sum(weights)
         parts = [left * weight // whole for weight in weights]

@@ -1,8 +1,8 @@
-"""Placement of copies that uses what peers hold anyway, as in MoEtion (section 5.1, algorithm 2).
+"""Assigns peers so that state which other nodes already have is not copied (MoEtion, section 5.1, algorithm 2).
 
-In MoEtion every worker captures its whole state, and data-parallel workers have equal parts of it. These parts need
-fewer transfers. In this project each rank captures a different part of equal state, so no two nodes capture the same
-bytes, and jobs assign peers without ``already_held``. The plans here compare both.
+In MoEtion every worker captures its whole state, and some parts of it are equal on data-parallel workers. These parts
+need fewer transfers. In this project each rank captures a different part of equal state, so no two nodes capture the
+same bytes, and jobs assign peers without ``already_held``. This module only compares the two methods.
 """
 
 from collections.abc import Mapping, Sequence

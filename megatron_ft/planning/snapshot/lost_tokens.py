@@ -34,7 +34,7 @@ class TokenLedger:
         """Return the ledger after a committed iteration.
 
         Args:
-            loads: its tokens of [MoE layer][expert].
+            loads: number of tokens of each expert in this iteration, [MoE layer][expert].
             repaid: number of these tokens that exceeded the capacity of the expert; None if no token did.
         """
         return TokenLedger(

@@ -20,8 +20,8 @@ class PeerAssignment:
     num_copies: int
     """Number of other failure domains that must contain the windows of a node."""
     already_held: tuple[tuple[int, ...], ...] = ()
-    """Other nodes that capture the same bytes, for each node, which then needs fewer copies. Empty if there are
-    none."""
+    """For each node, the other nodes that capture the same bytes, so that the node needs fewer copies. Empty if no node
+    has such nodes."""
 
     def sources_of(self, node: int) -> tuple[int, ...]:
         """Return the nodes of which ``node`` stores copies."""
@@ -219,8 +219,8 @@ class BufferStates:
     pinned: frozenset[int] = frozenset()
     """Numbers of the buffers that are being written to storage and must not be changed or reused."""
     knows_commits: bool = True
-    """Whether the server has processed every commit. A commit that is not processed yet may still pin a buffer: keep it
-    from being reused until it is on storage."""
+    """Whether the server has processed every commit. A commit that it has not processed may still pin a buffer, which
+    then cannot be reused until it is on storage."""
     failed_start: int = -1
     """Start iteration of the newest window whose write to storage has failed; -1 if none has failed."""
 
@@ -272,7 +272,7 @@ class WindowBuffers:
         return WindowBuffers(held=held, committed=committed)
 
     def free(self, pinned: Set[int] = frozenset()) -> int | None:
-        """Return a buffer that contains no held window and is not ``pinned``; None if there is none."""
+        """Return the number of a buffer that has no held window and is not ``pinned``; None if no buffer is free."""
         return min(self._unheld() - pinned, default=None)
 
     def begin(self, start_iteration: int, pinned: Set[int] = frozenset()) -> "WindowBuffers":
@@ -355,7 +355,7 @@ def host_bytes(
 
 
 def buffer_bytes(window_bytes: int, *, plans_again: bool) -> int:
-    """Return the bytes of one buffer of a rank: those of a window, plus a margin if ``plans_again`` is true."""
+    """Return the bytes of one buffer of a rank: ``window_bytes``, plus a margin if ``plans_again`` is true."""
     numerator, denominator = _MARGIN_FOR_OTHER_PLANS if plans_again else (1, 1)
     return _whole_pages(max(1, -(-window_bytes * numerator // denominator)))
 

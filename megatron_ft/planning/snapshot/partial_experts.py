@@ -32,7 +32,7 @@ from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy
 
 _COMPONENTS = {"masters": ("master",), "moments": ("exp_avg", "exp_avg_sq")}
 """Components of each part of the state that a policy can leave out. Compute weights are not among them: a window
-contains master weights and no compute weights, which follow from them. Step counts are always captured, because they
+contains no compute weights, because these follow from the master weights. Step counts are always captured, because they
 must be equal for all parameters."""
 _STORED = "snapshot.policy.num_persisted_experts"
 _NO_BOUND = (
@@ -134,8 +134,8 @@ class StorageBasis:
     at_risk: Counts
     """Tokens of each expert that a recovery from the window in memory would lose."""
     stored_at_risk: Counts
-    """Tokens of each expert that a recovery from the next file would lose, if it had the expert's state of the newest
-    file."""
+    """Tokens of each expert that a recovery from the next file would lose, if the next file had the same state of the
+    expert as the newest file."""
     lost_share: float
     """Share of the planned tokens that have been lost so far (PLT)."""
     planned_tokens: int
@@ -210,8 +210,8 @@ class ExpertPolicy(SnapshotPolicy, Protocol):
 
         Args:
             num_experts: number of experts of a layer.
-            windows_per_file: every window with this number is written to storage.
-            stored: number of experts of a layer that a file has, if it is not a field of the policy.
+            windows_per_file: number of windows of which one is written to storage.
+            stored: number of experts of a layer that a file has; used only if ``num_persisted_experts`` is None.
         """
         ...
 
@@ -309,8 +309,8 @@ class PartialExperts:
             number = min(2 * number, state.num_experts)
 
     def choose_stored(self, basis: StorageBasis) -> Mask:
-        """Choose K_persist experts of each layer: in turn if ``choice`` takes turns, otherwise those for which a file
-        saves most tokens."""
+        """Choose K_persist experts of each layer: in turn if ``choice`` takes turns, otherwise the experts for which a
+        file saves the most tokens from being lost."""
         in_turn = isinstance(self.choice, Sequential | RoundRobin)
         return basis.choose(oldest_first=in_turn, max_lost_share=self.max_lost_share)
 
@@ -400,7 +400,7 @@ class SelectiveExperts:
         return _within(state, wanted, basis.at_risk, basis.budget_bytes)
 
     def choose_stored(self, basis: StorageBasis) -> Mask:
-        """Choose as many experts of each layer as the plan has for a file: those for which it saves most tokens."""
+        """Choose as many experts of each layer as the plan has for a file: those for which it saves the most tokens."""
         return basis.choose(oldest_first=False, max_lost_share=None)
 
     def _check(self) -> None:
@@ -499,7 +499,7 @@ def _within(state: ExpertBytes, wanted: Mask, at_risk: Counts, budget_bytes: int
 
 
 PeakBytes = Callable[[ExpertBytes, int], int]
-"""Function that returns the most bytes of any rank with a number of experts of each layer."""
+"""Function that returns the most bytes that a window with a given number of experts per layer captures on any rank."""
 
 
 def _most_fitting(state: ExpertBytes, most: int, budget_bytes: int, peak_of: PeakBytes) -> int:

@@ -1,5 +1,5 @@
-"""``PartialWindows``: keeps records of windows that leave out experts. They contain, for memory and for storage, the
-iteration of each expert's state, and the number of tokens that a recovery would lose."""
+"""``PartialWindows``: keeps records of windows that leave out experts. The records contain, for memory and for storage,
+the iteration of each expert's state, and the number of tokens that a recovery would lose."""
 
 from collections.abc import Collection, Sequence
 
@@ -55,7 +55,7 @@ class PartialWindows:
 
         Args:
             held: start iterations of the windows in memory.
-            loads: tokens of [layer of the model][expert] of recent iterations.
+            loads: for each recent iteration, the number of tokens of each expert, [layer of the model][expert].
         """
         earlier = max((iteration for iteration in self._captured_at if iteration in held), default=None)
         now = np.array(ledger.processed, dtype=np.int64)
@@ -88,7 +88,7 @@ class PartialWindows:
 
     def store(self, start: int, ledger: TokenLedger, unwritten_start: int) -> bool:
         """Choose the experts whose state in window ``start`` is written to storage now. The file of the window has the
-        state of all others from an earlier file. Return whether the file has another content than the window.
+        state of all other experts from an earlier file. Return whether the file has another content than the window.
 
         Args:
             unwritten_start: start of the newest window whose file some rank could not write; -1 if there is none. This

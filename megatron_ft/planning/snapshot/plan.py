@@ -120,7 +120,7 @@ class PartialPlan:
     """Largest number of bytes that a window with these experts captures on any rank; None in windows of earlier
     versions."""
     num_persisted_experts: int | None = None
-    """Number of experts of each MoE layer whose newer state is written with a file; None for all of the window."""
+    """Number of experts of each MoE layer whose newer state is written with a file; None to write all."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "PartialPlan":
@@ -280,7 +280,7 @@ _NUM_BATCHES, _LEAST_BATCH_BYTES = 128, 1 << 18
 def batch_bytes(largest_slice_bytes: int) -> int:
     """Return the size in bytes of the batches in which a slice is sent. Ranks send slices when they restore a window.
     ``largest_slice_bytes`` is the size of the slice on the rank with the largest part."""
-    # The bytes of a batch are copied before the send, so they must be few. But each batch is one collective.
+    # The bytes of a batch are copied before the send, so they must be few. But each batch costs one collective.
     return align(max(_LEAST_BATCH_BYTES, largest_slice_bytes // _NUM_BATCHES))
 
 

@@ -25,7 +25,7 @@ class SnapshotContext:
     """Bytes that a rank can write to storage per second; None if files have all experts of their windows, or a given
     number."""
     windows_per_file: int = 1
-    """Every window with this number is written to storage."""
+    """Number of windows of which one is written to storage."""
 
     def file_budget_bytes(self, interval_iterations: int) -> int | None:
         """Return the bytes that a rank can write until its next file is due, if a window begins every

@@ -43,7 +43,7 @@ def estimate_demand(config: JobConfig, topology: Topology, tokenizer_vocab_size:
     shards: list[list[StateShard]] = [[] for _ in range(topology.world_size)]
     for ranks, spans in _groups(config, topology, operators):
         for rank, (operator, start, stop) in _deal(config, ranks, spans):
-            # Router, embedding and output layer have no FP8 weights. Norms do neither, but they are small.
+            # Router, embedding and output layer have no FP8 weights. Norms have none either, but are small.
             is_fp8 = has_fp8_weights and operator.id.kind in ("expert", "non_expert")
             shards[rank].append(_shard(operator, start, stop, components[is_fp8]))
     return Demand(shards_by_rank=tuple(tuple(of_rank) for of_rank in shards))
@@ -225,7 +225,7 @@ class SnapshotReport:
     """Number of experts of each layer whose newer state is written to storage with a window. None if all experts of the
     window are written, or if no window is written during training."""
     stored_bytes: int | None = None
-    """Largest number of bytes that any rank writes with these experts; None if their number is None."""
+    """Largest number of bytes that any rank writes with ``stored_experts``; None if ``stored_experts`` is None."""
     update_loss: str = ""
     """Bound of the updates that a recovery from a window loses, in words; empty if it loses none."""
 

@@ -1,9 +1,9 @@
 """Divisions of a checkpoint among ranks by whole modules, as in MoC-System (section 4).
 
 Ranks of this project capture equal ranges of elements (``estimate_demand``), which no division by modules can improve.
-The divisions here exist to compare both: the paper's baseline, equal sharding of experts and of other modules (equation
-8), and adaptive sharding of other modules (equation 9). All of them assume data parallelism with expert parallelism:
-rank ``r`` has the ``r % expert_size``-th group of consecutive experts of each layer, and all other modules.
+For comparison, this module has the paper's baseline, equal sharding of experts and of other modules (equation 8), and
+adaptive sharding of other modules (equation 9). All of them assume data parallelism with expert parallelism: rank ``r``
+has the ``r % expert_size``-th group of consecutive experts of each layer, and all other modules.
 """
 
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ class ModuleSharding:
 
     def adaptive(self, saved: Mask, *, whole: bool = True) -> Matrix:
         """Return the bytes of each rank if modules outside experts are assigned one by one, the largest first. Each
-        goes to the rank with the fewest bytes so far, including the bytes of experts (section 4.3)."""
+        module goes to the rank with the fewest bytes so far, including the bytes of experts (section 4.3)."""
         return _assign(self.module_bytes, self.shares_of_experts(saved, whole=whole))
 
     def _saved_experts(self, saved: Mask) -> Matrix:

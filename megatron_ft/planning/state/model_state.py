@@ -222,9 +222,9 @@ def _least_first(
 WEIGHT = "weight"
 """Value of ``StateTensor.kind`` for compute weights."""
 ADAM_KINDS = (("adam", 12),)
-"""Optimizer state of a mixed-precision AdamW, with its bytes per element. The tensors ``master``, ``exp_avg`` and
-``exp_avg_sq`` are always on the same ranks, so they are planned as one kind, but moved as three tensors. Step counts
-are not included: they are the same for all elements and belong to the host state."""
+"""Kinds of optimizer state of a mixed-precision AdamW, with their bytes per element. The tensors ``master``,
+``exp_avg`` and ``exp_avg_sq`` are always on the same ranks, so they are planned as one kind, but moved as three
+tensors. Step counts are not included: they are the same for all elements and belong to the host state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
