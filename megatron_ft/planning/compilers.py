@@ -7,7 +7,7 @@ from itertools import takewhile
 from megatron_ft.config.job import JobConfig
 
 Which = Callable[[str], str | None]
-"""Function that returns the path of a command, or None if it is not installed, like ``shutil.which``."""
+"""Function that returns the path of a command, or None if the command is not installed, like ``shutil.which``."""
 _FIXES = {"cpp": "install a C++17 compiler or name it in CXX", "cuda": "install CUDA or name it in CUDA_HOME"}
 WITHOUT_KERNELS = {"placement.dispatch_backend": "reference", "optimizer.update_backend": "torch"}
 """Configuration keys that select kernels, with the value of each key for which no kernels are built."""
@@ -59,7 +59,7 @@ def _commands(kernels: str, variables: Mapping[str, str]) -> tuple[list[str], ..
 def _words(text: str) -> list[str]:
     try:
         return shlex.split(text)
-    except ValueError:  # a quotation mark is not closed: no command has this name, and the message shows it
+    except ValueError:  # unclosed quotation mark: the text counts as a command, which will not be found
         return [text]
 
 

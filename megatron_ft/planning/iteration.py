@@ -32,7 +32,7 @@ class BatchPlan:
     micro_batch_size: int
     data_parallel_size: int
     schedule: BatchSchedule | None = None
-    """Numbers of samples of iterations if the batch grows; None if each iteration has ``global_batch_size`` samples."""
+    """Number of samples of each iteration if the batch size grows; None if it is always ``global_batch_size``."""
     num_microbatches_multiple: int = 1
     """Number that must divide the number of microbatches per rank: the number of pipeline stages if the schedule is
     interleaved, otherwise 1."""
@@ -332,7 +332,7 @@ class History:
 
     @property
     def median_loss(self) -> float:
-        """Median of the committed losses; NaN without any."""
+        """Median of the committed losses; NaN if there are none."""
         return statistics.median(self.losses) if self.losses else math.nan
 
     def after(
@@ -349,7 +349,7 @@ class History:
             loads: number of tokens of each expert in the iteration, [MoE layer][expert]; None if they are not counted.
             repaid: number of these tokens that exceeded the capacity of their expert; None if no token did.
         """
-        # Losses of skipped iterations are left out: spikes would raise the median, and later spikes would pass.
+        # Losses of skipped iterations are left out: spikes would raise the median, and hide later spikes.
         if decision.action != "commit":
             return replace(self, num_consecutive_skips=self.num_consecutive_skips + 1)
         tokens = self.tokens

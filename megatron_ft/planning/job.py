@@ -201,7 +201,7 @@ class JobPlan:
     routing: str | None = None
     """Description of the recorded loads that determine routing; None if routing is learned."""
     losses: tuple[Cost, ...] = ()
-    """Cost of losing each node alone; empty if not requested."""
+    """Cost of losing each node alone, and of the death of all ranks or all processes; empty if not requested."""
     gaps: tuple[Gap, ...] = ()
     """Changes of keys that would improve the recovery from lost nodes; empty if they were not requested."""
     notes: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Retention policy for dense checkpoints: decides which ones are deleted."""
+"""Retention policy for dense checkpoints: decides which checkpoints are deleted."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

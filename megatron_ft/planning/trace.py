@@ -129,7 +129,7 @@ def _check_size(source: str, what: str, found: int, needed: int, needed_by: str)
 
 def _most_loaded(tokens: Tokens, num_experts: int) -> Tokens:
     """Select the ``num_experts`` experts of each layer with the most tokens over all records."""
-    # A stable sort: which of equally loaded experts is kept must not depend on numpy's version or the CPU.
+    # The sort is stable, so that the choice among equal loads does not depend on numpy's version or the CPU.
     order = np.argsort(-tokens.sum(axis=0), axis=1, kind="stable")
     kept = np.sort(order[:, :num_experts], axis=1)
     layers = np.arange(tokens.shape[1])[:, None]

@@ -1,10 +1,10 @@
 """Counts the floating-point operations of an iteration, and lists the peak rates of GPUs, for TFLOP/s and MFU.
 
-The count is that of ``num_floating_point_operations`` in ``megatron/training/training.py`` of Megatron-LM core_v0.16.1,
-plus the gates of routers and shared experts. It is the *model's* work (PaLM, arXiv:2204.02311, appendix B): only
-matrix products count, causal attention has half of the products of the whole square, and recomputation, padding and
-the update do not count. A product of [m, k] and [k, n] has 2 * m * k * n operations; the backward pass has twice as
-many as the forward pass, so each weight of a product costs 6 operations per token::
+The count equals that of ``num_floating_point_operations`` in ``megatron/training/training.py`` of Megatron-LM
+core_v0.16.1, plus the gates of routers and shared experts. It is the *model's* work (PaLM, arXiv:2204.02311, appendix
+B): only matrix products count, causal attention counts as half of full attention, and recomputation, padding and the
+update do not count. A product of [m, k] and [k, n] has 2 * m * k * n operations; the backward pass has twice as many as
+the forward pass, so each weight of a product costs 6 operations per token::
 
     attention    6 * (h * (q + 2 * kv) + q * h)                       q, kv: width of all query or all key heads
     latent       6 * (h * ql + ql * a * qk  or  h * a * qk,           ql, kl: ranks of the low-rank projections
@@ -96,7 +96,7 @@ PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"L40S", {"fp8": 733.0, "bf16": 362.0, "fp16": 362.0, "fp32": 91.6}),
     (r"V100-SXM2", {"fp16": 125.0, "fp32": 15.7}),
 )
-"""Peak rates in TFLOP/s by a pattern of the device's name and the number format of products, from NVIDIA's data sheets:
+"""For each pattern of device names, peak rates in TFLOP/s by the number format of products, from NVIDIA's data sheets:
 tensor cores without sparsity, and FP32 without TF32, which PyTorch does not use by default."""
 
 
@@ -125,7 +125,7 @@ class Throughput:
 
     @classmethod
     def of(cls, config: JobConfig, vocab_size: int, device_name: str | None) -> "Throughput":
-        """Return the rates of a job. ``vocab_size`` includes padding; ``device_name`` is None on CPUs."""
+        """Create the object for a job. ``vocab_size`` includes padding; ``device_name`` is None on CPUs."""
         return cls(
             flops_per_sample=TokenFlops.of(config.model, vocab_size).total * config.model.seq_length,
             peak_tflops=peak_tflops(config.telemetry.peak_tflops, device_name, config.precision),

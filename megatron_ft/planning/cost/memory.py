@@ -1,4 +1,4 @@
-"""Computes parameters and memory of a rank. State is counted exactly; activations and the process are estimates."""
+"""Computes parameters and memory of a rank. State is counted exactly; activations and processes are estimated."""
 
 from dataclasses import dataclass
 
@@ -176,7 +176,7 @@ def _copied_here(config: JobConfig, parameters: RankParameters, topology: Topolo
     placement, stage_size = config.placement, topology.stage_size
     if placement.state_copies is None:
         return 0
-    if placement.algorithm is None:  # the shard of a rank contains the state of its experts
+    if placement.algorithm is None:  # a rank's shard also contains the state of its experts
         return _updated_here(config, parameters, topology) * (placement.state_copies - 1)
     # Without the distributed optimizer every rank has all non-expert state, and every replica all state of its expert.
     shard = -(-parameters.num_dense // (topology.data_parallel_size * topology.context_parallel_size))

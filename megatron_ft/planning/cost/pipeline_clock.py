@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatron_ft.planning.pipeline import Direction, Pass, PipelineShape, order, receives
 
 Place = tuple[int, int]
-"""(stage, chunk) of a pass."""
+"""Stage and chunk in which a pass runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -201,7 +201,7 @@ def _choose_domains(
     free: list[int],
     capacities: Sequence[int],
 ) -> list[int]:
-    """Return up to ``number`` domains for copies of an expert: the first in ``queue`` without a copy (``holders``).
+    """Return up to ``number`` domains for copies of an expert: the first in ``queue`` that are not ``holders``.
 
     Entries of ``queue`` are pairs (load per slot, domain with a free slot).
     """

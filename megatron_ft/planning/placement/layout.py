@@ -88,9 +88,9 @@ class Layout:
     ) -> tuple[tuple[int, ...], ...]:
         """Assign the replicas of each domain to the ranks in it; return the expert ids of each rank, ascending.
 
-        Replicas with the largest loads come first. Each goes to the rank with a free slot and the smallest load so far;
-        ties go to the rank with the fewest replicas. Without ``loads``, all replicas have the same load. Experts that a
-        rank already has (``held``, by rank) are assigned to this rank before all others.
+        Replicas with the largest loads come first. Each replica goes to the rank with a free slot and the smallest load
+        so far; ties go to the rank with the fewest replicas. Without ``loads``, all replicas have the same load.
+        Experts that a rank already has (``held``, by rank) are assigned to this rank before all others.
         """
         weights = per_replica_loads(counts, loads)
         members: list[list[int]] = [[] for _ in self.domains]

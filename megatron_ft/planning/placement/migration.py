@@ -219,14 +219,14 @@ class _Replacing:
         return tuple(step)
 
     def _sender(self, transfer: Transfer, senders: Collection[int]) -> int | None:
-        """Return a rank that holds the expert and is not one of ``senders``, if possible the planned one."""
+        """Return a rank that holds the expert and is not one of ``senders``, if possible the planned sender."""
         holders = self.holders[transfer.layer_number, transfer.expert]
         if transfer.source_rank in holders and transfer.source_rank not in senders:
             return transfer.source_rank
         return min((rank for rank in holders if rank not in senders), default=None)
 
     def _dropped(self, transfer: Transfer, overwritten: Mapping[tuple[int, int], int]) -> int | None:
-        """Return the expert that the receiving rank overwrites; None if only last copies could be overwritten."""
+        """Return the expert that the receiving rank overwrites; None if no candidate has another copy."""
         layer, key = transfer.layer_number, (transfer.layer_number, transfer.target_rank)
 
         def left(expert: int) -> int:

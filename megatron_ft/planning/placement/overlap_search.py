@@ -28,7 +28,7 @@ from megatron_ft.planning.placement.plan import Slots
 from megatron_ft.planning.placement.survival import SurvivalObjective, TooManyStates
 
 WORTH_MOVING = 0.02
-"""Extra copies move only if this relieves the busiest rank of a layer by more than this fraction of its tokens."""
+"""Extra copies move only if the busiest rank of a layer then has fewer tokens by more than this fraction."""
 MAX_BALANCED_RANKS = 256
 """Largest number of ranks for which the search computes balanced shares."""
 MAX_SEARCHED_DOMAINS = 62
@@ -66,7 +66,7 @@ class OverlapSearch(PlacementBase):
     num_losses: int = 1024
     """An exchange is evaluated for at most this number of losses (sets of lost domains), smallest sets first."""
     num_kicks: int = 4
-    """Number of times that the search starts again from a perturbed best placement."""
+    """Number of times that the search starts again from the best placement, after random exchanges."""
     seed: int = 0
     balance: bool = True
     """Whether the loads of domains are evened out, if loads are given."""

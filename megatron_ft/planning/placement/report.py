@@ -56,7 +56,7 @@ class PlacementReport:
     most_received_bytes: int
     """Largest number of bytes that one rank receives in a rebalance that moves ``most_moved_bytes``."""
     rebalance_seconds: float | None
-    """Predicted time of the transfers of this largest rebalance, during which training waits; None without
+    """Predicted time for which training waits in a rebalance that moves ``most_moved_bytes``; None without
     ``topology.link_bytes_per_second``."""
 
     def validate(self) -> None:
@@ -86,7 +86,7 @@ class PlacementReport:
         return (f"{requested}: there are too few slots; replicas of the rarest expert: {self.kept_min_replicas}",)
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values. A file with them can be used in ``placement.schedule``."""
+        """Return JSON values. A file with these values can be used in ``placement.schedule``."""
         stages = [plan.to_json() for plan in self.stages]
         return {"num_slots_per_rank": self.num_slots_per_rank, **asdict(self), "stages": stages}
 
@@ -249,7 +249,7 @@ class _Stage:
             yield from (held | {domain_of[rank] for rank in owners} for owners in operator.owners)
 
     def copies_bytes(self, *, experts: bool) -> int:
-        """Return the bytes of all copies of optimizer state: of experts if ``experts``, otherwise of all else."""
+        """Return the bytes of all copies of optimizer state: of experts, or of all other parameters."""
         assert self.copies is not None, "no state copies are requested"
         return sum(
             operator.shard_bytes(shard) * len(owners)

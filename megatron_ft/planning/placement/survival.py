@@ -35,8 +35,8 @@ class TooManyStates(Exception):
 
 
 def minimal_masks(masks: Iterable[int]) -> list[int]:
-    """Remove each mask that contains another mask. Its state is in all domains of the other state, and so survives
-    whenever the other state survives."""
+    """Remove each mask that contains another mask: the state of the removed mask survives whenever the state of the
+    contained mask survives."""
     kept: list[int] = []
     by_size = sorted(set(masks), key=lambda mask: (mask.bit_count(), mask))
     for _, of_size in groupby(by_size, key=int.bit_count):

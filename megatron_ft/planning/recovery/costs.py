@@ -20,7 +20,7 @@ from megatron_ft.planning.recovery.strategy import Cost, Loss, Place, Stored, St
 from megatron_ft.planning.state.declined import Declined
 
 STRATEGIES: tuple[Strategy, ...] = (LivingState(), LocalizedReplay(), Rollback(), Checkpoint(), StartOver())
-"""All recovery strategies. ``cost_of_loss`` explains which of them serves a loss."""
+"""All recovery strategies. ``cost_of_loss`` explains which strategy recovers from a loss."""
 MAX_PLANNED_NODES = 16
 """Number of nodes for which ``costs_of_nodes`` plans the placement after a loss: the first nodes in order. For the loss
 of any other node, the bytes of experts that move are not computed."""
@@ -37,8 +37,8 @@ def cost_of_loss(
 ) -> Cost:
     """Return the cost of losing all nodes in ``lost`` at the same time, with the best strategy that does not decline.
 
-    First, strategies are compared that keep the surviving processes and all committed iterations. The best of them has
-    the shortest predicted time. If all of them decline, ranks load saved state with the first strategy in
+    First, the strategies that keep the surviving processes and all committed iterations are compared. The best of these
+    has the shortest predicted time. If all of these decline, ranks load saved state with the first strategy in
     ``STRATEGIES`` that does not decline. ``Loss`` describes the arguments.
 
     Raises:
@@ -86,7 +86,7 @@ def costs_of_nodes(facts: RecoveryFacts, inputs: JobInputs) -> tuple[Cost, ...]:
 
 def placer(config: JobConfig, inputs: JobInputs, loads: Sequence[Sequence[Sequence[float]]] | None = None) -> Place:
     """Return a function that plans the placement of experts on the survivors from ``loads`` [stages][layers][experts].
-    If ``loads`` is None, it uses the loads with which the job starts."""
+    If ``loads`` is None, the function uses the loads with which the job starts."""
 
     def place(nodes: tuple[int, ...], stage: int, held: Holdings) -> PlacementPlan:
         remaining = config_of(config, nodes)

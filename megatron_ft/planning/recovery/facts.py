@@ -92,7 +92,7 @@ class RecoveryFacts:
             assert isinstance(initial, MembershipLayout), "the configured nodes are too few"
             layout = initial
         present = tuple(sorted(layout.nodes))
-        # A job that has lost nodes already holds its state on fewer ranks than it was configured for.
+        # If the job has lost nodes before, fewer ranks than configured hold its state.
         of_present = config if len(present) == launch.num_nodes else config_of(config, layout.rank_nodes)
         topology = Topology.of(of_present.parallel, len(layout.processes))
         memories = tuple(_memory(of_present, topology))
@@ -121,7 +121,7 @@ class RecoveryFacts:
 
     @property
     def min_nodes(self) -> int | None:
-        """Return the smallest number of nodes with which the job continues; None if it needs all of them."""
+        """Return the smallest number of nodes with which the job continues; None if it needs all nodes."""
         return self.config.recovery.min_nodes if self.config.may_change_layout else None
 
     @property

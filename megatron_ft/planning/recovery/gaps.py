@@ -37,7 +37,7 @@ class Gap:
     """Nodes whose loss ends the job or costs committed iterations, and the fewest changes that improve the recovery."""
 
     nodes: tuple[int, ...]
-    """Nodes, each of which is lost alone."""
+    """Nodes to which the gap applies. Each node is lost alone."""
     changes: tuple[str, ...]
     """Arguments of the command that improve the recovery, e.g. ``recovery.min_nodes=3``; empty if none were found."""
     strategy: str

@@ -165,7 +165,7 @@ class JobLayouts:
     def on(
         self, nodes: Iterable[int], base: MembershipLayout | None = None, *, in_place: bool | None = None
     ) -> MembershipLayout | Declined:
-        """Return the layout of a membership of ``nodes``; ``Declined`` if they are too few.
+        """Return the layout of a membership of ``nodes``; ``Declined`` if there are too few nodes.
 
         Args:
             base: the newest layout whose ranks all had received their state; None at the start of a job.
@@ -183,14 +183,14 @@ class JobLayouts:
         self, memberships: Iterable[Iterable[int]], first: Iterable[int] | None = None
     ) -> list[MembershipLayout | Declined]:
         """Return the layouts of consecutive memberships, assuming that all ranks of each membership receive their
-        state. The first membership has the nodes ``first`` (None for all); ``memberships`` lists the nodes of the later
-        ones."""
+        state. The first membership has the nodes ``first`` (None for all); ``memberships`` lists the nodes of all later
+        memberships."""
         every = [tuple(nodes) for nodes in (range(self.num_nodes) if first is None else first, *memberships)]
         found: list[MembershipLayout | Declined] = []
         base: MembershipLayout | None = None
         in_place = True
         for nodes in every:
-            in_place = in_place and len(nodes) == self.num_nodes  # after another layout, no layout is kept
+            in_place = in_place and len(nodes) == self.num_nodes  # once the layout has changed, it is not kept again
             found.append(self.on(nodes, base, in_place=in_place))
             base = found[-1] if isinstance(found[-1], MembershipLayout) else base
         return found
@@ -255,7 +255,7 @@ def _layout_on(
 
 
 def config_on(job: JobConfig, nodes: Iterable[int]) -> JobConfig | Declined:
-    """Return ``job`` adapted to a membership of ``nodes``; ``Declined`` if they are too few."""
+    """Return ``job`` adapted to a membership of ``nodes``; ``Declined`` if there are too few nodes."""
     layout = JobLayouts.of(job).on(nodes)
     return layout if isinstance(layout, Declined) else config_of(job, layout.rank_nodes)
 
@@ -321,8 +321,8 @@ def _too_few(former: ParallelLayout, num_groups: int, num_alive: int, limits: La
 def _substitutes(
     former: ParallelLayout, alive: Collection[int], free: Sequence[int], node_of: Mapping[int, int]
 ) -> dict[int, int]:
-    """Choose a free process to replace each lost rank, first of all one on the same node. Processes on other nodes are
-    used only if there are enough for all lost ranks. If possible, one spare node replaces one lost node."""
+    """Choose a free process to replace each lost rank, if possible a process on the same node. Processes on other nodes
+    are used only if there are enough for all lost ranks. If possible, one spare node replaces one lost node."""
     lost = sorted((rank for rank in former.ranks if rank not in alive), key=lambda rank: (node_of[rank], rank))
     by_node: dict[int, list[int]] = {}
     for rank in free:
@@ -497,8 +497,8 @@ class _PrefixMaximum:
         return self._values[found - 1] if found else (0, -1)
 
     def raise_to(self, place: int, value: int, source: int) -> None:
-        """Set the value at index ``place`` if no value up to it is as large; remove later values that are not
-        larger."""
+        """Store ``value`` at index ``place`` if it is larger than all values up to this index; remove later values that
+        are not larger than ``value``."""
         assert 0 <= place < self._size, f"index {place} must be from 0 to {self._size - 1}"
         at = bisect_left(self._places, place + 1)
         if at and self._values[at - 1][0] >= value:

@@ -1,9 +1,9 @@
 """Recovery strategy ``living_state``: the surviving ranks have all state, and continue without going back.
 
-Every part of the state is on several ranks. All ranks of a model part have its non-expert state, or other nodes have
-copies of its optimizer shards; experts have replicas or expert-data-parallel peers. In a job that keeps its layout, new
-ranks in the places of lost ranks receive their state (``LocalizedPlan``). In other jobs, experts and shards move
-whenever ranks are lost, leave or join, and ranks receive the model part that the new layout gives them.
+The strategy needs every part of the state on several ranks. All ranks of a model part have its non-expert state, or
+other nodes have copies of its optimizer shards; experts have replicas or expert-data-parallel peers. In a job that
+keeps its layout, new ranks in the places of lost ranks receive their state (``LocalizedPlan``). In other jobs, experts
+and shards move whenever ranks are lost, leave or join, and ranks receive the model part that the new layout gives them.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -53,7 +53,7 @@ class LivingState:
             if isinstance(found, Declined):
                 return found
             num_bytes, sent_bytes = found
-        # Fewer ranks add the same numbers in another order.
+        # Not bitwise: fewer ranks add the same numbers in another order.
         return Cost.in_processes(
             self.name,
             loss,
@@ -244,7 +244,7 @@ def plan_replicas(
         plan: present placement.
         previous_ranks: for each rank of the stage in the next membership, in order, its rank in ``plan``; None for
             ranks without state of the stage.
-        place: function that plans the next placement from the experts that ranks hold; called if no expert is lost.
+        place: function that plans the next placement from the experts of each rank; called only if no expert is lost.
         num_slots_per_rank: number of expert slots of a rank in the next membership.
         expert_bytes: bytes of the state of one expert, equal in all layers or one value for each layer.
         owned: experts whose state each rank of the next membership has, ``[layer][rank]``; None if these are the

@@ -45,7 +45,7 @@ class LocalizedReplay:
             loss,
             facts,
             again,
-            # The ranks of a lost node get its windows from a peer.
+            # The new ranks in the place of a lost node get the windows of the node from a peer.
             sent_bytes=facts.snapshot.window_bytes if loss.is_gone and facts.snapshot is not None else 0,
             replaces_nodes=loss.is_gone,
             lost_operators=loss.missing,
@@ -157,7 +157,7 @@ class LocalizedPlan:
     target: int
     """Iteration after which all ranks continue."""
     placed_from: int = 0
-    """The largest ``Standing.placed_from``."""
+    """The largest ``Standing.placed_from`` of all ranks."""
     regions: tuple[tuple[int, ...], ...]
     """Groups of adjacent stages that replay jointly, ascending within each group; empty if no stage replays."""
     receiving: tuple[int, ...] = ()
@@ -204,8 +204,8 @@ class LocalizedPlan:
         return tuple((direction, to) for direction, to in self.neighbours(stage).items() if self.replays(to))
 
     def voter(self, standings: Sequence[Standing]) -> int:
-        """Return the rank that sends votes and non-tensor state to all ranks. It is the first of the ranks with state
-        that have votes of the most iterations to replay."""
+        """Return the rank that sends votes and non-tensor state to all ranks. This is the first rank with state that
+        has the votes of the most iterations to replay."""
         # One rank is enough, because votes are the same on every rank.
         able = [rank for rank, standing in enumerate(standings) if standing.iteration is not None]
         return max(able, key=lambda rank: (len(set(self.iterations) & set(standings[rank].voted)), -rank))

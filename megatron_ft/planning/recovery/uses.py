@@ -38,7 +38,7 @@ class SavedState:
     kind: Literal["persisted", "checkpoint"] | None
     """Kind of saved state; None for other files, such as a Hugging Face folder."""
     what: str
-    """Name in reasons, e.g. ``a dense checkpoint``."""
+    """Name of the saved state in texts, e.g. ``a dense checkpoint``."""
     iteration: int = 0
     """Iteration of the dense state that ranks have after the recovery."""
     start_iteration: int = 0

@@ -18,7 +18,7 @@ class StageIdle:
     before_seconds: float
     """Time from the start of the iteration until the stage has its first activation."""
     between_seconds: float
-    """Time between the first and the last pass of the stage in which it waits for messages."""
+    """Time for which the stage waits for messages between its first and its last pass."""
     after_seconds: float
     """Time from the end of the stage's last pass until the first stage has ended its last pass. The stage receives no
     message during this time."""
@@ -61,7 +61,7 @@ class IdleProfile:
     idle_seconds: float
     """Time in which the rank waits for messages of adjacent stages."""
     tail_seconds: float
-    """Time from the last of these waits until the copy of a slice must be complete."""
+    """Time from the end of the rank's last wait until the copy of a slice must be complete."""
     idle_bytes_per_second: float
     """Rate of copies while the rank waits."""
     busy_bytes_per_second: float

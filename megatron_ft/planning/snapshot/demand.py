@@ -29,7 +29,7 @@ class UnitBytes:
         return UnitBytes(full=self.full[list(rows)], frozen=self.frozen[list(rows)])
 
     def distinct_ranks(self) -> "UnitBytes":
-        """Keep only one column for all ranks that capture the same number of bytes of every unit."""
+        """Return a table with one column for each group of ranks that capture equally many bytes of every unit."""
         # Data-parallel ranks often capture equal sizes, and every step of a packing costs time for each column.
         columns = np.concatenate([self.full, self.frozen]).T
         first = sorted({column.tobytes(): rank for rank, column in reversed(list(enumerate(columns)))}.values())

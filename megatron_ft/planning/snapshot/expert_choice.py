@@ -24,7 +24,7 @@ class ExpertChoice(Protocol):
         Args:
             number: number of the window, counted from the start of the run.
             num_experts: number of experts to choose in each layer on average; at most the number of experts of a layer.
-            at_risk: tokens that each expert has processed since it was captured, ``[MoE layers, experts]``.
+            at_risk: tokens that each expert has processed since its last capture, ``[MoE layers, experts]``.
             num_groups: number of equal groups of consecutive experts; the experts of a group are on the same ranks.
         """
         ...

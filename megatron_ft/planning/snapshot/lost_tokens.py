@@ -1,7 +1,7 @@
 """Counts lost tokens. A token is lost if the router assigned it to an expert, and its update of this expert was lost.
 
-Updates are lost if a window leaves out an expert. A recovery from this window restores an older state of the expert
-than of the rest of the model. The updates of the expert between the two iterations are then lost.
+A recovery loses updates if its window leaves out an expert. The recovery then restores an older state of this expert
+than of the rest of the model, and the updates of the expert between the two iterations are lost.
 """
 
 from collections.abc import Mapping, Sequence

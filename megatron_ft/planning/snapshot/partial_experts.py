@@ -109,7 +109,7 @@ class ChoiceBasis:
     number: int
     """Number of the window, counted from the start of the run."""
     at_risk: Counts
-    """Tokens that each expert has processed since it was captured, ``[MoE layers, experts]``."""
+    """Tokens that each expert has processed since its last capture, ``[MoE layers, experts]``."""
     iteration_loads: np.ndarray
     """Tokens that each expert processes in an iteration on average, ``[MoE layers, experts]``."""
     lost_share: float
@@ -130,7 +130,7 @@ class StorageBasis:
     stored_at: Counts
     """Iteration after which each expert's state in the newest file was captured."""
     since: int
-    """Start of the window of the newest file."""
+    """Start iteration of the window of the newest file."""
     at_risk: Counts
     """Tokens of each expert that a recovery from the window in memory would lose."""
     stored_at_risk: Counts
@@ -206,7 +206,7 @@ class ExpertPolicy(SnapshotPolicy, Protocol):
         ...
 
     def update_loss(self, num_experts: int, windows_per_file: int = 1, stored: int | None = None) -> str:
-        """State how much a recovery from a window can lose, in words.
+        """Describe in words how much a recovery from a window can lose.
 
         Args:
             num_experts: number of experts of a layer.
@@ -268,7 +268,7 @@ class PartialExperts:
         return _plan_unmeasured(self, demand, self._peak_bytes)
 
     def update_loss(self, num_experts: int, windows_per_file: int = 1, stored: int | None = None) -> str:
-        """State how much a recovery from a window can lose, in words."""
+        """Describe in words how much a recovery from a window can lose."""
         if self.max_lost_share is not None:
             return (
                 f"experts lose updates by at most {100 * self.max_lost_share:g} % of the whole training's tokens, over "
@@ -388,7 +388,7 @@ class SelectiveExperts:
         return _plan_unmeasured(self, demand, ExpertBytes.most_captured)
 
     def update_loss(self, num_experts: int, windows_per_file: int = 1, stored: int | None = None) -> str:
-        """State that a recovery from a window can lose any number of updates, in words."""
+        """Return a text which says that a recovery from a window can lose any number of updates."""
         return _NO_BOUND
 
     def choose(self, plan: WindowPlan, basis: ChoiceBasis, state: ExpertBytes) -> Mask:

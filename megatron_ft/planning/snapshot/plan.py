@@ -351,8 +351,8 @@ class ReorderTrigger:
     """Decides when the popularity of experts has changed so much that a new order of operators is made (MoEvement,
     3.5).
 
-    The frequency of an expert is its share of its layer's tokens. The trigger compares it with the frequency when the
-    present order was made, not with the last value. So a slow drift triggers a new order, and oscillation does not.
+    The frequency of an expert is its share of its layer's tokens. The trigger compares it with its value when the
+    present order was made, not with its last value. So a slow drift triggers a new order, and oscillation does not.
     """
 
     min_change: float = 0.10
