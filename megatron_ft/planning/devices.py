@@ -92,7 +92,7 @@ class DeviceChoice:
             _check_accepted(refused["cuda"], reason)
             return cls(device="cuda", is_certain=True, reason=reason)
         reason = f"training.device=auto found no GPU on this machine: {_why_no_gpu(facts)}"
-        # A plan for an unknown machine prefers a device that can run the job. A start must use this machine.
+        # A plan for an unknown machine prefers a device that can run the job. A starting job must use this machine.
         if not may_be_elsewhere or not refused["cpu"] or refused["cuda"]:
             _check_accepted(refused["cpu"], reason)
             return cls(device="cpu", is_certain=not may_be_elsewhere, reason=reason)
@@ -117,8 +117,8 @@ def device_index(
 ) -> int:
     """Return the index of a rank's GPU among the GPUs that are visible to its process.
 
-    A machine may host several nodes: its first GPUs belong to the ranks of its first node, the next ones to those of
-    its second node, and so on. A process with only one visible GPU uses this GPU, because the launcher has bound the
+    A machine may host several nodes: its first GPUs belong to the ranks of its first node, the next GPUs to the ranks
+    of its second node, and so on. A process with only one visible GPU uses this GPU, because the launcher has bound the
     process to it (``srun --gpus-per-task=1``).
 
     Args:

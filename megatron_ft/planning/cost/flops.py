@@ -96,7 +96,7 @@ PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"L40S", {"fp8": 733.0, "bf16": 362.0, "fp16": 362.0, "fp32": 91.6}),
     (r"V100-SXM2", {"fp16": 125.0, "fp32": 15.7}),
 )
-"""For each pattern of device names, peak rates in TFLOP/s by the number format of products, from NVIDIA's data sheets:
+"""Peak rates in TFLOP/s by pattern of the device's name and by number format of products, from NVIDIA's data sheets:
 tensor cores without sparsity, and FP32 without TF32, which PyTorch does not use by default."""
 
 

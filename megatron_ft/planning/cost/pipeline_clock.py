@@ -114,9 +114,9 @@ class CopiedIteration:
     """Time from the start of the iteration until the last stage has updated its weights. A stage ends its copy before
     its update."""
     idle_copy_seconds: tuple[float, ...]
-    """For each stage, the seconds of its copy that ran while the stage waited for messages."""
+    """Seconds of each stage's copy that ran while the stage waited for messages."""
     late_copy_seconds: tuple[float, ...]
-    """For each stage, the seconds of its copy that were left after the last pass of the stage."""
+    """Seconds of each stage's copy that were left after the last pass of the stage."""
 
     @classmethod
     def of(

@@ -43,7 +43,7 @@ class Gap:
     strategy: str
     """Description of the recovery with these changes; empty if no changes were found."""
     obstacles: tuple[str, ...]
-    """For each strategy, the reason why no change makes it possible; empty if changes were found."""
+    """Reasons why no change makes a strategy possible, one for each strategy; empty if changes were found."""
 
     def summary(self) -> str:
         """Describe the gap and the change in one line."""

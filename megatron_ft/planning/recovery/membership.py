@@ -133,7 +133,7 @@ class NextMembership:
 
     generation: int
     previous_ranks: tuple[int | None, ...]
-    """For each rank, its number in the previous membership; None for a *joining* rank, which has no state."""
+    """Number of each rank in the previous membership; None for a *joining* rank, which has no state."""
     nodes: tuple[int, ...]
     """Node of each rank. Node numbers never change."""
     local_ranks: tuple[int, ...] = ()

@@ -28,7 +28,7 @@ class Use:
     """Name of the strategy or key, e.g. ``rollback`` or ``checkpoint.load``."""
     is_possible: bool
     reason: str
-    """What ranks do with the checkpoint or window, or why they cannot use it: a clause without a full stop."""
+    """Use that ranks make of the checkpoint or window, or reason why they cannot use it; without a full stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ class PeerAssignment:
     num_copies: int
     """Number of other failure domains that must contain the windows of a node."""
     already_held: tuple[tuple[int, ...], ...] = ()
-    """For each node, the other nodes that capture the same bytes, so that the node needs fewer copies. Empty if no node
-    has such nodes."""
+    """Other nodes that capture the same bytes as each node, so that the node needs fewer copies. Empty if no two nodes
+    capture the same bytes."""
 
     def sources_of(self, node: int) -> tuple[int, ...]:
         """Return the nodes of which ``node`` stores copies."""

@@ -1,6 +1,6 @@
 """Lists the parts of a model's state that every rank of a parallel layout must have.
 
-The same function computes the needs of the next layout and the holdings of the previous one. This is possible because,
+The same code computes the needs of the next layout and the holdings of the previous layout. This is possible because,
 after a committed iteration, every rank holds exactly the elements that its layout needs.
 """
 
@@ -407,7 +407,7 @@ class _Rows:
         domain_of: Mapping[int, str],
         spares: Sequence[int],
     ) -> None:
-        # Ranks gather parameters before an iteration is complete, so that after it every rank has the whole weights.
+        # Ranks gather parameters before an iteration is complete, so they have the whole weights after the iteration.
         self._add_whole(parameters, part, ranks, (WEIGHT,))
         if not buffers.sharding.is_distributed:
             self._add_whole(parameters, part, ranks, self._kinds)

@@ -211,7 +211,7 @@ def _numbers(ranks: Column, bounds: Column, sets: _Sets) -> Column:
     numbers = np.zeros(len(sizes), dtype=np.int64)
     is_single = sizes == 1
     of_single = ranks[bounds[:-1][is_single]]
-    # Most ranges have one holder. The sets of these are numbered without a loop over rows.
+    # Most ranges have one holder. The sets of these holders are numbered without a loop over rows.
     known = distinct(of_single)
     single = np.array([sets.number(known[place : place + 1]) for place in range(len(known))], dtype=np.int64)
     numbers[is_single] = single[np.searchsorted(known, of_single)]

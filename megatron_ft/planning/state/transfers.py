@@ -398,7 +398,7 @@ class TransferPlan:
         holdings.validate()
         needs.validate()
         matched = Matched.of(needs, holdings)
-        # A plan must be complete: without some elements, the state of a rank would not be that of any iteration.
+        # A plan must be complete: without some elements, a rank would not have the state of any iteration.
         if len(matched.missing.rank):
             return Declined(reason="no living rank holds these elements", missing=_missing(matched.missing, holdings))
         index = needs.index
