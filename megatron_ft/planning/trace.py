@@ -92,7 +92,7 @@ class RoutingTrace:
         return int(self.tokens.shape[0])
 
     def record_of(self, iteration: int) -> int:
-        """Return the number of the record for an iteration (from 1). Evaluation (0) uses the record of iteration 1."""
+        """Return the number of the record for an iteration (from 1). Evaluation, with iteration 0, uses that of 1."""
         return (self.start + max(iteration, 1) - 1) % self.num_records
 
     def loads(self, iteration: int, layer_number: int) -> list[float]:

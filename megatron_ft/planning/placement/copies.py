@@ -43,7 +43,7 @@ class StateCopyPlan:
     """Owners of all optimizer state."""
 
     num_state_copies: int | None
-    """Number of copies of every shard; None if every rank that computes with an operator has its whole state."""
+    """Number of copies of every shard; None if each computing rank has the whole state of its operators."""
     ranks: tuple[int, ...]
     domains: tuple[str, ...]
     """Failure domain of each rank."""

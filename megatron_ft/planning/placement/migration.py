@@ -178,7 +178,7 @@ class _Replacing:
     held: dict[tuple[int, int], set[int]]
     """Experts that each rank holds now, by layer number and rank."""
     wanted: dict[tuple[int, int], set[int]]
-    """Experts after the migration, by layer number and rank."""
+    """Experts that each rank holds after the migration, by layer number and rank."""
     holders: dict[tuple[int, int], set[int]]
     """Ranks that hold an expert, by layer number and expert."""
     open: dict[int, list[Transfer]]

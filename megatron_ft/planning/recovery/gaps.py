@@ -34,7 +34,7 @@ _STRATEGY = {_ON_REPLACED_NODES: "rollback", _ON_REPLACED_RANKS: "living_state"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """Nodes whose loss ends the job or costs committed iterations, and the fewest changes that improve the recovery."""
+    """Nodes whose loss ends the job or costs committed iterations, and the changes that improve the recovery most."""
 
     nodes: tuple[int, ...]
     """Nodes to which the gap applies. Each node is lost alone."""
@@ -56,8 +56,8 @@ class Gap:
 
 
 def find_gaps(config: JobConfig, costs: Sequence[Cost], inputs: JobInputs, vocab_size: int | None) -> tuple[Gap, ...]:
-    """Find the fewest changes of keys that improve the recovery from the loss of single nodes. Model, parallel layout
-    and device stay as they are. Memory limits are not checked; the plan of the changed job checks them.
+    """Find the changes of keys that improve the recovery from the loss of single nodes most. Model, parallel layout and
+    device stay as they are. Memory limits are not checked; the plan of the changed job checks them.
 
     Args:
         config: configuration before values are derived; ``training.device`` must not be ``auto``.

@@ -44,7 +44,7 @@ class CopyPlan:
         sharding: Sharding,
         node_bytes: Mapping[Kind, Sequence[int]],
     ) -> "CopyPlan":
-        """Assign peers for each kind of state. Data-parallel peers come first, on the ring of failure domains.
+        """Assign peers for each kind of state. Nodes with equal state come first, in the order of the ring.
 
         Args:
             node_of: node of each rank.
@@ -68,8 +68,8 @@ class CopyPlan:
 
 
 def _nodes_with_equal_parts(topology: Topology, node_of: Sequence[int], kind: Kind) -> dict[int, frozenset[int]]:
-    """Return, for each node, the other nodes that have equal state of ``kind``: for each rank of the node, they have a
-    rank in the data-parallel group of that rank."""
+    """Return, for each node, the other nodes that have equal state of ``kind``: another node counts if it has, for each
+    rank of the node, a rank of the same data-parallel group."""
     groups: dict[tuple[int, ...], set[int]] = {}
     keys: dict[int, set[tuple[int, ...]]] = {}
     for rank, place in topology.ranks():

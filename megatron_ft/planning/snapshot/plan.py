@@ -56,7 +56,7 @@ class Activations:
 
     @classmethod
     def of(cls, model: ModelConfig, loads: Iterable[Sequence[Sequence[int]]]) -> "Activations | None":
-        """Create activations from ``loads``, records [layer of model][expert], oldest first; None if there are none."""
+        """Create activations from records ``loads`` [layer of model][expert], oldest first; None without records."""
         layers = moe_layers(model)
         records = tuple(tuple(tuple(rows[layer - 1]) for layer in layers) for rows in loads)
         return cls(layers=layers, tokens=records) if records else None

@@ -22,8 +22,8 @@ class SnapshotContext:
     previous: WindowPlan | None = None
     """Plan that is in use; None if there is no plan yet."""
     storage_bytes_per_second: float | None = None
-    """Bytes that a rank can write to storage per second; None if files have all experts of their windows, or a given
-    number."""
+    """Bytes that a rank can write to storage per second; None if the number of experts in files does not depend on this
+    value."""
     windows_per_file: int = 1
     """Number of windows of which one is written to storage."""
 

@@ -24,8 +24,8 @@ Span = tuple[Operator, int, int]
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _MIN_BUCKET = 40_000_000
 _MIN_BUCKET_PER_RANK = 1_000_000
-"""Fewest parameters of a gradient bucket of Megatron per data-parallel rank, if the gradient reduction overlaps the
-backward pass. A bucket also has at least ``_MIN_BUCKET`` parameters in total."""
+"""Smallest number of parameters per data-parallel rank in a gradient bucket of Megatron, if the gradient reduction
+overlaps the backward pass. A bucket also has at least ``_MIN_BUCKET`` parameters in total."""
 
 
 def estimate_demand(config: JobConfig, topology: Topology, tokenizer_vocab_size: int | None = None) -> Demand:
