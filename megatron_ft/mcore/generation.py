@@ -1,6 +1,6 @@
-"""Generates text with the weights of a dense checkpoint, in one process, whatever layout saved the checkpoint.
+"""Generates text with the weights of a dense checkpoint, which any number of ranks saved, in one process.
 
-Only the model is built: there are no optimizer and no gradients. Each token needs a pass over the whole text so far.
+Only the model is built, without an optimizer. Nothing is cached: each token needs a pass over the whole text so far.
 """
 
 from collections.abc import Iterator
@@ -41,8 +41,8 @@ class Generator:
 
     @torch.no_grad()
     def logits(self, ids: list[int]) -> torch.Tensor:
-        """Return the logits of the token after ``ids``, of which only the last ``seq_length`` are used: FP64
-        [vocab_size] on the CPU, without the rows by which the vocabulary is padded."""
+        """Return the logits of the token that follows ``ids``: FP64 [vocab_size], on the CPU. Only the last
+        ``seq_length`` ids are used. The logits of padding of the vocabulary are left out."""
         tokens = torch.tensor([ids[-self.seq_length :]], device=self.device)
         positions = torch.arange(tokens.shape[1], device=self.device)[None]
         found: torch.Tensor = self.model(tokens, positions, None)
@@ -54,8 +54,8 @@ class Generator:
         """Yield at most ``num_tokens`` tokens that continue ``prompt``. Stop earlier at the end of the document.
 
         Args:
-            prompt: beginning of the text. An empty one stands for the beginning of a document.
-            temperature: divisor of the logits, from whose softmax tokens are drawn. None: always the likeliest token.
+            prompt: beginning of the text. If it is empty, the tokens begin a new document.
+            temperature: divisor of the logits; tokens are drawn from their softmax. None takes the likeliest token.
             seed: seed of the draws.
 
         Raises:
@@ -86,20 +86,20 @@ class Generator:
 def open_generator(
     checkpoint: Path, config: JobConfig, *, device: torch.device, transformer_impl: str
 ) -> Iterator[Generator]:
-    """Load the weights of ``checkpoint`` into a new model of this process. Use it within the block.
+    """Load the weights of ``checkpoint`` into a new model, and yield its generator for use inside the ``with`` block.
 
     Args:
-        config: configuration of a job with this model and tokenizer, in the layout of one rank.
+        config: configuration of a job of one rank that has the model and the tokenizer of the checkpoint.
         transformer_impl: ``local`` or ``transformer_engine``.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, has no manifest and is not trusted, or belongs to another model.
+        CheckpointError: the checkpoint is damaged, is of another model, or has no manifest (see ``checkpoint.trust``).
         ConfigError, DataError: the tokenizer cannot be built.
     """
     tokenizer, vocab_size = build_tokenizer(config.data), resolve_vocab_size(config)
     settings = settings_of(config, data_fingerprint="", vocab_size=vocab_size)
     check_source(checkpoint, settings, weights_only=True, trust=config.checkpoint.trust)
-    read_metadata(checkpoint)  # Megatron would run code in it, and would not name a wrong position
+    read_metadata(checkpoint)  # checks the metadata, because Megatron would run code that it contains
     groups = Groups.form(
         config.parallel,
         store=dist.HashStore(),
@@ -110,7 +110,7 @@ def open_generator(
         timeout_seconds=_TIMEOUT_SECONDS,
     )
     try:
-        seed_rng(config.training.seed, groups.pg_collection)  # Megatron's attention needs its generators
+        seed_rng(config.training.seed, groups.pg_collection)  # Megatron's attention needs random generators
         transformer = build_transformer_config(config, transformer_impl)
         model = build_bare_model(
             config, transformer, vocab_size=vocab_size, device=device, pg_collection=groups.pg_collection
@@ -134,7 +134,7 @@ def open_generator(
 def _load(manager: CheckpointManager, model: torch.nn.Module, checkpoint: Path) -> None:
     try:
         manager.load_weights([model], None, checkpoint)
-    # With one process, no error of the load is that of another rank. torch's own error is no ``Exception``.
+    # Only this rank loads, so every error is its own. ``CheckpointException`` is not a subclass of ``Exception``.
     except (Exception, CheckpointException) as error:
         if isinstance(error, CheckpointError) and "\n" not in str(error):
             raise

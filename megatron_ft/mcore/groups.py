@@ -72,12 +72,12 @@ def exchange_tensors(
 def exchange_one(
     sent: tuple[int, torch.Tensor] | None, received: tuple[int, torch.Tensor] | None, group: dist.ProcessGroup
 ) -> None:
-    """Send one tensor to a rank of ``group``, and receive one from a rank. Contiguous tensors are not copied if the
-    group communicates on their device. All ranks of the group must call this.
+    """Send at most one tensor to a rank of ``group``, and receive at most one. Contiguous tensors are not copied if
+    they are on the device with which the group communicates. All ranks of the group must call this.
 
     Args:
-        sent: the receiving rank and the tensor; None to send nothing.
-        received: the sending rank and the contiguous tensor to fill; None to receive nothing.
+        sent: rank in the group that receives, and the tensor for it; None to send nothing.
+        received: rank in the group that sends, and the contiguous tensor to fill; None to receive nothing.
     """
     device, nothing = _device(group), (-1, torch.empty(0, dtype=torch.uint8))
     (target, outgoing), (source, incoming) = sent or nothing, received or nothing
@@ -93,10 +93,10 @@ def exchange_one(
 
 
 def wait_for_all(group: dist.ProcessGroup) -> None:
-    """Return after all ranks of ``group`` have called this, even if the group communicates on a GPU."""
+    """Wait until all ranks of ``group`` have called this, even if the group communicates on a GPU."""
     flag = torch.zeros(1, device=_device(group))
     dist.all_reduce(flag, group=group)
-    flag.item()  # on a device, the collective is only queued until a value is read
+    flag.item()  # a GPU has only queued the collective before, and reading the value waits for it
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
@@ -205,7 +205,7 @@ class Groups:
     store: dist.Store
     """Store of the generation, through which ranks exchange their addresses."""
     handles: tuple[Handle, ...]
-    """Groups that ``reconnect`` connects again, ``vote`` last. With NCCL, only ``vote``."""
+    """Groups that ``reconnect`` connects again; the last one is ``vote``. With NCCL, ``vote`` is the only one."""
     is_shared: bool
     """Whether groups of the same ranks share connections. Groups do not share connections if gradients are reduced
     during the backward pass, because these reductions would delay other collectives."""
@@ -220,13 +220,13 @@ class Groups:
         return group
 
     def add(self, ranks: Sequence[int], *, timeout_seconds: float) -> dist.ProcessGroup | None:
-        """Create a gloo group of ``ranks``. Return None on all other ranks. Every rank of the job must call this.
+        """Create a gloo group of ``ranks``, or return None on any other rank. All ranks of the job must call this.
 
         Raises:
             RuntimeError: a rank of the group did not connect within the timeout, or the connections were shut down.
         """
         if dist.get_backend() == "nccl":
-            # NCCL opens sockets at its first use. Wait for them, so that the new sockets found below are gloo's.
+            # NCCL opens sockets at its first use. Wait until they are open, so that all sockets found below are gloo's.
             torch.cuda.synchronize()
         before, store = open_sockets(), dist.PrefixStore(f"added-{next(self.num_added)}", self.store)
         group = _new_handle(ranks, timeout_seconds)
@@ -309,16 +309,16 @@ class Groups:
         )
 
     def move(self, parallel: ParallelConfig, *, rank: int, world_size: int, timeout_seconds: float) -> "Groups":
-        """Change these groups to the groups of ``rank``. They must not be connected. The handles stay the same objects,
-        so a model that references them becomes the model of ``rank``. The model must have the layers, tensor part and
-        experts of ``rank``."""
-        # Ranks of one model part are members of the same kinds of groups, which are created in the same order.
+        """Return the groups of ``rank``, made of the handles of these groups, which must not be connected. A model that
+        references the handles then works as the model of ``rank``. So the model must have the layers, the
+        tensor-parallel part and the experts of ``rank``."""
+        # Ranks with the same model part have the same kinds of groups, created in the same order as their handles.
         _forget_groups()
         with reusing(self.handles):
             return Groups.form_offline(parallel, rank=rank, world_size=world_size, timeout_seconds=timeout_seconds)
 
     def put_away(self) -> "GroupsPutAway":
-        """Remove these groups from torch and Megatron, so that others can be created. The groups must not be
+        """Remove these groups from torch and Megatron, so that other groups can be created. These groups must not be
         connected."""
         variables = {name: value for name, value in vars(parallel_state).items() if _is_state(name, value)}
         found = GroupsPutAway(self, put_away(), variables)
@@ -326,8 +326,8 @@ class Groups:
         return found
 
     def reconnect(self, *, store: dist.Store, generation: int) -> "Groups":
-        """Connect these groups again, for ``generation``, with all ranks that use ``store``. Some of these ranks may
-        call ``form`` instead. ``disconnect`` must have been called before.
+        """Connect these groups again, as groups of ``generation``, with all ranks that use ``store``. Some of these
+        ranks may call ``form`` instead. ``disconnect`` must have been called before.
 
         Raises:
             RuntimeError: other ranks did not connect in time, or the connections were shut down.
@@ -339,7 +339,7 @@ class Groups:
         return replace(self, generation=generation, transports=transports, store=of_generation, num_added=num_added)
 
     def disconnect(self) -> None:
-        """Close all connections, and destroy the groups of ``add``. The other groups can be connected again."""
+        """Close all connections, and destroy groups that ``add`` created. The other groups can be connected again."""
         inner = disconnect(handles())
         for group in handles():
             if group not in self.handles:
@@ -367,7 +367,7 @@ class Groups:
             timeout_seconds: longest wait for the store of the membership.
             store: store of the membership, if this process has opened it already.
             opening: lets another thread break the new connections after a failure.
-            former: groups of this rank that are connected again; None to create groups.
+            former: disconnected groups of this rank to connect again; None to create new groups.
 
         Raises:
             RuntimeError: other ranks did not connect in time, or ``opening`` broke the connections.
@@ -460,8 +460,8 @@ def _keys(store: dist.Store, generation: int) -> dist.Store:
 
 
 def _connect_all(formed: Sequence[Handle], keys: dist.Store, store: dist.Store, is_shared: bool) -> Transports:
-    # Earlier sockets are left out, because those of NCCL are among them. NCCL would report the shutdown of a socket as
-    # an error of a peer, so NCCL is aborted instead.
+    # Leave out the sockets that are open already, because NCCL's are among them. NCCL would report the shutdown of a
+    # socket as an error of a peer, so NCCL is aborted instead.
     before = open_sockets()
     world = [handle for handle in formed if handle is dist.group.WORLD]
     # The group of all ranks shares no connections: with two stages, Megatron sends in both directions between the same

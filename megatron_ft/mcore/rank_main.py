@@ -45,7 +45,7 @@ def warm_cuda() -> None:
     forked.
 
     Megatron imports Transformer Engine if it is installed, and some versions of Transformer Engine initialise CUDA at
-    import. So if it is installed, this function does not import Megatron, and each rank imports it after the fork.
+    import. If Transformer Engine is installed, each rank therefore imports Megatron only after the fork.
 
     Raises:
         SoftwareError: an import initialised CUDA, so forked processes could not use CUDA.
@@ -108,7 +108,7 @@ def prepare(config: JobConfig, context: RankContext) -> tuple[torch.device, str]
     _arm_failpoints(config, context)
     # Megatron and torch warn about calls in their own code, which a user cannot change.
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.c10d_logger")
-    # Called before ``install``, which imports Transformer Engine: this may initialise CUDA on the current device.
+    # Select the device before ``install`` imports Transformer Engine, which may initialise CUDA on the current device.
     device = take_device(config, node=context.node, local_rank=context.local_rank)
     _, transformer_impl = install(config)
     _prepare_process(config)
@@ -131,7 +131,7 @@ def _arm_failpoints(config: JobConfig, context: RankContext) -> None:
         names = ("action", "phase", "iteration", "rank", "node", "failpoint")
         context.worker.report({"kind": "failpoint_hit", **{name: hit[name] for name in names}})
 
-    generation = context.generation + int(context.is_joining)  # a joining rank begins in the next generation
+    generation = context.generation + int(context.is_joining)  # a joining rank trains from the next generation
     failpoints.arm(
         config.testing.failpoints, rank=context.rank, node=context.node, generation=generation, record=record
     )
@@ -141,9 +141,9 @@ def _check_kernels(config: JobConfig) -> None:
     """Build the kernels of a joining rank before other ranks wait for it.
 
     Raises:
-        RankLost: the kernels cannot be built or run on this machine. After this error only the rank ends, and its node
-            does not join. Any other error would count as a failure of the rank, and would end the job if the membership
-            has begun.
+        RankLost: the kernels cannot be built or run on this machine. This error ends only the rank, and its node does
+            not join. Any other error would count as a failure of the rank. If the membership has begun, such a failure
+            ends the job.
     """
     from megatron_ft.mcore.moe.placement_manager import open_dispatch
     from megatron_ft.planning.compilers import kernels_of
@@ -153,7 +153,7 @@ def _check_kernels(config: JobConfig) -> None:
     try:
         if config.placement.algorithm is not None:
             open_dispatch(config)
-        # The update's backend names its kernels, so they do not depend on the device.
+        # The kernels of the update depend only on ``optimizer.update_backend``, so ``cpu`` is right for a GPU, too.
         if (kernels := kernels_of(config, "cpu").get(update)) is not None:
             extension.load(kernels, update)
     except SoftwareError as error:

@@ -40,10 +40,10 @@ _READERS_POLL_SECONDS = 0.05
 def main(config: JobConfig, environment: RankEnvironment, run_rank: RunRank | None = None) -> int:
     """Run this rank, and return its exit code.
 
-    After SIGTERM, SIGINT or SIGUSR1, which ``srun`` forwards, the rank stops at the end of the current iteration.
+    After SIGTERM, SIGINT or SIGUSR1, the rank stops at the end of the iteration. ``srun`` forwards these signals.
 
     Args:
-        run_rank: replaces the training loop in tests.
+        run_rank: function that runs the rank; None for the training loop. Tests pass another function.
 
     Raises:
         MegatronFtError: the run folder cannot be claimed, or the rank failed.

@@ -16,13 +16,13 @@ RELEASE = Version(importlib.metadata.version("megatron-core")).release
 _HAS_0_17, _HAS_0_18, _HAS_0_19 = ((0, minor) <= RELEASE for minor in (17, 18, 19))
 
 NOT_NEWS = (
-    # Until 0.17, for each MoE layer of the project, because Megatron passes process groups only to its own class.
+    # Appears until 0.17 for each MoE layer of the project: Megatron passes process groups only to its own class.
     "Unknown MLP type",
-    # From 0.17, because the project plans saves with Megatron's own code.
+    # Appears from 0.17, because the project plans saves with Megatron's own code.
     "MCore's async save is deprecated",
-    # From 0.18, because Megatron computes the layout of gradient buffers.
+    # Appears from 0.18, because Megatron computes the layout of gradient buffers.
     "DistributedDataParallel: full_param_layout not provided",
-    # From 0.19, because Megatron will replace the model class.
+    # Appears from 0.19, because Megatron will replace the model class.
     "GPTModel IS DEPRECATED",
     "No CUDA runtime is found",
 )
@@ -33,14 +33,14 @@ LOGGERS = (
     "megatron.core.distributed.distributed_data_parallel",
     "megatron.core.models.gpt.gpt_model",
 )
-"""Loggers of Megatron that emit the warnings ``NOT_NEWS``."""
+"""Loggers of Megatron that emit the warnings in ``NOT_NEWS``."""
 
 
 def submodules_of(spec: Any) -> Any:
     """Return the submodules of a part of a layer spec; None if the part has none.
 
-    The part is a ``ModuleSpec``, a class, or ``partial(class, submodules=...)``: experts and shared experts from 0.17,
-    every MLP from 0.18.
+    A part is a ``ModuleSpec``, a class, or ``partial(class, submodules=...)``. Megatron uses partials for experts and
+    shared experts from 0.17, and for every MLP from 0.18.
     """
     if isinstance(spec, functools.partial):
         return spec.keywords.get("submodules")
@@ -55,10 +55,10 @@ def build_part(spec: Any, *arguments: Any, **named: Any) -> Any:
 
 
 def use_mlp_class(layer: Any, module: type, pg_collection: Any, arguments: dict[str, Any]) -> None:
-    """Set the class of the MLP in ``layer``, the submodules of a transformer layer's spec, which is changed.
+    """Set the class of a layer's MLP to ``module``. ``layer``, the ``submodules`` of the layer's spec, is changed.
 
-    Until 0.17, Megatron passes process groups only to its own class, so the spec passes them. From 0.18, Megatron calls
-    the MLP's part of the spec with process groups, ``is_mtp_layer`` and ``name``.
+    ``arguments`` are further arguments of ``module``. Until 0.17, Megatron passes process groups only to its own class,
+    so the spec contains them. From 0.18, Megatron passes process groups, ``is_mtp_layer`` and ``name`` to any class.
     """
     if _HAS_0_18:
         layer.mlp = functools.partial(module, submodules=submodules_of(layer.mlp), **arguments)
@@ -68,8 +68,8 @@ def use_mlp_class(layer: Any, module: type, pg_collection: Any, arguments: dict[
 
 
 def plan_save(strategy: Any, shards: dict[str, Any], directory: Any) -> None:
-    """Call ``async_save`` of a save strategy. From 0.17, its default is the writer of ``nvidia-resiliency-ext``, which
-    is another package with other plans."""
+    """Call ``async_save`` of a save strategy of Megatron, so that Megatron's own code plans the save. From 0.17, the
+    default is the code of ``nvidia-resiliency-ext``, another package, which makes other plans."""
     if _HAS_0_17:
         strategy.async_save(shards, directory, async_strategy="mcore")
     else:
@@ -88,7 +88,7 @@ def balancing_token_count(num_tokens: int, num_shares: int) -> int:
 
 
 def record_auxiliary_loss(name: str, value: torch.Tensor, layer_number: int, num_layers: int) -> None:
-    """Add ``value``, a scalar, to the auxiliary loss ``name`` of a layer in Megatron's tracker, an object from 0.18."""
+    """Add the scalar ``value`` to the auxiliary loss ``name`` of a layer, numbered from 1, in Megatron's tracker."""
     _recorder()(name, value, layer_number, num_layers)
 
 
@@ -104,9 +104,9 @@ def _recorder() -> Callable[..., None]:
 
 
 def auxiliary_losses(*, forget: bool = False) -> dict[str, torch.Tensor]:
-    """Return the values in Megatron's tracker of auxiliary losses, by name: one number per layer. They are not copied.
+    """Return the tensors of auxiliary losses in Megatron's tracker, by name, without a copy: one number per layer.
 
-    From 0.18, the tracker is an object, and the function with which earlier releases return it makes a copy.
+    From 0.18, the tracker is an object. The function that returns it in earlier releases then returns a copy.
 
     Args:
         forget: also remove the tracker's entries, which reference process groups.

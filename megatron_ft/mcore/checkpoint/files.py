@@ -1,8 +1,8 @@
-"""Finds and verifies the files of checkpoints with all ranks, and writes each rank's files in a thread of the rank.
+"""Finds and verifies checkpoints on all ranks together, and writes each rank's files in a thread of the rank.
 
 Megatron's own background writer forks processes, and needs a manager process for their results. If the rank is killed,
-these processes continue to run. A fork also copies locks that threads of gloo and gRPC have locked. So this module
-copies the tensors when the save begins, and a thread of the rank writes the copies. Meanwhile training may continue.
+these processes continue to run. A fork also copies locks that threads of gloo and gRPC hold at this moment. So this
+module copies the tensors when the save begins, and a thread of the rank writes the copies while training continues.
 """
 
 import io
@@ -42,7 +42,7 @@ from megatron_ft.snapshot.storage.run_settings import other_checkpoint
 
 
 class CheckpointFinder:
-    """Finds and verifies checkpoints. Each rank reads a part of the files. All ranks must call the same methods."""
+    """Finds and verifies checkpoints. Each rank reads a share of the files. All ranks must call the same methods."""
 
     def __init__(
         self,
@@ -52,23 +52,23 @@ class CheckpointFinder:
         *,
         allow_other_data: bool = False,
     ) -> None:
-        """Create a finder. For each renamed checkpoint, ``report_damage`` is called with iteration, directory and
-        reason."""
+        """Create a finder. It calls ``report_damage`` with iteration, directory and reason for each checkpoint that it
+        renames."""
         self._collectives = collectives
         self._allow_other_data = allow_other_data
         self._identity = identity
         self._report_damage = report_damage
         self._verified: tuple[Path, Manifest] | None = None
         self.foreign: dict[Path, str] = {}
-        """Checkpoints that ``newest`` skipped, each with the reason: another run, or a wrong name."""
+        """Checkpoints that ``newest`` skipped, with the reason: they are of another run, or have a wrong name."""
         self._reasons: dict[str, str] = {}
-        """Reasons why this process has renamed checkpoints, by their new names. Only rank 0 has these reasons."""
+        """Reason for each checkpoint that this process has renamed, by its new name; only rank 0 has entries."""
 
     def newest(self, folder: Path) -> Path | None:
         """Return the newest undamaged checkpoint of this run in ``folder``, or None if there is none.
 
-        Newer checkpoints that are damaged are reported and renamed. Newer checkpoints are added to ``foreign`` if they
-        belong to another run, or if the iteration in the name is not that of the manifest.
+        Damaged checkpoints that are newer are reported and renamed. Newer checkpoints are added to ``foreign`` if they
+        belong to another run, or if the iteration in their name differs from that in their manifest.
 
         Raises:
             CheckpointError: the newest undamaged checkpoint has other data, or another model, optimizer or schedule
@@ -88,7 +88,7 @@ class CheckpointFinder:
             except CheckpointError as error:
                 self._set_aside(path, str(error), "damaged")
                 continue
-            # Only rank 0 compares. If ranks came to different results, they would wait for each other forever.
+            # Only the result of rank 0 counts. If ranks had different results, they would wait for each other forever.
             own, ignores_data = self._identity, self._allow_other_data
             allowed = own.allow_change
             other = other_checkpoint(path, manifest, own.settings, ignores_data=ignores_data, allowed=allowed)
@@ -101,14 +101,14 @@ class CheckpointFinder:
             return path
 
     def set_foreign_aside(self) -> None:
-        """Rename the checkpoints in ``foreign``. Otherwise this run would count them when it names new checkpoints and
-        when it deletes old ones."""
+        """Rename the checkpoints in ``foreign``. Otherwise this run would treat them as its own when it names new
+        checkpoints and when it deletes old ones."""
         for path, reason in self.foreign.items():
             self._set_aside(path, reason, "foreign")
         self.foreign = {}
 
     def differences(self, directory: Path, manifest: Manifest) -> tuple[str, ...]:
-        """List the differences between this job and the checkpoint in ``directory``, which may be of another run."""
+        """List the differences between this job and the checkpoint in ``directory``, perhaps of another run."""
         notes = [self._not_own(directory, manifest)]
         if manifest.format_version == 1:
             notes.append(
@@ -120,7 +120,7 @@ class CheckpointFinder:
         return tuple(note for note in notes if note is not None)
 
     def _not_own(self, path: Path, manifest: Manifest) -> str | None:
-        # Returns a text if the checkpoint has another iteration than its name, or belongs to another run; else None.
+        # Returns why the checkpoint is of another run, or has another iteration than its name; otherwise None.
         if checkpoints.is_named(path) and (renamed := checkpoints.other_iteration(path, manifest)) is not None:
             return renamed
         reason = self._identity.not_of_run(
@@ -151,8 +151,8 @@ class CheckpointFinder:
             self._report_damage(checkpoints.iteration_of(path), path, f"{kind}, renamed to {moved.name}: {reason}")
 
     def verify(self, directory: Path) -> Manifest:
-        """Verify all files of ``directory``. Each rank reads a part of them. Raises CheckpointError on every rank if
-        any rank finds damage."""
+        """Verify all files of ``directory``. Each rank reads a share of the files. Raise CheckpointError on every rank
+        if any rank finds damage."""
         manifest: Manifest | None = None
         error: str | None = None
         try:
@@ -167,12 +167,12 @@ class CheckpointFinder:
         return manifest
 
     def check(self, directory: Path, *, trust: bool) -> Manifest | None:
-        """Return the manifest of ``directory``. Verify the files, unless the preceding call of this object has done so.
-        With ``trust``, a directory without a manifest is not verified, and the result is None. Raises CheckpointError
-        when files are damaged, or when there is no manifest and ``trust`` is false."""
+        """Return the manifest of ``directory``. Verify the files, unless the preceding call of this object has verified
+        them. With ``trust``, return None for a directory without a manifest, and verify nothing. Raise CheckpointError
+        if files are damaged, or if there is no manifest and ``trust`` is false."""
         if not checkpoints.has_manifest(directory, trust=trust):
             return None
-        # An earlier verification counts only once, because the files may change later.
+        # Use an earlier verification only once, because the files may change later.
         verified, self._verified = self._verified, None
         if verified is not None and verified[0] == directory:
             return verified[1]
@@ -187,15 +187,15 @@ class PlannedWrite:
     """Plan of the files that this rank writes, with copies of the tensors."""
 
     files: list[tuple[str, list[tuple[Any, Any]]]]
-    """Name of each file, with a list of (write item, bytes or CPU tensor)."""
+    """Name of each file, and its content as a list of (write item, bytes or CPU tensor)."""
     writer: Any
     """Megatron's storage writer, which makes the metadata at the end of the save."""
     metadata: Metadata | None
     """Metadata of the whole checkpoint; None on all ranks except rank 0."""
 
     def metadata_bytes(self, results: list[list[list[Any]]]) -> bytes:
-        """Return the content of ``.metadata``: the plan with the file and the offset of every written item. ``results``
-        is ``WriteJob.results`` of every rank."""
+        """Return the content of the file ``.metadata``: the plan, with the file and the offset of every written item.
+        ``results`` contains the ``WriteJob.results`` of every rank."""
         capture = _Capture()
         writer = self.writer
         writer.fs, writer.sync_files = capture, False
@@ -209,7 +209,7 @@ RANK_STATE_KEY = "rank_state"
 
 
 class _PlanningStrategy(TorchDistSaveShardedStrategy):
-    """Megatron's save strategy, which only plans: it stores the plan in ``planned`` and writes nothing."""
+    """Megatron's save strategy, changed to plan only: it stores the plan in ``planned`` and writes nothing."""
 
     planned: PlannedWrite
     given: frozenset[int] = frozenset()
@@ -239,13 +239,13 @@ def _on_host(writer: Any) -> Any:
 
 
 _Sources = dict[tuple[str, tuple[int, ...]], torch.Tensor]
-"""Saved tensors by name and by the position of their first element in the tensor of the whole model."""
+"""Saved tensors by name, and by the index of their first element in the tensor of the whole model."""
 
 
 class Planner:
     """Plans saves with Megatron. With ``fully_parallel``, the ranks of ``dp_cp_group`` divide the writing among
-    themselves. A plan and its copies are used again while the saved tensors stay in the same memory: a save then copies
-    its bytes during the next iteration, and plans nothing."""
+    themselves. As long as the saved tensors stay in the same memory, later saves use the plan and the memory of the
+    copies again. Such a save plans nothing, and copies its tensors during the next iteration."""
 
     def __init__(self, dp_cp_group: dist.ProcessGroup, *, fully_parallel: bool) -> None:
         self._base = _PlanningStrategy(BACKEND, BACKEND_VERSION, thread_count=1)
@@ -254,29 +254,29 @@ class Planner:
             self._strategy = FullyParallelSaveStrategyWrapper(self._base, dp_cp_group, do_cache_distribution=True)
         self._planned: PlannedWrite | None = None
         self._batch: CopyBatch | None = None
-        """Tensors of the newest plan, except those in ``_at_once``, with their copies; None until ``repeat`` is
+        """Tensors of the newest plan with their copies, except tensors in ``_at_once``; None until ``repeat`` is
         called."""
         self._at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Pairs of copy and source of the tensors that ``repeat`` copies immediately, not in ``_batch``."""
+        """Pairs (copy, source) of the tensors that ``repeat`` copies immediately."""
         self._sources: _Sources = {}
         self._addresses: Addresses = ()
 
     def can_repeat(self, addresses: Addresses) -> bool:
-        """Return whether the newest plan of this rank is valid for tensors with these addresses."""
+        """Return whether the newest plan of this rank can be used again for tensors with these addresses."""
         return self._planned is not None and self._addresses == addresses
 
     def plan(self, shards: dict[str, Any], directory: Path, addresses: Addresses) -> PlannedWrite:
         """Plan the save of ``shards`` into ``directory``, and copy this rank's part. All ranks must call this.
 
         Args:
-            addresses: addresses of all memory that the saved tensors may be in.
+            addresses: addresses of all storages in which the saved tensors may be.
         """
         leaves = [leaf for leaf in nested_values(shards) if isinstance(leaf, ShardedTensor) and leaf.data is not None]
         self._sources = {(leaf.key, tuple(leaf.global_offset)): leaf.data for leaf in leaves}
         self._base.given = frozenset(map(_storage, self._sources.values()))
-        # Copies of the state that Megatron made for this save do not follow the state.
+        # A plan that contains copies made by Megatron cannot be used again: a later save would write old values.
         is_live = self._base.given <= set(addresses)
-        # Megatron's layers may store bytes, such as scales of FP8, which only a new plan contains.
+        # Neither can a plan with bytes of Megatron's layers, such as scales of FP8, which only a new plan renews.
         objects = (leaf for leaf in nested_values(shards) if isinstance(leaf, ShardedObject))
         is_fixed = all(leaf.data is None for leaf in objects if leaf.key != RANK_STATE_KEY)
         with _without_manager_process():
@@ -289,12 +289,12 @@ class Planner:
 
     @torch.no_grad()
     def repeat(self, own: ShardedObject, buffers: frozenset[int]) -> tuple[PlannedWrite, CopyBatch]:
-        """Return the newest plan again, and the copies of this rank's part. The caller must make these copies before
-        the state changes, and before it writes the files.
+        """Return (newest plan, batch of copies of this rank's tensors). The caller must carry out the batch before the
+        state changes, and before it writes the files.
 
         Args:
-            own: the state that only this rank has.
-            buffers: addresses of the memory that a forward pass may change. It is copied by this method.
+            own: object with the state that only this rank has; its present value is saved.
+            buffers: addresses of storages that a forward pass may change. This method copies these tensors at once.
         """
         assert self._planned is not None, "there is no plan"
         if self._batch is None:
@@ -307,8 +307,8 @@ class Planner:
         return replace(self._planned, files=files), self._batch
 
     def _with_targets(self, planned: PlannedWrite, buffers: frozenset[int]) -> CopyBatch:
-        """Return the batch of all copies that can be made while training runs, and list the others in ``_at_once``.
-        If the state is on a GPU, copies move to pinned memory."""
+        """Return the batch of all copies that can be made while training runs. List the other copies in ``_at_once``.
+        If the state is on a GPU, the copies are in pinned memory."""
         sources, targets, self._at_once = [], [], []
         for _, items in planned.files:
             for place, (item, copy) in enumerate(items):
@@ -329,7 +329,7 @@ class Planner:
 
 
 def _renewed(item: Any, data: Any, own: ShardedObject) -> Any:
-    """Return what a later save writes for ``item``: the present bytes of the state that only this rank has."""
+    """Return the content of ``item`` for a later save: the present bytes of the state that only this rank has."""
     if not item.index.fqn.startswith(f"{RANK_STATE_KEY}/"):
         return data
     content = io.BytesIO()
@@ -339,7 +339,7 @@ def _renewed(item: Any, data: Any, own: ShardedObject) -> Any:
 
 @contextmanager
 def _without_manager_process() -> Iterator[None]:
-    # Megatron's writer would create a manager process with a queue during planning, which a thread does not need.
+    # Megatron's planning would create a manager process with a queue, which a writer thread does not need.
     module: Any = filesystem_async
     before, module._results_queue = module._results_queue, object()
     try:
@@ -353,26 +353,26 @@ class _Abandoned(Exception):
 
 
 class Job:
-    """A job for the thread that writes the checkpoints of this process. The thread runs jobs in the order in which they
-    were submitted. ``error`` is final if ``done`` is true."""
+    """A task of the thread that writes the checkpoints of this process. The thread runs tasks in the order in which
+    they were submitted. When ``done`` is true, ``error`` has its final value: a text, or None after success."""
 
     _queue: ClassVar["queue.SimpleQueue[Job]"]
     _thread: ClassVar[threading.Thread | None] = None
     _abandoned: ClassVar[list["Job"]] = []
-    """Jobs of abandoned saves of this process that may still write, even in a later membership."""
+    """Jobs of abandoned saves of this process, which may still be writing in a later membership."""
 
     def __init__(self, errors: type[BaseException] = BaseException) -> None:
-        """Create the job. Exceptions of the type ``errors`` become ``error``."""
+        """Create the job. If the job raises an exception of type ``errors``, its text becomes ``error``."""
         self.error: str | None = None
         self._errors = errors
         self._ended = threading.Event()
 
     def submit(self) -> None:
         """Queue the job."""
-        # A new thread would begin to run before its ``start`` returns, and would delay training.
+        # Use one thread for all jobs: a new thread begins to run before ``start`` returns, which would delay training.
         if Job._thread is None or not Job._thread.is_alive():
             Job._queue = queue.SimpleQueue()
-            # A daemon thread, so that a process that ends with an error does not wait for storage.
+            # A daemon thread, so that a process that fails ends without waiting for storage.
             Job._thread = threading.Thread(
                 target=self._run_all, args=(Job._queue,), name="checkpoint-writer", daemon=True
             )
@@ -389,7 +389,7 @@ class Job:
         self._ended.wait()
 
     def abandon(self) -> None:
-        """Let ``await_abandoned`` wait for this job."""
+        """Mark the job as abandoned: ``await_abandoned`` waits for it."""
         self._abandoned.append(self)
 
     @classmethod
@@ -416,8 +416,8 @@ class Job:
 
 
 class WriteJob(Job):
-    """Writes a :class:`PlannedWrite`. ``entries`` and ``results`` are final if ``done`` is true. ``whole_files`` maps
-    the names of additional files to their contents."""
+    """Writes the files of a :class:`PlannedWrite`, and ``whole_files``: names and contents of additional files. When
+    ``done`` is true, ``entries`` and ``results`` are final."""
 
     def __init__(self, planned: PlannedWrite, directory: Path, whole_files: dict[str, bytes]) -> None:
         self.planned = planned
@@ -446,7 +446,7 @@ class WriteJob(Job):
                 self._check_wanted()
                 self._write(name, items)
         finally:
-            # The copies are freed now, without waiting for other ranks.
+            # Free the copies now, without waiting for other ranks.
             self.planned.files = []
             self._whole_files = {}
 
@@ -468,10 +468,10 @@ class WriteJob(Job):
 
 
 class MetadataJob(Job):
-    """Writes Megatron's metadata and the manifest on rank 0. The manifest has a temporary name until ``commit``.
+    """Writes Megatron's metadata and the manifest, on rank 0. The manifest has a temporary name until ``commit``.
 
     Args:
-        directory: of the checkpoint.
+        directory: directory of the checkpoint.
         planned: plan of rank 0.
         written: ``WriteJob.results`` and ``WriteJob.entries`` of every rank, in rank order.
         manifest_of: makes the manifest from the entries of all files.
@@ -504,12 +504,12 @@ class MetadataJob(Job):
         manifest = self._manifest_of(tuple(sorted(entries, key=lambda entry: entry.name)))
         manifest.validate()
         self._manifest, _ = write_temporary(self._directory, MANIFEST_NAME, manifest.to_bytes())
-        # All files must be durable before the manifest has its name, which makes the directory a checkpoint.
+        # All files must be durable before the manifest gets its final name, because this name completes the checkpoint.
         checkpoints.sync_directory(self._directory)
 
 
 class FileSystemJob(Job):
-    """Calls ``change``, a function that changes files. If it raises OSError, this error becomes ``error``."""
+    """Calls ``change``, a function that changes files. If ``change`` raises OSError, its text becomes ``error``."""
 
     def __init__(self, change: Callable[[], None]) -> None:
         self._change = change
@@ -520,7 +520,7 @@ class FileSystemJob(Job):
 
 
 class _Capture(FileSystem):
-    """File system in memory for the single file that the writer's ``finish`` writes."""
+    """In-memory file system for the only file that the writer's ``finish`` writes."""
 
     content = b""
 

@@ -80,12 +80,12 @@ def _software() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LoadResult:
-    """Result of a load."""
+    """Result of loading a checkpoint."""
 
     iteration: int
     """Iteration after which the checkpoint was saved."""
     rng_restored: bool
-    """Whether the random number generators were restored. They are not restored if the parallel layout has changed."""
+    """Whether the random number generators were restored. This is not possible if the parallel layout has changed."""
     manifest: Manifest | None
     """Manifest of the checkpoint; None for a checkpoint of another project."""
 
@@ -101,17 +101,17 @@ class _Pending:
     started: float
     blocked_seconds: float = 0.0
     is_written: bool = False
-    """Whether all ranks have written their files, and each rank knows this."""
+    """Whether all ranks have written their files. It has the same value on all ranks."""
     metadata: MetadataJob | None = None
-    """The job of rank 0 that then writes the metadata and the manifest."""
+    """On rank 0, the job that writes the metadata and the manifest, after ``is_written`` has become true."""
     num_bytes: int | None = None
-    """Bytes of the whole checkpoint; None while it has no manifest."""
+    """Size of the whole checkpoint in bytes; None until the manifest is complete."""
     publication: FileSystemJob | None = None
-    """The job of rank 0 that then flushes the manifest, and lets the file ``latest`` name the checkpoint."""
+    """On rank 0, the job that flushes the manifest, and makes ``latest`` name the checkpoint, after the commit."""
 
     @property
     def jobs(self) -> list[Job]:
-        """Jobs of this rank so far, in their order."""
+        """Jobs of this save on this rank that exist already, in the order of their start."""
         return [job for job in (self.job, self.metadata, self.publication) if job is not None]
 
 
@@ -150,11 +150,11 @@ class CheckpointManager:
             keep_last=config.keep_last, keep_every_iterations=config.keep_every_iterations
         )
         self._common: dict[str, Any] = {}
-        """State in the newest save that is the same on all ranks, so that only one rank writes it."""
+        """State in the newest save that is the same on all ranks. Only rank 0 writes it."""
         self._pending: _Pending | None = None
         self._copier: Copier | None = None
         self._before_update: list[Callable[[], None]] = []
-        """Functions that the engine calls before an update; the newest save has added ``settle`` to this list."""
+        """List of functions that the engine calls before an update. The newest save has added ``settle`` to it."""
         self._cleaning: FileSystemJob | None = None
         self._resumed_from: str | None = None
         self._finder = CheckpointFinder(
@@ -171,8 +171,8 @@ class CheckpointManager:
     # -- saving
 
     def save(self, state: DenseState, iteration: int) -> None:
-        """Begin to save the current ``state``. Wait for the end of the save unless ``checkpoint.async_save`` is true.
-        If an earlier save is in progress, it is finished first. If a save was abandoned, its threads must end first."""
+        """Begin to save the current ``state``. Without ``checkpoint.async_save``, wait for the end of this save. Before
+        the save begins, finish an earlier save that is in progress, and wait for the threads of abandoned saves."""
         assert iteration == state.host.iteration, (
             f"cannot save the state of iteration {state.host.iteration} as iteration {iteration}"
         )
@@ -192,7 +192,7 @@ class CheckpointManager:
             self.finish()
 
     def _copy(self, batch: CopyBatch, before_update: list[Callable[[], None]] | None) -> None:
-        # Begins to copy ``batch``, and to write when it is copied.
+        # Begins to copy ``batch``. When the copies are complete, the thread writes the files.
         assert self._pending is not None, "there is no save in progress"
         if not batch.sources:
             self._pending.job.submit()
@@ -207,7 +207,7 @@ class CheckpointManager:
             self._before_update = before_update
 
     def settle(self) -> None:
-        """Wait until the state is copied for the save in progress, if there is one. Then the state may change."""
+        """Wait until the save in progress, if there is one, has copied the state. Afterwards the state may change."""
         began = time.monotonic()
         if self._copier is not None:
             self._copier.wait()
@@ -217,8 +217,8 @@ class CheckpointManager:
             self._pending.blocked_seconds += time.monotonic() - began
 
     def poll(self) -> None:
-        """Continue with the save in progress, or complete it, but do not wait for storage."""
-        # All ranks have the same save in progress in the same step, so all call the same collectives.
+        """Advance the save in progress by one step if all ranks can, without waiting for storage."""
+        # All ranks have the same save in progress, at the same step, so they call the same collectives.
         pending = self._pending
         if pending is None:
             return
@@ -246,8 +246,8 @@ class CheckpointManager:
     def abandon(self) -> Path | None:
         """Abandon the save in progress, if there is one, without communication and without waiting for storage.
 
-        After this call, the manifest of the abandoned save is not written. The next save of this process first waits
-        until the threads of the abandoned save have ended, and removes its files.
+        After this call, the abandoned save does not write its manifest. The next save of this process waits until the
+        threads of the abandoned save have ended, and removes the files of that save.
 
         Returns:
             Directory of the abandoned save. Its checkpoint is complete if rank 0 had already written the manifest.
@@ -263,9 +263,9 @@ class CheckpointManager:
         return None if pending is None else pending.directory
 
     def _await_abandoned(self) -> None:
-        # Waits until no rank writes for an abandoned save, whose folder may be the one that is about to be created.
+        # Waits until no rank writes for an abandoned save: the next save may use the same directory.
         Job.await_abandoned()
-        # A barrier: after it, no thread of any rank writes for the abandoned save.
+        # A barrier. After it, no thread of any rank writes for the abandoned save.
         self._collectives.all(True)
 
     def _open_directory(self, iteration: int) -> Path | None:
@@ -286,9 +286,9 @@ class CheckpointManager:
         """Return the job that writes this rank's files, and the copies that must be made before the job is
         submitted."""
         addresses = state.addresses()
-        # The engine's scheduler is at the beginning of the iteration, and Megatron expects the end in a checkpoint.
+        # The engine's scheduler has the position before the iteration, but Megatron's checkpoints have that after it.
         adamw.set_position(state.scheduler, state.consumed_samples)
-        # All ranks plan, or none: Megatron's planning is collective.
+        # Either all ranks plan, or none, because Megatron's planning is collective.
         if self._collectives.all(self._planner.can_repeat(addresses)):
             planned, batch = self._planner.repeat(rank_state(state.host), state.buffers())
             adamw.refresh_groups(state.optimizer, self._common.get("optimizer", {}))
@@ -303,7 +303,7 @@ class CheckpointManager:
                 RANK_STATE_KEY: rank_state(state.host),
                 "content_metadata": content_metadata,
             }
-            # Without Megatron's check, which would gather the metadata of all tensors as pickled objects at every save.
+            # Skip Megatron's check, which would gather the metadata of all tensors as pickled objects at every save.
             shards, self._common = save_preprocess(tree, validate_access_integrity=False)
             planned, batch = self._planner.plan(shards, directory, addresses), CopyBatch.of([], [])
         whole_files = {}
@@ -315,13 +315,13 @@ class CheckpointManager:
         return {
             **SHARDING_METADATA,
             "dp_cp_group": self._dp_cp_group,
-            # Each expert is stored as separate tensors, so that a rank may have any experts.
+            # Store each expert as tensors of its own, so that a rank may have any experts.
             "singleton_local_shards": True,
             "non_homogeneous_layers": True,
         }
 
     def _collect(self, pending: _Pending) -> None:
-        """Collect the results of all ranks after they have written their files, and begin to write the metadata."""
+        """Collect the results of all ranks, whose files are written, and begin to write the metadata."""
         error = self._collectives.errors(pending.job.error)
         if error is not None:
             self._discard(pending, error)
@@ -336,7 +336,7 @@ class CheckpointManager:
             pending.metadata.submit()
 
     def _commit(self, pending: _Pending) -> None:
-        """Complete the checkpoint if rank 0 has written everything, and begin to publish it."""
+        """Complete the checkpoint if rank 0 has written metadata and manifest. Then begin to publish the checkpoint."""
         outcome: list[Any] | None = None
         if pending.metadata is not None and pending.metadata.done:
             error = pending.metadata.error
@@ -364,8 +364,8 @@ class CheckpointManager:
         checkpoints.move_latest(self.folder, directory, iteration)
 
     def _complete(self, pending: _Pending, began: float) -> None:
-        """Report the checkpoint if it is published, and begin to delete older ones. ``began`` is the time of the
-        call."""
+        """Report the checkpoint if it is published, and begin to delete older checkpoints. ``began`` is the time at
+        which the call of ``poll`` began."""
         published = pending.publication is not None and pending.publication.done
         outcome = self._collectives.from_first([pending.publication.error] if published else None)
         if outcome is None:
@@ -373,7 +373,7 @@ class CheckpointManager:
         if outcome[0] is not None:
             self._discard(pending, f"rank 0: {outcome[0]}")
             return
-        # Reset only here. If ranks are lost in a collective above, the save stays pending and is reported as abandoned.
+        # Reset only here. If ranks are lost in a collective above, the save is later reported as abandoned.
         self._pending = None
         self.last_saved_iteration = pending.iteration
         self._tell(
@@ -385,13 +385,13 @@ class CheckpointManager:
                 blocked_seconds=pending.blocked_seconds + time.monotonic() - began,
             ).to_record()
         )
-        # Older checkpoints are deleted only after the commit, because before it no newer checkpoint is complete.
+        # Delete older checkpoints only after the commit, because before it no newer checkpoint is complete.
         if self._collectives.rank == 0:
             self._cleaning = FileSystemJob(partial(self._clean, pending.iteration))
             self._cleaning.submit()
 
     def _end_cleaning(self) -> None:
-        """Wait until rank 0 has deleted old checkpoints, and report if it could not."""
+        """Wait until rank 0 has deleted old checkpoints. Report a failure of the deletion."""
         cleaning, self._cleaning = self._cleaning, None
         if cleaning is None:
             return
@@ -419,7 +419,7 @@ class CheckpointManager:
 
     def _discard(self, pending: _Pending, error: str) -> None:
         self._pending = None
-        # If the manifest exists, the checkpoint is complete and only ``latest`` was not moved. Then the files are kept.
+        # Keep the files if the manifest exists: then the checkpoint is complete, and only ``latest`` was not moved.
         if self._collectives.rank == 0 and not (pending.directory / MANIFEST_NAME).exists():
             try:
                 checkpoints.delete(pending.directory)
@@ -436,9 +436,9 @@ class CheckpointManager:
             checkpoints.delete(self.folder / name)
 
     def _in_use(self, complete: list[str]) -> tuple[str, ...]:
-        """Return the name of the checkpoint from which this run resumed if it is one of the two newest in ``complete``.
-        Otherwise return an empty tuple. ``complete`` lists the complete checkpoints, oldest first."""
-        # Only this checkpoint has been read back. If the next one is damaged on disk, a restart needs this one.
+        """Return the name of the checkpoint from which this run resumed, if it is one of the two newest in
+        ``complete``; else nothing. ``complete`` lists the names of complete checkpoints, oldest first."""
+        # No later checkpoint has been read back. If the next one is damaged on disk, a restart needs this one.
         return tuple(name for name in complete[-2:] if name == self._resumed_from)
 
     # -- loading
@@ -446,7 +446,7 @@ class CheckpointManager:
     def newest(self, folder: Path | None = None) -> Path | None:
         """Return the newest undamaged checkpoint of this run in ``folder``, or None if there is none.
 
-        ``folder=None`` is the run's own folder. Newer checkpoints that are damaged are reported and renamed.
+        ``folder=None`` means the run's own folder. Newer checkpoints that are damaged are reported and renamed.
 
         Raises:
             CheckpointError: the newest undamaged checkpoint has other data, or another model, optimizer or schedule
@@ -468,11 +468,11 @@ class CheckpointManager:
         return self._finder.unusable(folder)
 
     def load(self, state: DenseState, directory: Path) -> _LoadResult:
-        """Verify the checkpoint in ``directory``, then fill ``state`` from it. Raises CheckpointError when the
-        checkpoint is damaged, when it is from another project and ``checkpoint.trust`` is false, or when its tensors
-        are not exactly those of this model and optimizer."""
+        """Verify the checkpoint in ``directory``, then fill ``state`` from it. Raise CheckpointError if the checkpoint
+        is damaged, if it is from another project and ``checkpoint.trust`` is false, or if its tensors are not exactly
+        those of this model and optimizer."""
         began = time.monotonic()
-        # Verified first, because ``.metadata`` and ``common.pt`` are pickles, which can run code when they are opened.
+        # Verify first, because ``.metadata`` and ``common.pt`` are pickles, which can run code when they are opened.
         manifest = self._finder.check(directory, trust=self._config.trust)
         same_layout = manifest is not None and manifest.topology == self._topology
         layout = {} if manifest is not None else layout_of(directory, weights_only=False)
@@ -481,7 +481,7 @@ class CheckpointManager:
             if name != "optimizer":
                 leave_histories(shards, directory)
         self._check_shapes(frame, directory)
-        # Random number generators belong to a rank in a layout. In another layout, no rank has the same place.
+        # Generators belong to a rank's coordinates in a layout. In another layout, no rank has the same coordinates.
         wanted: dict[str, Any] = {RANK_STATE_KEY: rank_state()} if same_layout else {}
         loaded = load_shards(
             frame,
@@ -514,20 +514,20 @@ class CheckpointManager:
     def load_weights(
         self, model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer | None, directory: Path
     ) -> None:
-        """Fill the weights of the model from the checkpoint in ``directory``, which may contain other state, too. All
-        ranks must call this. ``optimizer`` is None for a model that is not trained.
+        """Load the weights of the model from the checkpoint in ``directory``. Other state in the checkpoint is ignored.
+        All ranks must call this. ``optimizer`` is None for a model that is not trained.
 
         Raises:
             CheckpointError: the checkpoint is damaged, it is from another project and ``checkpoint.trust`` is false, or
                 its weights are not exactly those of the model.
         """
         manifest = self._finder.check(directory, trust=self._config.trust)
-        # Megatron would run code in the metadata, and would not name the file or the position that is wrong.
+        # Check the metadata first: Megatron would run code in it, and would not name a wrong file or offset.
         read_metadata(directory)
         read_common(directory)
         metadata = self._metadata() | ({} if manifest is not None else layout_of(directory, weights_only=True))
         frames = [unwrap(chunk).sharded_state_dict(metadata=metadata) for chunk in model_chunks]
-        # Megatron's layers have objects besides tensors, e.g. scales of FP8, which weights of other projects lack.
+        # Megatron's layers also have objects, e.g. scales of FP8, which checkpoints of other projects may lack.
         wanted = {
             str(number): {key: shard for key, shard in frame.items() if not isinstance(shard, ShardedObject)}
             for number, frame in enumerate(frames)
@@ -539,10 +539,10 @@ class CheckpointManager:
             loaded, unclaimed, absent = dist_checkpointing.load(
                 wanted, str(directory), strict=StrictHandling.RETURN_ALL
             )
-        # torch's own error has those of all ranks. It is no ``Exception``.
+        # ``CheckpointException`` contains the errors of all ranks. It is not a subclass of ``Exception``.
         except (CheckpointingException, CheckpointException, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{directory}: cannot be loaded: {describe(error)}") from error
-        # ``unclaimed`` contains only tensors that no rank has requested, so no layers of other ranks.
+        # ``unclaimed`` contains only tensors that no rank has requested. So it has no layers of other ranks.
         left = [key for key in unclaimed if key.startswith(_WEIGHTS) and not key.endswith(AMAX_HISTORY)]
         left = [key for key in left if _EXTRA_STATE not in key]
         everywhere = self._collectives.gather(left)
@@ -556,21 +556,21 @@ class CheckpointManager:
             others = {key: None for key, shard in frame.items() if isinstance(shard, ShardedObject)}
             tensors = with_histories(chunk, loaded[str(number)])
             unwrap(chunk).load_state_dict({**tensors, **others}, strict=True)
-        # The master weights still have the values of the optimizer's construction, so they are copied again.
+        # The master weights are still copies of the initial weights, so they are copied again.
         if optimizer is not None:
             optimizer.reload_model_params()
 
     def _check_shapes(self, frame: dict[str, Any], directory: Path) -> None:
         error = other_shape(frame, directory)
-        # Only the ranks of the first and the last pipeline stage have the tensors, but all must end here.
+        # Only the first and the last pipeline stage have these tensors, but all ranks must raise the error.
         everywhere = self._collectives.errors(error)
         if everywhere is not None:
             raise CheckpointError(everywhere if error is None else error)
 
     def read_extra(self, directory: Path) -> dict[str, Any]:
-        """Read ``DenseState.extra`` and the history from the checkpoint in ``directory``, without loading the rest. The
-        result is empty for a checkpoint of another project. Raises CheckpointError when the checkpoint is damaged, or
-        when it is from another project and ``checkpoint.trust`` is false."""
+        """Read ``DenseState.extra`` and the history from the checkpoint in ``directory``, without loading tensors. The
+        result is empty for a checkpoint of another project. Raise CheckpointError if the checkpoint is damaged, or if
+        it is from another project and ``checkpoint.trust`` is false."""
         self._finder.check(directory, trust=self._config.trust)
         common = read_common(directory)
         extra: dict[str, Any] = common.get(OURS_KEY, {}).get("extra", {})

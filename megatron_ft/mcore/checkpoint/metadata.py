@@ -1,7 +1,7 @@
 """Reads and checks ``.metadata``, the list of tensors of a checkpoint in torch's distributed format.
 
-The file is a pickle. Only the classes that torch writes there are constructed, so the file cannot run code. All sizes
-and positions are compared with the files before a tensor is allocated.
+The file is a pickle. Only the classes that torch writes there are constructed, so reading it runs no code. All sizes
+and offsets are compared with the files before a tensor is allocated.
 """
 
 import enum
@@ -36,7 +36,7 @@ METADATA_NAME = ".metadata"
 COMMON_NAME = "common.pt"
 """Name of the file with the state that is the same on all ranks."""
 FORMAT_NAME = "metadata.json"
-"""Name of the file with the format of a checkpoint."""
+"""Name of the file that states the format of a checkpoint."""
 _MOST_METADATA_BYTES, _MOST_FORMAT_BYTES = 1 << 30, 1 << 20
 OPTIMIZER = "optimizer."
 """Beginning of the names of the optimizer's tensors."""
@@ -81,7 +81,7 @@ def _member(kind: Any, name: str) -> Any:
 
 
 def load_metadata(directory: Path) -> Metadata:
-    """Read the metadata of a checkpoint. Raises CheckpointError if it is not a pickle of torch's classes alone."""
+    """Read the metadata of a checkpoint. Raise CheckpointError unless it is a pickle that has only torch's classes."""
     path = directory / METADATA_NAME
     content = read_bytes(path, max_bytes=_MOST_METADATA_BYTES, kind=CheckpointError)
     try:
@@ -94,11 +94,11 @@ def load_metadata(directory: Path) -> Metadata:
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """Read the metadata of a checkpoint, and compare all positions with the sizes of the files.
+    """Read the metadata of a checkpoint, and check that all parts of tensors are inside the files.
 
     Raises:
-        CheckpointError: the metadata cannot be read, or contains anything else than a list of tensors; or a tensor has
-            a part that no file contains; or the parts of a weight do not fill it.
+        CheckpointError: the metadata cannot be read or contains something other than a list of tensors; or no file
+            contains a part of a tensor; or the parts of a weight do not fill the weight.
     """
     found = load_metadata(directory)
     try:
@@ -114,9 +114,9 @@ def read_common(directory: Path) -> dict[str, Any]:
     """Read ``common.pt``, the state of a checkpoint that is the same on all ranks.
 
     Raises:
-        CheckpointError: it cannot be read, or contains other classes than those that Megatron has registered as safe.
+        CheckpointError: the file cannot be read, or contains classes that Megatron has not registered as safe.
     """
-    # Megatron would open pipes and devices, and read a file of any size. Without a manifest, nothing has checked them.
+    # A checkpoint without a manifest is not verified, and Megatron would open pipes, devices and files of any size.
     read_bytes(directory / FORMAT_NAME, max_bytes=_MOST_FORMAT_BYTES, kind=CheckpointError)
     if os.path.lexists(directory / COMMON_NAME) and not (directory / COMMON_NAME).is_file():
         raise CheckpointError(f"{directory / COMMON_NAME}: must be a regular file")

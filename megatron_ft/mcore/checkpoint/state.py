@@ -1,4 +1,4 @@
-"""The complete training state of a run, its representation in a checkpoint, and how it is read from one."""
+"""The complete training state of a run: its form in a checkpoint, and loading it from a checkpoint."""
 
 import pickle
 import re
@@ -34,7 +34,7 @@ OURS_KEY = "megatron_ft"
 
 @dataclass(kw_only=True)
 class DenseState:
-    """Complete state of one rank, which a save reads. A load changes model and optimizer in place, and sets the other
+    """Complete state of one rank. A save reads it. A load changes model and optimizer in place, and sets the other
     fields."""
 
     model_chunks: list[torch.nn.Module]
@@ -50,13 +50,13 @@ class DenseState:
     extra: dict[str, Any] = field(default_factory=dict)
     """Other state that is the same on all ranks: numbers, strings, lists, dicts and CPU tensors."""
     before_update: list[Callable[[], None]] | None = None
-    """Functions that are called before parameters and optimizer state change. A save adds one, and copies the state
-    until it is called. With None, a save copies the state at once."""
+    """Functions that are called before parameters and optimizer state change. A save adds a function that waits for its
+    copies, and copies the state until then. With None, a save copies the state at once."""
 
     def build_shards(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
         """Build Megatron's sharded description of model and optimizer, with the keys ``model`` and ``optimizer``. With
-        several model chunks, the keys are ``model0``, ``model1`` and so on. Unless ``is_loading``, the
-        shards refer to the present tensors."""
+        several model chunks, the keys are ``model0``, ``model1`` and so on. The shards contain the present tensors,
+        except if ``is_loading``."""
         model = {
             f"model{index}" if len(self.model_chunks) > 1 else "model": unwrap(chunk).sharded_state_dict(
                 metadata=metadata
@@ -83,7 +83,7 @@ class DenseState:
         return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
     def common_state(self) -> dict[str, Any]:
-        """Return the state that is the same on all ranks and is written only once."""
+        """Return the state that is the same on all ranks, so that only one rank writes it."""
         host = self.host
         # Only one loss scale is saved, because another layout may have another number of optimizers.
         scaler = dict(host.grad_scalers[0]) if host.grad_scalers else None
@@ -110,8 +110,7 @@ def rank_state(host: TrainState | None = None) -> ShardedObject:
 
 
 def install(state: DenseState, frame: dict[str, Any], loaded: dict[str, Any]) -> None:
-    """Fill ``state`` with the ``loaded`` values. ``frame`` is the result of :meth:`DenseState.build_shards` of
-    ``state``."""
+    """Fill ``state`` with the values in ``loaded``. ``frame`` is the result of ``state.build_shards``."""
     ours = loaded.get(OURS_KEY)
     if ours is None:
         ours = _foreign(loaded)
@@ -120,7 +119,7 @@ def install(state: DenseState, frame: dict[str, Any], loaded: dict[str, Any]) ->
         unwrap(chunk).load_state_dict(with_histories(chunk, loaded[key]), strict=True)
     tree = adamw.fill_frame(frame["optimizer"], loaded["optimizer_shards"])
     adamw.install_state(state.optimizer, tree, step=ours["optimizer_step"], scaler=ours["grad_scaler"])
-    # Only the position is loaded. ``load_state_dict`` would also load learning rates and the length of the schedule.
+    # Load only the position. ``load_state_dict`` would also load learning rates and the length of the schedule.
     state.scheduler.num_steps = 0
     state.scheduler.step(increment=loaded["opt_param_scheduler"]["num_steps"])
     if RANK_STATE_KEY in loaded:
@@ -139,12 +138,12 @@ _OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def layout_of(directory: Path, *, weights_only: bool) -> dict[str, bool]:
-    """Return the metadata with which Megatron describes the tensors of a checkpoint of another project. In
-    Megatron-LM's checkpoints, one tensor contains a weight of all experts, or also of all layers.
+    """Return the metadata that makes Megatron describe tensors as in a checkpoint of another project. In Megatron-LM's
+    checkpoints, one tensor contains a weight of all experts, or of all layers and experts.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read. Or, unless ``weights_only``: it has no optimizer state, or its
-            optimizer state has a format that depends on the layout of the ranks.
+        CheckpointError: the checkpoint cannot be read. Or, if ``weights_only`` is false, it has no optimizer state, or
+            its optimizer state has a format that depends on the layout of the ranks.
     """
     common, names = read_common(directory), load_metadata(directory).state_dict_metadata.keys()
     kind = (common.get("content_metadata") or {}).get(_SHARDING_TYPE)
@@ -163,8 +162,8 @@ def layout_of(directory: Path, *, weights_only: bool) -> dict[str, bool]:
 
 
 def other_shape(frame: dict[str, Any], directory: Path) -> str | None:
-    """Return an error about an embedding or head that has another shape in the checkpoint than in ``frame``; None if
-    there is none. Megatron would load the common rows of these tensors, and leave zeros in the others."""
+    """Return an error if an embedding or head has another shape in the checkpoint than in ``frame``, otherwise None.
+    Megatron would load the rows that both shapes have, and leave zeros in the other rows."""
     shards = [
         shard for shard in nested_values(frame) if isinstance(shard, ShardedTensor) and shard.allow_shape_mismatch
     ]
@@ -181,8 +180,8 @@ def other_shape(frame: dict[str, Any], directory: Path) -> str | None:
 
 def leave_histories(shards: dict[str, Any], directory: Path) -> None:
     """Remove from ``shards``, Megatron's description of a model chunk, each history of delayed scaling that the
-    checkpoint lacks or has in another shape. This concerns jobs whose recipe was changed on purpose, and checkpoints of
-    weights. Then the history stays empty."""
+    checkpoint lacks or has in another shape. These histories stay empty. This happens in jobs whose recipe was changed
+    on purpose, and with checkpoints of weights."""
     histories = [name for name in shards if name.endswith(AMAX_HISTORY)]
     stored = load_metadata(directory).state_dict_metadata if histories else {}
     for name in histories:
@@ -192,7 +191,7 @@ def leave_histories(shards: dict[str, Any], directory: Path) -> None:
 
 
 def with_histories(chunk: torch.nn.Module, loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``loaded``, the tensors of a model chunk, with the present histories that ``leave_histories`` removed."""
+    """Return ``loaded``, the tensors of a model chunk, plus the chunk's present histories that ``loaded`` lacks."""
     present = unwrap(chunk).state_dict()
     return {**{name: found for name, found in present.items() if name.endswith(AMAX_HISTORY)}, **loaded}
 
@@ -210,11 +209,11 @@ def load_shards(
 
     Args:
         frame: result of ``DenseState.build_shards``: Megatron's description of the model and the optimizer.
-        wanted: other sharded objects to load, by key.
+        wanted: sharded objects to load besides ``frame``, by key.
         ignored: beginnings of keys that the checkpoint may have although the model does not have them.
 
     Returns:
-        The loaded values by key; those of the optimizer are under ``optimizer_shards``.
+        The loaded values by key. The optimizer's values are under the key ``optimizer_shards``.
 
     Raises:
         CheckpointError: the checkpoint lacks a tensor, or has a tensor that the model does not have.
@@ -231,7 +230,7 @@ def load_shards(
         )
     except (CheckpointingException, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
-    # States of random number generators are requested only if the layout is that of the save.
+    # Random number generators are requested only if the layout is that of the save, so they may be unclaimed.
     unclaimed = sorted(
         key
         for key in unclaimed

@@ -46,15 +46,15 @@ class _ReleasableDataParallel(DistributedDataParallel):
 
 
 def forget_iteration(model_chunks: list[torch.nn.Module]) -> None:
-    """Reset training mode and reduction state of ``model_chunks`` after a failure. Gradients and buffers stay."""
+    """Set training mode and reset the reduction state of ``model_chunks`` after a failure. Gradients stay."""
     for chunk in model_chunks:
         chunk.train()
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):  # type: ignore[misc]
             group.grad_reduce_handle = group.param_gather_handle = None
             group.param_gather_dispatched = False
             group.is_last_microbatch = True
-            # Reset as after a build: in its first iteration, Megatron reduces buckets in a fixed order and learns the
-            # later order. All ranks must do the same, and other ranks may have just built their model.
+            # Reset to the state after a build, because other ranks may have just built their model: in the next
+            # iteration, Megatron reduces buckets in a fixed order on all ranks, and learns the later order.
             group.is_first_batch = True
             group.per_param_grad_ready_counts = {}
             group.golden_per_param_grad_ready_counts = {}
@@ -108,8 +108,8 @@ def _build_block_spec(
     precision: PrecisionConfig,
     device: torch.device,
 ) -> TransformerBlockSubmodules:
-    """Return the layer specs of one model chunk of this rank. ``vp_stage`` is its virtual pipeline stage, or None. If
-    ``replicas`` is None, Megatron assigns experts to ranks. ``router`` creates the routers."""
+    """Return the layer specs of one model chunk of this rank. ``vp_stage`` is the virtual pipeline stage of the chunk,
+    or None. If ``replicas`` is None, Megatron assigns experts to ranks. ``router`` creates the routers."""
     local = transformer_impl == "local"
     block = get_gpt_decoder_block_spec(
         config,
@@ -170,12 +170,12 @@ def build_model(
     replicas: Replicas | None = None,
     router: RouterBuilder = PaddingAwareRouter,
 ) -> list[torch.nn.Module]:
-    """Build the model chunks of this rank, one for each virtual pipeline stage, in order. Wrap each in
-    ``DistributedDataParallel``.
+    """Build the model chunks of this rank, each wrapped in ``DistributedDataParallel``. Return them in the order of
+    their virtual pipeline stages.
 
     Args:
         vocab_size: size of the vocabulary after padding.
-        replicas: experts of each rank of the stage; None for Megatron's own assignment of experts to ranks.
+        replicas: experts of each rank of the pipeline stage; None if Megatron assigns experts to ranks.
         router: creates the routers of the MoE layers.
     """
     vp_size = config.parallel.virtual_pipeline_model_parallel_size
@@ -188,7 +188,7 @@ def build_model(
         grad_reduce_in_fp32=config.precision.grad_reduce_in_fp32,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-        # Multiples of 2**16 elements: then no rank's part of a bucket ends inside a block of elements with one scale.
+        # Multiples of 2**16 elements, so that no rank's part of a bucket ends inside a block that shares a scale.
         pad_buckets_for_high_nccl_busbw=config.precision.regime is not None,
         # The commit vote handles gradients that are not finite. Megatron's check would raise an error on one rank only.
         check_for_nan_in_grad=False,
@@ -209,7 +209,7 @@ def build_bare_model(
     device: torch.device,
     pg_collection: ProcessGroupCollection,
 ) -> torch.nn.Module:
-    """Build the whole model of a job of one rank, without gradient buffers."""
+    """Build the whole model for a job of one rank, without ``DistributedDataParallel`` and its gradient buffers."""
     vocab, groups = vocab_size, pg_collection
     return _build_chunk(config, transformer_config, vocab, None, groups, None, PaddingAwareRouter, device)
 
@@ -273,7 +273,7 @@ def _mark_frozen(chunk: torch.nn.Module, frozen: str | None) -> None:
 
 def _reduce_experts_over_their_holders(chunk: torch.nn.Module, pg_collection: ProcessGroupCollection) -> None:
     """Make Megatron sum the gradients of an expert over all ranks that have a copy of it. Without this function,
-    Megatron does so only with EP > 1. With EP = 1 and TP > 1, all tensor-parallel ranks have all experts but process
+    Megatron does so only if EP > 1. If EP = 1 and TP > 1, all tensor-parallel ranks have all experts but process
     different tokens, so the copies would diverge."""
     if pg_collection.ep.size() == 1 and pg_collection.tp.size() != pg_collection.expt_tp.size():
         for name, parameter in chunk.named_parameters():

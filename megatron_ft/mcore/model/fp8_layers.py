@@ -1,11 +1,11 @@
 """Linear layers of Megatron's local spec with FP8 operands (``precision.fp8``).
 
-Weights stay parameters in ``precision.params_dtype``. Each product quantizes its operands. The scales follow from the
-operands alone or, with delayed scaling, from the largest magnitudes (amax) of earlier iterations. Each transformer
-layer has these magnitudes as a buffer, which belongs to the training state like a router's bias: windows, checkpoints,
-joining ranks and rollbacks contain it. All ranks of a pipeline stage have equal buffers, with entries for all experts,
-so they do not depend on the placement of experts. With ``precision.regime``, the weights have values that FP8 codes
-with scales of 64 consecutive elements hold exactly. Embedding, router, norms and output layer are not quantized.
+Weights stay parameters in ``precision.params_dtype``, and each product quantizes its operands. With delayed scaling,
+the scales follow from the largest magnitudes (amax) of earlier iterations; otherwise from the operands alone. Each
+transformer layer has these magnitudes in a buffer. Like a router's bias, the buffer is part of the training state:
+windows, checkpoints, joining ranks and rollbacks contain it. All ranks of a pipeline stage have equal buffers with
+entries for all experts, so a buffer does not depend on the placement. With ``precision.regime``, FP8 codes with one
+scale per 64 elements represent the weights exactly. Embedding, router, norms and output layer are not quantized.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,10 +26,10 @@ from transformer_engine_ext.recipes import AMAX_HISTORY, ROLES, AmaxHistory, Rec
 
 
 class _Fp8Product:
-    """Replaces the product of one of Megatron's linear layers."""
+    """Linear layer of Megatron that computes its matrix product with FP8 operands; a mixin of the classes below."""
 
     scalers: LinearScalers
-    """Scalers of all layers with the recipe or, with delayed scaling, of this layer."""
+    """Scalers of this layer. Layers share one object, except with delayed scaling."""
     provider: Provider
     weight: torch.nn.Parameter
 
@@ -61,7 +61,7 @@ def use_fp8(submodules: Any, precision: PrecisionConfig, device: torch.device) -
     """Replace every linear layer of a layer spec by a layer with FP8 operands.
 
     Args:
-        submodules: ``submodules`` of a layer's spec, which is changed. It must belong to this layer alone.
+        submodules: ``submodules`` of a layer's spec, which is changed. No other layer may use the same object.
 
     Raises:
         ConfigError: torch cannot compute products with the recipe on ``device``.
@@ -89,8 +89,8 @@ def _replace(submodules: Any, scalers: LinearScalers | None, provider: Provider)
 
 
 class _LayerHistory:
-    """Largest magnitudes of the operands of one transformer layer. Their order does not depend on the layout: first the
-    linear layers outside the routed experts, by name, then both linear layers of each expert, by id."""
+    """History of the largest magnitudes of the operands of a transformer layer. The order of the linear layers is the
+    same in every layout: first those outside the routed experts, by name, then both layers of each expert, by id."""
 
     def __init__(self, layer: Any, precision: PrecisionConfig, num_experts: int) -> None:
         self._mixture = layer.mlp if hasattr(layer.mlp, "experts") else None
@@ -111,7 +111,7 @@ class _LayerHistory:
         self.amax.begin()
         if self._mixture is None or self._places == self._mixture.local_expert_indices:
             return
-        # Experts have changed places. Their magnitudes have not, because all ranks have those of all experts.
+        # The rank has other experts now. The history stays, because all ranks have the magnitudes of all experts.
         self._places = list(self._mixture.local_expert_indices)
         for expert, module in zip(self._places, self._mixture.experts.local_experts, strict=True):
             for number, found in enumerate((module.linear_fc1, module.linear_fc2)):
@@ -122,26 +122,26 @@ class _LayerHistory:
 
 
 def add_histories(chunk: Any, precision: PrecisionConfig, num_experts: int) -> None:
-    """Give each transformer layer of a model chunk the history of delayed scaling, as a buffer. Call this after weights
-    were converted to 16 bits, because the buffers are FP32."""
+    """Add the history of delayed scaling to each transformer layer of a model chunk, as an FP32 buffer. Call this after
+    the chunk was converted to 16 bits, because the conversion would change the buffers, too."""
     for layer in chunk.decoder.layers:
         layer.delayed_scaling = _LayerHistory(layer, precision, num_experts)
 
 
 class DelayedScaling:
-    """Histories of delayed scaling of all layers of this rank; of none with other recipes."""
+    """The histories of delayed scaling of all layers of this rank. With other recipes, the methods do nothing."""
 
     def __init__(self, model_chunks: Sequence[torch.nn.Module]) -> None:
         self._layers = list(_histories(model_chunks))
 
     def begin(self) -> None:
-        """Begin an iteration or an evaluation: compute scales, and forget magnitudes of an unfinished iteration."""
+        """Begin an iteration or an evaluation: compute scales, and discard magnitudes of an unfinished iteration."""
         for layer in self._layers:
             layer.begin()
 
     def combine(self, group: dist.ProcessGroup) -> None:
-        """Combine the magnitudes of the iteration over ``group``, the ranks of this pipeline stage. They must do so
-        before the vote, because after it survivors finish the iteration without the ranks that were lost."""
+        """Take the maximum of the iteration's magnitudes over ``group``, the ranks of this pipeline stage. Call this
+        before the vote: after the vote, survivors may have to finish the iteration without lost ranks."""
         if not self._layers:
             return
         newest = [layer.amax.newest for layer in self._layers]

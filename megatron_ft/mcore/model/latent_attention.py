@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek) with Megatron's local layers, on any device.
 
-Megatron-Core 0.16.1 has such a layer spec, but its parts do not fit together without Transformer Engine: the core
-attention accepts no widths of heads, and needs values and queries of equal width. With tensor parallelism, Megatron
-also splits the down projections. Then it sums the gradient of the rotated part of the keys over no ranks, so this
-gradient is wrong. Here every tensor-parallel rank has the whole down projections, as with Transformer Engine.
+Without Transformer Engine, such a layer of Megatron-Core 0.16.1 cannot be built: its core attention does not accept
+widths of heads, and needs values and queries of equal width. With tensor parallelism, Megatron also splits the down
+projections, but does not sum the gradient of the rotated part of the keys over the ranks, so this gradient is wrong.
+Here every tensor-parallel rank has the whole down projections, as with Transformer Engine.
 """
 
 from typing import Any
@@ -20,30 +20,30 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_ft.mcore.versions import submodules_of
 
-# Without Transformer Engine, Megatron's module imports placeholders for its layers and sets ``HAVE_TE`` to true.
+# Without Transformer Engine, Megatron imports placeholders for its classes, and still sets ``HAVE_TE`` to true.
 multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
 
 _KEY_NAMES = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
-"""Maps prefixes of local layers' names to the prefixes that Transformer Engine's layers have in checkpoints."""
+"""Maps the prefix of a local layer's name to the prefix that Transformer Engine's layer has in checkpoints."""
 
 
 class _LatentDotProductAttention(DotProductAttention):
-    """Attention in which the heads of values have another width than those of queries and keys."""
+    """Attention in which heads of values may have another width than heads of queries and keys."""
 
     def __init__(
         self, *, config: TransformerConfig, k_channels: int = 0, v_channels: int = 0, cp_comm_type: Any, **named: Any
     ) -> None:
         super().__init__(config=config, **named)
-        # The defaults are needed, because Megatron first makes an instance without widths, which it then replaces.
+        # The widths have defaults, because Megatron first makes an instance without widths, and then replaces it.
         self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
 class _WholeLinear(torch.nn.Module):
-    """Linear layer whose whole weight every tensor-parallel rank has. With sequence parallelism, each rank applies the
-    layer to its part of the sequence, and Megatron sums the gradients of the ranks."""
+    """Linear layer that is not split: every tensor-parallel rank has the whole weight. With sequence parallelism, each
+    rank applies the layer to its part of the sequence, and Megatron sums the gradients of the ranks."""
 
     def __init__(self, config: TransformerConfig, num_inputs: int, num_outputs: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _WholeLinear(torch.nn.Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """Latent attention with whole down projections."""
+    """Latent attention in which every tensor-parallel rank has the whole down projections."""
 
     config: MLATransformerConfig
 
@@ -68,14 +68,14 @@ class LatentAttention(MLASelfAttention):
             self.linear_q_down_proj = _WholeLinear(config, hidden, config.q_lora_rank)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        # From 0.19, Megatron calls this method, which allows a norm of keys and values without one of queries only with
-        # Transformer Engine. Queries are normalized only if they have a low rank.
+        # From 0.19, Megatron calls this method. Megatron's version allows a norm of keys and values without a norm of
+        # queries only with Transformer Engine. Queries have a norm only if they have a low rank.
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
 
 
 def use_latent_attention(submodules: Any) -> None:
-    """Change the spec of a layer with Megatron's latent attention to the classes of this module."""
+    """Replace the attention classes in the spec of a layer with Megatron's latent attention by those of this module."""
     attention: ModuleSpec = submodules.self_attention
     attention.module = LatentAttention
     attention.submodules.core_attention = _LatentDotProductAttention

@@ -1,7 +1,7 @@
 """Builds Megatron's AdamW, divides its step for the commit protocol, and reads and sets its state.
 
-``prepare`` computes the master gradients and their norm, and changes nothing that cannot be rolled back. ``update``
-clips the gradients, and updates master weights and moments of this rank. ``gather`` all-gathers the parameters.
+``prepare`` computes the master gradients and their norm. All its changes can be rolled back. ``update`` clips the
+gradients, and updates master weights and moments of this rank. ``gather`` all-gathers the parameters.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -34,12 +34,12 @@ MASTER, STEP = "master", "step"
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Master:
     """One master weight that this rank updates: the whole tensor, or a flat range of it if the optimizer is sharded.
-    ``name`` is the parameter's global name. ``state`` contains the moments and the step count of torch's optimizer.
-    With ``precision.regime``, ``tensor`` is a placeholder that only has a gradient."""
+    ``name`` is the global name of the parameter. ``state`` contains the moments and the step count of torch's
+    optimizer. With ``precision.regime``, ``tensor`` is a placeholder that has a gradient but no values."""
 
     name: str
     unique_name: str
-    """Name that keys stochastic rounding: ``name``, with the number of the tensor-parallel part if it is above 0."""
+    """Key of stochastic rounding: ``name``, followed by the number of the tensor-parallel part if it is above 0."""
     start: int
     """Number of the first element of ``tensor`` in the flattened parameter."""
     tensor: torch.Tensor
@@ -113,8 +113,8 @@ def _group_pairs(member: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def state_tensors(member: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the master weight, the moments and the step count that belong to ``master``, and scales if there are any,
-    as flat views in a fixed order. Names of scales end with ``_scales``."""
+    """Return the master weight, the moments and the step count that belong to ``master``, as flat views by component,
+    in a fixed order. If the state has scales, they are components with names that end with ``_scales``."""
     if isinstance(member, ScaledOptimizer | ScaledDistributedOptimizer):
         return member.parts(master)
     known = member.optimizer.state[master]
@@ -132,12 +132,12 @@ def state_format_of(optimizer: MegatronOptimizer) -> StateFormat | None:
 def weight_of(
     optimizer: MegatronOptimizer, parameter: torch.Tensor, start: int, parts: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return the compute weights of masters, flat, as ``optimizer`` computes them.
+    """Round master weights to compute weights (flat), as ``optimizer`` does.
 
     Args:
-        parameter: parameter of the weights, which gives their dtype.
+        parameter: parameter to which the weights belong; the result has its dtype.
         start: first element of the masters in the flattened parameter; with scales, a multiple of the block size.
-        parts: flat tensor ``master`` and, if masters have scales, ``master_scales``.
+        parts: flat tensor ``master`` and, if the masters have scales, flat tensor ``master_scales``.
     """
     found = state_format_of(optimizer)
     if found is None:
@@ -148,7 +148,7 @@ def weight_of(
 def follow_parameters(
     optimizer: MegatronOptimizer, model_chunks: Sequence[torch.nn.Module], pg_collection: ProcessGroupCollection
 ) -> None:
-    """Give masters the marks and the names of their parameters again, after experts have changed places."""
+    """Copy the marks and names of parameters to their masters again, because experts have changed places."""
     names = scaled.names_of(model_chunks, pg_collection)
     for member in sub_optimizers(optimizer):
         for parameter, master in masters_of(member):
@@ -168,7 +168,7 @@ def range_of(member: Any, parameter: torch.nn.Parameter) -> tuple[int, int]:
 
 
 def allocate_state(optimizer: MegatronOptimizer) -> None:
-    """Create the moments and step counts that the first update would create, with the same values: zeros."""
+    """Create moments and step counts as zeros, as the first update would do."""
     for member in sub_optimizers(optimizer):
         if isinstance(member.optimizer, ScaledAdamW):
             continue  # it is created with its state
@@ -209,9 +209,9 @@ def sharded_tree(
 
 
 def refresh_groups(optimizer: MegatronOptimizer, tree: Any) -> None:
-    """Set the learning rates, weight decays and step counts of parameter groups in ``tree`` to their present values.
-    ``tree`` is the part of an earlier result of ``sharded_tree`` that contains no shards. Quantized state has no such
-    part."""
+    """Set the learning rates, weight decays and step counts of the parameter groups in ``tree`` to their present
+    values. ``tree`` is an earlier result of ``sharded_tree`` without its shards. With quantized state, change
+    nothing."""
     if state_format_of(optimizer) is not None:
         return
     members = sub_optimizers(optimizer)
@@ -230,7 +230,7 @@ def split_shards(tree: Any) -> dict[str, ShardedBase]:
 
 
 def fill_frame(tree: Any, loaded: dict[str, Any], path: tuple[str, ...] = ()) -> Any:
-    """Return ``tree`` with each shard replaced by the value in ``loaded`` for its path."""
+    """Return ``tree`` with each shard replaced by a loaded value. ``loaded`` has the keys of ``split_shards``."""
     if isinstance(tree, dict):
         return {key: fill_frame(value, loaded, (*path, str(key))) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -252,9 +252,9 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
 
 
 def install_state(optimizer: MegatronOptimizer, tree: Any, *, step: int, scaler: dict[str, Any] | None) -> None:
-    """Set the optimizer's state from ``tree``, the result of :func:`fill_frame`, and its step count and loss scale.
-    Learning rate, weight decay and similar values are not changed: the configuration and the scheduler determine
-    them."""
+    """Set the optimizer's state to ``tree``, the result of :func:`fill_frame`, its step count to ``step``, and its loss
+    scale to ``scaler``. Learning rate, weight decay and similar values are not changed, because the configuration and
+    the scheduler determine them."""
     members = _chain(optimizer)
     frames = [tree] if len(members) == 1 else [tree[index] for index in range(len(members))]
     for member, frame in zip(members, frames, strict=True):
@@ -302,8 +302,8 @@ def _set_step(member: MegatronOptimizer, frame: dict[str, Any], step: int) -> No
 
 def _own_steps(member: MegatronOptimizer, step: int) -> None:
     """Give each parameter its own step tensor, and remove the step counts of parameter groups. After Megatron's load,
-    all parameters share one step tensor, so the update of every parameter would increase it. The load also gives step
-    counts to the groups, which no update increases."""
+    all parameters share one step tensor, which the update of each parameter would increase. Megatron's load also gives
+    step counts to the groups, but no update would increase them."""
     if isinstance(member.optimizer, torch.optim.Adam):
         for state in member.optimizer.state.values():
             state["step"] = torch.tensor(float(step), dtype=torch.float32)
@@ -312,15 +312,15 @@ def _own_steps(member: MegatronOptimizer, step: int) -> None:
 
 
 GroupKeys = list[list[Any]]
-"""Keys of the parameter groups of all ranks: one list for each time that Megatron gathers keys. A key is (override of
-the configuration or None, whether the parameters are expert parameters)."""
+"""Keys of the parameter groups of all ranks, in one list for each time that Megatron gathers keys. A key has two
+elements: the override of the configuration or None; and whether the parameters are expert parameters."""
 
 
 @contextmanager
 def _agreeing(known: GroupKeys | None, *, is_offline: bool) -> Iterator[GroupKeys]:
-    """Yield a list that collects the keys of the parameter groups of an optimizer built in this context. All ranks must
-    have the same groups, so Megatron gathers the keys of all ranks. With ``known``, this rank uses these keys instead
-    and does not communicate. With ``is_offline`` and without ``known``, it uses only the keys of its own parameters."""
+    """Yield a list that collects the keys of the parameter groups of an optimizer built in this context. Megatron
+    gathers the keys of all ranks, because all ranks must have the same groups. With ``known``, this rank uses these
+    keys instead and does not communicate. With ``is_offline`` and without ``known``, it uses only its own keys."""
     gathered: GroupKeys = []
     native = dist.all_gather_object
 
@@ -362,9 +362,9 @@ def build_optimizer(
     and moments are sharded if ``parallel.use_distributed_optimizer`` is true.
 
     Args:
-        group_keys: keys of the parameter groups of another rank of the job, if the other ranks do not build an
-            optimizer at the same time; None if all ranks build one and gather keys.
-        is_offline: whether this rank cannot communicate; without ``group_keys`` it uses the keys of its own parameters.
+        group_keys: keys from another rank of the job, if the other ranks do not build an optimizer at the same time;
+            None if all ranks build one together and gather the keys.
+        is_offline: whether this rank cannot communicate. If so, and without ``group_keys``, only its own keys are used.
     """
     dtype, options, precision = DTYPES[config.precision.params_dtype], config.optimizer, config.precision
     megatron_config = OptimizerConfig(
@@ -395,7 +395,7 @@ def build_optimizer(
 
 
 def build_scheduler(config: JobConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Build Megatron's schedule of learning rate and weight decay, whose position is counted in samples."""
+    """Build Megatron's schedule of learning rate and weight decay, which counts progress in samples."""
     options = config.optimizer
     warmup, decay, wsd_decay = options.num_samples(config.training)
     wsd: dict[str, Any] = {}
@@ -421,7 +421,7 @@ def build_scheduler(config: JobConfig, optimizer: MegatronOptimizer) -> Optimize
 
 
 def set_position(scheduler: OptimizerParamScheduler, consumed_samples: int) -> None:
-    """Set learning rate and weight decay for the iteration after ``consumed_samples`` samples."""
+    """Set learning rate and weight decay for the iteration that follows ``consumed_samples`` samples."""
     # ``step`` adds to the position, so the position is set to zero first.
     scheduler.num_steps = 0
     scheduler.step(increment=consumed_samples)
@@ -443,12 +443,12 @@ def prepare(optimizer: MegatronOptimizer) -> tuple[bool, float]:
     scalers = grad_scalers(optimizer)
     before = [scaler.state_dict() for scaler in scalers]
     found_inf = bool(optimizer.prepare_grads())
-    # Megatron updates each scaler for the overflow of its own part. But there is one loss scale for all parts, so each
-    # scaler is reset and updated again for an overflow in any part.
+    # Megatron updates the loss scale of each part for an overflow in this part alone. All parts must keep the same loss
+    # scale, so each scaler is reset, and updated again for an overflow in any part.
     for scaler, state in zip(scalers, before, strict=True):
         scaler.load_state_dict(state)
         scaler.update(found_inf)
-    # Before the norm is computed, to which frozen parameters must not contribute.
+    # Frozen parameters must not contribute to the norm, so their gradients are removed first.
     for part in _parts(optimizer):
         for master in _frozen_masters(part):
             master.grad = None
@@ -459,18 +459,18 @@ def prepare(optimizer: MegatronOptimizer) -> tuple[bool, float]:
 def prepare_known(
     optimizer: MegatronOptimizer, *, found_inf: bool, without: Collection[torch.nn.Parameter] = frozenset()
 ) -> None:
-    """Do the work of ``prepare`` without communication. A replay calls this, because its logged vote contains the
-    results. Parameters in ``without`` get no master gradients, so that the update does not change their state."""
+    """Do the work of ``prepare`` without communication, in a replay: the logged vote contains the results of
+    ``prepare``. Parameters in ``without`` get no master gradients, so the update does not change their state."""
     for part in _parts(optimizer):
         scaler: Any = getattr(part, "grad_scaler", None)
         if scaler is None:
             part.prepare_grads()
         else:
-            # Megatron's own method would all-reduce the overflow flag with stages that do not replay.
+            # Megatron's method would all-reduce the overflow flag over all stages, also those that do not replay.
             _unscale(part, scaler)
             scaler.update(found_inf)
         for parameter, master in masters_of(part):
-            # The gradient is removed, because with a zero gradient the update would still decay weights and moments.
+            # Remove the gradient: with a gradient of zero, the update would still decay weights and moments.
             if parameter in without or is_frozen(parameter):
                 master.grad = None
 
@@ -511,8 +511,8 @@ def grad_scalers(optimizer: MegatronOptimizer) -> list[Any]:
 
 @torch.no_grad()
 def update(optimizer: MegatronOptimizer, clip_grad: float, grad_norm: float) -> None:
-    """Clip the gradients with ``grad_norm`` from the vote, and update this rank's master weights, moments and compute
-    weights."""
+    """Clip the gradients by their norm ``grad_norm`` from the vote, and update this rank's master weights, moments and
+    compute weights."""
     for part in _parts(optimizer):
         parameters = part.get_parameters()
         # In a replay all parameters of a part may be frozen. Then no gradient is left to clip.

@@ -1,10 +1,10 @@
-"""Megatron's optimizers with masters and moments as codes and scales (``precision.regime``).
+"""Megatron's optimizers with master weights and moments stored as codes and scales (``precision.regime``).
 
-The classes replace the masters, the update, and the copy of masters to compute weights. Megatron's buffers, ranges and
-collectives stay. The inner optimizer has placeholders as parameters, which have gradients but no values. A scale
-belongs to 64 consecutive elements of a parameter, and ranges begin at multiples of 64. So an update needs no
-communication, and its bits do not depend on the ranges. Compute weights are stored in ``precision.params_dtype``. Those
-of FP8 layers are first rounded to FP8 with scales of the same blocks; BF16 holds the rounded values exactly.
+The classes replace the masters, the update, and the copy of masters to compute weights. They keep Megatron's buffers,
+ranges and collectives. The parameters of the inner optimizer are placeholders, which have gradients but no values. A
+scale belongs to 64 consecutive elements of a parameter, and ranges begin at multiples of 64. So an update needs no
+communication, and its result does not depend on the ranges. Compute weights are stored in ``precision.params_dtype``.
+Those of FP8 layers are first rounded to FP8 with scales of the same blocks, which BF16 represents exactly.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ from transformer_engine_ext.regimes import REGIMES, Regime
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StateFormat:
-    """Formats of the optimizer state of a job, and the names that key stochastic rounding."""
+    """Formats of the optimizer state of a job, and the names that are the keys of stochastic rounding."""
 
     regime: Regime
     seed: int | None
@@ -45,7 +45,7 @@ class StateFormat:
     names: Mapping[torch.nn.Parameter, str]
     """Global name of each parameter, with the number of the tensor-parallel part if it is above 0."""
     backend: Backend = REFERENCE
-    """Computes the updates."""
+    """Implementation that computes the updates."""
 
     @classmethod
     def of(
@@ -59,7 +59,7 @@ class StateFormat:
         if config.precision.regime is None:
             return None
         regime = REGIMES[config.precision.regime]
-        # With 16 bits, masters train without stochastic rounding.
+        # Masters with 16 bits need no stochastic rounding.
         seed = config.training.seed if regime.master is E4M3 else None
         key = "optimizer.update_backend"
         device = next(parameter.device for chunk in model_chunks for parameter in chunk.parameters())
@@ -74,15 +74,15 @@ class StateFormat:
         return ScaledAdamW(groups, regime=self.regime, seed=self.seed, backend=self.backend, **options)
 
     def weight(self, parameter: torch.Tensor, master: QuantizedTensor, start: int) -> torch.Tensor:
-        """Return the compute weights of ``master``, elements of ``parameter`` from ``start`` on, flat, in the dtype of
+        """Round ``master``, the elements of ``parameter`` from ``start`` on, to compute weights: flat, in the dtype of
         ``parameter``. ``start`` must be a multiple of the block size."""
         if self.regime.is_compute_scaled and not has_fp8_values(parameter):
             return master.decode(parameter.dtype)
         return compute_weights(self.regime, master, start).decode(parameter.dtype)
 
     def round_weight(self, parameter: torch.Tensor) -> None:
-        """Round a whole compute weight to that of an untrained master. Each rank gets the same bits, without
-        communication."""
+        """Round a whole compute weight, as if it came from a master before the first update. The result is the same on
+        every rank, without communication."""
         master = quantize_blocks(parameter.detach().reshape(-1).float(), self.regime.master)
         parameter.detach().copy_(self.weight(parameter, master, 0).view_as(parameter))
 
@@ -100,7 +100,7 @@ def names_of(
 
 
 def quantized(kind: str, parts: Mapping[str, torch.Tensor]) -> QuantizedTensor:
-    """Return the component ``kind`` of ``parts``, which lack scales if the component has none."""
+    """Return the component ``kind`` of ``parts`` with its scales, if it has any."""
     none = torch.empty(0, dtype=torch.uint8, device=parts[kind].device)
     return from_parts(kind, {f"{kind}_scales": none, **parts}, BLOCK_ELEMENTS)
 
@@ -111,17 +111,17 @@ def has_fp8_values(parameter: torch.Tensor) -> bool:
 
 
 class _Scaled:
-    """Code that both optimizers share."""
+    """Base of both optimizers of this module."""
 
     format: ClassVar[StateFormat]
     optimizer: Any
 
     def pairs(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yield each parameter that this rank updates, and its placeholder."""
+        """Yield (parameter, placeholder of its master weight) for each parameter that this rank updates."""
         raise NotImplementedError
 
     def whole(self) -> Iterator[torch.nn.Parameter]:
-        """Yield each parameter of the optimizer, including those of which this rank updates nothing."""
+        """Yield each parameter of the optimizer, also parameters of which this rank updates no element."""
         raise NotImplementedError
 
     def start_of(self, parameter: torch.nn.Parameter) -> int:
@@ -129,7 +129,7 @@ class _Scaled:
         raise NotImplementedError
 
     def target_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return the compute weights that this rank updates, as a flat view."""
+        """Return the elements of ``parameter`` that this rank updates (compute weights), as a flat view."""
         raise NotImplementedError
 
     def parts(self, held: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -232,7 +232,7 @@ class ScaledDistributedOptimizer(_Scaled, DistributedOptimizer):
 
 @contextmanager
 def scaled_classes(state_format: StateFormat | None) -> Iterator[None]:
-    """Make Megatron build optimizers with scaled state in this context; with None, its own optimizers."""
+    """Make Megatron build optimizers of this module while the block runs; with None, Megatron's own optimizers."""
     native = DistributedOptimizer, Float16OptimizerWithFloat16Params
     if state_format is not None:
         given = {"format": state_format}
@@ -244,12 +244,12 @@ def scaled_classes(state_format: StateFormat | None) -> Iterator[None]:
         megatron_optimizer.DistributedOptimizer, megatron_optimizer.Float16OptimizerWithFloat16Params = native
 
 
-# A checkpoint contains each component of a parameter as a flat tensor with the name of the parameter: codes as they
-# are, FP8 as uint8, and one byte for each scale. So the bytes of the state are stored, and jobs with other PP, EP or DP
-# sizes can load them.
+# A checkpoint contains each component of a parameter's state as a flat tensor, with the name of the parameter. The
+# bytes of the state are stored without conversion: FP8 codes as uint8, and one byte for each scale. So jobs with other
+# PP, EP or DP sizes can load them.
 
 Described = dict[str, dict[str, ShardedTensor]]
-"""Shards of this rank by component and name of the parameter."""
+"""Shards of this rank: [component][name of the parameter]."""
 
 
 def describe(member: Any, model_shards: dict[str, Any], *, is_loading: bool) -> Described:
@@ -259,7 +259,7 @@ def describe(member: Any, model_shards: dict[str, Any], *, is_loading: bool) -> 
     is_shared = isinstance(member, DistributedOptimizer) and member.data_parallel_group.size() > 1
     found: Described = {}
     for parameter, held in member.pairs():
-        # If ranks have different ranges, each writes its own.
+        # If ranks have different ranges of a parameter, each rank writes its own range.
         replica_id = (*replicas[parameter][:-1], 0) if is_shared else replicas[parameter]
         for kind, part in _stored(member, held):
             per_value = BLOCK_ELEMENTS if kind.endswith("_scales") else 1
@@ -279,7 +279,7 @@ def describe(member: Any, model_shards: dict[str, Any], *, is_loading: bool) -> 
 
 @torch.no_grad()
 def install(member: Any, loaded: Mapping[str, Mapping[str, torch.Tensor]], step: int) -> None:
-    """Set the state of ``member`` to ``loaded``, which has the form of :func:`describe` with tensors as leaves."""
+    """Set the state of ``member`` to ``loaded``: the form of :func:`describe`, with tensors instead of shards."""
     for parameter, held in member.pairs():
         for kind, part in _stored(member, held):
             part.copy_(loaded[kind][member.format.names[parameter]])

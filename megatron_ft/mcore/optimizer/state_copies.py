@@ -2,10 +2,10 @@
 
 With the distributed optimizer, only one rank has each shard of the non-expert optimizer state. This module copies the
 master weights and moments of the shard to f - 1 ranks on other failure domains, where f is ``placement.state_copies``.
-Before the vote of every iteration these ranks receive the reduced gradients of the shard, which have a third of the
-bytes of the state. After the vote every rank updates its copies together with its own state. So the copies belong to
-the same iteration as the rank's own state, and stay equal to the originals bit for bit. This update needs no other
-rank: once a vote is complete, each living rank can finish the iteration, also in copies of lost ranks' shards.
+Before the vote of every iteration, these ranks receive the reduced gradients of the shard, a third of the bytes of the
+state. After the vote, every rank updates its copies together with its own state. So the copies belong to the same
+iteration as the rank's own state, and stay bitwise equal to the originals. The update of copies needs no communication:
+once a vote is complete, each living rank can finish the iteration, and also its copies of lost ranks' shards.
 
 All replicas of an expert have its whole optimizer state. If the replicas are on fewer than f failure domains, ranks on
 other failure domains get copies of the expert's state in the same way. In a job without replicas, the shard of a rank
@@ -39,16 +39,16 @@ class _Kept:
     owner: int
     names: list[str]
     starts: list[int]
-    """Number of the first copied element in the flattened parameter."""
+    """For each parameter, the number of its first copied element in the flattened parameter."""
     parameters: list[torch.Tensor]
-    """Master weights; with ``precision.regime``, placeholders for their gradients."""
+    """Master weights. With ``precision.regime``, these are placeholders that hold the gradients."""
     kinds: tuple[str, ...]
     """Components of the state, in the order of ``adamw.state_tensors``."""
     optimizer: torch.optim.AdamW | ScaledAdamW
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all copied tensors by name: ``<name>/master``, ``/exp_avg``, ``/exp_avg_sq``, ``/step`` and, if there
-        are any, scales."""
+        """Return all copied tensors by name: ``<name>/master``, ``/exp_avg``, ``/exp_avg_sq``, ``/step``, and scales if
+        the state has any."""
         return {
             f"{name}/{kind}": tensor
             for name, parameter in zip(self.names, self.parameters, strict=True)
@@ -63,24 +63,24 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lending:
-    """Master weights of this rank whose copies are on the rank ``keeper``, in the order in which they are sent."""
+    """Master weights of this rank of which rank ``keeper`` has copies, in the order in which they are sent."""
 
     keeper: int
     masters: list[Master] = field(default_factory=list)
 
 
 class StateCopies:
-    """The copies of optimizer state that this rank sends to other ranks, and those that it keeps for other ranks.
+    """Copies of optimizer state: of this rank's state on other ranks, and of other ranks' state on this rank.
 
     The constructor sends the whole state to the ranks that lack copies. ``exchange_gradients`` must be called before
-    every vote. All ranks of ``group`` must make these calls together. ``update`` needs no other rank.
+    every vote. All ranks of ``group`` must make both calls together. ``update`` does not communicate.
 
     Args:
-        plan: for each shard, the ranks that have its state.
+        plan: for each shard, the ranks that have its state or a copy of it.
         placement: the assignment of experts to slots for which ``plan`` was made; None without replica slots.
         group: the ranks of the pipeline stage, in the order of the plan.
         former: earlier object of this rank, if its copies have the present state; otherwise None. Its copies are kept
-            if ``plan`` assigns them to the same ranks as before.
+            if ``plan`` assigns copies to the same ranks as before.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class StateCopies:
         mine = list(masters(model_chunks, optimizer))
         self._format = state_format_of(optimizer)
         self.ranges = {m.name: (m.start, m.start + m.tensor.numel()) for m in mine}
-        """Range of the elements that this rank updates, for each parameter. Ranges change only if ranks change."""
+        """Range (start, stop) of elements that this rank updates, by parameter. It changes only if ranks change."""
         self.kinds = {kind: tensor.dtype for kind, tensor in mine[0].parts.items()} if mine else {}
         """Dtype of each component of the optimizer state, which all parameters have."""
         self._lent = self._lendings(mine, plan, placement)
-        # If a process in another failure domain has replaced a lost rank, copies may belong on other ranks than before.
+        # If a rank was replaced by a process in another failure domain, the plan may assign copies to other ranks.
         is_current = former is not None and former._plan.operators == plan.operators
         self.kept = self._receive(config, former if is_current else None)
 
@@ -115,7 +115,7 @@ class StateCopies:
         """Send the reduced gradients of this rank's master weights to the ranks with copies, and receive the gradients
         for all copies on this rank. The gradients must be unscaled, but not clipped."""
         outgoing = self._by_rank({lent.keeper: [m.tensor.grad for m in lent.masters] for lent in self._lent})
-        # Gradients of an earlier iteration remain if it was skipped or rolled back. They are overwritten.
+        # Gradients of an earlier iteration that was skipped or rolled back may remain. They are overwritten.
         for kept in self.kept:
             for parameter in kept.parameters:
                 parameter.grad = torch.empty(parameter.shape, device=parameter.device)
@@ -123,10 +123,10 @@ class StateCopies:
         exchange_tensors(outgoing, incoming, self._group)
 
     def update(self, grad_norm: float, learning_rate: float) -> None:
-        """Apply the update of the iteration to the copies, with the gradient norm of its vote. If this fails, the
-        copies are unusable."""
+        """Apply the update of the iteration to the copies, with the gradient norm from the vote of the iteration. If
+        this fails, the copies are unusable."""
         for kept in self.kept:
-            # Clipped by Megatron's function, so that the gradients are bitwise equal to those of their owner.
+            # Clip with Megatron's function, so that the gradients are bitwise equal to those on the owner.
             if self._clip_grad > 0.0:
                 clip_grad_by_total_norm_fp32(kept.parameters, max_norm=self._clip_grad, total_norm=grad_norm)
             # AdamW works element by element, so the grouping of parameters does not affect the bits of the result.
@@ -137,7 +137,7 @@ class StateCopies:
 
     def end(self) -> None:
         """Release the references to this rank's master weights before experts move. The copies remain valid until the
-        next update, so they can be used again if the move fails."""
+        next update, so this object can be used as ``former`` if the move fails."""
         self._lent = []
 
     # -- parts --------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class StateCopies:
 def _keepers(
     plan: StateCopyPlan, placement: PlacementPlan | None, me: int
 ) -> dict[int | tuple[int, int], tuple[int, ...]]:
-    """Return, for each part of the state that rank ``me`` sends, the ranks that receive it. The parts are the
+    """Return the ranks that receive copies of the state of rank ``me``, by part of the state. The parts are the
     non-expert shard (key ``NON_EXPERT``; without replicas, the whole shard) and each expert whose first replica is on
     ``me`` (key: layer number, expert)."""
     found: dict[int | tuple[int, int], tuple[int, ...]] = {}

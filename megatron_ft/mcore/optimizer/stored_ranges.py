@@ -1,9 +1,9 @@
 """Describes the state of a sharded optimizer for a checkpoint without gathering it.
 
 A rank updates a contiguous range of each flattened parameter. A checkpoint contains tensors with the shapes of the
-parameters, and with the names that Megatron's format ``fully_reshardable`` uses. This module cuts each range into boxes
-of such a tensor. So each rank writes and reads only its own range, and jobs of all TP, PP, EP and DP sizes can read the
-tensors.
+parameters, and with the names of Megatron's format ``fully_reshardable``. This module cuts each range into boxes
+(hyperrectangles) of such a tensor. So each rank writes and reads only its own range, and jobs of all TP, PP, EP and DP
+sizes can read the tensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
-"""Names of the tensors of a parameter, which Megatron stores in FP32: the master weight and the moments."""
+"""Megatron's names of the stored FP32 tensors of a parameter: the master weight and the moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def shards_of_range(
         start: first element of the range.
         stop: element after the last.
         data: values of the range, one-dimensional; None for shards that a load fills.
-        is_shared: whether other ranks have other ranges of this parameter. If so, each rank writes its own.
+        is_shared: whether other ranks have other ranges of this parameter. If so, each rank writes its own range.
     """
     found, position = [], 0
     for part in [whole.build()] if isinstance(whole, ShardedTensorFactory) else [whole]:
@@ -102,8 +102,8 @@ def _cut(
     shard: ShardedTensor, first: int, last: int, data: torch.Tensor | None, shift: int, *, is_shared: bool
 ) -> Iterator[ShardedTensor]:
     at = first + shift
-    # In Megatron-LM's checkpoints, a tensor may have axes for layers and experts before those of the parameter.
-    # Megatron handles these axes only for parts of equal sizes, so here they are axes of the parts, of size 1.
+    # In Megatron-LM's checkpoints, a tensor may have axes for layers and experts before the axes of the parameter.
+    # Megatron supports such axes only for parts of equal sizes, so here each part has these axes, with size 1.
     num_axes = shard.prepend_axis_num
     for box in boxes(shard.local_shape, first, last):
         sizes, offset = (1,) * num_axes + box.sizes, (0,) * num_axes + box.offset
@@ -123,8 +123,8 @@ def _cut(
 
 @contextmanager
 def own_ranges(optimizers: Sequence[MegatronOptimizer]) -> Iterator[None]:
-    """Make Megatron's ``sharded_state_dict`` describe only the ranges of this rank while the block runs. By itself,
-    Megatron would gather the state of all data-parallel ranks: 12 bytes for each parameter of the rank."""
+    """Make Megatron's ``sharded_state_dict`` describe only the ranges of this rank while the block runs. Otherwise,
+    Megatron would gather the state of all data-parallel ranks, 12 bytes for each parameter of the rank."""
     sharded = [member for member in optimizers if isinstance(member, DistributedOptimizer)]
     for member in sharded:
         member.sharded_param_state_fully_reshardable = partial(_describe, member)
@@ -141,7 +141,7 @@ def own_ranges(optimizers: Sequence[MegatronOptimizer]) -> Iterator[None]:
 def _describe(
     member: DistributedOptimizer, model_shards: dict[str, Any], is_loading: bool = False, metadata: Any = None
 ) -> dict[int, dict[str, list[ShardedTensor]]]:
-    """Return the shards of this rank's ranges, by number of the parameter and name of the tensor, in the form of
+    """Return the shards of this rank's ranges as [number of the parameter][name of the tensor], in the form of
     Megatron's method."""
     tensors, _ = extract_sharded_tensors_and_factories(model_shards)
     described = {shard.data: shard for shard in nested_values(tensors)}
@@ -164,16 +164,16 @@ def _describe(
 
 @torch.no_grad()
 def install_ranges(member: DistributedOptimizer, loaded: dict[Any, dict[str, list[torch.Tensor]]]) -> None:
-    """Copy loaded values into the state of a sharded optimizer. ``loaded`` has the form of ``_describe``, with tensors
-    in the place of shards."""
+    """Copy loaded values into the state of a sharded optimizer. ``loaded`` has the form of ``_describe``'s result, with
+    tensors instead of shards."""
     for number, parameter, _, _ in _ranges(member):
         state = {name: torch.cat([part.reshape(-1) for part in loaded[number][name]]) for name in _STATES}
         member._set_main_param_and_optimizer_states(parameter, state)
 
 
 def _ranges(member: DistributedOptimizer) -> Iterator[tuple[int, torch.nn.Parameter, int, int]]:
-    """Yield number, parameter, first and last element (exclusive) of each range that this rank updates. Parameters are
-    numbered in the order of Megatron's buffers, including those of which this rank updates nothing."""
+    """Yield (number, parameter, start, stop) for each range [start, stop) that this rank updates. Parameters are
+    numbered in the order of Megatron's buffers. Parameters of which this rank updates no element are numbered, too."""
     number = 0
     for buffer, maps in zip(member.buffers, member.gbuf_ranges, strict=True):
         buckets = [bucket["param_map"] for by_dtype in maps.values() for bucket in by_dtype]

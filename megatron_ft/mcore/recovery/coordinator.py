@@ -17,7 +17,7 @@ class Coordinator:
     """Trains one rank in all memberships of a run.
 
     Args:
-        make_trainer: creates the trainer of the rank with the given context.
+        make_trainer: creates the trainer of the rank from its context.
         context: context of this rank when this process starts.
     """
 
@@ -37,7 +37,7 @@ class Coordinator:
         """
         self._check()
         worker = self.trainer.context.worker
-        # ``abort.install`` requires that all groups use gloo, which ``_check`` has ensured.
+        # ``abort.install`` requires that all groups use gloo. ``_check`` has ensured this.
         if worker.can_survive:
             abort.install()
         if self.trainer.context.is_joining:
@@ -67,20 +67,19 @@ class Coordinator:
             )
 
     def _attempt(self) -> str | None:
-        """Train in the current membership. Return the traceback of the error that ended it, or None if it ended as
-        planned. The exception itself is not returned, because its frames reference process groups that must be
-        destroyed."""
+        """Train in the current membership. Return None if it ended as planned, otherwise the traceback of the error.
+        The exception itself is not returned, because its frames reference process groups that must be destroyed."""
         try:
             self.trainer.repeat_abandoned_save()
             self.trainer.run()
-        except RuntimeError:  # from a collective or a kernel; this project's errors are other classes and end the job
+        except RuntimeError:  # from a collective or a kernel; errors of this project have other classes and end the job
             if not self.trainer.context.worker.can_survive:
                 raise
             return traceback.format_exc()
         return None
 
     def _survive(self, failure: str) -> NextMembership:
-        # Break connections first: until then, other ranks may wait in a collective and cannot report positions.
+        # Break connections first. Until then, other ranks may wait in a collective, and cannot report positions.
         self.trainer.hang_up("an iteration failed on this rank")
         try:
             position = position_of(self.trainer.engine, self.trainer.context.rank)
@@ -95,16 +94,16 @@ class Coordinator:
         try:
             self.trainer.checkpoints.finish()
             self.trainer.drain_experts(worker.awaited_change().leaving)
-        except RuntimeError:  # from a collective; this project's errors are other classes and end the job
+        except RuntimeError:  # from a collective; errors of this project have other classes and end the job
             failure = traceback.format_exc()
         if failure is not None:
             return self._survive(failure)
         return worker.change(position_of(self.trainer.engine, self.trainer.context.rank))
 
     def _form(self, following: NextMembership) -> bool:
-        """Continue in the membership ``following``. If ranks are lost while it is formed, continue in the next
-        membership that can be formed. Return False if this rank's node leaves while this process is a hot spare. Raise
-        RankLost if this process has too little memory, or if an import failed."""
+        """Form the membership ``following``. If ranks are lost meanwhile, form the next membership that can be formed.
+        Return False if this rank's node leaves while this process is a hot spare. Raise RankLost if this process has
+        too little memory, or if an import failed."""
         context = self.trainer.context
         while True:
             if following.rank_on(context.node, context.local_rank) is None:
@@ -126,12 +125,13 @@ class Coordinator:
                     raise RankLost(
                         f"rank {rank} cannot continue in generation {following.generation}: {error!r}"
                     ) from error
-                # This rank failed before it entered ``following``, while it copied its state, so its state is unusable.
+                # If this rank failed before it entered ``following``, while it copied its state, its state is unusable.
                 if self.trainer.context.generation != following.generation:
                     raise
                 failure = traceback.format_exc()
             self.trainer.hang_up("this generation could not be formed")
-            # This membership has committed nothing, so this rank is still at the target iteration, and has no vote.
+            # This membership has committed no iteration. So this rank still has the state after the target, and has no
+            # vote.
             beginning = self.trainer.membership_start
             position = Position(
                 rank=self.trainer.context.rank,
@@ -146,6 +146,6 @@ class Coordinator:
 
 
 def _is_own(error: BaseException) -> bool:
-    # Returns whether only this process has caused the error. A failed collective never raises these errors.
+    # Returns whether this process alone has caused the error. Failed collectives never raise such errors.
     is_refused = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)  # torch on CPUs
     return is_refused or isinstance(error, ImportError | MemoryError)

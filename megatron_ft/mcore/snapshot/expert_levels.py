@@ -1,8 +1,8 @@
-"""Recovery from two levels, memory and storage: takes experts from memory that are newer there than in a file.
+"""Recovery from two levels, memory and storage: takes experts from memory if their state is newer there than in a file.
 
 A job continues from a file if the memory of some ranks is lost. Other ranks may still have newer states of their
 experts in memory (MoC-System, section 5.1). An expert is taken from memory only if all ranks with parts of it have the
-same state there. The state must not be newer than the file: otherwise its tokens would be trained twice.
+same state there. The state must not be newer than the file, because its tokens would be trained twice.
 """
 
 import json
@@ -19,27 +19,27 @@ from megatron_ft.planning.snapshot.lost_tokens import Rows
 from megatron_ft.snapshot.window import Slice, Window
 
 Expert = tuple[int, int]
-"""Row of an MoE layer and number of an expert, as in ``TokenLedger``."""
+"""Row of an MoE layer and id of an expert, as in ``TokenLedger``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertState:
-    """State of an expert on one level of one rank."""
+    """Version of an expert's state on one level (memory or storage) of one rank."""
 
     iteration: int
     """Iteration after which this state of the expert was captured."""
     processed: int
-    """Tokens that the expert had processed after this iteration."""
+    """Number of tokens that the expert had processed after this iteration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLevels:
-    """Experts of which a rank has parts, and their states in its memory."""
+    """Experts of which a rank has parts, and the versions of their states in the file and in the rank's memory."""
 
     stored: Mapping[Expert, int]
     """Iteration after which the state in the file was captured, for each expert of which the rank has a part."""
     in_memory: Mapping[Expert, tuple[ExpertState, ...]]
-    """States of these experts in memory."""
+    """Versions of these experts' states in memory."""
 
     def to_json(self) -> list[Any]:
         """Convert to JSON values: a row for each expert."""
@@ -59,8 +59,8 @@ class RankLevels:
 
 
 def newest_states(by_rank: Sequence[RankLevels], start: int) -> dict[Expert, ExpertState]:
-    """Choose the experts that are taken from memory, and their states. The state of an expert is the newest one that
-    all ranks with parts of the expert have, not newer than ``start``, and newer than the state in the file.
+    """Choose the experts that are taken from memory, and the version of each. This is the newest version that all ranks
+    with parts of the expert have. It must be newer than the version in the file, but not newer than ``start``.
 
     Args:
         by_rank: levels of each rank, in rank order.
@@ -82,12 +82,12 @@ def newest_states(by_rank: Sequence[RankLevels], start: int) -> dict[Expert, Exp
 def take_newer_experts(
     window: LocalWindow, in_memory: Sequence[tuple[Window, memoryview]], collectives: Collectives
 ) -> LocalWindow:
-    """Return ``window``, which was read from a file, but with newer states of experts from memory. All ranks must call
+    """Return ``window``, which was read from a file, with newer states of experts from memory. All ranks must call
     this.
 
     Args:
         window: this rank's part of the file; its bytes are changed.
-        in_memory: windows in memory with this rank's state, and their bytes. All hashes were compared before.
+        in_memory: windows in memory with this rank's state, and their bytes. Their hashes must have been verified.
 
     Raises:
         RecoveryError: the train state of a window cannot be read on some rank; nothing has changed on any rank.
@@ -109,7 +109,7 @@ def take_newer_experts(
                 if held.pieces != part.pieces or len(iterations) > 1:
                     continue
                 (iteration,) = iterations
-                # What the window has of an expert is without the tokens that a recovery from it would lose.
+                # The window's state of an expert lacks the tokens that a recovery from this window would lose.
                 row, number = expert
                 risk = 0 if at_risk is None else at_risk[row][number]
                 states.setdefault(expert, []).append(
@@ -149,7 +149,7 @@ def take_newer_experts(
 
 
 def _left_out(window: LocalWindow, part: Slice) -> dict[Expert, list[int]]:
-    """Return, for each expert, the pieces whose state in the file is older."""
+    """Return the indices of the pieces whose state in the file is older than the file, by expert."""
     operators = [unit.operator for unit in window.plan.active(0)]
     layers = sorted({operator.layer for operator in operators if operator.expert is not None})
     row_of = {layer: row for row, layer in enumerate(layers)}

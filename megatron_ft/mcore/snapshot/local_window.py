@@ -1,4 +1,4 @@
-"""Loads the slices of one rank's part of a window, and replays the iterations of the window."""
+"""Loads the slices of a window that one rank captured, and replays the iterations of the window."""
 
 import json
 import time
@@ -53,7 +53,7 @@ class ReplayResult:
     """Cost and result of a replay on this rank."""
 
     final_iteration: int
-    """Last iteration that was run again: the replay ends with the complete state after it."""
+    """Last iteration that was run again. The replay ends with the complete state after this iteration."""
     num_iterations: int
     load_seconds: float
     replay_seconds: float
@@ -102,8 +102,8 @@ def frozen(
     model_chunks: Sequence[torch.nn.Module], parameters: Collection[torch.nn.Parameter]
 ) -> Iterator[Callable[[], None]]:
     """Compute no gradients for ``parameters`` until the yielded function is called, or until the block ends. The caller
-    must call the function after backward and before gradients are reduced. Input gradients do not change, because
-    Megatron's linear layers only skip the gradient of a weight without ``requires_grad``."""
+    must call the function after backward and before gradients are reduced. Gradients of inputs do not change: for a
+    weight without ``requires_grad``, Megatron's linear layers skip only the gradient of the weight."""
     taken = [parameter for parameter in parameters if parameter.requires_grad]
     hooks = [_keep_gradients_flowing(chunk) for chunk in model_chunks if hasattr(unwrap(chunk), "embedding")]
 
@@ -122,7 +122,7 @@ def frozen(
 
 
 def _keep_gradients_flowing(chunk: torch.nn.Module) -> Any:
-    # A frozen embedding's output must require gradients: recomputation of activations needs an input that does.
+    # The output of a frozen embedding must require gradients, because recomputation of activations needs such an input.
 
     def require_gradient(module: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
         return output.requires_grad_() if torch.is_grad_enabled() else output
@@ -133,7 +133,7 @@ def _keep_gradients_flowing(chunk: torch.nn.Module) -> Any:
 @contextmanager
 def synchronous_reduction(model_chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[None]:
     """Reduce gradients after the last backward pass, not during it. An overlapped reduction waits until all parameters
-    of a bucket have gradients, but frozen parameters get none."""
+    of a bucket have gradients, so it would wait forever for frozen parameters."""
     ddp_configs = [chunk.ddp_config for chunk in model_chunks]
     overlapped = [ddp_config.overlap_grad_reduce for ddp_config in ddp_configs]
     grad_sync_func = config.grad_sync_func
@@ -154,13 +154,13 @@ _OF_THE_JOB = ("generation", "stop_requested", "change_requested", *WINDOW_FIELD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CapturedSlice:
-    """A slice that this rank captured."""
+    """A slice of a window that this rank captured."""
 
     payload: Payload
     train_state: Mapping[str, Any] | None = None
     """``TrainState.to_json`` of this rank; only with slice 0."""
     at_risk: Rows | None = None
-    """Tokens of [MoE layer][expert] whose updates the slice does not contain; None if it contains all updates."""
+    """Number of tokens, as [MoE layer][expert], whose updates the slice lacks; None if it contains all updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,11 +171,11 @@ class LocalWindow:
     slices: tuple[memoryview, ...]
     """The bytes of each slice."""
     stored: StoredWindow
-    """Place of the bytes. If ``stored.where`` is ``own``, they are in buffer ``stored.buffer`` of this rank's memory on
-    its node. Otherwise they are elsewhere, and ``stored.buffer`` is the buffer with the rank's newest committed window,
-    or None if there is none. In both cases this buffer must not be overwritten."""
+    """Place of the bytes. If ``stored.where`` is ``own``, the bytes are in buffer ``stored.buffer`` of this rank's
+    memory on its node. Otherwise ``stored.buffer`` is the buffer of the rank's newest committed window; None if the
+    rank has no such window. In both cases the buffer must not be overwritten."""
     from_memory: frozenset[tuple[int, int]] = frozenset()
-    """Experts (row of the MoE layer, number) whose state was read from memory, although the window was read from a
+    """Experts (row of the MoE layer, id) whose state was replaced by newer state from memory, in a window from a
     file."""
 
     @property
@@ -185,8 +185,8 @@ class LocalWindow:
 
     @property
     def plan_in_force(self) -> WindowPlan:
-        """Plan of the windows after this one. It differs from ``plan`` if this window was captured as one slice after
-        a recovery."""
+        """Plan of the windows after this one. It differs from ``plan`` if this window is a capture of the whole state
+        in one slice after a recovery."""
         content = self.header(0, PLAN)
         return self.plan if content is None else WindowPlan.from_json(content)
 
@@ -202,8 +202,8 @@ class LocalWindow:
 
     @property
     def at_risk(self) -> Rows | None:
-        """Tokens of [MoE layer][expert] whose updates the window does not contain, because it copied experts from
-        earlier windows. None if it contains all updates."""
+        """Number of tokens, as [MoE layer][expert], whose updates the window lacks, because it copied experts from
+        earlier windows. None if the window contains all updates."""
         rows = self.header(0, AT_RISK)
         return None if rows is None else tuple(tuple(row) for row in rows)
 
@@ -215,7 +215,7 @@ class LocalWindow:
             votes: votes of the iterations after the window.
 
         Raises:
-            RecoveryError: the plan, a vote or the train state is missing or cannot be read.
+            RecoveryError: the window's plan, a vote or the train state is missing or cannot be read.
         """
         start, where = self.window.start_iteration, f"window of iteration {self.window.start_iteration}"
         try:
@@ -250,13 +250,13 @@ class LocalWindow:
 class Replayer:
     """Implements ``_ReplayEngine`` for a built engine and a window.
 
-    All ranks that replay, either the whole job or some pipeline stages, must make the same calls. A replay does not
-    update copies of optimizer state on other ranks: the caller must call ``TrainingEngine.keep_copies`` after it.
+    Ranks of the whole job, or of some pipeline stages, replay together, and must make the same calls. A replay does not
+    update the copies of optimizer state on other ranks: the caller must call ``TrainingEngine.keep_copies`` after it.
 
     Args:
         view: view of the current model and optimizer of ``engine``.
         window: plan of the window.
-        slices: slices of this rank, in the order of the window.
+        slices: slices that this rank captured, in the order of the window.
         skip_frozen: whether to skip the weight gradients of frozen operators. The result does not depend on this.
         collectives: collectives of the ranks that replay; None for the whole job. Only a replay of the whole job
             compares its results with the logged votes.
@@ -280,7 +280,7 @@ class Replayer:
         self._collectives = Collectives(engine.groups.vote) if collectives is None else collectives
         self._is_whole = self._collectives.num_ranks == engine.groups.vote.size()
         self.staged_bytes = 0
-        """Largest number of bytes that a load has copied at one time."""
+        """Largest number of bytes that a load has sent and received at one time."""
 
     def load(self, index: int) -> None:
         """Restore slice ``index`` on every rank that has any of its elements. Slice 0 also restores the ``TrainState``.
@@ -300,7 +300,7 @@ class Replayer:
         """Run the iteration of ``vote`` again, and commit or skip it as before. Do not update ``operators``.
 
         Raises:
-            RecoveryError: the iteration is not the next one, it stopped the run, or its results differ from ``vote``.
+            RecoveryError: the iteration is not the next one, had stopped the run, or has other results than ``vote``.
         """
         engine = self._engine
         if vote.iteration != engine.iteration + 1:
@@ -346,7 +346,7 @@ class Replayer:
         with synchronous_reduction(engine.model_chunks, config), frozen(engine.model_chunks, skipped) as thaw:
 
             def thaw_and_finalize(*args: Any, **kwargs: Any) -> None:
-                # Frozen parameters stay in the gradient buckets with zeros, so that sums keep the same order.
+                # Frozen parameters stay in the gradient buckets, with zeros, so that sums keep the same order.
                 thaw()
                 finalize(*args, **kwargs)
 
@@ -360,7 +360,7 @@ class Replayer:
         return engine.ballot(reports, loss_scale=loss_scale, found_inf=vote.found_inf, grad_norm=vote.grad_norm)
 
     def _compare(self, logged: Vote, mine: Ballot) -> None:
-        # Every rank compares the results with the logged vote, so that a wrong recovery is detected.
+        # Every rank compares the new results with the logged vote, to detect a wrong recovery.
         ballots = [Ballot(**record) for record in self._collectives.gather(asdict(mine))]
         before, now = logged.to_record(), self._engine.tally(ballots).to_record()
         # Compare texts, because NaN then equals NaN, and numbers are equal only if their bits are equal.
@@ -398,8 +398,8 @@ class Replayer:
 
 EXTRAS, PLACEMENT, CONFIG, VOTE, PLAN = "extras", "placement", "config", "vote", "plan_in_force"
 AT_RISK = "tokens_at_risk"
-"""Names of entries in a slice's header, besides ``SETTINGS``. Values are JSON texts, because a manifest is strict JSON
-and cannot contain NaN."""
+"""Names of entries in the header of a slice; ``SETTINGS`` is another. The values are JSON texts, because a manifest is
+strict JSON and cannot contain NaN."""
 
 
 def first_header(
@@ -408,7 +408,7 @@ def first_header(
     """Return a function that makes the header of the first slice of a window.
 
     Args:
-        state: state besides tensors.
+        state: train state of this rank.
         placement: JSON form of the placement, or None.
         config: result of ``replay_config``.
         settings: settings of the job.
@@ -429,14 +429,14 @@ _OF_THE_RUN = (
     *("exit_at_iteration", "exit_interval_iterations", "exit_after_minutes"),
     *("eval_interval_iterations", "eval_iterations", "evaluate_only", "digest_interval_iterations"),
 )
-"""Keys of ``training`` that may change, because they do not affect the results of iterations."""
+"""Keys of ``training`` that may change between capture and replay, because they do not affect results."""
 
 
 def replay_config(config: JobConfig, fingerprint: str, *, device: str, transformer_impl: str) -> dict[str, Any]:
-    """Return the configuration that determines the results of an iteration: dotted keys with their values, and under
-    ``data`` the fingerprint of the data.
+    """Return the configuration that determines the results of an iteration: values by dotted key, and under ``data``
+    the fingerprint of the data.
 
-    A window can only be replayed with the values with which it was captured.
+    A window can be replayed only with the same values as those with which it was captured.
 
     Args:
         device: ``cpu`` or ``cuda``: the resolved ``training.device``.

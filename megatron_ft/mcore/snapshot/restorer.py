@@ -77,11 +77,11 @@ class SnapshotRestorer:
 
     Args:
         run_dir: run folder, in which rank 0 records the rejected windows.
-        identity: identity of this job. Windows of other runs are skipped. A window of this run that was captured with
-            other settings is an error if it is newer than the found state.
+        identity: identity of this job. Windows of other runs are skipped. A window of this run with other settings is
+            an error if it is newer than the state that ``find`` chooses.
         topology: parallel sizes of this job, to compare with those in a window.
         settings: ``local_window.replay_config`` of this job.
-        collectives: collectives of the whole job, or of the pipeline stages that replay.
+        collectives: collectives of the ranks that restore: of the whole job, or of the pipeline stages that replay.
         client: connection to the snapshot server of this node; None if the job captures no windows.
         folder: folder of persisted windows; None if persisted windows are not used.
         report: sends an event to the sinks; called on every rank.
@@ -120,23 +120,23 @@ class SnapshotRestorer:
         self._rejected: list[str] = []
         self._chosen_digest = ""
         self.chosen = RecoverySource(kind="nothing", iteration=0)
-        """The state that ``find`` has chosen, and the reasons why newer states were not used."""
+        """Source of the state that ``find`` has chosen, with the reasons why newer states were not used."""
         self.unusable: tuple[str, ...] = ()
-        """Reasons why ``find`` could not use the existing windows, the same on all ranks; empty if it found state."""
+        """Reasons why ``find`` used none of the existing windows, the same on all ranks; empty if it found state."""
 
     def find(self, checkpoint: Path | None, *, only: WindowKey | None = None) -> LocalWindow | None:
-        """Find and verify the newest window that every rank can load. Return None if there is no such window, or if
-        ``checkpoint`` is at least as new.
+        """Find the newest window that every rank can load, verify it, and return this rank's part. Return None if there
+        is no such window, or if ``checkpoint`` is at least as new.
 
-        Damaged windows and windows that were rejected before are skipped and reported.
+        Damaged windows, and windows that an earlier start rejected, are skipped and reported.
 
         Args:
-            checkpoint: the newest checkpoint that was verified; None if there is none.
-            only: the only window to consider; None to consider all windows.
+            checkpoint: newest checkpoint that was verified; None if there is no checkpoint.
+            only: key of the only window to consider; None to consider all windows.
 
         Raises:
-            CheckpointError: the list of rejected windows cannot be read. Or this run has a window that is newer than
-                the found state, but was captured with other data, or another model, optimizer or schedule.
+            CheckpointError: the list of rejected windows cannot be read. Or a window of this run is newer than the
+                found state, but was captured with other data, or another model, optimizer or schedule.
         """
         if self._client is None and self._folder is None:
             return None
@@ -171,7 +171,7 @@ class SnapshotRestorer:
             if any(errors):
                 continue
             assert window is not None, "no window was opened, and no error was reported"
-            # Rejected windows are recognized by content, because a window may be captured again under the same name.
+            # Recognize rejected windows by content, because a job may have captured a new window with the same key.
             self._chosen_digest = window_digest(self._collectives.gather(window.digest))
             rejection = rejected.get(self._chosen_digest)
             if rejection is None:
@@ -188,13 +188,13 @@ class SnapshotRestorer:
                 reasons.append(text)
 
     def _with_newer_experts(self, window: LocalWindow) -> LocalWindow:
-        # If memory of some ranks is lost, others may have newer states of their experts than the file has.
+        # If the memory of some ranks is lost, other ranks may have newer states of their experts than the file.
         if self.chosen.kind != "persisted" or window.at_risk is None:
             return window
         key = window.window.key
         found = [held for held in self._in_memory if held.complete and held.generation == key.generation]
         in_memory = []
-        # A rank has at most three windows; the nearest place of each is used.
+        # A rank has at most three windows. Use the nearest copy of each window.
         for start in sorted({held.start_iteration for held in found}):
             place = min(
                 (held for held in found if held.start_iteration == start),
@@ -213,12 +213,12 @@ class SnapshotRestorer:
             return window
 
     def choose_nothing(self, reason: str) -> None:
-        """Record that the job starts at iteration 0, and the ``reason`` why it does not use a saved state."""
+        """Record that the job starts at iteration 0, and the ``reason`` why no saved state is used."""
         self._choose(RecoverySource(kind="nothing", iteration=0, declined=(reason,)))
 
     def report_start(self, checkpoint: Path | None, generation: int) -> None:
-        """Report the state from which the run continues: the chosen window, or else ``checkpoint``. Report nothing
-        for a new run that had no saved state to decline."""
+        """Report the state from which the run continues: the chosen window, or otherwise ``checkpoint``. Report nothing
+        for a new run that had no saved state."""
         chosen, strategy, iteration = self.chosen, "start_over", 0
         if chosen.places:
             strategy, iteration = "rollback", chosen.iteration
@@ -239,9 +239,9 @@ class SnapshotRestorer:
         """Load ``window`` into ``engine``, which was just built for the window's placement, and replay its iterations.
 
         Raises:
-            RecoveryError: the window was captured with other element ranges, or a replayed iteration differs from its
-                vote. The state of ``engine`` is then unusable. The window is recorded as rejected, so that the next
-                start chooses an older state.
+            RecoveryError: the window was captured with other element ranges, or the results of a replayed iteration
+                differ from its vote. Then the state of ``engine`` is unusable. The window is recorded as rejected, so
+                the next start chooses an older state.
         """
         began = time.monotonic()
         try:
@@ -277,9 +277,9 @@ class SnapshotRestorer:
         )
 
     def set_aside_later(self, iteration: int, *, is_new_job: bool) -> None:
-        """Rename persisted windows that must not be used again, so that this job can write windows with their names.
-        These are windows of other runs. If the job is new or a window was rejected, they include windows after
-        ``iteration``."""
+        """Rename persisted windows that must not be used again, so that this job can write windows with the same names.
+        These are all windows of other runs. If the job is new or a window was rejected, windows after ``iteration`` are
+        renamed, too."""
 
         def rename(folder: WindowFolder) -> None:
             folder.set_aside(self._other_runs)
@@ -304,7 +304,7 @@ class SnapshotRestorer:
         return result
 
     def _note_unusable(self, reasons: Sequence[str]) -> None:
-        # Windows that were never completely written are not included, because they were never usable.
+        # Leave out windows that were never completely written, because they were never usable.
         everywhere = self._collectives.gather([*reasons, *self._damaged])
         self.unusable = tuple(dict.fromkeys(reason for found in everywhere for reason in found))
 
@@ -354,7 +354,7 @@ class SnapshotRestorer:
         return window.where == "own" and window.node == self._node
 
     def _persisted_windows(self) -> list[StoredWindow]:
-        # Returns this rank's persisted windows that this job can load. The others are reported, or recorded for later.
+        # Returns this rank's persisted windows that this job can load. Other windows are reported now or recorded.
         found = []
         self._other_runs, self._other_settings = [], []
         for stored in [] if self._folder is None else self._folder.list_windows():
@@ -445,7 +445,7 @@ class SnapshotRestorer:
         return self._identity.not_of_run(run_id=run_id, run_name="of another name", format_version=version)
 
     def _other_key(self, window: Window) -> str | None:
-        # Describes the first key whose value differs, or returns None. With other values, a replay has other results.
+        # Describes the first configuration key whose value differs, or returns None if the values are equal.
         before = parse_json(window.slices[0].header.get(CONFIG, "{}"))
         now = self._settings
         changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]

@@ -1,8 +1,8 @@
 """Captures windows on one rank during training, at the same iterations as on all other ranks.
 
-A ``SnapshotPolicy`` plans the windows. ``WindowCapture`` copies tensors to memory that the snapshot server of the node
-owns, and the server replicates them to other nodes. All decisions depend only on commit votes and on inputs that are
-the same on every rank, so all ranks decide alike.
+A ``SnapshotPolicy`` plans the windows. ``WindowCapture`` copies tensors to memory of the node's snapshot server, and
+the server replicates the copies to other nodes. All decisions depend only on commit votes and on inputs that are the
+same on every rank, so all ranks decide alike.
 """
 
 import json
@@ -56,7 +56,7 @@ _NAMES = ("stalled_seconds", "captured_bytes", "replicated_bytes", "persisted_by
 
 
 class _SnapshotStats:
-    """Computes the cost of each window from cumulative counters of the capture and of the snapshot server."""
+    """Computes the cost of each committed window from cumulative counters of the capture and of the snapshot server."""
 
     def __init__(self) -> None:
         self._seen: dict[str, float] = dict.fromkeys(_NAMES, 0)
@@ -69,7 +69,7 @@ class _SnapshotStats:
         self._seen |= {"stalled_seconds": 0, "captured_bytes": 0, "idle_copied_bytes": 0}
 
     def watch(self, arena: Arena) -> None:
-        """Read the snapshot server's counters from ``arena``, its memory, from now on. Costs before this call are not
+        """Read the snapshot server's counters from ``arena``, the server's memory, from now on. Earlier costs are not
         counted."""
         if arena is not self._arena:
             self._arena = arena
@@ -78,8 +78,8 @@ class _SnapshotStats:
     def record(
         self, iteration: int, *, start_iteration: int, num_iterations: int, figures: CaptureFigures
     ) -> WindowCommitted:
-        """Return the event for a window that the vote of ``iteration`` has committed. Its costs are all costs since the
-        previously committed window."""
+        """Return the event for a window that the vote of ``iteration`` has committed. The costs in the event are all
+        costs since the previously committed window."""
         self._add(figures)
         cost, self._unreported = self._unreported, dict.fromkeys(_NAMES, 0)
         return WindowCommitted(
@@ -112,11 +112,11 @@ class _SnapshotStats:
 
 
 Rows = tuple[tuple[int, ...], ...]
-"""Number of tokens of each expert, by layer."""
+"""Number of tokens, as [layer][expert]."""
 
 SliceHeader = Callable[[int], Header]
-"""Function that captures the values for the header of a slice. Its argument is the index of the slice. It returns a
-function that encodes the values. The vote is added later."""
+"""Function of the index of a slice. It captures the values for the header of the slice, and returns a function that
+encodes these values. The vote is added later."""
 
 _MEASURED_ITERATIONS = 3
 _MAX_LOAD_RECORDS = 32
@@ -124,14 +124,14 @@ _MAX_LOAD_RECORDS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Opened:
-    """Objects that must be created again when the plan or the addresses of the tensors change."""
+    """Objects that depend on the plan and on the addresses of tensors, and are created again when these change."""
 
     view: OperatorView
     capture: WindowCapture
     host_bytes: int
-    """Largest number of bytes of host memory that a node needs for windows and copies."""
+    """Host memory in bytes that windows and copies need on the node that needs most."""
     partial: PartialWindows | None
-    """Experts that each window has captured; None if windows leave out no experts."""
+    """Experts that each window has captured. None if every window captures all experts."""
 
     @property
     def plan(self) -> WindowPlan:
@@ -144,7 +144,7 @@ class Snapshotter:
     Args:
         client: connection to the snapshot server of this node.
         assignment: for each node, the nodes that store copies of its windows.
-        header: captures the content of the header of a slice, without the vote.
+        header: makes the content of a slice's header, except the vote.
         report: sends an event to the sinks; called on every rank.
     """
 
@@ -193,7 +193,7 @@ class Snapshotter:
 
     @property
     def figures(self) -> CaptureFigures:
-        """Cost of capturing on this rank since the current plan was made."""
+        """Cost of captures on this rank since the current plan was made."""
         return CaptureFigures() if self._opened is None else self._opened.capture.figures
 
     @property
@@ -202,17 +202,17 @@ class Snapshotter:
         return self._policy.trigger is not None or self._expert_policy is not None
 
     def observe(self, load: torch.Tensor) -> None:
-        """Record ``load``, the number of tokens of each expert in an iteration: int64 [num_layers, num_moe_experts]."""
+        """Record the load of an iteration: number of tokens of each expert, int64 [num_layers, num_moe_experts]."""
         self._loads.append(tuple(tuple(row) for row in load.tolist()))
 
     def resume(self, window: StoredWindow, plan: WindowPlan) -> None:
-        """Capture the next windows with ``plan``, and keep ``window`` (a ``LocalWindow.stored``) until a newer one is
+        """Capture the next windows with ``plan``. Keep ``window`` (a ``LocalWindow.stored``) until a newer window is
         committed."""
         start, self._plan, self._kept_generation = window.start_iteration, plan, window.generation
         self._buffers = WindowBuffers(held={start: window.buffer or 0}, committed=start)
         is_here = window.where == "own"
         if is_here:
-            # Without this confirmation in the new generation, the server may use its buffer for the next window.
+            # Confirm the window in the new generation. Otherwise the server may use its buffer for the next window.
             self._client.committed(start, captured_in=window.generation)
             self._lengths[start] = window.num_slices
         self._opened = self._open(self._engine.iteration, is_resumed=is_here)
@@ -220,8 +220,8 @@ class Snapshotter:
     def capture_whole(self, vote: Vote) -> None:
         """Capture the whole current state as a window with one slice.
 
-        After a recovery the newest committed window is old, and this window replaces it. The next planned windows
-        follow at their usual interval.
+        After a recovery the newest committed window is old. This capture replaces it. The next planned windows follow
+        at their usual interval.
 
         Args:
             vote: vote of the newest iteration.
@@ -230,7 +230,7 @@ class Snapshotter:
         assert opened is not None and memory is not None, "call ``resume`` before ``capture_whole``"
         shards, partial = opened.view.shards, opened.partial
         whole = whole_plan(opened.view.shards_by_rank, opened.plan.interval_iterations)
-        # Use the layout of the planned windows, because later windows copy experts from this one.
+        # Use the slice layout of planned windows, because later windows copy experts from this window.
         if partial is not None:
             whole = replace(opened.plan, partial=None, reason=whole.reason)
         # All ranks decide together, because a window that only some ranks capture can never be committed.
@@ -247,12 +247,12 @@ class Snapshotter:
             partial.begin_whole(iteration, self._tokens())
         header = self._encoder(0, vote, {PLAN: opened.plan.to_json()})
         capture.begin_slice(self._buffers.held[iteration], 0, iteration=iteration, header=header)
-        # Waits here, because ``before_update`` waits only for slices of the planned capture.
+        # Wait here, because ``before_update`` waits only for slices of planned windows.
         capture.settle()
         return None
 
     def capture_whole_next(self) -> None:
-        """Capture the whole state after the next iteration, see ``capture_whole``, before the planned windows."""
+        """Call ``capture_whole`` after the next iteration, before planned windows continue."""
         self._is_whole_due = True
 
     @property
@@ -267,10 +267,10 @@ class Snapshotter:
         return None if start < 0 else WindowKey(start_iteration=start, generation=self._kept_generation)
 
     def after_iteration(self, iteration: int, vote: Vote, seconds: float) -> None:
-        """Apply the ``vote`` of ``iteration`` to the windows, and begin to copy a slice of the state after it.
+        """Apply the ``vote`` of ``iteration`` to the windows, and begin to copy a slice of the present state.
 
         Args:
-            seconds: duration of the iteration.
+            seconds: duration of the iteration, in seconds.
         """
         self.settle()  # a skipped iteration has no update, so ``before_update`` has not called this
         self._iteration_seconds.append(seconds)
@@ -280,7 +280,7 @@ class Snapshotter:
             if not self._can_plan:
                 return
             self._opened = self._open(iteration)
-            # Memory that survived an earlier process may contain windows that are still being written to storage.
+            # The memory may be that of an earlier process, with windows that are still being written to storage.
             has_buffer = self._collectives.all(bool(self._window_report().has_free_buffer))
         if self._is_whole_due:
             self._is_whole_due = False
@@ -304,7 +304,7 @@ class Snapshotter:
             self._start = None
 
     def settle(self) -> None:
-        """Wait until the slice in progress is copied. After that, the tensors may change."""
+        """Wait until the slice in progress is copied. Afterwards the tensors may change."""
         if self._opened is not None:
             self._opened.capture.settle()
 
@@ -317,12 +317,12 @@ class Snapshotter:
         self._start = self._last_start = self._opened = None
 
     def persist_newest(self) -> None:
-        """Request that the newest committed window is written to storage; ``finish`` waits for it. All ranks must call
+        """Request a write of the newest committed window to storage, for which ``finish`` waits. All ranks must call
         this."""
         self.settle()
         start = self._buffers.committed
-        # If the job resumed from this window, the parts of some ranks may only be in the memory of peer nodes. Without
-        # them, the other parts are not a complete window.
+        # If the job resumed from this window, the parts of some ranks may be only in the memory of peer nodes. Then the
+        # parts on the other nodes are not a complete window.
         is_here = self._collectives.gather(start in self._lengths)
         if all(is_here):
             self._client.persist(start)
@@ -335,7 +335,7 @@ class Snapshotter:
             self._report_problem(self._engine.iteration, "persist", error)
 
     def finish(self) -> None:
-        """Wait at the end of a run until all requested windows are on storage."""
+        """Wait, at the end of a run, until all windows that were requested on storage are written."""
         self.settle()
         if not self._client.flush():
             self._report_problem(
@@ -344,8 +344,8 @@ class Snapshotter:
         self._report_problems(self._engine.iteration)
 
     def close(self) -> None:
-        """Finish the slice in progress, and release tensors, memory and the connection. The snapshot server keeps all
-        windows."""
+        """Wait for the slice in progress. Then release tensors, memory and the connection. The snapshot server keeps
+        all windows."""
         self.settle()
         self._copier.close()
         if self.settle in self._engine.before_update:
@@ -369,8 +369,8 @@ class Snapshotter:
             self._commit(self._buffers.committed, vote)
             self._kept_generation = self._client.generation
             self._report_committed(iteration)
-        # If one rank has abandoned a window, all ranks must drop it at the same vote, because bit i of a later ballot
-        # stands for the i-th oldest window of its rank.
+        # If one rank has abandoned a window, all ranks must abandon it at the same vote: bit i of a ballot stands for
+        # the i-th oldest window of a rank.
         for start in before.held:
             if start > self._buffers.committed and start not in self._buffers.held:
                 self._client.abandon(start)
@@ -378,14 +378,14 @@ class Snapshotter:
         self._report_problems(iteration)
 
     def _commit(self, start: int, vote: Vote) -> None:
-        # If files have fewer new experts than windows, all ranks choose the experts together, so ranks and not servers
-        # decide which windows are written. Otherwise the server counts the commits.
+        # If files contain fewer new experts than windows, all ranks choose the experts together. Therefore the ranks
+        # decide which windows are written. Otherwise each server decides by counting commits.
         self._num_commits += 1
         every = self._config.snapshot.persist_interval_windows
         if not self._stores_fewer or not every or self._num_commits % every:
             return self._client.committed(start)
         opened, level = self._opened, None
-        # After the state was moved, the next file has everything, as after a restart.
+        # After the state was moved, the next file contains all experts, as after a restart.
         partial = None if opened is None else opened.partial
         if opened is not None and partial and partial.store(start, self._tokens(), vote.unwritten_start):
             pieces, num_layers = opened.capture.pieces[0], self._config.model.num_layers
@@ -395,7 +395,7 @@ class Snapshotter:
 
     @property
     def _can_plan(self) -> bool:
-        # Only iterations since this object was created count, so that all ranks plan after the same iteration.
+        # Count only iterations since this object was created, so that all ranks plan after the same iteration.
         known = self._plan is not None or self._config.snapshot.iteration_seconds is not None
         return known or len(self._iteration_seconds) >= _MEASURED_ITERATIONS
 
@@ -433,7 +433,7 @@ class Snapshotter:
         }
 
     def _open(self, iteration: int, *, is_resumed: bool = False) -> _Opened:
-        """Make a plan if there is none, take memory for its windows, and prepare the capture. Raises ConfigError if the
+        """Make a plan if there is none, get memory for its windows, and prepare the capture. Raise ConfigError if the
         windows need more than ``snapshot.host_memory_limit_bytes``."""
         view = OperatorView(
             self._engine.model_chunks,
@@ -458,10 +458,10 @@ class Snapshotter:
         return needed
 
     def _take_memory(self, iteration: int, plan: WindowPlan, view: OperatorView, *, is_resumed: bool) -> WindowMemory:
-        """Return memory for windows of ``plan``. This is the current memory if it is large enough on all ranks, and
-        otherwise new memory. If ``is_resumed``, the job continues from a window in memory that an earlier process has
-        allocated. The server would replace this memory if the request were larger. So exactly the needed size is
-        requested, without the usual reserve."""
+        """Return memory for windows of ``plan``: the current memory if it is large enough on all ranks, otherwise new
+        memory. If ``is_resumed``, the job continues from a window in memory that an earlier process has allocated. A
+        larger request would make the server replace this memory. So the request is for exactly the needed size, without
+        the usual reserve."""
         exact = window_bytes(plan, view.shards)
         needed = exact if is_resumed else buffer_bytes(exact, plans_again=self._plans_again)
         is_outgrown = self._memory is not None
@@ -475,11 +475,11 @@ class Snapshotter:
             )
             self._buffers = WindowBuffers(committed=self._buffers.committed)
             self._release_memory()
-        # All ranks get new memory, even those with enough: a window must be on all ranks or on none.
+        # All ranks get new memory, also ranks with enough memory: a window must be on all ranks or on none.
         return WindowMemory(self._client.allocate(needed, new=is_outgrown), self._engine.device)
 
     def _release_memory(self) -> None:
-        # Called before new memory is allocated, because a node may not have enough for both.
+        # Call this before new memory is allocated, because a node may not have enough memory for both.
         if self._memory is not None:
             self._memory.release()
         self._memory = None
@@ -519,7 +519,7 @@ class Snapshotter:
         )
 
     def _plan_again(self, iteration: int, opened: _Opened) -> _Opened:
-        # Makes a new plan at the configured interval, if the order of operators no longer fits the measured loads.
+        # Makes a new plan at the configured interval, if the old order of operators does not fit the measured loads.
         interval = self._config.snapshot.replan_interval_windows
         if interval == 0 or self._num_windows == 0 or self._num_windows % interval:
             return opened

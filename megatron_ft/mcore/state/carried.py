@@ -1,5 +1,5 @@
-"""Passes state from one membership to the next. A rank keeps state of its own, sends parts of it to joining ranks, and
-receives other state if it changes to another model part."""
+"""Passes state from one membership to the next. A rank keeps its own state, and sends parts of it to joining ranks. If
+the rank changes to another model part, it receives the state of that part."""
 
 import math
 import random
@@ -29,11 +29,11 @@ from megatron_ft.topology import Topology
 Shape = tuple[str, str, str, list[int]]
 """Name, dtype, device type and shape of a tensor."""
 Moved = tuple[int, frozenset[tuple[int, int]]]
-"""Model part of a rank, and its experts of this part, as pairs (layer number, expert)."""
+"""Model part of a rank, and the experts of this part that the rank has, as pairs (layer number, expert)."""
 
 _ITERATION_STRIDE = 1_000_003
-"""Difference between the seeds of ranks that join after consecutive iterations. A seed also contains an offset for the
-rank and the pipeline stage. The difference is larger than any such offset, so that no two seeds are equal."""
+"""Difference between the seeds after consecutive iterations. A seed is the sum of the run's seed, a multiple of this
+number, and an offset for rank or pipeline stage. Offsets are smaller than this number, so all seeds differ."""
 
 
 @dataclass(kw_only=True)
@@ -41,44 +41,44 @@ class Carried:
     """A rank's state between two memberships. It does not reference process groups."""
 
     holdings: tuple[Holding, ...]
-    """Records of the placements whose tensors are in ``state`` and ``former``, oldest first."""
+    """Records of the placements whose tensors are in ``state`` and ``former``, oldest record first."""
     part: int = 0
-    """Model part of ``state`` and ``host``, see ``Topology.model_parts``."""
+    """Model part to which ``state`` and ``host`` belong, see ``Topology.model_parts``."""
     state: NamedState
-    """Copies of this rank's tensors; empty in a job that keeps its layout, because its tensors stay in the engine."""
+    """Copies of this rank's tensors. Empty in a job that keeps its layout: there, the tensors stay in the engine."""
     host: TrainState
     """State of the rank besides the tensors in ``state`` and ``shards``."""
     former: Mapping[int, tuple[NamedState, TrainState]] = field(default_factory=dict)
-    """Tensors and other state of model parts that this rank had in earlier memberships. All of it belongs to the same
-    iteration."""
+    """``state`` and ``host`` of other model parts, which this rank had in earlier memberships, by model part. They are
+    state after the same iteration as ``state``."""
     finished: IterationResult | None
     """Result of an iteration that was finished after the membership had ended and is not reported yet. None if there is
     no such iteration."""
     batch: BatchPlan
     """Batch plan with which the iteration in ``finished`` ran."""
     shards: Shards | None = None
-    """Non-expert optimizer state of all model parts if the optimizer is sharded and ranks can change; ``state`` then
-    contains no non-expert parameters. It does not depend on the placement, so it belongs to all of ``holdings``."""
+    """Optimizer state of the non-expert parameters, for all model parts of this rank; ``state`` then lacks these
+    parameters. None if the optimizer is not sharded or ranks cannot change. It is valid for all ``holdings``."""
     kept: WindowKey | None = None
-    """The newest window that was committed, as far as this rank knows; None before the first commit."""
+    """Newest committed window that this rank knows; None before the first commit."""
     plan: WindowPlan | None = None
     """Plan of snapshot windows, or None before the first plan."""
     has_moved: bool = False
-    """Whether a migration has replaced experts since the placements in ``holdings``. If so, only ``state`` shows the
-    experts of this rank."""
+    """Whether a migration has replaced experts after the placements in ``holdings`` were recorded. If so, only the
+    names in ``state`` show which experts this rank has."""
     has_whole_weights: bool = True
-    """Whether all weights on this rank are up to date. If not, the optimizer is sharded and the newest iteration was
-    finished after the membership had ended, so that only this rank's shard of the weights was updated."""
+    """Whether all compute weights on this rank are up to date. False only if the optimizer is sharded and the newest
+    iteration was finished after the membership had ended: then only this rank's shard of the weights was updated."""
     digests: dict[str, str] | None = None
-    """Digest of each tensor, if a replay may have overwritten the tensors in the engine; None if they are intact."""
+    """Digest of each tensor before a replay that may have overwritten the engine's tensors; None if they are intact."""
     before_replay: tuple[NamedState, Shards | None] | None = None
-    """Copies of the tensors and shards from before a replay, until the replay has restored them on all ranks; None if
-    no copies were made. With them, the job continues with fewer lanes if another rank is lost meanwhile."""
+    """Copies of the tensors and shards, made before a replay and kept until all ranks have finished it. If another rank
+    is lost during the replay, the job continues from them with fewer lanes. None if no copies were made."""
 
     def after(self, before: "Carried | None") -> "Carried":
-        """Return this state together with ``before``, the state with which the rank began the membership. Both are
-        after the same iteration. Return ``self`` if ``before`` is None. ``finished`` is taken from ``before``, because
-        that result must still be reported."""
+        """Combine this state with ``before``, the state with which the rank began the membership. Both states are after
+        the same iteration. ``finished`` is taken from ``before``, because that result must still be reported. Return
+        ``self`` if ``before`` is None."""
         if before is None:
             return self
         earlier = {**before.former, before.part: (before.state, before.host)}
@@ -101,14 +101,14 @@ class Carried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipStart:
-    """State with which a rank began a membership. It is kept until the membership commits an iteration, in case of a
-    failure before that."""
+    """State with which a rank began a membership. It is kept until the membership commits an iteration, because a
+    failure before this commit needs it."""
 
     iteration: int
     carried: Carried | None
     """State from the previous membership; None on a joining rank."""
     changes: tuple[str, ...] = ()
-    """``Holding.changes``, including the change to this membership."""
+    """Value of ``Holding.changes`` for this membership: it includes the change that began the membership."""
     is_formed: bool = False
     """Whether this rank has received all state that the placement of this membership assigns to it."""
 
@@ -125,11 +125,11 @@ def hand_over(
     parts: Sequence[int],
     group: dist.ProcessGroup,
 ) -> NamedState:
-    """Send the non-expert state of each model part to the ranks that lack it. Each rank that has had the part sends a
-    share. All ranks of ``group`` must call this.
+    """Send the non-expert state of each model part to the ranks that need it and lack it. The ranks that have the state
+    of a part each send a share. All ranks of ``group`` must call this.
 
     Args:
-        state: this rank's tensors of its former part; not used on a rank without state.
+        state: this rank's tensors, which belong to its former model part; not used on a rank without state.
         shapes: name, dtype, device type and shape of all tensors of one rank, by model part.
         former: for each rank, the model part whose state it has; None if it has no state.
         parts: model part of each rank in the new membership.
@@ -159,8 +159,8 @@ def hand_over(
 
 
 def expert_like(shapes: Sequence[Shape]) -> NamedState:
-    """Return uninitialized tensors with the names and shapes of one expert's tensors. ``shapes`` are those of all
-    tensors of a rank."""
+    """Return uninitialized tensors like those of one expert, by name. ``shapes`` describes all tensors of a rank, of
+    which the first expert is used."""
     rows = {name: row for name, *row in shapes}
     return {name: _empty(rows[name]) for name in next(iter(by_expert(rows).values()))}
 
@@ -184,8 +184,8 @@ def _num_bytes(row: Sequence[Any]) -> int:
 
 def seed_newcomer(seed: int, iteration: int, groups: Groups) -> None:
     """Seed the random number generators of a rank that joins after ``iteration``. The seeds depend on the run's seed,
-    the iteration and the rank. They do not depend on the generation, because memberships that could not be formed must
-    have no effect on the results."""
+    the iteration and the rank. They do not depend on the generation, because memberships that failed to form increase
+    the generation and must not change the results."""
     own = seed + (iteration + 1) * _ITERATION_STRIDE
     random.seed(own + groups.vote.rank())
     np.random.seed((own + groups.vote.rank()) % 2**32)
@@ -194,7 +194,7 @@ def seed_newcomer(seed: int, iteration: int, groups: Groups) -> None:
 
 @dataclass(frozen=True, kw_only=True)  # no slots, for ``cached_property``
 class MembershipMove:
-    """The ranks of a new membership, and the state that they have from the holding with ``key``."""
+    """The ranks of a new membership, and the state that they have, all from the one holding with ``key``."""
 
     key: Key
     previous: Previous
@@ -202,9 +202,9 @@ class MembershipMove:
     """Model part that each rank has in the holding; None for a rank without state."""
     topology: Topology
     moved: tuple[Moved | None, ...]
-    """Experts of each rank in its newest model part; None for the experts of the holding."""
+    """Newest model part and experts of each rank after a migration; None for a rank with the holding's experts."""
     joining: tuple[int, ...]
-    """Nodes whose ranks have no state, except hot spares of the former membership."""
+    """Nodes whose ranks have no state. Nodes that were hot spares in the previous membership are left out."""
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
@@ -225,36 +225,36 @@ class MembershipMove:
 
     @property
     def reporting_rank(self) -> int:
-        """The rank that had the lowest number in the previous membership. If it was the reporting rank, it knows which
-        results it has reported."""
+        """The new rank whose number in the chosen holding was the lowest. If it was the reporting rank there, it knows
+        which results it has reported."""
         known = [(former, rank) for rank, former in enumerate(self.previous) if former is not None]
         return min(known)[1]
 
     def keeps_generators(self, rank: int) -> bool:
         """Return whether a rank keeps its random number generators. It keeps them only if all ranks of its TP·CP group
-        stay together, because some of their generators must be equal."""
+        keep their model part and were one such group before, because some generators must be equal within a group."""
         size = self.topology.tensor_model_parallel_size * self.topology.context_parallel_size
         group = range(rank // size * size, (rank // size + 1) * size)
         before = {None if (former := self.previous[member]) is None else former // size for member in group}
         return self.staying.issuperset(group) and len(before) == 1
 
     def keeps_stage(self, rank: int) -> bool:
-        """Return whether a rank has had state of its pipeline stage."""
+        """Return whether the state of a rank in the holding belongs to the pipeline stage that the rank has now."""
         return self._stage(self.former[rank]) == self._stage(self.parts[rank])
 
     def _stage(self, part: int | None) -> int | None:
         return None if part is None else part // self.topology.tensor_model_parallel_size
 
     def holders(self, plans: Sequence[PlacementPlan]) -> list[StageHolders]:
-        """Return the ranks that hold experts of each stage; ``plans`` are the placements of the holding."""
+        """Return the ranks that have the experts of each stage. ``plans`` are the placements in the holding."""
         found = enumerate(zip(self.moved, self.former, strict=True))
-        # ``moved`` describes the newest model part of a rank. If the holding is of another part, it does not apply.
+        # ``moved`` describes the newest model part of a rank. It does not apply if the holding is of an earlier part.
         changed = {rank: moved[1] for rank, (moved, part) in found if moved is not None and moved[0] == part}
         return stage_holders(plans, self.previous, self.topology, changed)
 
     def is_whole(self, carried: Carried | None, groups: Groups) -> bool:
-        """Return whether the ranks with the holding have every expert and every model part. All ranks must call
-        this. ``carried`` is the state of this rank."""
+        """Return whether the ranks that have the holding together have every expert and every model part. All ranks
+        must call this. ``carried`` is the state of this rank."""
         # The first rank with the holding has the placement, so it decides for all ranks.
         first, missing = first_of(self.previous), None
         if groups.vote.rank() == first:
@@ -268,9 +268,9 @@ class MembershipMove:
         return not Collectives(groups.vote).from_rank(first, missing)
 
     def share(self, carried: Carried | None, groups: Groups) -> tuple[TrainState, Holding, dict[int, list[Shape]]]:
-        """Return three values: the state of this rank's model part besides tensors; the holding; and the shapes of the
-        tensors of each part, empty if no rank lacks state. All ranks must call this; ``carried`` is this rank's
-        state."""
+        """Return (train state, holding, shapes): the train state of this rank's model part; the holding with ``key``;
+        and by model part, the shapes of its tensors, or nothing if no rank lacks state. ``carried`` is this rank's
+        state. All ranks must call this."""
         me = groups.vote.rank()
         # All ranks have equal ``staying`` and ``parts``, so all of them skip the exchange, or none does.
         if len(self.staying) == len(self.parts):
@@ -292,7 +292,7 @@ class MembershipMove:
 
 
 def first_of(previous: Previous) -> int:
-    """Return the first rank with state."""
+    """Return the first rank of the new membership that has the chosen holding."""
     return next(rank for rank, former in enumerate(previous) if former is not None)
 
 

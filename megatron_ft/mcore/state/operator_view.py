@@ -1,7 +1,7 @@
-"""Finds the tensor elements of each operator on a rank, decides which rank captures which elements, and restores them.
+"""Finds the tensor elements of each operator on a rank, decides which rank captures them, and restores them.
 
-Megatron's optimizers list their parameters, and the tensors that they update for these parameters. The view finds
-master weights and moments by these lists, so it works for every precision, and with or without a sharded optimizer.
+Megatron's optimizers have lists of parameters, and of the tensors that they update for these parameters. This module
+finds master weights and moments in these lists, so it works for all precisions, and for sharded optimizers, too.
 """
 
 import warnings
@@ -42,12 +42,12 @@ from transformer_engine_ext.formats import E4M3
 from transformer_engine_ext.quantized import QuantizedTensor, quantize_blocks
 
 Part = tuple[str, int]
-"""A parameter's global name, and the index of its tensor-parallel part."""
+"""Global name of a parameter, and the index of one of its tensor-parallel parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PartHolding:
-    """State of one tensor-parallel part of a parameter on one rank: its weight, and optimizer state for ``ranges``."""
+    """State that a rank has of a tensor-parallel part of a parameter: the weight, and optimizer state of ``ranges``."""
 
     part: Part
     num_elements: int
@@ -56,10 +56,10 @@ class _PartHolding:
     full: tuple[Component, ...]
     """Components of the full state: master weight, moments and step count."""
     frozen: tuple[Component, ...]
-    """Components of a frozen operator: only the weight."""
+    """Components that a window stores while the operator is frozen: only the compute weight."""
 
     def covers(self, start: int, stop: int) -> bool:
-        """Return whether the optimizer state of elements [start, stop) is on this rank."""
+        """Return whether this rank has the optimizer state of elements [start, stop)."""
         return any(first <= start and stop <= last for first, last in self.ranges)
 
 
@@ -88,7 +88,7 @@ def _from_record(record: Mapping[str, Any]) -> tuple[_PartHolding, ...]:
 def _cut_shards(
     holdings_by_rank: Sequence[Sequence[_PartHolding]], num_layers: int
 ) -> tuple[tuple[StateShard, ...], ...]:
-    """Compute the shards that each rank captures. An element range that several ranks have is divided evenly."""
+    """Return the shards that each rank captures. Ranks that have the same element range capture equal shares."""
     held: dict[Part, dict[int, _PartHolding]] = {}
     for rank, holdings in enumerate(holdings_by_rank):
         for holding in holdings:
@@ -106,14 +106,14 @@ def _sizes(holdings_by_rank: Iterable[Iterable[_PartHolding]]) -> dict[Part, int
 
 
 def _cut(by_rank: Mapping[int, _PartHolding]) -> Iterable[tuple[int, int, int]]:
-    # Yields (rank, start, stop). Ranges of ranks may overlap partly, for example if two stages share the embedding.
+    # Yields (rank, start, stop). Ranges of ranks may overlap in part, for example if two stages share the embedding.
     block = next(block_elements((*holding.full, *holding.frozen)) for holding in by_rank.values())
     edges = sorted({edge for holding in by_rank.values() for bounds in holding.ranges for edge in bounds})
     for start, stop in pairwise(edges):
-        # Divide in rank order, so that all ranks compute the same shards, and evenly, so that all ranks share the work.
+        # Divide the range evenly, to share the work, and in rank order, so that all ranks compute the same shards.
         holders = [rank for rank, holding in by_rank.items() if holding.covers(start, stop)]
         cuts = [start + (stop - start) * place // len(holders) for place in range(len(holders))]
-        # Ranges begin with a block of elements that share a scale.
+        # Move each cut down to the beginning of a block of elements that share a scale.
         if not holders:
             continue  # ``check_shards`` reports elements that no rank captures
         cuts = [start, *(max(start, cut - cut % block) for cut in cuts[1:]), stop]
@@ -135,7 +135,7 @@ def _shard(part: Part, holding: _PartHolding, start: int, stop: int, num_layers:
 
 
 Payload = bytes | bytearray | memoryview
-"""Bytes of a slice, which are read but never changed."""
+"""Bytes of a slice. They are only read."""
 
 WEIGHT = "weight"
 _WEIGHT_SCALES = f"{WEIGHT}_scales"
@@ -165,7 +165,7 @@ def _restore_slice(view: "OperatorView", plan: WindowPlan, index: int, payload: 
 
 
 class _Captured:
-    """Bytes of a slice that this rank has captured: ``content`` (uint8), which contains ``pieces``."""
+    """The bytes of a slice that this rank has captured: ``content`` (uint8, flat), in which ``pieces`` are stored."""
 
     def __init__(self, pieces: Iterable[Piece], content: torch.Tensor) -> None:
         self.content = content
@@ -174,8 +174,8 @@ class _Captured:
             self._pieces.setdefault((piece.parameter, piece.tensor_part, piece.component), []).append(piece)
 
     def parts(self, piece: Piece, block: int) -> tuple[int, dict[str, torch.Tensor]]:
-        """Return the values of ``piece``, and their scales if there are any, by component. ``piece`` may begin or end
-        inside a block of ``block`` elements; then the whole block is returned. Return its first element, too."""
+        """Return (first element, tensors by component): the values of ``piece`` and, if there are any, their scales. If
+        ``piece`` begins or ends inside a block of ``block`` elements, the result contains the whole block."""
         found, first = {}, piece.start - piece.start % block
         for component in (piece.component, f"{piece.component}_scales"):
             for whole in self._pieces.get((piece.parameter, piece.tensor_part, component), ()):
@@ -228,12 +228,12 @@ def _holders(holdings_by_rank: Sequence[Sequence[_PartHolding]]) -> dict[Part, d
 
 
 def _deliveries(piece: Piece, holders: dict[int, _PartHolding]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (component, ranks that receive it) for a captured piece. From a piece of a master weight, every rank with
-    the parameter also receives the compute weight, which is rounded from the master weight."""
+    """Yield (component, ranks that receive it) for each component that is made of ``piece``. A piece of a master weight
+    also gives the compute weight, rounded from it, which every rank with the parameter receives."""
     weight = next(iter(holders.values())).frozen[0]
     if piece.component in (WEIGHT, MASTER):
         yield WEIGHT, tuple(holders)
-    # An FP32 weight is its own master. Scales of weights are not sent, but used by the sender.
+    # An FP32 weight is its own master, so it was sent above. The sender uses scales of weights, and does not send them.
     is_own_master = piece.component == MASTER and weight.dtype == "float32"
     if piece.component not in (WEIGHT, _WEIGHT_SCALES) and not is_own_master:
         yield piece.component, tuple(r for r, holding in holders.items() if holding.covers(piece.start, piece.stop))
@@ -255,8 +255,8 @@ def _content(payload: Payload, num_bytes: int, index: int) -> torch.Tensor:
 
 @dataclass(kw_only=True)
 class _Held:
-    """One tensor-parallel part of a parameter on this rank: its flattened weight, and its optimizer state by element
-    range."""
+    """Tensors of one tensor-parallel part of a parameter on this rank: the flattened weight, and the optimizer state by
+    element range (start, stop) and component."""
 
     parameter: torch.nn.Parameter
     weight: torch.Tensor
@@ -268,8 +268,8 @@ class _Held:
 class OperatorView:
     """The tensors of this rank by parameter and element range, and the shards that each rank of the job captures.
 
-    All ranks must create it together, and again after model or optimizer were rebuilt. Before the first update, moments
-    are allocated as zeros.
+    All ranks must create a view together, and must create a new one after model or optimizer were rebuilt. The
+    constructor allocates moments as zeros before the first update.
     """
 
     def __init__(
@@ -337,8 +337,8 @@ class OperatorView:
         raise KeyError(f"{part}/{component}: rank {self.rank} does not have elements {start} to {stop}")
 
     def weight_of(self, piece: Piece, captured: _Captured) -> torch.Tensor:
-        """Return the compute weights of ``piece``, which contains compute weights or masters, in the dtype of the
-        model."""
+        """Return the compute weights of ``piece`` in the dtype of the model. ``piece`` must be a piece of compute
+        weights or of master weights."""
         held, block = self._held[piece.parameter, piece.tensor_part], block_elements(self._components(piece))
         first, parts = captured.parts(piece, block)
         if piece.component == MASTER:
@@ -354,11 +354,11 @@ class OperatorView:
     def restore(self, plan: WindowPlan, index: int, payload: Payload) -> int:
         """Restore slice ``index`` on every rank that has any of its elements. All ranks must call this.
 
-        ``payload`` contains the bytes that this rank captured, in the order of ``pieces``. If master weights were
-        captured, the weights are rounded from them, as the optimizer does.
+        ``payload`` contains the bytes that this rank captured, in the order of ``pieces``. Compute weights are rounded
+        from captured master weights, as the optimizer rounds them.
 
         Returns:
-            Largest number of bytes that were copied at one time: the bytes that were sent and received in one batch.
+            Size of the largest batch in bytes: the bytes that this rank sent and received at one time.
 
         Raises:
             RecoveryError: ``payload`` is too small.

@@ -1,11 +1,11 @@
 """Describes the shards of the distributed optimizer that each rank has, and moves them when ranks change.
 
-A *shard* is the optimizer state of element ranges of the non-expert parameters: master weights and moments. The ranges
-that a rank updates depend on the number of ranks. Ranks also have copies of the shards of other ranks
+A *shard* is the optimizer state of element ranges of the non-expert parameters: master weights and moments. The number
+of ranks determines which ranges a rank updates. Ranks also have copies of the shards of other ranks
 (``optimizer/state_copies.py``). When a membership forms, each rank states which ranges it has. After the optimizer is
-built, each rank states which ranges it needs. All ranks compute the same plan from this (``planning/state/``), and
-carry it out. At the end the compute weights are rounded from the master weights, because a rank may have been lost
-before the other ranks had received the weights of its newest update.
+built, each rank states which ranges it needs. From these statements all ranks compute the same plan
+(``planning/state/``) and execute it. At the end the compute weights are rounded from the master weights, because a rank
+may have been lost before the other ranks had received the weights of its newest update.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,12 +26,12 @@ from megatron_ft.planning.state.tensors import StateTensor, TensorIndex
 from megatron_ft.planning.state.transfers import STAGING_BYTES, TransferPlan
 
 _Row = tuple[int, str, int, int]
-"""Model part and name of a parameter, and the first element and the end (exclusive) of a range of its elements. If the
-state has scales, an element is a block of elements with one scale; the last block of a parameter may be incomplete."""
+"""Model part and name of a parameter, and a range [start, stop) of its elements. If the state has scales, an element is
+a block of values with one scale; the last block of a parameter may be incomplete."""
 
 
 def _unit(kinds: Iterable[str]) -> int:
-    """Return the number of values that are planned as one element."""
+    """Return the number of values per planned element: those of a block if ``kinds`` contains scales, otherwise 1."""
     return SCALE_BLOCK_ELEMENTS if any(kind.endswith("_scales") for kind in kinds) else 1
 
 
@@ -44,12 +44,12 @@ class _Piece:
     parameter: str
     start: int
     tensors: Mapping[str, torch.Tensor]
-    """Flat tensor of each component besides the step count, in the order of ``adamw.state_tensors``."""
+    """Flat tensor of each component except the step count, in the order of ``adamw.state_tensors``."""
     is_copy: bool = False
 
     @classmethod
     def at(cls, start: int, tensors: Mapping[str, torch.Tensor], **more: Any) -> "_Piece":
-        """Make a piece whose first value has the number ``start`` in its parameter. ``tensors`` may have a step."""
+        """Make a piece from ``tensors``, which begin at value ``start`` of the parameter. Leave out a step count."""
         kept = {kind: tensor.view(-1) for kind, tensor in tensors.items() if kind != STEP}
         return cls(start=start // _unit(kept), tensors=kept, **more)
 
@@ -68,21 +68,21 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shards:
-    """The non-expert optimizer state that one rank has after an iteration: its own shard, and copies of others."""
+    """Non-expert optimizer state of one rank after an iteration: its own shard, and copies of other ranks' shards."""
 
     sizes: Mapping[int, Mapping[str, int]]
     """Number of values of each non-expert parameter, by model part."""
     step: int | None
-    """Number of updates; None on a rank without a shard."""
+    """Number of updates that the state contains; None on a rank without a shard."""
     pieces: tuple[_Piece, ...]
     kinds: Mapping[str, torch.dtype]
     """Dtype of each component of the state besides the step count."""
 
     @classmethod
     def split_off(cls, state: NamedState, copies: StateCopies, parts: Sequence[int]) -> "Shards":
-        """Remove the non-expert parameters from ``state``, all tensors of a rank, and return their optimizer state. The
-        weights are dropped, because they follow from the master weights. ``copies`` are the copies on this rank, and
-        ``parts`` are the model parts of all ranks."""
+        """Remove the non-expert parameters from ``state``, which has all tensors of a rank, and return their optimizer
+        state. The weights are dropped, because they follow from the master weights. ``copies`` are the copies on this
+        rank. ``parts`` lists the model part of each rank."""
         part = parts[copies.rank]
         taken = {name: state.pop(name) for name in list(state) if is_non_expert(name)}
         steps = {int(tensor) for name, tensor in taken.items() if name.endswith("/step")}
@@ -90,7 +90,7 @@ class Shards:
         for name, (start, stop) in copies.ranges.items():
             if not is_non_expert(name):
                 continue
-            # An FP32 weight is its own master weight. It is copied, so that the rest of the weight can be freed.
+            # An FP32 weight is its own master weight. Copy its range, so that the rest of the weight can be freed.
             master = taken.get(f"{name}/{MASTER}")
             master = taken[name].view(-1)[start:stop].clone() if master is None else master
             others = {kind: taken[f"{name}/{kind}"] for kind in copies.kinds if kind != MASTER}
@@ -108,7 +108,7 @@ class Shards:
         return cls(sizes={part: sizes}, step=next(iter(steps), None), pieces=tuple(pieces), kinds=kinds)
 
     def and_also(self, other: "Shards | None") -> "Shards":
-        """Return the union of this state and ``other``, which must be state after the same iteration."""
+        """Return the union of this state and ``other``. Both must be state after the same iteration."""
         if other is None:
             return self
         return replace(self, sizes={**other.sizes, **self.sizes}, pieces=(*self.pieces, *other.pieces))
@@ -135,7 +135,7 @@ class Shards:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardMove:
-    """The shards on all ranks of a membership, and their move to the ranks that need them."""
+    """The shards of all ranks of a membership, with methods that move state to the ranks that need it."""
 
     mine: Shards | None
     """Shards of this rank; None on a joining rank."""
@@ -155,8 +155,8 @@ class ShardMove:
         iteration: int,
         num_layers: int,
     ) -> "ShardMove":
-        """Combine ``statements``: the ``Shards.statement`` of each rank of the membership in rank order, None for a
-        joining rank. ``parts`` are the model parts of these ranks. All state is after ``iteration``."""
+        """Create the object from ``statements``: the ``Shards.statement`` of each rank of the membership, None for a
+        joining rank. ``parts`` lists the model part of each rank. All state must be after ``iteration``."""
         known = {rank: statement for rank, statement in enumerate(statements) if statement is not None}
         assert known, "no rank has state"
         steps = {statement["step"] for statement in known.values()} - {None}
@@ -196,8 +196,8 @@ class ShardMove:
         return cls(mine=mine, step=steps.pop(), iteration=iteration, held=held, parts=tuple(parts))
 
     def missing(self, without: Sequence[int] = ()) -> Declined | None:
-        """Describe the state that no rank has. Return None if the ranks together have all state. Ranks in ``without``
-        do not count."""
+        """Describe the state that no rank has. Return None if nothing is missing. State that only ranks in ``without``
+        have counts as missing."""
         everything = [[(t.tensor_part, t.parameter, 0, t.num_elements) for t in self.held.index.tensors]]
         found = TransferPlan.of(self.held.without(ranks=without), self._needs(everything))
         return found if isinstance(found, Declined) else None
@@ -223,8 +223,8 @@ class ShardMove:
         refresh_weights(optimizer, model_chunks)
 
     def evacuate(self, leaving: Sequence[int], groups: Groups) -> Shards | None:
-        """Send the state that only the ranks ``leaving`` have to the other ranks. All ranks must call this. Return the
-        state that this rank has received."""
+        """Send the state that only the ranks ``leaving`` have to ranks that stay. Return the state that this rank has
+        received; None if there is no such state. All ranks must call this."""
         missing = self.missing(without=leaving)
         if missing is None:
             return None
@@ -289,7 +289,7 @@ class ShardMove:
                 is_sent = transfer.source == me
                 pieces = (own if is_sent else wanted)[transfer.tensor.tensor_part, transfer.tensor.parameter]
                 found = [piece.of(start, stop) for start, stop, piece in _parts(pieces, transfer.start, transfer.stop)]
-                # Sort by kind: then the receiver need not know into how many parts the sender's range is divided.
+                # Sort by kind, because the receiver does not know how many pieces of the sender contain the range.
                 tensors = [tensor for of_kind in zip(*found, strict=True) for tensor in of_kind]
                 (outgoing[transfer.target] if is_sent else incoming[transfer.source]).extend(tensors)
             with torch.no_grad():

@@ -1,5 +1,5 @@
-"""Describes progress and state of each rank, chooses the state from which all ranks continue, and brings a rank to this
-state: it finishes or rolls back the interrupted iteration."""
+"""Describes progress and state of each rank, and chooses the state from which all ranks continue. Finishes or rolls
+back an interrupted iteration to bring a rank to this state."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from megatron_ft.planning.recovery.membership import Position, Target
 
 def position_of(engine: TrainingEngine, rank: int) -> Position:
     """Return the position of ``rank``, whose engine is ``engine``: the newest iteration that the rank has completed,
-    the newest iteration on which it has voted, and the newest vote that it knows.
+    the newest iteration on which it has voted, and the newest complete vote that it knows.
 
     Raises:
         RecoveryError: an iteration failed in the middle of its update, so the state is unusable.
@@ -58,12 +58,12 @@ def resolve_iteration(engine: TrainingEngine, target: Target) -> IterationResult
         )
         engine.abort()
         return None
-    # If the target has no vote, all ranks have completed its iteration, and this rank has its own vote.
+    # If the target has no vote, all ranks have completed its iteration, so this rank knows the vote of the iteration.
     vote = target.vote or in_progress.vote
     assert vote is not None and in_progress.contributed, (
         f"this rank has no ballot or no vote of iteration {target.iteration}"
     )
-    # Values of single ranks are left out, because ranks may be renumbered before the result is reported.
+    # Leave out the values of single ranks, because ranks may be renumbered before the result is reported.
     result = replace(engine.decide(vote), of_ranks=RankFigures())
     # A skip or a stop may have been applied before the failure. Both restore recorded values, so they can be repeated.
     if in_progress.update == "none":
@@ -82,8 +82,7 @@ class Holding:
     """Record that a rank has all state that one placement assigns to it, after the newest committed iteration.
 
     A rank can have several holdings: one of the membership that committed the iteration, one of an evacuation (see
-    ``is_evacuation``), and one of each later membership. These later memberships have failed before they committed an
-    iteration.
+    ``is_evacuation``), and one of each later membership, which failed before it committed an iteration.
     """
 
     generation: int
@@ -91,7 +90,7 @@ class Holding:
     is_evacuation: bool = False
     """Whether the placement is the result of an evacuation: a migration of all experts to the ranks that stay."""
     rank: int
-    """Rank in this membership."""
+    """Rank of the process in this membership."""
     part: int = 0
     """Model part of this rank in this membership, see ``Topology.model_parts``."""
     nodes: tuple[int, ...]
@@ -99,7 +98,7 @@ class Holding:
     placement: PlacementState | None
     """Placement of the experts; None if Megatron assigns experts to ranks."""
     changes: tuple[str, ...] = ()
-    """Changes of membership since the committed iteration, as entries of ``testing.membership_schedule``."""
+    """Changes of membership after the committed iteration, as entries of ``testing.membership_schedule``."""
 
     @property
     def key(self) -> Key:
@@ -127,7 +126,7 @@ class Holding:
 
 
 Previous = tuple[int | None, ...]
-"""The rank in the chosen holding of each rank of the new membership; None for a rank without this holding."""
+"""For each rank of the new membership, its rank in the chosen holding; None for a rank without this holding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +134,9 @@ class RankStatus:
     """Summary of the holdings of a rank, which the ranks exchange."""
 
     holdings: tuple[tuple[Key, int, int, str], ...] = ()
-    """Key, ``rank``, ``part`` and digest of the placement of each ``Holding``; empty on a rank without state."""
+    """One row (key, rank, part, digest of the placement) per ``Holding``; empty on a rank without state."""
     spared: tuple[int, ...] = ()
-    """Generations in which this process was a hot spare. It has no holding of these generations."""
+    """Generations in which this process was a hot spare. It has no holdings of these generations."""
 
     @classmethod
     def of(cls, holdings: Sequence[Holding], spared: Sequence[int] = ()) -> "RankStatus":
@@ -177,19 +176,19 @@ def choose_holding(
 ) -> tuple[Key, Previous]:
     """Choose the holding from which a membership continues. The result is the same on every rank.
 
-    The first choice is the newest holding that every rank with state has. If there is no such holding, the oldest
-    holding is chosen, because only some ranks have received the whole state of the later memberships. A holding with
-    missing experts is used only if no holding has all experts.
+    The first choice is the newest holding that every rank with state has. If no holding is common to these ranks, the
+    oldest holding is chosen, because only some ranks have received the whole state of later memberships. A holding with
+    missing experts or model parts is used only if every holding lacks some.
 
     Args:
         present: status of each rank of membership ``generation``.
-        nodes: node number of each rank. If one rank of a node lacks a holding, no rank of the node uses this holding. A
-            rank that was a hot spare in the holding's membership does not count as lacking it.
+        nodes: node number of each rank. If one rank of a node lacks a holding, all ranks of the node count as lacking
+            it. A rank that was a hot spare in the holding's membership does not count as lacking it.
         is_whole: returns whether the ranks with a holding have every expert and every model part. It is called only if
             there are several holdings, in the same order on every rank.
 
     Returns:
-        The key of the holding, and for each rank of the membership its rank in the holding, or None.
+        The key of the holding, and for each rank of the membership its number in the holding; None if it has none.
 
     Raises:
         RecoveryError: no rank has state, or ranks have different placements for the same holding.

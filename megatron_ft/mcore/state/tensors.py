@@ -28,8 +28,8 @@ def named_state(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of every parameter, persistent buffer, master weight and moment on this rank. Names are
     ``<parameter>``, ``<parameter>/master``, ``<parameter>/exp_avg`` and so on, where ``<parameter>`` is a global name.
-    With the distributed optimizer, masters and moments are this rank's flat ranges. With ``precision.regime`` they are
-    codes, and ``<parameter>/master_scales`` and so on are their scales, also flat."""
+    With the distributed optimizer, masters and moments are flat: the ranges that this rank updates. With
+    ``precision.regime``, they are flat codes, and their scales have names such as ``<parameter>/master_scales``."""
     names: dict[torch.nn.Parameter, str] = {}
     for number, chunk in enumerate(model_chunks):
         for name, parameter in named_parameters(chunk):
@@ -53,7 +53,7 @@ def named_state(
 
 
 def state_digest(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> str:
-    """Return one digest over all of :func:`tensor_digests`. It does not depend on the order of the tensors."""
+    """Return one digest of all values of :func:`tensor_digests`. It does not depend on the order of the tensors."""
     total = xxhash.xxh3_128()
     for name, digest in sorted(tensor_digests(model_chunks, optimizer).items()):
         total.update(f"{name}={digest}\n".encode())
@@ -73,7 +73,7 @@ def state_bytes(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimize
 
 
 def free_state(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
-    """Free the memory of all weights, gradients, master weights and moments. They must not be used any more."""
+    """Free the memory of all weights, gradients, master weights and moments. Do not use these tensors afterwards."""
     for storage in _storages(model_chunks, optimizer).values():
         storage.resize_(0)
 
@@ -160,13 +160,13 @@ def move_experts(
     into: NamedState | None = None,
     like: NamedState | None = None,
 ) -> int:
-    """Send and receive the experts of ``transfers``. All ranks of ``group`` must call this.
+    """Move experts between ranks as in ``transfers``. All ranks of ``group`` must call this.
 
     Args:
-        state: tensors of this rank, with the experts that it sends.
+        state: tensors of this rank, which include the experts that it sends.
         ranks: for each rank of ``group``, in order, the number that it has in ``transfers``.
-        into: receives the tensors of received experts; ``state`` by default.
-        like: tensors of any expert, which give shapes, dtypes and devices; None uses an expert in ``state``.
+        into: dict to which the received tensors are added; None adds them to ``state``.
+        like: tensors of any expert, which determine shapes, dtypes and devices; None uses an expert in ``state``.
 
     Returns:
         Number of bytes that this rank sent.
@@ -201,11 +201,11 @@ def by_expert(state: Iterable[str]) -> dict[_ExpertId, list[str]]:
 
 
 SavedExperts = dict[_ExpertId, list[torch.Tensor]]
-"""Copies of the tensors of experts, in the order of their names."""
+"""For each expert, copies of its tensors, sorted by name."""
 
 
 class ExpertPlaces:
-    """Replaces experts of this rank by experts of other ranks, in the tensors that the model and the optimizer use.
+    """Replaces experts of this rank by experts of other ranks, inside the tensors of the model and the optimizer.
 
     A place is the set of tensors of one expert: weights, master weights and moments. Only the contents of these tensors
     change. A replacement needs additional memory for one expert.
@@ -229,8 +229,8 @@ class ExpertPlaces:
 
         Args:
             ranks: for each rank of ``group``, in order, the number that it has in ``steps``.
-            made: called after each replacement of an expert on this rank, so that the model uses the new number.
-            saved: receives copies of the experts that this rank drops; None makes no copies.
+            made: called after each replacement of an expert on this rank, to change the expert's id in the model.
+            saved: dict to which copies of the experts that this rank drops are added; None makes no copies.
 
         Returns:
             Number of bytes that this rank received.
@@ -261,17 +261,17 @@ class ExpertPlaces:
         return num_received
 
     def put(self, layer: int, dropped: int, expert: int, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Overwrite the expert ``dropped`` of ``layer`` with ``tensors``, the state of ``expert``. Return the place
-        that was overwritten."""
+        """Overwrite the place of the expert ``dropped`` of ``layer`` with ``tensors``, the state of ``expert``. Return
+        this place."""
         place = self._places[layer, expert] = self._places.pop((layer, dropped))
         _copy(place, tensors)
         return place
 
     def sort(self, layer: int, experts: Sequence[int]) -> None:
-        """Move the experts of ``layer`` between their places, so that their ids are in ascending order.
+        """Exchange the experts of ``layer`` between places on this rank, so that their ids are in ascending order.
 
         Args:
-            experts: id of the expert in each place.
+            experts: present id of the expert in each place, in the order of the places.
         """
         order, current = sorted(experts), list(experts)
         places = [self._places[layer, expert] for expert in experts]

@@ -1,4 +1,4 @@
-"""The state of a rank besides parameters and optimizer state, after an iteration and while an iteration runs."""
+"""The state of a rank besides parameters and optimizer state, after an iteration and during an iteration."""
 
 import base64
 import hashlib
@@ -41,33 +41,33 @@ class IterationResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
-    """State of a rank after an iteration, besides parameters and optimizer state. Tensors are copied on their own
-    device, so that a capture does not wait for a GPU. ``capture`` sets the first six fields. The callers set the other
+    """State of a rank after an iteration, besides parameters and optimizer state. ``capture`` sets the first six
+    fields, and copies tensors on their own device, so that it does not wait for a GPU. The callers set the other
     fields."""
 
     iteration: int
     """Number of completed iterations."""
     rng: Mapping[str, Any] | None = None
-    """Random number generators from ``_capture_rng``. None in state from other ranks, because each rank has its own."""
+    """States of the random number generators, see ``_capture_rng``. None in state from another rank."""
     buffers: Mapping[str, torch.Tensor]
     """Buffers of the model, such as router biases, by ``<chunk>.<name>``."""
     grad_scalers: tuple[Mapping[str, Any], ...]
     """Loss scale and its counters, for each part of the optimizer that has a loss scaler."""
     group_steps: tuple[Any, ...]
-    """Step count of each parameter group; None for a group whose steps the optimizer counts per tensor."""
+    """Step count of each parameter group; None for a group whose step counts are in the optimizer's tensors."""
     history: History
     newest_vote: Vote | None = None
     """Vote of the newest iteration; None before the first iteration of this process."""
     rounded_off: int = 0
-    """Newest iteration after which all evaluations, saves and digests that were due are done."""
+    """Newest iteration for which all work at its end is done: evaluations, saves and digests."""
     stopped: str | None = None
-    """Reason why a policy stopped the run at the newest iteration; None if it did not."""
+    """Reason why a policy stopped the run at the newest iteration; None if no policy stopped it."""
 
     @classmethod
     def capture(
         cls, model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer, *, iteration: int, history: History
     ) -> "TrainState":
-        """Copy the current state of this process, which has completed ``iteration`` iterations."""
+        """Copy the current state of this process, which has completed ``iteration`` iterations of the run."""
         return cls(
             iteration=iteration,
             rng=_capture_rng(),
@@ -84,8 +84,8 @@ class TrainState:
         """Restore buffers, loss scales, step counts and, unless ``rng`` is None, random number generators.
 
         Raises:
-            RecoveryError: the model has other buffers than the captured state, or the optimizer has another number of
-                parameter groups or loss scalers. It may be raised on only some ranks.
+            RecoveryError: the captured state has other buffers than the model, or another number of parameter groups or
+                loss scalers than the optimizer. The error may occur on only some ranks.
         """
         buffers = dict(_buffers(model_chunks))
         if set(buffers) != set(self.buffers):
@@ -124,15 +124,15 @@ class TrainState:
                 buffer.copy_(self.buffers[name])
 
     def differences(self, other: "TrainState") -> list[str]:
-        """Return the names of the captured fields whose bits are not equal in ``other``."""
+        """Return the names of the captured fields that are not bitwise equal in ``other``."""
         mine, theirs = self._captured(), other._captured()
         # Compare JSON texts, because NaN then equals NaN, and numbers are equal only if their bits are equal.
         return [name for name in mine if json.dumps(mine[name]) != json.dumps(theirs[name])]
 
     def to_json(self, *, own: bool = True) -> dict[str, Any]:
         """Return all fields as JSON values, with tensors in base64. ``own=False`` omits the random number generators.
-        Headers of slices contain this record since version 1 of the window format, so fields may be added, never
-        renamed."""
+        Fields may be added but never renamed: slices of all versions of the window format have this record in their
+        headers."""
         record = self._captured()
         if not own:
             del record["rng"]
@@ -178,7 +178,7 @@ class TrainState:
 
 @dataclass(kw_only=True)
 class IterationState:
-    """Progress of one iteration, from before its forward pass until its decision is carried out."""
+    """Progress of one iteration, from the start of its forward pass until its decision is carried out."""
 
     iteration: int
     before: TrainState
@@ -186,7 +186,7 @@ class IterationState:
     expert_load: torch.Tensor | None = None
     """Number of tokens of each expert, summed over all ranks: int64 [num_layers, num_moe_experts]; None if unused."""
     repaid: torch.Tensor | None = None
-    """Number of the tokens of ``expert_load`` that were beyond the capacity of their expert, in the same form."""
+    """Tokens of ``expert_load`` that exceeded the capacity of their expert, in the same form."""
     contributed: bool = False
     """Whether this rank may have sent its ballot. If true, other ranks may have the complete vote."""
     vote: Vote | None = None
@@ -197,8 +197,8 @@ class IterationState:
     """Progress of the update of master weights, moments and compute weights."""
 
     def counts_of(self, layers: Sequence[int]) -> tuple[list[list[int]] | None, list[list[int]] | None]:
-        """Return ``expert_load`` and ``repaid`` as [layer][expert] for ``layers``, which are numbered from 1. Each is
-        None without layers or if it is None."""
+        """Return ``expert_load`` and ``repaid`` as lists [layer][expert] for ``layers``, which are numbered from 1. A
+        field that is None gives None; if ``layers`` is empty, both results are None."""
         return _rows_of(self.expert_load, layers), _rows_of(self.repaid, layers)
 
     @contextmanager
@@ -215,7 +215,7 @@ def _rows_of(load: torch.Tensor | None, layers: Sequence[int]) -> list[list[int]
 
 
 def seed_rng(seed: int, pg_collection: ProcessGroupCollection) -> None:
-    """Seed the generators of torch and Megatron from ``seed`` and this rank's place in the layout."""
+    """Seed the random number generators of torch and Megatron from ``seed`` and this rank's place in the layout."""
     pg = pg_collection
     torch.manual_seed(seed + 100 * pg.pp.rank() + 10 * pg.dp.rank())
     model_parallel_cuda_manual_seed(
@@ -228,8 +228,8 @@ def seed_rng(seed: int, pg_collection: ProcessGroupCollection) -> None:
 
 
 def _capture_rng() -> dict[str, Any]:
-    """Return the state of the generators of Python, numpy, torch (CPU and, if available, CUDA) and Megatron. Tensors
-    are copies, so that drawing random numbers later does not change them."""
+    """Return the state of the random number generators of Python, numpy, torch (CPU and, if available, CUDA) and
+    Megatron. Tensors are copies, so later draws do not change them."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
