@@ -1,7 +1,7 @@
-"""Converts the weights of dense checkpoints to Hugging Face folders, and the weights of such folders to checkpoints.
+"""Converts weights of dense checkpoints to Hugging Face folders, and weights of such folders to dense checkpoints.
 
-Tensors that are equal on both sides are copied from file to file. Others are in memory one at a time. Values are not
-rounded unless another dtype is requested.
+Tensors that are equal in source and target are copied from file to file. Other tensors are in memory one at a time.
+Values are not rounded unless another dtype is requested.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ _TOKENIZER_FILES += ("vocab.json", "merges.txt", "added_tokens.json", "generatio
 
 
 def family_named(name: str) -> Family:
-    """Return the family with this ``model_type``. Raises ConfigError if it is not known."""
+    """Return the family whose ``model_type`` is ``name``. Raise ConfigError if it is not known."""
     if name not in FAMILIES:
         raise ConfigError.of("--family", name, f"must be one of {', '.join(FAMILIES)}")
     return FAMILIES[name]
@@ -47,7 +47,7 @@ class Export:
     family: Family
     model: ModelConfig
     rules: tuple[Rule, ...]
-    """All tensors, in the order in which they are written."""
+    """Rules of all tensors, in the order in which the tensors are written."""
     plan: FolderPlan
 
     @classmethod
@@ -63,12 +63,12 @@ class Export:
         """Plan the conversion.
 
         Args:
-            dtype: dtype of the written tensors; None for that of the checkpoint.
-            vocab_size: number of rows of embedding and head that are written; None for all of them, with padding.
+            dtype: dtype of the written tensors; None for the dtype of the checkpoint.
+            vocab_size: number of rows of embedding and head to write; None for all rows, including padding.
             most_file_bytes: largest size of a file, unless one tensor is larger.
 
         Raises:
-            CheckpointError: the model does not belong to the family, or the checkpoint has other tensors.
+            CheckpointError: the model is not of the family, or the checkpoint has other tensors than the family.
             ConfigError: ``vocab_size`` or ``most_file_bytes`` is out of range.
         """
         model = reader.model()
@@ -96,7 +96,7 @@ class Export:
         return cls(family=family, model=written, rules=rules, plan=plan)
 
     def tensors_of(self, file: PlannedFile, reader: DenseReader) -> Iterator[tuple[str, Values]]:
-        """Yield the tensors of one file, in its order, in the dtype and with the number of rows of the plan."""
+        """Yield (name, values) for each tensor of ``file``, in order. Dtype and number of rows follow the plan."""
         wanted = dict(file.tensors)
         for rule in self.rules:
             names = [name for name in rule.theirs if name in wanted]
@@ -149,8 +149,8 @@ def _check_tensors(reader: DenseReader, rules: Sequence[Rule], model: ModelConfi
 def export_checkpoint(
     reader: DenseReader, export: Export, out: Path, *, tokenizer: Path | None = None, progress: Progress = print
 ) -> None:
-    """Write the folder ``out``. Files that an interrupted conversion of the same checkpoint has completed are verified
-    and kept.
+    """Write the folder ``out``. Verify and keep files that an interrupted conversion of the same checkpoint has
+    completed.
 
     Args:
         tokenizer: folder whose tokenizer files are copied; None for no tokenizer.
@@ -162,7 +162,7 @@ def export_checkpoint(
         OSError: a file cannot be written.
     """
     source = {"family": export.family.name, "plan": asdict(export.plan) | {"dtype": str(export.plan.dtype)}}
-    # Only a checksum, because the folder may be published, and the manifest names the run and its data.
+    # Record only a checksum of the manifest: the folder may be published, and the manifest names the run and its data.
     source["source"] = "" if reader.manifest is None else xxhash.xxh3_128_hexdigest(reader.manifest.to_bytes())
     writer, copied = FolderWriter(path=out, plan=export.plan), _tokenizer_files(tokenizer)
     planned = {file.name: (number, file) for number, file in enumerate(export.plan.files, 1)}
@@ -188,7 +188,7 @@ def export_checkpoint(
         for path in copied:
             write_atomically(out, path.name, path.read_bytes())
         writer.finish(export.config())
-    # The content of each file was already read again and compared with its checksum.
+    # The content of each file was read again and compared with its checksum before.
     folder = Folder.open(out)
     _check_folder(folder, *model_of(folder))
 
@@ -203,8 +203,8 @@ def _tokenizer_files(folder: Path | None) -> list[Path]:
 
 
 def verify_folder(path: Path) -> Folder:
-    """Read the headers of all files of a folder, and compare tensors and shapes with those of the model in
-    ``config.json``. If this project wrote the folder, also compare the content of each file with its checksum.
+    """Compare names and shapes of the tensors in a folder with those of the model in ``config.json``. Read only the
+    headers of the files. If this project wrote the folder, also compare the content of each file with its checksum.
 
     Raises:
         CheckpointError: a file is damaged or missing, or has other tensors than the model.
@@ -218,7 +218,7 @@ def verify_folder(path: Path) -> Folder:
 
 
 def model_of(folder: Folder) -> tuple[Family, ModelConfig]:
-    """Return family and model that ``config.json`` describes. Raises CheckpointError if they are not supported."""
+    """Return the family and the model that ``config.json`` describes. Raise CheckpointError if it is not supported."""
     name, where = folder.config.get("model_type"), str(folder.path / CONFIG)
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(f"{where}: model_type={name!r:.80}: must be one of {', '.join(FAMILIES)}")
@@ -232,7 +232,7 @@ def _check_folder(folder: Folder, family: Family, model: ModelConfig) -> None:
         for name, shape in zip(rule.theirs, rule.their_shapes(model), strict=True)
     }
     missing, unknown = sorted(wanted.keys() - folder.tensors.keys()), sorted(folder.tensors.keys() - wanted.keys())
-    # A tied head may be stored although it equals the embedding.
+    # A tied head equals the embedding, but may be stored, too.
     if not model.untie_embeddings_and_output_weights:
         unknown = [name for name in unknown if name != "lm_head.weight"]
     if missing or unknown:
@@ -258,15 +258,15 @@ def import_folder(
     most_file_bytes: int = MOST_FILE_BYTES,
     progress: Progress = print,
 ) -> Manifest:
-    """Write a dense checkpoint ``out`` with the weights of a Hugging Face folder. It has no optimizer state and no
-    position in the data, so a run starts from it with ``checkpoint.load_weights``. Files that an interrupted conversion
-    of the same folder has completed are verified and kept.
+    """Write a dense checkpoint ``out`` with the weights of a Hugging Face folder. The checkpoint has no optimizer state
+    and no position in the data, so a run starts from it with ``checkpoint.load_weights``. Verify and keep files that an
+    interrupted conversion of the same folder has completed.
 
     Args:
-        dtype: dtype of the written weights; None for that of the folder.
-        vocab_multiple: rows of zeros are added to embedding and head, until the number of rows is a multiple of this.
+        dtype: dtype of the written weights; None for the dtype of the folder.
+        vocab_multiple: embedding and head get rows of zeros, until the number of rows is a multiple of this number.
         most_file_bytes: a new file begins when a file has reached this size.
-        progress: receives one line for every hundred tensors.
+        progress: called with one line of text for every hundred tensors.
 
     Raises:
         CheckpointError: the folder is damaged, or its model is not supported.
@@ -281,7 +281,7 @@ def import_folder(
     items = sum(prod(rule.shape(model)) for rule in rules)
     widths = [DTYPES[stored.dtype].itemsize for stored in folder.tensors.values()]
     keys = {f"model.{name}": value for name, value in asdict(model).items()}
-    # The folder may lack checksums, so changed files are recognised by size and time.
+    # The folder may have no checksums, so changed files are recognised by size and time.
     stored = [(name, (path / name).stat()) for name in sorted({tensor.file for tensor in folder.tensors.values()})]
     source = {
         "files": [[name, status.st_size, status.st_mtime_ns] for name, status in stored],

@@ -1,6 +1,6 @@
-"""DeepSeekMoE (``deepseek``; arXiv 2401.06066) and DeepSeek-V2 without groups of experts, such as V2-Lite
-(``deepseek_v2``; arXiv 2405.04434, section 2.1). Both have shared experts and dense first layers; V2 has latent
-attention."""
+"""Tables of DeepSeekMoE (``deepseek``; arXiv 2401.06066), and of DeepSeek-V2 without groups of experts, such as V2-Lite
+(``deepseek_v2``; arXiv 2405.04434, section 2.1). Both have shared experts, and a dense MLP in the first layers.
+DeepSeek-V2 has latent attention."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -51,7 +51,7 @@ _MLP_RULES = (
 
 
 def _latent_rules() -> tuple[Rule, ...]:
-    """Return the rules of latent attention and of the norms of layers."""
+    """Return the rules of latent attention and of the norms in each layer."""
     ours, theirs = f"{LAYER}.self_attention", f"{THEIR_LAYER}.self_attn"
 
     def heads(model: ModelConfig, *widths: int) -> int:

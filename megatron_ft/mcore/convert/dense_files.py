@@ -1,7 +1,7 @@
-"""Reads single tensors of dense checkpoints, and writes checkpoints that contain only weights. It needs no ranks.
+"""Reads single tensors of dense checkpoints, and writes checkpoints that contain only weights, without any ranks.
 
-Files are in torch's distributed format, as ranks also write it (``mcore/checkpoint``). At most one tensor is in memory,
-so checkpoints of any size can be converted on a small machine.
+Files are in torch's distributed format, like those that ranks write (``mcore/checkpoint``). At most one tensor is in
+memory, so checkpoints of any size can be converted on a small machine.
 """
 
 import io
@@ -50,37 +50,37 @@ from transformer_engine_ext.recipes import AMAX_HISTORY
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _STACKED_LAYERS, _STACKED_EXPERTS = re.compile(r"decoder\.layers\.(?!\d)"), re.compile(r"\.experts\.experts\.(?!\d)")
-"""Beginnings of the names of weights of all layers, and of all experts of a layer or of all layers."""
+"""Patterns in the names of tensors that contain a weight of all layers, or of all experts."""
 _GATED = re.compile(r"\.linear_fc1\.(?:weight|bias)$")
-"""End of the names of weights that have both halves of a gated unit."""
+"""Pattern at the end of the names of weights that contain both halves of a gated unit."""
 _MOST_STACKED = 1 << 20
 """Largest number of layers times experts in one tensor."""
 EMBEDDING, ROUTER = "embedding.word_embeddings.weight", ".mlp.router.weight"
 WEIGHTS_ONLY = "weights"
-"""Group of settings in a manifest; its presence means that the checkpoint contains only weights."""
+"""Group of settings in a manifest. A manifest with this group belongs to a checkpoint that contains only weights."""
 
 
 @dataclass(kw_only=True)
 class DenseReader:
-    """Reads tensors of a dense checkpoint by their names, from any parallel layout."""
+    """Reads tensors of a dense checkpoint by name, whatever the parallel layout that saved the checkpoint."""
 
     directory: Path
     manifest: Manifest | None
     """Verified manifest; None for a checkpoint of another project, which the user trusts."""
     metadata: Metadata
     _newest: tuple[tuple[str, tuple[int, ...]], Values] | None = field(default=None, init=False, repr=False)
-    """The part of a stacked tensor that was read last, by its name and position."""
+    """The part of a stacked tensor that was read last: its key (name, offsets) and its values."""
 
     @classmethod
     def open(cls, directory: Path, *, trust: bool = False) -> "DenseReader":
-        """Verify the files of a checkpoint, then read the positions of its tensors.
+        """Verify the files of a checkpoint, then read its metadata.
 
         Args:
             trust: whether a directory without a manifest may be read. Its metadata is a pickle, which can run code.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, incomplete or has no manifest, its metadata cannot be read, or
-                the directory is the folder of a run.
+            CheckpointError: the checkpoint is damaged or incomplete; it has no manifest and ``trust`` is false; its
+                metadata cannot be read; or the directory is the folder of a run.
         """
         if not directory.is_dir():
             raise CheckpointError(f"{directory}: must be a directory")
@@ -98,8 +98,8 @@ class DenseReader:
         return cls(directory=directory, manifest=manifest, metadata=metadata)
 
     def model(self) -> ModelConfig:
-        """Return the model of the checkpoint, which the manifest describes, or the arguments in a checkpoint of
-        Megatron-LM. Raises CheckpointError if neither does."""
+        """Return the model of the checkpoint. The manifest describes it or, in a checkpoint of Megatron-LM, the stored
+        arguments. Raise CheckpointError if neither does."""
         if self.manifest is None:
             model = model_of_arguments(self.directory)
             self._check_model(model, f"{self.directory}: its arguments describe another kind of model")
@@ -133,17 +133,17 @@ class DenseReader:
 
     @cached_property
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Return shape, dtype and parts of all tensors by name, those of the optimizer included.
+        """Return shape, dtype and parts of all tensors by name, including tensors of the optimizer.
 
-        The tensors of a checkpoint of Megatron-LM have the names of this project: one that has the weights of several
-        layers or experts is listed once for each of them, and the two halves of a gated unit are listed separately.
+        The tensors of a checkpoint of Megatron-LM get the names of this project. A tensor with the weights of several
+        layers or experts is listed once for each of them. The two halves of a gated unit are listed separately.
         """
         return {name: entry for name, (entry, _) in self._resolved.items()}
 
     @cached_property
     def weights(self) -> dict[str, TensorStorageMetadata]:
         """Return shape, dtype and parts of all weights and buffers by name, without histories of delayed scaling, which
-        only belong to training."""
+        only training needs."""
         found = {name: entry for name, entry in self.tensors.items() if not name.startswith(OPTIMIZER)}
         return {name: entry for name, entry in found.items() if not name.endswith(AMAX_HISTORY)}
 
@@ -168,14 +168,14 @@ class DenseReader:
         return found
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor, in the shape of the whole model. Raises CheckpointError if a part of it cannot be read."""
+        """Return a tensor in its shape in the whole model. Raise CheckpointError if a part of it cannot be read."""
         return tensor_of(self.values(name))
 
     def values(self, name: str) -> Values:
-        """Return where a tensor is stored if its rows follow one another in files. Otherwise return the tensor.
+        """Return where a tensor is stored if its rows follow one another in files; otherwise return the tensor itself.
 
         Raises:
-            CheckpointError: a part of it cannot be read.
+            CheckpointError: a part of the tensor cannot be read.
         """
         entry, places = self._resolved[name]
         parts = [
@@ -200,7 +200,7 @@ class DenseReader:
     def _stored(self, place: "_StoredPart", dtype: torch.dtype) -> Values:
         if not place.index:
             return self._part(place.name, place.part, dtype)
-        # Experts that follow one another may be in one part, whose values are then read only once.
+        # Experts that follow one another may be in one part. Read the values of this part only once.
         key = (place.name, tuple(place.part.offsets))
         if self._newest is None or self._newest[0] != key:
             self._newest = key, self._part(place.name, place.part, dtype)
@@ -218,7 +218,7 @@ class DenseReader:
                     if place.length == frame.num_bytes and file.read(len(frame.head)) == frame.head:
                         span = Span(path=path, offset=place.offset + len(frame.head), num_bytes=value_bytes)
                         return StoredValues(dtype=dtype, shape=tuple(part.sizes), spans=(span,))
-                # Another version of torch has written the part, or its values are not row after row.
+                # Another version of torch has written the part, or the values are not stored row after row.
                 file.seek(place.offset)
                 stored = torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
         except Exception as error:  # torch may raise any exception for invalid content
@@ -230,20 +230,20 @@ class DenseReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredPart:
-    """Part of a tensor in the metadata, or the elements with one index of its first dimensions."""
+    """A stored part of a tensor or, with ``index``, the elements of the part that belong to one layer and expert."""
 
     name: str
     part: ChunkStorageMetadata
     index: tuple[int, ...] = ()
-    """Indices of layer and expert inside of the part; empty for the whole part."""
+    """Indices of layer and expert in the first dimensions of the part; empty for the whole part."""
 
 
 _Resolved = tuple[str, TensorStorageMetadata, list[_StoredPart]]
-"""A tensor: name, shape and parts, and the place of each part."""
+"""A tensor: its name; its shape, dtype and parts; and where each part is stored."""
 
 
 def _unstacked(name: str, entry: TensorStorageMetadata, where: str) -> Iterator[_Resolved]:
-    """Yield the tensors that a stored tensor contains: itself, or one for each layer and expert.
+    """Yield the tensors that a stored tensor contains: the tensor itself, or one tensor for each layer and expert.
 
     In Megatron-LM's checkpoints, a weight of all layers, all experts, or all experts of all layers is one tensor, whose
     first dimensions are layers and experts.
@@ -276,7 +276,7 @@ def _unstacked(name: str, entry: TensorStorageMetadata, where: str) -> Iterator[
 
 
 def _halves(name: str, entry: TensorStorageMetadata, places: list[_StoredPart], where: str) -> Iterator[_Resolved]:
-    """Yield the two halves of the weights of a gated unit. Megatron-LM stores them as separate parts of one tensor."""
+    """Yield the two halves of a weight of a gated unit, which Megatron-LM stores as separate parts of a tensor."""
     half, rest = divmod(entry.size[0] if entry.size else 1, 2)
     pairs = list(zip(entry.chunks, places, strict=True))
     if rest or any(part.offsets[0] < half < part.offsets[0] + part.sizes[0] for part, _ in pairs):
@@ -297,7 +297,7 @@ def _halves(name: str, entry: TensorStorageMetadata, places: list[_StoredPart], 
 
 
 def _joined(entry: TensorStorageMetadata, parts: list[tuple[ChunkStorageMetadata, Values]]) -> StoredValues | None:
-    """Return where a tensor is stored if each of its parts in files consists of whole rows, otherwise None."""
+    """Return where a tensor is stored if each stored part consists of whole rows, otherwise None."""
     spans, num_rows = list[Span](), 0
     for part, stored in sorted(parts, key=lambda each: tuple(each[0].offsets)):
         is_next = tuple(part.offsets[:1]) in ((), (num_rows,)) and part.sizes[1:] == entry.size[1:]
@@ -332,7 +332,7 @@ def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> _Frame:
 
 
 class _Sparse(io.RawIOBase):
-    """File in memory. If a range of the file is skipped instead of written, it needs no memory."""
+    """In-memory file. A range that is skipped instead of written needs no memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -374,7 +374,7 @@ class WeightsWriter:
     most_file_bytes: int
     """A new file begins when a file has reached this size."""
     record: ConversionRecord | None = None
-    """Record to which each complete file is added; None if an interrupted call is not continued."""
+    """Record to which each complete file is added; None if an interrupted conversion cannot be continued."""
     files: list[WrittenFile] = field(default_factory=list, init=False)
     """Complete files of this conversion, including those from before an interruption."""
 
@@ -383,7 +383,7 @@ class WeightsWriter:
             self.files = self.record.files
 
     def write(self, tensors: Iterable[tuple[str, Values]]) -> None:
-        """Write tensors, each as one part.
+        """Write ``tensors``, pairs of name and values, each as one part.
 
         Raises:
             CheckpointError: a tensor cannot be read, or a file does not contain what was written.
@@ -452,14 +452,14 @@ class WeightsWriter:
 
 
 def _number(file: WrittenFile) -> int:
-    """Return the number in the name of a file."""
+    """Return the number in the file name."""
     return int(file.entry.name.strip("_").split("_")[0])
 
 
 def _write_tensor(file: HashedFile, name: str, values: Values) -> WrittenTensor:
     start, shape = file.num_bytes, tuple(values.shape)
     frame = _frame(values.dtype, shape)
-    # Equal to ``torch.save``, except for its CRC-32 of the values, which ``torch.load`` does not compare.
+    # The bytes are those of ``torch.save``, except for the CRC-32 of the values, which ``torch.load`` does not check.
     file.write(frame.head)
     for chunk in chunks_of(values):
         file.write(chunk)

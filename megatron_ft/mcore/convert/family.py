@@ -1,8 +1,8 @@
 """``Family``: how the weights and settings of one kind of model are named in Hugging Face folders and in this project.
 
 A family is a table of ``Rule``. Each rule names one tensor of a dense checkpoint, the tensors of a Hugging Face folder
-with the same values, and the ``Layout`` that converts between both. The converter, the inspection of folders and the
-tests read the same table, so a new family is one file with one table.
+with the same values, and the ``Layout`` that converts between the two forms. The converter, the inspection of folders
+and the tests read the same table, so a new family is one file with one table.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,10 +23,10 @@ class Layout(Protocol):
     """Conversion between one tensor of a dense checkpoint and one or several tensors of a folder, without rounding."""
 
     def split(self, tensor: torch.Tensor, model: ModelConfig) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of the folder that have the values of ``tensor``, a tensor of a checkpoint."""
+        """Return the tensors of a folder that have the values of ``tensor``, a tensor of a checkpoint."""
 
     def merge(self, parts: Sequence[torch.Tensor], model: ModelConfig) -> torch.Tensor:
-        """Return the tensor of the checkpoint that has the values of ``parts``, the inverse of ``split``."""
+        """Return the tensor of a checkpoint that has the values of ``parts``. This is the inverse of ``split``."""
 
 
 class Same:
@@ -40,8 +40,8 @@ class Same:
 
 
 class QueryKeyValue:
-    """Megatron stores the projections of queries, keys and values as one tensor, query group by query group. Each group
-    has the rows of its query heads, followed by those of its key head and of its value head."""
+    """Layout of the projections of queries, keys and values. Megatron stores them as one tensor, query group by query
+    group. Each group has the rows of its query heads, then those of its key head, then those of its value head."""
 
     def split(self, tensor: torch.Tensor, model: ModelConfig) -> tuple[torch.Tensor, ...]:
         groups, heads, width = _attention(model)
@@ -74,17 +74,17 @@ class Rule:
     ours: str
     """Name in a dense checkpoint. ``{layer}`` stands for the layer, from 0, and ``{expert}`` for the expert."""
     theirs: tuple[str, ...]
-    """Names in a Hugging Face folder."""
+    """Names of the tensors in a Hugging Face folder."""
     shape: Callable[[ModelConfig], Shape]
     """Shape of the tensor in the checkpoint."""
     layout: Layout = SAME
     kind: str = "all"
-    """Layers that have the tensor, if the name contains ``{layer}``: ``all``, ``moe`` or ``dense``."""
+    """Kind of layers that have the tensor, if its name contains ``{layer}``: ``all``, ``moe`` or ``dense``."""
     when: Callable[[ModelConfig], bool] = lambda model: True
-    """Returns whether a model has the tensor."""
+    """Function that returns whether a model has the tensor."""
 
     def named(self, model: ModelConfig) -> "Iterator[Rule]":
-        """Yield the rule with all names filled in, for every layer and expert of a model."""
+        """Yield one rule for every layer and expert of a model, with the numbers filled in."""
         if not self.when(model):
             return
         for layer in range(model.num_layers) if "{layer}" in self.ours else (0,):
@@ -102,7 +102,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Kind of model: its tensors, and how its settings are written in ``config.json``."""
+    """A kind of model: its tensors, and how ``config.json`` describes its settings."""
 
     name: str
     """``model_type`` in ``config.json``."""
@@ -110,16 +110,16 @@ class Family:
     """Class in ``architectures`` of ``config.json``."""
     rules: tuple[Rule, ...]
     fixed: Mapping[str, Any]
-    """Keys of ``model`` that every model of the family has, with their values."""
+    """Keys of ``model`` that have the same value in every model of the family, with this value."""
     settings: Callable[[ModelConfig], dict[str, Any]]
-    """Returns the entries of ``config.json`` that describe a model."""
+    """Function that returns the entries of ``config.json`` that describe a model."""
     model: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """Returns the keys of ``model`` that ``config.json`` describes. Raises KeyError if an entry is missing."""
+    """Function that converts ``config.json`` to keys of ``model``. Raises KeyError if an entry is missing."""
     refused: Callable[[Mapping[str, Any]], str] = lambda config: ""
-    """Returns why a model with this ``config.json`` cannot be converted; empty if it can."""
+    """Function that returns why a model with this ``config.json`` cannot be converted; empty if it can."""
 
     def tensors(self, model: ModelConfig) -> tuple[Rule, ...]:
-        """Return the rules of all tensors of a model, with all names filled in."""
+        """Return one rule for each tensor of a model, with the numbers of layers and experts filled in."""
         return tuple(named for rule in self.rules for named in rule.named(model))
 
     def check(self, model: ModelConfig) -> None:
@@ -147,7 +147,7 @@ class Family:
         except KeyError as error:
             raise CheckpointError(f"{where}: has no entry {error.args[0]!r}") from None
         except (CheckpointError, ConfigError, TypeError, ValueError, OverflowError) as error:
-            # Errors about types come from functions of the families, which read the entries as they are.
+            # Functions of the families read the entries without checking types, and so raise errors about types.
             raise CheckpointError(f"{where}: {error}") from None
 
     def _read_model(self, config: Mapping[str, Any]) -> ModelConfig:
@@ -162,7 +162,7 @@ class Family:
         default = ModelConfig()
         for key, value in keys.items():
             kind = type(getattr(default, key))
-            # Only the types of flags and floating-point numbers are checked here; sizes are checked above.
+            # Check only the types of flags and floating-point numbers here. Sizes were checked above.
             if kind in (bool, float) and not isinstance(value, bool if kind is bool else int | float):
                 raise CheckpointError(f"the entry for model.{key} is {value!r:.80}: must be a {kind.__name__}")
         model = ModelConfig(**{**_COMMON, **self.fixed, **keys})
@@ -175,7 +175,7 @@ class Family:
         Raises:
             CheckpointError: the model has more layers or experts than there are tensors.
         """
-        # Sizes come from a file and may be wrong; without this check, wrong sizes could fill the memory with names.
+        # Sizes come from a file and may be wrong. Without this check, wrong sizes could fill the memory with names.
         if model.num_layers * max(1, model.num_moe_experts or 0) > num_stored:
             raise CheckpointError(
                 f"{where}: has {num_stored} tensors, too few for {model.num_layers} layers of {model.num_moe_experts} "
@@ -194,7 +194,7 @@ _SIZES = (
 _OPTIONAL_SIZES = ("head_dim", "q_lora_rank", "n_shared_experts", "first_k_dense_replace")
 """Entries of ``config.json`` that are null, 0 or a size."""
 _MOST = 2**31 - 1
-"""Largest size that is not refused as damaged."""
+"""Largest size in ``config.json`` that is accepted."""
 _COMMON: Mapping[str, Any] = {
     "position_embedding_type": "rope",
     "rotary_percent": 1.0,
@@ -219,7 +219,7 @@ ONLY_MOE_LAYERS: Mapping[str, Any] = {
 
 def rope_theta(config: Mapping[str, Any]) -> int:
     """Return the base of rotary embeddings from ``config.json``. Newer versions of Transformers store it in
-    ``rope_parameters``, older ones at the top level."""
+    ``rope_parameters``, older versions at the top level."""
     inner = config.get("rope_parameters")
     found = inner["rope_theta"] if isinstance(inner, Mapping) and "rope_theta" in inner else config["rope_theta"]
     if not isinstance(found, int | float) or found != int(found):
@@ -228,7 +228,7 @@ def rope_theta(config: Mapping[str, Any]) -> int:
 
 
 def flag(config: Mapping[str, Any], name: str, *, default: bool) -> bool:
-    """Return an entry of ``config.json`` that must be true or false. Raises CheckpointError if it is not."""
+    """Return an entry of ``config.json`` that must be true or false. Raise CheckpointError if it is neither."""
     found = config.get(name, default)
     if not isinstance(found, bool):
         raise CheckpointError(f"{name}={found!r:.80}: must be true or false")
@@ -236,7 +236,7 @@ def flag(config: Mapping[str, Any], name: str, *, default: bool) -> bool:
 
 
 def scaled_rope(config: Mapping[str, Any]) -> str:
-    """Return why the rotary embeddings of ``config.json`` are not supported; empty if they are."""
+    """Return why the rotary embeddings in ``config.json`` are not supported; empty if they are supported."""
     for key in ("rope_scaling", "rope_parameters"):
         inner = config.get(key)
         if not isinstance(inner, Mapping | None):
@@ -256,14 +256,14 @@ def rope_settings(model: ModelConfig) -> dict[str, Any] | None:
     if model.rope_type is None:
         return None
     found = {theirs: getattr(model, ours) for ours, theirs in YARN.items() if getattr(model, ours) is not None}
-    # Without these entries, transformers uses other default values than Megatron-Core.
+    # Without these entries, Transformers would use other default values than Megatron-Core.
     defaults = {"factor": 40.0, "original_max_position_embeddings": 4096}
     return {"type": "yarn", "rope_type": "yarn", **defaults, **found}
 
 
 def limited_window(config: Mapping[str, Any], length: int) -> str:
-    """Return why a sliding attention window is not supported; empty if there is none, or it covers ``length`` tokens.
-    ``length`` is the largest number of tokens of a sequence."""
+    """Return why a sliding attention window is not supported. Return an empty text if there is no window, or if it
+    covers ``length`` tokens, the largest length of a sequence."""
     is_used = config.get("use_sliding_window", True)
     window = config.get("sliding_window")
     if window is not None and type(window) is not int:
@@ -296,7 +296,7 @@ def common_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def common_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of ``model`` for the entries of ``common_settings``."""
+    """Return the keys of ``model`` that correspond to the entries of ``common_settings``."""
     return {
         "vocab_size": config["vocab_size"],
         "hidden_size": config["hidden_size"],
@@ -332,7 +332,7 @@ def query_key_value(model: ModelConfig) -> Shape:
 def mlp_rules(
     ours: str, theirs: str, names: Sequence[str], width: Callable[[ModelConfig], int], **common: Any
 ) -> tuple[Rule, ...]:
-    """Return the rules of a gated MLP.
+    """Return the rules of the three weights of a gated MLP.
 
     Args:
         ours: name of the module in a checkpoint.
@@ -380,8 +380,7 @@ def outer_rules() -> tuple[Rule, ...]:
 
 
 def attention_rules() -> tuple[Rule, ...]:
-    """Return the rules of all tensors except those of routers, MLPs and experts. Families without latent attention
-    share them."""
+    """Return the rules of all tensors except routers, MLPs and experts, for families without latent attention."""
     attention, theirs = f"{LAYER}.self_attention", f"{THEIR_LAYER}.self_attn"
     projections = tuple(f"{theirs}.{letter}_proj" for letter in "qkv")
     head_width = lambda model: (_attention(model)[2],)  # noqa: E731
@@ -428,7 +427,7 @@ def attention_rules() -> tuple[Rule, ...]:
 
 
 def router_rule(theirs: str) -> Rule:
-    """Return the rule of the router of an MoE layer; ``theirs`` is its name in a folder."""
+    """Return the rule of the router of an MoE layer. ``theirs`` is the name of its weight in a folder."""
     return Rule(
         ours=f"{LAYER}.mlp.router.weight",
         theirs=(theirs,),
@@ -438,5 +437,5 @@ def router_rule(theirs: str) -> Rule:
 
 
 def expert_width(model: ModelConfig) -> int:
-    """Return the width of one expert."""
+    """Return the width of the MLP of one expert."""
     return model.moe_ffn_hidden_size or model.ffn_hidden_size

@@ -1,7 +1,7 @@
 """Hugging Face folders: ``config.json``, safetensors files of bounded size, and the index of all tensors.
 
-Safetensors files contain no code: a header with names, dtypes, shapes and positions, followed by the bytes of the
-tensors. Tensors are read one at a time, so a folder of any size needs little memory.
+Safetensors files contain no code, only a header with names, dtypes, shapes and offsets, and the bytes of the tensors.
+Tensors are read one at a time, so a folder of any size needs little memory.
 """
 
 import json
@@ -27,7 +27,7 @@ _MOST_JSON_BYTES, _MOST_HEADER_BYTES = 64 << 20, 100 << 20
 _PLAIN = "must be a regular file with a plain name that ends in .safetensors"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}\.safetensors")
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""Names of dtypes in safetensors files."""
+"""Names that dtypes have in safetensors files."""
 DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
@@ -40,12 +40,12 @@ class StoredTensor:
     """Name of the dtype in the file, e.g. ``BF16``."""
     shape: tuple[int, ...]
     offset: int | None
-    """Position of the first byte in the file; None after a tensor of a dtype that is not in ``DTYPES``."""
+    """Offset of the first byte in the file; None if a tensor before it has a dtype that is not in ``DTYPES``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
-    """A Hugging Face folder. ``tensors`` lists the tensors of all files, from the headers; no values were read."""
+    """A Hugging Face folder. ``tensors`` lists the tensors of all files, according to the files' headers."""
 
     path: Path
     config: Mapping[str, Any]
@@ -82,7 +82,7 @@ class Folder:
         return cls(path=path, config=config, tensors=tensors)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the values of a tensor. Raises CheckpointError if they cannot be read."""
+        """Return the values of a tensor. Raise CheckpointError if they cannot be read."""
         path = self.path / self.tensors[name].file
         try:
             with safe_open(path, framework="pt") as file:
@@ -92,7 +92,7 @@ class Folder:
         return found
 
     def values(self, name: str) -> StoredValues:
-        """Return where a tensor is stored. Its dtype, and the dtypes of all tensors before it, must be in
+        """Return where a tensor is stored. Its dtype, and the dtypes of all tensors before it in the file, must be in
         ``DTYPES``."""
         stored = self.tensors[name]
         dtype = DTYPES[stored.dtype]
@@ -106,7 +106,7 @@ def _headers(folder: Path, name: str) -> Iterator[tuple[str, StoredTensor]]:
     if path.is_symlink() or not path.is_file():
         raise CheckpointError(f"{path}: {_PLAIN}")
     try:
-        with path.open("rb") as stream:  # before the whole file, which may be as large as it claims, is mapped
+        with path.open("rb") as stream:  # checks the size of the header before ``safe_open`` maps the file
             length, size = int.from_bytes(stream.read(8), "little"), os.fstat(stream.fileno()).st_size
         if not 2 <= length <= min(size - 8, _MOST_HEADER_BYTES):
             raise CheckpointError(f"{path}: is not a complete safetensors file: its header has {length} bytes")
@@ -157,7 +157,7 @@ class FolderPlan:
     def of(
         cls, tensors: Sequence[tuple[str, tuple[int, ...]]], dtype: torch.dtype, most_file_bytes: int
     ) -> "FolderPlan":
-        """Divide tensors among files of at most ``most_file_bytes``. A larger tensor gets a file of its own."""
+        """Divide tensors among files of at most ``most_file_bytes``. A tensor that is larger gets a file of its own."""
         groups: list[list[tuple[str, tuple[int, ...]]]] = []
         room = 0
         for name, shape in tensors:
@@ -182,7 +182,7 @@ class FolderPlan:
         assert names and len(names) == len(set(names)), "a tensor is planned twice, or there is none"
 
     def bytes_of(self, file: PlannedFile) -> int:
-        """Return the bytes of all tensors of a file, without its header."""
+        """Return the number of bytes of all tensors of a file, without the file's header."""
         return sum(prod(shape) * self.dtype.itemsize for _, shape in file.tensors)
 
     @property
@@ -213,7 +213,7 @@ class FolderWriter:
         """Write one file, and let ``files`` verify it.
 
         Args:
-            tensors: exactly the tensors of the file, in its order, in the dtype of the plan.
+            tensors: name and values of exactly the tensors of the file, in its order, in the dtype of the plan.
 
         Raises:
             CheckpointError: a tensor cannot be read, or the previous file does not contain what was written.
@@ -243,14 +243,14 @@ class FolderWriter:
         return len(header).to_bytes(8, "little") + header
 
     def finish(self, config: Mapping[str, Any]) -> None:
-        """Write the index, unless there is only one file, and ``config.json`` last. Raises OSError."""
+        """Write the index if there are several files. Write ``config.json`` last. Raise OSError on failure."""
         if len(self.plan.files) > 1:
             write_atomically(self.path, INDEX, self.plan.index())
         write_atomically(self.path, CONFIG, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Check that the file system of the existing ``folder`` has ``num_bytes`` free bytes. Raises ConfigError if not."""
+    """Raise ConfigError if the file system of ``folder``, which must exist, has less than ``num_bytes`` free bytes."""
     free = free_bytes(folder)
     if num_bytes > free:
         raise ConfigError.of(
@@ -259,6 +259,6 @@ def check_space(folder: Path, num_bytes: int) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free bytes of the file system of ``path``, an existing directory."""
+    """Return the number of free bytes of the file system of ``path``, an existing directory."""
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize

@@ -31,7 +31,7 @@ class TensorRow:
     norm: float | None = None
     """Euclidean norm of the values; None if it was not computed."""
     iteration: int | None = None
-    """Iteration of the state from which the values were captured; None if the source has the state of one iteration."""
+    """Iteration after which the values were captured; None if all values in the source are of one iteration."""
 
 
 class Source(Protocol):
@@ -45,14 +45,14 @@ class Source(Protocol):
         """Yield all tensors in order of their names."""
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the values of a tensor. Raises CheckpointError if they cannot be read."""
+        """Return the values of a tensor. Raise CheckpointError if they cannot be read."""
 
     def check(self) -> None:
-        """Check everything that belongs to no tensor and was not checked before. Raises CheckpointError."""
+        """Check what belongs to no tensor and was not checked before. Raise CheckpointError if it is damaged."""
 
 
 class DenseSource:
-    """Tensors of a dense checkpoint. If it has a manifest, its files have been verified with the manifest."""
+    """Tensors of a dense checkpoint. If there is a manifest, the files have been verified with it."""
 
     def __init__(self, path: Path, *, trust: bool, with_optimizer: bool) -> None:
         self.path, self.reader = path, DenseReader.open(path, trust=trust)
@@ -70,15 +70,14 @@ class DenseSource:
         return self.reader.read(name)
 
     def check(self) -> None:
-        """Check the state that is the same on all ranks, the description of the model, and that no tensor of the model
-        is missing."""
+        """Check the state that all ranks share, the model's description, and that no tensor of the model is missing."""
         read_common(self.reader.directory)
         if self.reader.manifest is not None and self.reader.manifest.settings.get("model"):
             check_tensors(self.reader.weights, self.reader.model(), str(self.path))
 
 
 class FolderSource:
-    """Tensors of a Hugging Face folder that has been compared with the model in its ``config.json``."""
+    """Tensors of a Hugging Face folder, whose tensors have been compared with the model in ``config.json``."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._folder = path, verify_folder(path)
@@ -102,7 +101,7 @@ class FolderSource:
 
 
 class WindowSource:
-    """Pieces of a window on storage: element ranges of parameters, each of one rank. All files have been verified.
+    """Pieces of a window on storage: element ranges of parameters, each from one rank. All files are verified.
 
     Names are ``<parameter>[<start>:<stop>].<component>``, followed by ``@tp<n>`` for tensor-parallel parts after part
     0, and by ``/slice<n>`` for slices after slice 0.
@@ -131,7 +130,7 @@ class WindowSource:
 
     @property
     def leaves_out_experts(self) -> bool:
-        """Return whether the window leaves out experts, and has copies of them from earlier windows instead."""
+        """Return whether the window leaves out experts, and has older state of them from earlier windows instead."""
         return any(window.leaves_out_experts for window in self.windows)
 
     def _take(self, rank: int, index: int, part: Slice, *, with_optimizer: bool) -> None:
@@ -167,7 +166,7 @@ def _row(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorRow:
 
 
 def is_window(path: Path) -> bool:
-    """Return whether a directory has a file of a window, although the file of another rank may be missing."""
+    """Return whether a directory has a window's file of at least one rank. Files of other ranks may be missing."""
     return any(path.glob(rank_name(0).replace("00000", "*")))
 
 
@@ -179,7 +178,7 @@ def open_source(path: Path, *, trust: bool = False, with_optimizer: bool = False
         with_optimizer: whether the tensors of the optimizer are included.
 
     Raises:
-        CheckpointError: the path is none of them, or it is damaged.
+        CheckpointError: the path is none of these, or it is damaged.
     """
     if (path / CONFIG).is_file():
         return FolderSource(path)
@@ -202,16 +201,17 @@ class TensorDifference:
     name: str
     reason: str
     largest: float | None = None
-    """Largest difference of two values, relative to the largest value of both tensors; None if shapes differ or a
-    tensor is missing."""
+    """Largest difference of two values at the same index, divided by the largest magnitude in both tensors. None if
+    shapes differ or a tensor is missing."""
 
 
 def differences(one: Source, other: Source, *, tolerance: float = 0.0) -> list[TensorDifference]:
-    """Compare two sources tensor by tensor, and return the tensors that differ, the largest difference first.
+    """Compare two sources tensor by tensor. Return the tensors that differ: first missing tensors and other shapes,
+    then other values, the largest difference first.
 
     Args:
-        tolerance: difference up to which tensors count as equal, relative to their largest value. With 0, dtypes and
-            all bits must be equal.
+        tolerance: largest difference that counts as equal, divided by the largest magnitude in both tensors. With 0,
+            dtypes and all bits must be equal.
     """
     rows: list[Mapping[str, TensorRow]] = [{row.name: row for row in source.rows()} for source in (one, other)]
     found = [
@@ -243,7 +243,7 @@ def _difference(
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    # Compared as bytes: NaN differs from itself, and 0 equals -0.
+    # Values are compared as bytes, because NaN differs from itself, and 0 equals -0.
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Arguments of Megatron-LM in ``common.pt``: describes a model by them, and reads the model that they describe."""
+"""Arguments of Megatron-LM in ``common.pt``: converts a model to arguments, and arguments to a model."""
 
 import argparse
 from pathlib import Path
@@ -20,8 +20,8 @@ _TOKENIZERS = {
 
 
 def megatron_arguments(model: ModelConfig, manifest: Manifest, *, weights_only: bool) -> argparse.Namespace:
-    """Return the arguments of Megatron-LM that describe ``model`` and the job that saved the checkpoint, by the names
-    of Megatron-LM, which compares some of them with its command line. ``--use-checkpoint-args`` takes the others.
+    """Return the arguments of Megatron-LM, by name, that describe ``model`` and the job that saved the checkpoint.
+    Megatron-LM compares some of them with its command line. ``--use-checkpoint-args`` takes the others from here.
 
     Args:
         weights_only: whether the checkpoint has no optimizer state.
@@ -31,7 +31,7 @@ def megatron_arguments(model: ModelConfig, manifest: Manifest, *, weights_only: 
     tp, pp, cp = (topology.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context"))
     world_size, mixtures = topology.get("world_size", 1), moe_layer_pattern(model)
     found: dict[str, Any] = {
-        # What Megatron-LM reads when it continues.
+        # Values that Megatron-LM reads when it continues.
         "iteration": manifest.iteration,
         "consumed_train_samples": manifest.consumed_samples,
         "consumed_valid_samples": 0,
@@ -46,7 +46,7 @@ def megatron_arguments(model: ModelConfig, manifest: Manifest, *, weights_only: 
         "expert_model_parallel_size": topology.get("expert_model_parallel_size", 1),
         "expert_tensor_parallel_size": topology.get("expert_tensor_parallel_size", 1),
         "virtual_pipeline_model_parallel_size": topology.get("virtual_pipeline_model_parallel_size") or None,
-        # The format of the checkpoint. The states of generators are not those of Megatron-LM.
+        # The format of the checkpoint. States of random generators are not stored as in Megatron-LM.
         "ckpt_format": "torch_dist",
         "dist_ckpt_optim_fully_reshardable": True,
         "use_distributed_optimizer": settings.get("parallel.use_distributed_optimizer", True),
@@ -101,17 +101,17 @@ def megatron_arguments(model: ModelConfig, manifest: Manifest, *, weights_only: 
 
 
 def has_gated_units(directory: Path) -> bool:
-    """Return whether the MLPs of a checkpoint of Megatron-LM are gated. Without arguments, the answer is False. Raises
+    """Return whether the MLPs of a checkpoint of Megatron-LM are gated. Return False if it has no arguments. Raise
     CheckpointError if ``common.pt`` cannot be read."""
     return bool(getattr(read_common(directory).get("args"), "swiglu", False))
 
 
 def model_of_arguments(directory: Path) -> ModelConfig:
     """Return the model that the arguments in a checkpoint of Megatron-LM describe. Keys that change neither the shapes
-    of weights nor outputs have their default values.
+    of weights nor outputs keep their default values.
 
     Raises:
-        CheckpointError: the checkpoint has no arguments, they lack one, or this project does not support their model.
+        CheckpointError: the checkpoint has no arguments, an argument is missing, or the model is not supported.
     """
     given, where = read_common(directory).get("args"), directory / COMMON_NAME
     if not isinstance(given, argparse.Namespace):
@@ -138,7 +138,7 @@ _SAME = (
     "normalization",
 )
 _SAME += ("untie_embeddings_and_output_weights", "add_bias_linear")
-"""Arguments that every version of Megatron-LM stores, and whose keys have the same names."""
+"""Arguments that every version of Megatron-LM stores, and that have the same names as keys of ``model``."""
 _LATER = ("kv_channels", "seq_length", "make_vocab_size_divisible_by", "rotary_percent", "add_qkv_bias", "qk_layernorm")
 _LATER += ("hidden_dropout", "attention_dropout", "init_method_std")
 _MOE = ("moe_ffn_hidden_size", "moe_router_topk", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate")
@@ -159,7 +159,7 @@ _MOST_LAYERS = 100_000
 
 
 def _keys_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Return keys of ``model`` by their names. Raises KeyError with the name of an argument that is missing."""
+    """Return values of ``model`` by key. Raise KeyError with the name of an argument that is missing."""
     keys = {name: given[name] for name in _SAME}
     keys |= {name: given[name] for name in _LATER if given.get(name) is not None}
     keys["vocab_size"] = given["padded_vocab_size"]
@@ -189,8 +189,8 @@ def _keys_of(given: dict[str, Any]) -> dict[str, Any]:
 
 def _layers(given: dict[str, Any]) -> tuple[int, int]:
     pattern, num_layers = given.get("moe_layer_freq", 1), given["num_layers"]
-    if isinstance(pattern, int):  # Megatron-LM's first layer has experts
-        # Both come from a file, and a damaged one must not fill the memory with a list.
+    if isinstance(pattern, int):  # with a number, Megatron-LM's first layer has experts
+        # Both values come from a file. A damaged file must not fill the memory with a list.
         if pattern < 1 or not isinstance(num_layers, int) or not 0 < num_layers <= _MOST_LAYERS:
             raise ValueError(f"moe_layer_freq={pattern}, num_layers={num_layers!r:.80}: must be sizes of a model")
         pattern = [int(layer % pattern == 0) for layer in range(num_layers)]

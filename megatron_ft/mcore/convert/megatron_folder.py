@@ -22,16 +22,16 @@ from megatron_ft.snapshot.storage.files import fsync_directory, write_atomically
 from megatron_ft.snapshot.storage.manifest import Manifest
 
 _WEIGHTS_METADATA = {"singleton_local_shards": True, "non_homogeneous_layers": True}
-"""Description of the tensors of a checkpoint of weights, which does not contain one."""
+"""Metadata for Megatron-LM about the tensors of a checkpoint of weights, which itself has no such metadata."""
 
 
 def export_to_megatron(checkpoint: Path, out: Path, *, progress: Callable[[str], None] = print) -> Path:
     """Write the folder ``out``, from which Megatron-LM loads ``checkpoint`` with ``--load``.
 
-    The data files are links to the files of ``checkpoint``, or copies if ``out`` is on another file system. Megatron-LM
-    expects its arguments in ``common.pt``, so this file also contains ``args``. A checkpoint that contains only weights
-    is exported as a *release*, which belongs to no iteration. The exported checkpoint has a manifest, and is verified
-    at the end. ``out`` has its name only when it is complete.
+    The data files are links to the files of ``checkpoint``, or copies if ``out`` is on another file system.
+    ``common.pt`` is new, because Megatron-LM expects its arguments there as ``args``. A checkpoint that contains only
+    weights is exported as a *release*, which belongs to no iteration. The exported checkpoint has a manifest, and is
+    verified at the end. The folder gets the name ``out`` only when it is complete.
 
     Args:
         progress: receives a line that states whether the files were linked or copied.
@@ -87,11 +87,11 @@ def export_to_megatron(checkpoint: Path, out: Path, *, progress: Callable[[str],
 
 
 def _link_files(checkpoint: Path, target: Path, manifest: Manifest) -> str:
-    """Link or copy the files of ``checkpoint`` except ``common.pt``. Return how it was done."""
+    """Link or copy the files of ``checkpoint`` except ``common.pt``. Return ``links`` or ``copies``."""
     names = [entry.name for entry in manifest.files if entry.name != COMMON_NAME]
     try:
         for name in names:
-            # The data files of a checkpoint never change, so both directories may have the same ones.
+            # The data files of a checkpoint never change, so both directories may share them.
             os.link(checkpoint / name, target / name, follow_symlinks=False)
         return "links"
     except OSError as error:

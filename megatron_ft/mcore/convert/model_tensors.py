@@ -14,11 +14,11 @@ from megatron_ft.operators import head_channels, is_moe_layer
 Shape = tuple[int, ...]
 Named = Iterator[tuple[str, Shape]]
 _FUSED_NORM, _SEPARATE_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
-"""Names of the norm before an MLP or an MoE layer. Transformer Engine gives the second one to every MoE layer."""
+"""Names of the norm before an MLP or MoE layer. Transformer Engine uses the second name in every MoE layer."""
 
 
 def tensors_of(model: ModelConfig) -> Named:
-    """Yield name and shape of all weights and buffers of a model. ``model.vocab_size`` is the number of rows of the
+    """Yield (name, shape) of all weights and buffers of a model. ``model.vocab_size`` is the number of rows of the
     embedding."""
     hidden, rows = model.hidden_size, model.vocab_size or 0
     yield "embedding.word_embeddings.weight", (rows, hidden)
@@ -39,7 +39,7 @@ def tensors_of(model: ModelConfig) -> Named:
 
 
 def norm_before_mlp(model: ModelConfig, *, has_experts: bool) -> str:
-    """Return the beginning of the names of the norm before the MLP of a layer, or before its experts."""
+    """Return the beginning of the names of the norm before a layer's MLP or, if ``has_experts``, MoE layer."""
     return _SEPARATE_NORM if model.multi_latent_attention and has_experts else _FUSED_NORM
 
 
@@ -47,13 +47,13 @@ def check_tensors(stored: Mapping[str, Any], model: ModelConfig, where: str) -> 
     """Check that a checkpoint has all tensors of a model, in their shapes.
 
     Args:
-        stored: entry of each tensor in the metadata of the checkpoint, with its ``size``, by name.
+        stored: metadata of each tensor of the checkpoint, by name. Each entry has a ``size``.
         where: directory of the checkpoint, for messages.
 
     Raises:
         CheckpointError: a tensor is missing, or has another shape.
     """
-    # Lazily, because a model that is not that of the checkpoint may have any number of tensors.
+    # Stop after three names: a model that does not belong to the checkpoint may have any number of tensors.
     missing = [name for name, _ in islice(_missing(stored, model), 3)]
     if missing:
         raise CheckpointError(
@@ -126,7 +126,7 @@ def _normed_projection(model: ModelConfig, prefix: str, rows: int, rank: int) ->
 
 
 def _mlp(model: ModelConfig, prefix: str, width: int, *, bias: bool) -> Named:
-    # Both halves of a gated unit are separate tensors.
+    # The two halves of a gated unit are separate tensors.
     for half in ("_w", "_v") if model.gated_linear_unit else ("",):
         yield f"{prefix}.linear_fc1.weight{half}", (width, model.hidden_size)
         if bias:

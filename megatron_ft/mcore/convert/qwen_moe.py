@@ -1,5 +1,5 @@
-"""The families ``qwen2_moe`` (Qwen1.5-MoE, Qwen2-MoE) and ``qwen3_moe`` (Qwen3-MoE). Models of the first have a gated
-shared expert; models of the second have norms of queries and keys instead (arXiv 2407.10671, section 2.2.2; arXiv
+"""Tables of ``qwen2_moe`` (Qwen1.5-MoE, Qwen2-MoE) and ``qwen3_moe`` (Qwen3-MoE). Models of ``qwen2_moe`` have a gated
+shared expert (arXiv 2407.10671, section 2.2.2). Models of ``qwen3_moe`` have norms of queries and keys instead (arXiv
 2505.09388, section 2)."""
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
         "intermediate_size": model.ffn_hidden_size,
         "moe_intermediate_size": expert_width(model),
         "num_experts": model.num_moe_experts,
-        # With a softmax over the chosen experts only, their weights have the sum 1.
+        # A softmax over the chosen experts alone gives them weights with the sum 1.
         "norm_topk_prob": not model.moe_router_pre_softmax,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -69,7 +69,7 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
 def _settings_2(model: ModelConfig) -> dict[str, Any]:
     shared = model.moe_shared_expert_intermediate_size
     settings = {**_settings(model), "shared_expert_intermediate_size": shared, "qkv_bias": model.add_qkv_bias}
-    settings.pop("head_dim")  # it is always the hidden size divided by the number of heads
+    settings.pop("head_dim")  # always the hidden size divided by the number of heads
     return settings
 
 

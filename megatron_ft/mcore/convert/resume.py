@@ -1,7 +1,7 @@
-"""The record of a conversion that can be continued: what is converted, and which files are complete.
+"""The record of a conversion that can be continued: the source of the conversion, and which files are complete.
 
-Both directions between checkpoints and Hugging Face folders write it after each file, and continue from it. A folder
-keeps it as the list of its checksums.
+Conversions between checkpoints and Hugging Face folders, in both directions, update the record after each file. An
+interrupted conversion continues from it. In a finished folder, the record lists the checksums of the files.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from megatron_ft.serde import decode, encode, parse_json
 from megatron_ft.snapshot.storage.files import FileEntry, entry_of, write_atomically
 
 RECORD = "megatron_ft_conversion.json"
-"""Name of the record's file."""
+"""Name of the file with the record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class WrittenFile:
 
     entry: FileEntry
     tensors: tuple[WrittenTensor, ...] = ()
-    """Tensors of a file of a checkpoint, whose positions are in no other file yet; empty for other files."""
+    """Tensors in a file of a checkpoint, of which only this record has the offsets; empty for other files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class ConversionRecord:
 
     @classmethod
     def read(cls, folder: Path) -> "ConversionRecord | None":
-        """Return the record in ``folder``; None if there is none. Raises CheckpointError if it is damaged."""
+        """Return the record in ``folder``, or None if there is none. Raise CheckpointError if it is damaged."""
         path = folder / RECORD
         if not os.path.lexists(path):
             return None
@@ -74,12 +74,12 @@ class ConversionRecord:
         return cls(folder=folder, source=found.source, files=list(found.files))
 
     def write(self) -> None:
-        """Write the record. Raises OSError."""
+        """Write the record to its folder. Raise OSError if this fails."""
         content = {"source": self.source, "files": encode(self.files)}
         write_atomically(self.folder, RECORD, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
 
     def add(self, file: WrittenFile) -> None:
-        """Add a complete file, and write the record. Raises OSError."""
+        """Add a complete file, and write the record. Raise OSError if this fails."""
         self.files.append(file)
         self.write()
 
@@ -88,7 +88,7 @@ class ConversionRecord:
         return {file.entry.name for file in self.files}
 
     def check(self, directory: Path) -> None:
-        """Compare the files in ``directory`` with their checksums. Raises CheckpointError if one is damaged."""
+        """Compare the files in ``directory`` with their checksums. Raise CheckpointError if a file is damaged."""
         for file in self.files:
             if not _is_intact(directory, file.entry):
                 raise CheckpointError(
@@ -105,11 +105,11 @@ def _is_intact(directory: Path, entry: FileEntry) -> bool:
 
 @contextlib.contextmanager
 def continued(folder: Path, source: Mapping[str, Any], *, files: Path, out: Path) -> Iterator[ConversionRecord]:
-    """Begin a conversion in ``folder``, or continue the one that was interrupted there, and yield its record. Files of
-    that conversion are verified; damaged ones no longer count as complete, and unfinished ones are deleted.
+    """Begin a conversion in ``folder``, or continue an interrupted one, and yield its record. Verify the files of the
+    interrupted conversion: damaged files no longer count as complete, and unfinished files are deleted.
 
     The folder is created if it does not exist, and is locked until the end of the ``with`` block or of the process. If
-    the block ends with an error before a file is complete, nothing is left.
+    the block ends with an error before any file is complete, everything that was created is removed.
 
     Args:
         source: JSON object that identifies everything on which the content of the files depends.
@@ -143,7 +143,7 @@ def continued(folder: Path, source: Mapping[str, Any], *, files: Path, out: Path
 
 
 def _begun(folder: Path, source: Mapping[str, Any], out: Path) -> ConversionRecord:
-    """Return the record in ``folder``. Write a new one if the folder is empty."""
+    """Return the record in ``folder``. If the folder is empty, write a new record."""
     try:
         record = ConversionRecord.read(folder)
     except CheckpointError as error:

@@ -1,7 +1,7 @@
 """Moves the values of tensors from files to files, in small pieces, and verifies the files that it writes.
 
-A tensor that a conversion does not change is never in memory: ``StoredValues`` names its bytes in files, and they are
-copied. ``VerifiedFiles`` flushes a file and reads it again in a thread, while the next file is written.
+A tensor that a conversion does not change is never in memory: ``StoredValues`` names its bytes in files, and these
+bytes are copied. ``VerifiedFiles`` flushes a file and reads it again in a thread, while the next file is written.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredValues:
-    """Values of a tensor in files, row after row, in this machine's byte order. ``spans`` together are the tensor."""
+    """Values of a tensor in files, row after row, in this machine's byte order. ``spans`` are in order."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class StoredValues:
         assert num_bytes == prod(self.shape) * self.dtype.itemsize, f"{num_bytes} bytes of a tensor {self.shape}"
 
     def first_rows(self, num_rows: int) -> "StoredValues":
-        """Return the first ``num_rows`` rows, at most all of them."""
+        """Return the first ``num_rows`` rows. The tensor must have at least as many rows."""
         shape = (num_rows, *self.shape[1:])
         left, spans = prod(shape) * self.dtype.itemsize, list[Span]()
         for span in self.spans:
@@ -58,7 +58,7 @@ class StoredValues:
         return replace(self, shape=shape, spans=tuple(spans))
 
     def at(self, index: tuple[int, ...]) -> "StoredValues":
-        """Return the tensor with these indices of the first dimensions. The values must be in one span."""
+        """Return the elements with the given indices in the first dimensions. All values must be in one span."""
         (span,), shape, position = self.spans, self.shape[len(index) :], 0
         for size, number in zip(self.shape, index, strict=False):
             position = position * size + number
@@ -67,7 +67,7 @@ class StoredValues:
         return replace(self, shape=shape, spans=(span,))
 
     def chunks(self) -> Iterator[memoryview]:
-        """Yield the bytes in pieces, each valid until the next one is read. Raises CheckpointError."""
+        """Yield the bytes in pieces, each valid until the next piece is requested. Raise CheckpointError on failure."""
         for span in self.spans:
             left = span.num_bytes
             try:
@@ -82,7 +82,7 @@ class StoredValues:
                 raise CheckpointError(f"{span.path}: ends {left} bytes before the end of a tensor")
 
     def load(self) -> torch.Tensor:
-        """Return the tensor, of shape ``shape``. Raises CheckpointError if the values cannot be read."""
+        """Read the tensor into memory. Raise CheckpointError if the values cannot be read."""
         whole = torch.empty(self.shape, dtype=self.dtype)
         view, position = bytes_of(whole), 0
         for chunk in self.chunks():
@@ -96,17 +96,17 @@ Values = torch.Tensor | StoredValues
 
 
 def tensor_of(values: Values) -> torch.Tensor:
-    """Return the values as a tensor in memory. Raises CheckpointError if they cannot be read."""
+    """Return the values as a tensor in memory. Raise CheckpointError if they cannot be read."""
     return values.load() if isinstance(values, StoredValues) else values
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
+    """Return the memory of a contiguous CPU tensor, without copying it."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
 def chunks_of(values: Values) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in pieces, row after row. Each piece is valid until the next one is requested."""
+    """Yield the bytes of a tensor in pieces, row after row. A piece is valid until the next piece is requested."""
     if isinstance(values, StoredValues):
         yield from values.chunks()
         return
@@ -116,11 +116,11 @@ def chunks_of(values: Values) -> Iterator[memoryview]:
 
 
 class VerifiedFiles:
-    """Writes the files of a folder one after the other. A file gets its name when it is on the disk and was read again
-    with the same content. A thread does this, while the next file is written; at most one file waits for it.
+    """Writes the files of a folder one after the other. A thread flushes a file, reads it again, and gives it its name
+    if the content is the same. Meanwhile the next file is written. At most one file waits for the thread.
 
-    Used as a context manager, whose end waits for the thread. ``completed`` is called in the thread for each file that
-    has its name.
+    Use this as a context manager. Its end waits for the thread. The thread calls ``completed`` for each file that has
+    got its name.
     """
 
     def __init__(self, directory: Path, completed: Callable[[FileEntry], None]) -> None:
@@ -138,16 +138,16 @@ class VerifiedFiles:
             if kind is None:
                 self.wait()
         finally:
-            # After an error, the file that is being verified is still completed, so that it can be kept.
+            # After an error, the thread still completes the file that it is verifying, so that this file can be kept.
             self._thread.shutdown()
 
     @contextlib.contextmanager
     def new(self, name: str) -> Iterator[HashedFile]:
-        """Open the file ``name`` for writing; the end of the ``with`` block passes it to the thread.
+        """Open the file ``name`` for writing. The end of the ``with`` block passes the file to the thread.
 
         Raises:
             CheckpointError: the previous file does not contain what was written.
-            OSError: this file or the previous one cannot be written.
+            OSError: this file or the previous file cannot be written.
         """
         file = HashedFile(self._directory, f".{name}.{os.getpid()}.tmp", writes_back=True)
         try:
@@ -160,7 +160,7 @@ class VerifiedFiles:
         self._pending = self._thread.submit(self._complete, file, name)
 
     def wait(self) -> None:
-        """Wait until all files have their names. Raises CheckpointError or OSError as ``new``."""
+        """Wait until all files have their names. Raise the errors that ``new`` lists."""
         if self._pending is not None:
             self._pending.result()
 

@@ -1,7 +1,7 @@
 """Makes the weights of an MoE model from those of a dense model (upcycling; arXiv 2212.05055).
 
-Every MLP becomes an MoE layer whose experts are copies of the MLP. The router weights of the chosen experts have the
-sum 1, so without noise the new model computes what the dense model computes.
+Every MLP becomes an MoE layer whose experts are copies of the MLP. The router's weights for the chosen experts of a
+token have the sum 1, so without noise the new model computes what the dense model computes.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ _PROGRESS_TENSORS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upcycling:
-    """Settings of the new model."""
+    """Settings with which an MoE model is made from a dense model."""
 
     num_experts: int
     topk: int
@@ -60,13 +60,13 @@ class Upcycling:
         if not 1 <= self.topk <= self.num_experts:
             raise ConfigError.of("--topk", self.topk, f"must be in 1..{self.num_experts}, the number of experts")
         if self.topk == 1:
-            # With pre-softmax, which top-1 needs, the router weight is below 1, so the result is another function.
+            # Top-1 needs pre-softmax, with which the router weight is below 1, so the result would be another function.
             raise ConfigError.of("--topk", 1, "must be at least 2: the weight of a single expert would be below 1")
         if not 0 <= self.noise < float("inf"):
             raise ConfigError.of("--noise", self.noise, "must be at least 0")
         if not 0 <= self.seed < 2**31:
             raise ConfigError.of("--seed", self.seed, "must be in 0..2147483647")
-        # A dense run may have set keys of MoE layers, which had no effect there.
+        # A dense run may have set keys of MoE layers, which had no effect. So these keys get their default values.
         defaults = {name: getattr(_DEFAULT, name) for name in _MIXTURE}
         mixture = {"num_moe_experts": self.num_experts, "moe_router_topk": self.topk}
         sizes = {"moe_ffn_hidden_size": dense.ffn_hidden_size}
@@ -83,8 +83,8 @@ def upcycle_weights(
     most_file_bytes: int = MOST_FILE_BYTES,
     progress: Progress = print,
 ) -> Manifest:
-    """Write the weights of an MoE model whose experts are copies of the MLPs of a dense checkpoint. One tensor is in
-    memory at a time, with one copy.
+    """Write the weights of an MoE model whose experts are copies of the MLPs of a dense checkpoint. At any time, one
+    tensor and one copy of it are in memory.
 
     Args:
         checkpoint: dense checkpoint, or checkpoint of weights, of a model with ``num_moe_experts=null``.
@@ -127,7 +127,7 @@ def _is_copied(name: str) -> bool:
 
 
 def _renamed(name: str, model: ModelConfig) -> str:
-    """Return the name of a tensor that is not copied, in a layer with experts."""
+    """Return the name that a tensor of a dense layer, which is not copied to experts, has in a layer with experts."""
     dense, mixture = (norm_before_mlp(model, has_experts=has_experts) for has_experts in (False, True))
     return name.replace(f".{dense}", f".{mixture}")
 

@@ -1,7 +1,7 @@
 """Answers which recovery strategies and keys can use a checkpoint, a window or a Hugging Face folder.
 
-Files are verified first. The strategies answer for the job whose run contains the checkpoint or window, or for another
-run. Without a run, only manifest and metadata count.
+Files are verified first. The answers of strategies are for the next job of a run: the run that contains the checkpoint
+or window, or a given run. Without a run, only manifest and metadata are considered.
 """
 
 from dataclasses import dataclass, replace
@@ -66,14 +66,14 @@ class _Job:
 
 
 def find_uses(path: Path, *, trust: bool = False, run_dir: Path | None = None) -> Uses:
-    """Verify a checkpoint, window or Hugging Face folder, and answer what can use it.
+    """Verify a checkpoint, window or Hugging Face folder, and return which strategies and keys can use it.
 
     Args:
         trust: whether a checkpoint without a manifest may be read; its metadata is a pickle, which can run code.
-        run_dir: run whose next job would load it; None for the run whose folder contains ``path``, if there is one.
+        run_dir: run whose next job would load it; None for the run whose folder contains ``path``, if any.
 
     Raises:
-        CheckpointError: the path is none of them.
+        CheckpointError: the path is none of these.
         DataError: ``run_dir`` has no configuration.
     """
     path = path.absolute()
@@ -133,7 +133,7 @@ def _identity_of(run_dir: Path, settings: Any) -> JobIdentity:
 
 
 def _state_by_name(path: Path) -> SavedState | None:
-    """Return the kind of something that cannot be read; None if it is no directory or has no known files."""
+    """Return what an unreadable ``path`` is, by the names of its files; None if it is not a known kind of directory."""
     if (path / CONFIG).is_file() and not (path / MANIFEST_NAME).exists():
         return SavedState(kind=None, what=_FOLDER)
     if is_window(path):
@@ -200,7 +200,7 @@ def _defect_of_checkpoint(reader: DenseReader, job: _Job | None) -> str:
 
 
 def _use_of_key(key: str, source: Source, state: SavedState, job: _Job | None) -> Use:
-    """Answer whether a new run can start from ``source`` with a key, as the launcher and the ranks check it."""
+    """Return whether a new run can start from ``source`` with ``key``, by the checks of the launcher and the ranks."""
     if reason := _not_dense(state):
         return _no(key, reason)
     assert isinstance(source, DenseSource), f"{type(source).__name__} cannot be loaded"

@@ -1,4 +1,4 @@
-"""Writes checkpoints that contain only weights: those of one dense checkpoint, or the mean of several ones."""
+"""Writes checkpoints that contain only weights: of one dense checkpoint, or the mean of several checkpoints."""
 
 import math
 import os
@@ -22,7 +22,7 @@ from megatron_ft.snapshot.storage.manifest import Manifest
 from megatron_ft.snapshot.storage.run_settings import other_model
 
 MOST_FILE_BYTES = 5_000_000_000
-"""Default size of a file, as in Hugging Face folders."""
+"""Default limit for the size of a file in bytes, as in Hugging Face folders."""
 _SUM_TOLERANCE = 1e-6
 """Largest allowed difference between 1 and the sum of all factors, which users write as rounded decimals."""
 _PROGRESS_TENSORS = 100
@@ -32,7 +32,7 @@ Progress = Callable[[str], None]
 
 
 def check_new(out: Path) -> None:
-    """Check that ``out`` does not exist, and create its parents. Raises ConfigError."""
+    """Create the parent folders of ``out``. Raise ConfigError if ``out`` exists."""
     if out.exists() or out.is_symlink():
         raise ConfigError.of("out", str(out), "must not exist")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -74,11 +74,11 @@ def continue_weights(
     most_file_bytes: int = MOST_FILE_BYTES,
 ) -> Manifest:
     """Write a checkpoint of weights like ``write_weights``, but continue an interrupted call with the same ``source``:
-    verify and keep the complete files of that call. Until the end, files are in the folder ``.NAME.partial``.
+    verify and keep the files that this call has completed. Until the end, files are in the folder ``.NAME.partial``.
 
     Args:
         tensors: function that is called with the names of the complete tensors, and returns all other tensors.
-        source: JSON object that identifies all tensors and ``most_file_bytes``.
+        source: JSON object that determines the content of all files, including ``most_file_bytes``.
 
     Raises:
         CheckpointError: a tensor cannot be read, or the files do not contain what was written.
@@ -110,11 +110,11 @@ def _complete(writer: WeightsWriter, tensors: Tensors, manifest: Manifest, out: 
 
 
 def weights_manifest(run_name: str, model: Mapping[str, Any], origin: Mapping[str, Any]) -> Manifest:
-    """Return the manifest of a checkpoint of weights, without its files.
+    """Return the manifest of a checkpoint of weights, with an empty list of files.
 
     Args:
         run_name: name that tools print.
-        model: settings of the model, by dotted key.
+        model: settings of the model, by dotted key, e.g. ``model.num_layers``.
         origin: description of where the weights come from.
     """
     return Manifest(
@@ -141,7 +141,7 @@ def extract_weights(
     """Write the weights and buffers of a dense checkpoint, without its optimizer state.
 
     Args:
-        dtype: dtype of the written weights; None to keep all bits. Buffers of integers and booleans are never changed.
+        dtype: dtype of the written weights; None to keep the dtypes. Integer and boolean buffers are never changed.
         progress: receives a line for every hundred tensors.
 
     Raises:
@@ -176,17 +176,17 @@ def average_weights(
 ) -> Manifest:
     """Write the mean of the weights of several dense checkpoints of one model.
 
-    Means are computed in FP32, or in FP64 if the weights are FP64, in the order of ``checkpoints``, and rounded once to
-    the dtype of the checkpoints. Memory for a few tensors is enough.
+    Means are computed in FP32, or in FP64 if the weights are FP64, in the order of ``checkpoints``. They are rounded
+    once, to the dtype of the checkpoints. Only a few tensors are in memory at a time.
 
     Args:
-        checkpoints: at least two checkpoints. They may be of any parallel layouts, and with or without optimizer state.
+        checkpoints: at least two checkpoints, of any parallel layouts, with or without optimizer state.
         factors: factor of each checkpoint, from 0 to 1; their sum must be 1. None for equal factors.
         progress: receives a line for every hundred tensors.
 
     Raises:
-        CheckpointError: a checkpoint is damaged, its manifest does not describe the model, or it differs from the first
-            one in its model, in a tensor's name, shape or dtype, or in a buffer of integers or booleans.
+        CheckpointError: a checkpoint is damaged; its manifest does not describe the model; or it differs from the first
+            checkpoint in its model, in a tensor's name, shape or dtype, or in an integer or boolean buffer.
         ConfigError: the factors are not valid, ``out`` exists, or the disk has too little space.
         OSError: a file cannot be written.
     """
@@ -262,13 +262,13 @@ def _mean(readers: Sequence[DenseReader], factors: Sequence[float] | None, name:
     for number, reader in enumerate(readers[1:], 1):
         value = reader.read(name).to(wide)
         total = total + (value if factors is None else value * factors[number])
-    # One division at the end is more exact than a rounded factor 1/n for each term.
+    # Divide once at the end: this is more exact than to multiply each term by a rounded factor 1/n.
     return (total / len(readers) if factors is None else total).to(first.dtype)
 
 
 def open_weights(checkpoint: Path) -> DenseReader:
-    """Open and verify a checkpoint. Raises CheckpointError if its manifest does not describe the model, or it lacks a
-    tensor of the model."""
+    """Open and verify a checkpoint. Raise CheckpointError if its manifest does not describe the model, or if a tensor
+    of the model is missing."""
     reader = DenseReader.open(checkpoint)
     check_tensors(reader.weights, reader.model(), str(checkpoint))
     return reader
@@ -282,13 +282,13 @@ def manifest_of(reader: DenseReader) -> Manifest:
 
 def model_keys(reader: DenseReader) -> dict[str, Any]:
     """Return the settings of the model by dotted key."""
-    # Without the seed of the initial weights, which these weights no longer are.
+    # Leave out the seed of the initial weights, because the weights have been trained since.
     found = manifest_of(reader).settings["model"].items()
     return {key: value for key, value in found if key.startswith("model.")}
 
 
 def origin_of(reader: DenseReader) -> dict[str, Any]:
-    """Return a description of the checkpoint for the manifest of a new one."""
+    """Return a description of the checkpoint, for the manifest of a checkpoint that is made from it."""
     manifest = manifest_of(reader)
     return {"run_name": manifest.run_name, "run_id": manifest.run_id, "iteration": manifest.iteration}
 

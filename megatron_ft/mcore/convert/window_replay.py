@@ -1,9 +1,9 @@
 """Makes a dense checkpoint from a window of snapshots on storage.
 
-The operators of a window belong to different iterations. A separate job, in the layout of the window, replays the
-iterations between them. It has its own run folder beside the result, with only the run's identity and this window. So
-the folder of the run does not change, even if the run trains at the same time. The job loads the window, replays it,
-saves a dense checkpoint and ends. It trains no further iteration.
+The operators of a window were captured after different iterations. A separate job, in the layout of the window, replays
+these iterations. It has its own run folder beside the result, with only the run's identity and this window. So the
+folder of the run does not change, even if the run trains at the same time. The job loads the window, replays it, saves
+a dense checkpoint and ends. It trains no further iteration.
 """
 
 import os
@@ -45,20 +45,20 @@ from megatron_ft.snapshot.window import Window
 
 _CHUNK_BYTES = 4 << 20
 _ADVICE = "To continue this run"
-"""First words of the advice at the end of a failed job's output. The advice names a folder that is removed, so it is
-not shown."""
+"""First words of the advice at the end of a failed job's output. The advice is not shown, because it names a folder
+that is removed."""
 Compose = Callable[[list[str]], JobConfig]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """A window of a run that was verified."""
+    """A verified window of a run."""
 
     key: WindowKey
     windows: tuple[Window, ...]
     """Description of each rank's part."""
     files: tuple[tuple[str, str], ...]
-    """Directory and name of each file that a replay reads, including files of earlier windows with needed pieces."""
+    """Directory and name of each file that a replay reads. Some pieces may be in files of earlier windows."""
 
     @property
     def first(self) -> Window:
@@ -66,13 +66,13 @@ class _Found:
         return self.windows[0]
 
     def dense_bytes(self, item_bytes: int) -> int:
-        """Return the bytes of the dense state if its weights have ``item_bytes`` bytes per element."""
+        """Return the size of the dense state in bytes. Each element of a weight has ``item_bytes`` bytes."""
         pieces = [piece for window in self.windows for part in window.slices for piece in part.pieces]
         elements = sum(piece.stop - piece.start for piece in pieces if piece.component == "exp_avg")
         return elements * (12 + item_bytes)  # master weights and two moments in FP32
 
     def leaves_out(self) -> bool:
-        """Return whether the window leaves out experts, and has copies of them from earlier windows instead."""
+        """Return whether the window leaves out experts, and has older state of them from earlier windows instead."""
         return any(window.leaves_out_experts for window in self.windows)
 
 
@@ -83,14 +83,14 @@ def replay_window(
 
     Args:
         name: directory of the window, e.g. ``window_0000990``; None for the newest window that is complete and valid.
-        compose: composes a configuration from words of a command line.
-        entry: file ``pretrain_moe.py``.
+        compose: function that composes a configuration from the words of a command line.
+        entry: path of the file ``pretrain_moe.py``.
         progress: receives one line for each step, and the output of the job.
 
     Raises:
         CheckpointError: no window can be used, the job failed, or it saved another state than that of the window.
         ConfigError: ``out`` exists, the disk has too little space, or ``launch`` does not start the run's ranks on this
-            machine; the message then has the commands to use.
+            machine. In the last case, the message contains the commands to use instead.
         DataError: the configuration of the run cannot be read.
         KeyboardInterrupt: the job was stopped by Ctrl-C or SIGTERM.
         OSError: a file cannot be read or written.
@@ -130,7 +130,7 @@ def replay_window(
         manifest = _verified(saved, window)
         saved.rename(out)
     except BaseException:
-        # The logs of a failed job are kept, but no state.
+        # Keep the logs of a failed job, but no state.
         for path in (folder / "windows", folder / "checkpoints") if has_logs else (work,):
             shutil.rmtree(path, ignore_errors=True)
         raise
@@ -173,8 +173,8 @@ def _verify(folder: WindowFolder, key: WindowKey, run_id: RunId, run_dir: Path) 
 
 
 def _job(config: JobConfig, window: Window, work: Path, name: str, default: JobConfig) -> JobConfig:
-    """Return the configuration of the job: the run's configuration, with the values from the time when the window was
-    captured. Settings that matter only for training are left out."""
+    """Return the configuration of the job that replays: the run's configuration, with the values that applied when the
+    window was captured. Settings that matter only for training get default values."""
     config = _as_captured(config, window)
     launch, placement, topology = config.launch, config.placement, config.topology
     num_nodes, rest = divmod(window.world_size, launch.ranks_per_node)
@@ -183,7 +183,7 @@ def _job(config: JobConfig, window: Window, work: Path, name: str, default: JobC
             f"window of iteration {window.start_iteration}: has {window.world_size} ranks, which cannot be divided "
             f"among nodes of launch.ranks_per_node={launch.ranks_per_node} ranks"
         )
-    # After nodes were lost, a window has fewer ranks than the job had at its start, and the nodes are not known.
+    # After nodes were lost, a window has fewer ranks than the job had at its start. Then it is not known which nodes.
     domains = topology.failure_domains[:num_nodes] if num_nodes == launch.num_nodes else []
     replicas = placement.min_replicas if num_nodes == launch.num_nodes else min(placement.min_replicas, num_nodes)
     return replace(
@@ -211,7 +211,7 @@ def _job(config: JobConfig, window: Window, work: Path, name: str, default: JobC
         snapshot=SnapshotConfig(),
         upstream_log=UpstreamLogConfig(),
         control=default.control if launch.node_launcher == "local" else config.control,
-        # The run's other sinks are also left out, because they may send messages to people.
+        # Leave out the run's other sinks, too, because they may send messages to people.
         telemetry=replace(default.telemetry, wandb="disabled"),
         testing=TestingConfig(),
         run=replace(default.run, dir=str(work), name=name, resume="must"),
@@ -220,7 +220,7 @@ def _job(config: JobConfig, window: Window, work: Path, name: str, default: JobC
 
 
 def _as_captured(config: JobConfig, window: Window) -> JobConfig:
-    # A later job of the run may have changed these values, but a replay needs the values of the window.
+    # A later job of the run may have changed these values, but a replay needs the values from the window.
     groups = to_dict(config)
     for key, value in parse_json(window.slices[0].header.get(CONFIG, "{}")).items():
         group, _, name = key.partition(".")
@@ -243,7 +243,7 @@ def _differences(config: JobConfig, job: JobConfig) -> Iterator[str]:
 
 
 def _words(job: JobConfig, compose: Compose) -> list[str]:
-    # ``launch.mode`` is always given; otherwise environment variables of a launcher would change its value.
+    # Always give ``launch.mode``. Otherwise environment variables of a launcher would change its value.
     words = override_words(to_dict(compose([])), to_dict(job), always=("launch.mode",))
     composed = to_dict(compose(words))
     for group, wanted in to_dict(job).items():
@@ -253,7 +253,7 @@ def _words(job: JobConfig, compose: Compose) -> list[str]:
 
 
 def _elsewhere(config: JobConfig, run_dir: Path, url: str, found: _Found, words: Sequence[str]) -> str:
-    """Return the message for a run whose ranks this command cannot start, with the commands to use instead."""
+    """Return the error message for a run whose ranks this command cannot start, with the commands to use instead."""
     launch = config.launch
     key, value = ("node_launcher", launch.node_launcher) if launch.mode == "local" else ("mode", launch.mode)
     folder = run_dir.parent / f"{run_dir.name}-replay"
@@ -275,7 +275,7 @@ def _elsewhere(config: JobConfig, run_dir: Path, url: str, found: _Found, words:
 
 
 def _take(backend: Backend, found: _Found, folder: Path, progress: Progress) -> None:
-    """Put the files of the window into ``folder``: links if this is the same file system, otherwise copies."""
+    """Put the files of the window into ``folder``: links if the file system is the same, otherwise copies."""
     left = [file for file in found.files if not _link(backend, *file, folder)]
     if not left:
         return
@@ -298,9 +298,9 @@ def _link(backend: Backend, directory: str, name: str, folder: Path) -> bool:
         return False
     (folder / directory).mkdir(exist_ok=True)
     try:
-        # A link is safe, because no process writes into a window's file: files are only replaced as a whole.
+        # A link is safe: no process writes into a window's file, but only replaces it as a whole.
         os.link(backend.folder / directory / name, folder / directory / name, follow_symlinks=False)
-    except OSError:  # another file system, or one without links; the file is then copied
+    except OSError:  # another file system, or a file system without links: the caller copies the file
         return False
     return True
 
@@ -313,7 +313,7 @@ def _chunks(source: Any) -> Iterator[bytes]:
 
 
 def _run(command: Sequence[str], progress: Progress) -> int:
-    """Run the job, pass its output on, and return its exit code. Requests to stop are passed to the job."""
+    """Run the job, pass its output to ``progress``, and return its exit code. Pass SIGINT and SIGTERM on to the job."""
     process: subprocess.Popen[str] | None = None
     requests: list[int] = []
 
@@ -333,7 +333,7 @@ def _run(command: Sequence[str], progress: Progress) -> int:
             errors="replace",
             start_new_session=True,  # otherwise Ctrl-C on the terminal would reach the job twice
         )
-        if requests:  # a request came before the process was started
+        if requests:  # a signal came before the process was started
             process.send_signal(requests[0])
         assert process.stdout is not None, "the output of the job is not read"
         is_advice = False
@@ -342,7 +342,7 @@ def _run(command: Sequence[str], progress: Progress) -> int:
             if line.strip() and not is_advice:
                 progress(f"job: {line.rstrip()}")
         code = process.wait()
-        # A signal that arrives before the process has installed handlers ends the process.
+        # A signal ends the process if it arrives before the process has installed its handlers.
         return EXIT_INTERRUPTED if requests and code < 0 else code
     finally:
         for number, handler in before.items():

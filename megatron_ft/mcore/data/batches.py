@@ -17,7 +17,7 @@ from megatron_ft.config.job import DataConfig, TrainingConfig
 from megatron_ft.planning.iteration import BatchPlan
 
 _COUNTED = 3
-"""Index of the counted tokens in a packed microbatch with ``DocumentRules``."""
+"""Index of ``DocumentRules.counted`` in a packed microbatch."""
 
 
 class Samples(Protocol):
@@ -32,12 +32,12 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentRules:
-    """Treatment of the documents within a sample, as with ``--eod-mask-loss``, ``--reset-position-ids`` and
+    """How to treat documents within a sample, as with ``--eod-mask-loss``, ``--reset-position-ids`` and
     ``--reset-attention-mask`` of Megatron-LM. The token that ends a document belongs to this document."""
 
     eod: int
     masks_loss: bool
-    """Whether the prediction after the end of a document does not count in the loss."""
+    """Whether the loss leaves out the prediction of the token that follows the end of a document."""
     resets_positions: bool
     resets_attention: bool
 
@@ -54,16 +54,16 @@ class DocumentRules:
         )
 
     def counted(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return 1 for tokens whose prediction counts in the loss, and 0 for others: int64, as ``tokens``."""
+        """Return 1 for each token whose prediction counts in the loss, and 0 for others: int64, shape of ``tokens``."""
         return (tokens != self.eod).long() if self.masks_loss else torch.ones_like(tokens)
 
     def documents(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the number of each token's document, from 0 in each row: int64, as ``tokens`` [rows, length]."""
+        """Return the number of each token's document, from 0 in each row: int64, shape of ``tokens`` [rows, length]."""
         ends = (tokens == self.eod).long()
         return ends.cumsum(dim=1) - ends
 
     def positions(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the position of each token: int64, as ``tokens`` [rows, length]."""
+        """Return the position of each token, in its document if ``resets_positions``: int64, shape of ``tokens``."""
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         if not self.resets_positions:
             return positions
@@ -86,7 +86,7 @@ class Microbatch:
     position_ids: torch.Tensor | None
     is_padding: bool
     counted: torch.Tensor | None = None
-    """1 for tokens that count in the loss, otherwise 0, as ``tokens``; None if all count."""
+    """1 for tokens that count in the loss, 0 for others: int64, shape of ``tokens``; None if all tokens count."""
     documents: torch.Tensor | None = None
     """Number of each token's document, on all stages; None if attention does not depend on documents."""
 
@@ -94,7 +94,7 @@ class Microbatch:
     def unpack(
         cls, packed: torch.Tensor, is_padding: bool, rules: DocumentRules | None, *, needs_tokens: bool
     ) -> "Microbatch":
-        """Make a microbatch of the tensor of ``BatchReader._packed``."""
+        """Make a microbatch from ``packed``, the result of ``BatchReader._packed``."""
         tokens, labels, positions, *others = packed
         counted, documents = others if rules is not None else (None, None)
         return cls(
@@ -108,7 +108,7 @@ class Microbatch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReader:
     """Reads the microbatches of one rank. With context parallelism, a rank gets two chunks of every sequence.
-    Megatron's layout chooses them so that the work of causal attention is balanced."""
+    Megatron's layout selects these chunks, so that all ranks have equal work in causal attention."""
 
     samples: Samples
     plan: BatchPlan
@@ -131,7 +131,7 @@ class BatchReader:
         device: torch.device,
         rules: DocumentRules | None,
     ) -> "BatchReader":
-        """Create the reader of this rank, whose place in the layout follows from the process groups ``pg``."""
+        """Create the reader of this rank. The process groups ``pg`` determine the rank's coordinates in the layout."""
         return cls(
             samples=samples,
             plan=plan,
@@ -146,10 +146,10 @@ class BatchReader:
 
     def microbatches(self, iteration: int) -> Iterator[Microbatch]:
         """Yield the rank's microbatches of ``iteration`` (counted from 1), in order. On CUDA, the next microbatch is
-        read and copied to the device while the current one is computed."""
+        read and copied to the device while the current microbatch is computed."""
         samples = self._first_samples(iteration)
-        # Inner stages need no tokens, but must know which microbatches are padding, and where documents end if
-        # attention depends on it.
+        # Inner stages need no tokens. But they must know which microbatches are padding, and where documents end if
+        # attention depends on documents.
         if not self.needs_tokens and (self.rules is None or not self.rules.resets_attention):
             yield from (Microbatch(None, None, None, first is None) for first in samples)
         elif self.device.type == "cuda":
@@ -182,9 +182,9 @@ class BatchReader:
             under_way = following
 
     def _packed(self, first_sample: int | None) -> torch.Tensor:
-        """Return tokens, labels and positions as one host tensor, int64 [3, micro_batch_size, length]. With ``rules``,
-        it also contains the counted tokens and the documents (5 instead of 3). ``length`` is the part of the sequence
-        that this rank has. ``first_sample`` is None for padding."""
+        """Return tokens, labels and positions as one host tensor: int64 [3, micro_batch_size, length]. With ``rules``,
+        the tensor also contains counted tokens and documents (5 instead of 3). ``length`` is the number of tokens of a
+        sequence that this rank has. ``first_sample`` is None for padding."""
         size = self.plan.micro_batch_size
         if first_sample is None:
             rows = torch.zeros((size, self.seq_length + 1), dtype=torch.int64)
@@ -208,7 +208,7 @@ class BatchReader:
 
 @dataclass(frozen=True, slots=True)
 class _Upload:
-    """A microbatch that is being copied to the device, on a separate stream."""
+    """A microbatch that is being copied to the device on a separate stream."""
 
     tensors: torch.Tensor
     is_padding: bool
@@ -216,14 +216,14 @@ class _Upload:
 
     @classmethod
     def begin(cls, packed: torch.Tensor, is_padding: bool, device: torch.device) -> "_Upload":
-        """Begin the copy from pinned memory, because a copy from other memory would block the host."""
+        """Begin the copy, from pinned memory, because a copy from other memory would block the host."""
         stream = _upload_stream(device)
         with torch.cuda.stream(stream):
             tensors = packed.pin_memory().to(device, non_blocking=True)
             return cls(tensors, is_padding, stream.record_event())
 
     def take(self) -> torch.Tensor:
-        """Return the copied tensor. The current stream waits for the copy."""
+        """Return the tensor on the device. The current stream waits for the copy."""
         computing = torch.cuda.current_stream(self.tensors.device)
         computing.wait_event(self.is_there)
         self.tensors.record_stream(computing)  # the tensors were allocated on the other stream
@@ -254,7 +254,7 @@ def sum_of_losses(is_padding: bool, counted: torch.Tensor | None, losses: torch.
     """Sum the per-token ``losses`` [micro_batch_size, seq_length] of a microbatch.
 
     Args:
-        counted: 1 for tokens that count, otherwise 0, as ``losses``; None if all count.
+        counted: 1 for tokens that count, 0 for others, in the shape of ``losses``; None if all tokens count.
 
     Returns:
         (loss_sum, num_tokens, report): sum of losses, int32 number of tokens, and both as float64 [2]. All are zero for
@@ -262,16 +262,16 @@ def sum_of_losses(is_padding: bool, counted: torch.Tensor | None, losses: torch.
     """
     if is_padding:
         counted = torch.zeros_like(losses)
-    # Not multiplied by zero, because zero times a loss that is not finite is NaN.
+    # Do not multiply by zero: zero times a loss that is not finite is NaN.
     summed = losses if counted is None else torch.where(counted != 0, losses, 0.0)
     loss_sum = summed.float().sum()
-    # Filled and summed on the device, because a copy between host and device would wait for all queued work.
+    # Compute this on the device, because a copy between host and device would wait for all queued work.
     tokens = losses.new_full((), losses.numel(), dtype=torch.int32) if counted is None else counted.sum().int()
     return loss_sum, tokens, torch.stack([loss_sum.detach().double(), tokens.double()])
 
 
 def attention_mask(documents: torch.Tensor) -> torch.Tensor:
-    """Return, for ``documents`` [rows, length], where attention is forbidden: bool [rows, 1, length, length]. A token
+    """Return where attention is forbidden, for ``documents`` [rows, length]: bool [rows, 1, length, length]. A token
     may attend to itself and to earlier tokens of its document."""
     length = documents.shape[1]
     later = torch.ones((length, length), dtype=torch.bool, device=documents.device).triu(diagonal=1)
@@ -279,8 +279,8 @@ def attention_mask(documents: torch.Tensor) -> torch.Tensor:
 
 
 def padding_mask(batch: Microbatch) -> torch.Tensor | None:
-    """Return a mask of True values for a padding microbatch, with the shape of its tokens, or [1, 1] if this rank has
-    no tokens. Return None for any other microbatch."""
+    """Return a mask of True values for a padding microbatch, in the shape of its tokens, or [1, 1] if this rank has no
+    tokens. Return None for a real microbatch."""
     # Real microbatches get no mask, because the router treats any mask as padding. The embedding checks the shape.
     if not batch.is_padding:
         return None

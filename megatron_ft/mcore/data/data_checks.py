@@ -24,9 +24,8 @@ from megatron_ft.snapshot.storage.files import write_atomically
 
 
 class Samples:
-    """The samples of a split. Every index from 0 on has a sample, because the split is repeated epoch after epoch. The
-    sample depends only on ``data.seed``, the sources and the index, not on the parallel layout or the length of the
-    run."""
+    """The samples of a split. Every index from 0 on has a sample, because the samples repeat in each epoch. A sample
+    depends only on ``data.seed``, the sources and the index, not on the parallel layout or the length of the run."""
 
     def __init__(self, plan: SplitPlan, vocab_size: int, *, eod: int, mmap: bool = True) -> None:
         self.plan = plan
@@ -49,13 +48,13 @@ class Samples:
         span = self.plan.spans[place.source]
         start = span.first_token + place.sample * self.plan.seq_length
         tokens = self._read(place.source, start, self.plan.seq_length + 1)
-        # As unsigned numbers, negative tokens are larger than every vocabulary. So one comparison checks both limits.
+        # As unsigned numbers, negative tokens exceed every vocabulary size. So one comparison checks both limits.
         if tokens.view(np.uint64).max() >= self.vocab_size:
             raise self._foreign_token(span, start, tokens)
         return tokens
 
     def locate(self, index: int) -> Place:
-        """Return the source of sample ``index``, the epoch, and the number of the sample within this source."""
+        """Return the source of sample ``index``, its epoch, and its number within this source."""
         return self.plan.order.locate(index)
 
     @property
@@ -144,7 +143,7 @@ def note_run_data(samples: Samples, run_dir: Path) -> None:
 
 
 def check_run_data(config: JobConfig, samples: Samples, run_dir: Path) -> None:
-    """Check, before this rank joins, that it reads the data whose fingerprint is in the run folder.
+    """Check that this joining rank reads the data whose fingerprint is in the run folder.
 
     Without this check, the next membership would fail because of this rank. If the run folder has no fingerprint,
     ``check_newcomers_data`` compares the data later.
@@ -169,14 +168,14 @@ def check_run_data(config: JobConfig, samples: Samples, run_dir: Path) -> None:
 def check_newcomers_data(config: JobConfig, context: RankContext, fingerprints: Sequence[str], first: int) -> None:
     """Exclude joining ranks that read other samples than rank ``first``, which has state. All ranks must call this.
 
-    If the job can continue without such a rank, the rank's process exits as if it had been killed. It raises no error,
-    because an error would end the job. The other ranks then form the next membership without this rank.
+    If the job can continue without such a rank, the process of this rank exits as if it had been killed. It raises no
+    error, because an error would end the job. The other ranks then form the next membership without this rank.
 
     Args:
         fingerprints: data fingerprint of every rank of the new membership.
 
     Raises:
-        DataError: a rank reads other samples, and the job cannot continue without it.
+        DataError: a rank reads other samples, and the job cannot continue without this rank.
         RuntimeError: another rank reads other samples and has exited.
     """
     strangers = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[first]]
@@ -187,13 +186,13 @@ def check_newcomers_data(config: JobConfig, context: RankContext, fingerprints: 
         raise error
     if context.rank in strangers:
         _end_alone(_other_data(config, context.rank, first))
-    # The same type as the error of a failed collective, after which the ranks form the next membership.
+    # This type is that of failed collectives, after which the ranks form the next membership.
     raise RuntimeError(f"the ranks {strangers} cannot join: {error}")
 
 
 def _end_alone(error: DataError) -> NoReturn:
     print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
-    # An exception would be reported and would end the job, so the process exits like a killed rank.
+    # An exception would be reported and would end the job. So the process exits like a killed rank.
     os._exit(error.exit_code)
 
 
@@ -208,7 +207,7 @@ def _other_data(config: JobConfig, rank: int, first: int) -> DataError:
 def check_known_data(config: JobConfig, samples: Samples, known: str | None, directory: Path) -> None:
     """Check that ``samples`` are the data on which the checkpoint in ``directory`` was trained.
 
-    ``known`` is the data fingerprint that the checkpoint contains. If it is None, nothing is checked.
+    ``known`` is the data fingerprint in the checkpoint. If ``known`` is None, nothing is checked.
 
     Raises:
         DataError: the data differ, and ``checkpoint.allow_other_data`` is false.

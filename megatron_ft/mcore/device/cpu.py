@@ -1,8 +1,8 @@
 """Patches torch and Megatron-Core, so that Megatron can train on a CPU with gloo.
 
 Megatron calls ``torch.cuda`` unconditionally, creates some tensors with ``device="cuda"``, and compares the names of
-tensor types. ``install`` first patches ``torch.cuda`` and then imports Megatron. Modules with ``device="cuda"`` get a
-modified copy of the module ``torch``. ``install`` raises an error if a GPU is visible.
+tensor types. ``install`` first patches ``torch.cuda``, and then imports Megatron. Each module of Megatron that contains
+``device="cuda"`` gets a modified copy of the module ``torch``. ``install`` raises an error if a GPU is visible.
 """
 
 import contextlib
@@ -96,7 +96,7 @@ _ONE_STREAM = _Stream()
 
 
 def _no_op(name: str) -> Callable[..., None]:
-    # Each name needs its own function, because the trace rules of torch._dynamo do not allow a shared one.
+    # Make a separate function for each name, because the trace rules of torch._dynamo do not allow a shared function.
     def call(*args: object, **kwargs: object) -> None:
         return None
 
@@ -108,7 +108,7 @@ def _patch_torch_cuda() -> None:
     cuda: Any = torch.cuda
     for name in ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats"):
         setattr(cuda, name, _no_op(name))
-    # Megatron passes this result as the argument ``device``.
+    # Megatron passes the result of ``current_device`` as the argument ``device``.
     cuda.current_device = lambda: _CPU
     cuda.device_count = lambda: 1
     cuda.current_stream = lambda device=None: _ONE_STREAM
@@ -123,7 +123,7 @@ def _patch_torch_cuda() -> None:
 
 
 def _patch_tensor_methods() -> None:
-    # Megatron compares the names of tensor types with names such as ``torch.cuda.FloatTensor``.
+    # Megatron compares the names of tensor types with names such as ``torch.cuda.FloatTensor``. So CPU types get them.
     original_type = torch.Tensor.type
 
     def named_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +184,7 @@ def _patch_megatron() -> None:
 
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
 
-    # Megatron does not convert a tensor that is on the CPU, but gloo's all-to-all needs split sizes as numbers.
+    # Megatron does not convert a tensor that is on the CPU already, but gloo's all-to-all needs split sizes as numbers.
     def move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -197,7 +197,7 @@ _installed = False
 
 
 def install() -> None:
-    """Patch this process so that Megatron-Core runs on the CPU. A second call does nothing.
+    """Patch this process so that Megatron-Core runs on the CPU. A second call has no effect.
 
     Raises:
         SoftwareError: a GPU is visible to this process.

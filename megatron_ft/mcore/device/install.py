@@ -15,9 +15,9 @@ from megatron_ft.mcore.device import common, cpu
 from megatron_ft.mcore.versions import LOGGERS, NOT_NEWS
 from megatron_ft.planning.devices import device_index, node_on_host
 
-# Megatron protects its optional imports only with ``except ImportError``. An incomplete Transformer Engine raises other
-# errors, so that ``import megatron.core`` fails. With any package called ``apex``, Megatron chooses kernels that may
-# not exist. This module reports each of these problems with one clear error.
+# Megatron's optional imports catch only ``ImportError``. An incomplete Transformer Engine raises other errors, so that
+# ``import megatron.core`` fails. With any package called ``apex``, Megatron chooses kernels that may not exist. This
+# module reports each of these problems with one clear error.
 
 TRANSFORMER_ENGINE_MIN = (2, 9)
 TRANSFORMER_ENGINE_END = (2, 12)
@@ -82,8 +82,8 @@ def _apex() -> bool:
 def _choose_transformer_impl(requested: str, device: str, software: _Software, *, only_local: bool = False) -> str:
     """Return ``local`` or ``transformer_engine`` for ``requested``, a value of ``training.transformer_impl``.
 
-    ``auto`` chooses Transformer Engine if it is installed and the device is ``cuda``. With ``only_local``, it chooses
-    ``local``, because only the local layers can do what other keys request.
+    ``auto`` chooses Transformer Engine if it is installed and the device is ``cuda``. With ``only_local``, ``auto``
+    always chooses ``local``, because only the local layers can do what other keys request.
 
     Raises:
         ConfigError: Transformer Engine was requested, but is not installed or cannot run on the device.
@@ -129,11 +129,11 @@ def resolve_device(requested: str) -> str:
 
 
 def take_device(config: JobConfig, *, node: int, local_rank: int) -> torch.device:
-    """Make this rank's device the current device of the process, and return it. Call this before anything uses CUDA.
+    """Make this rank's device the current device of the process, and return it. Call this before CUDA is used.
 
     Args:
         node: number of the rank's node.
-        local_rank: rank within the node.
+        local_rank: number of the rank within its node.
 
     Raises:
         ConfigError: PyTorch sees no GPU, or too few for this rank.
@@ -156,16 +156,16 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def ignore_missing_packages() -> None:
-    """Hide the warnings of Megatron at import about Apex, Transformer Engine and absl, and torch's warning about
-    CUDA, for a command that uses none of them. Other warnings are shown."""
+    """Hide warnings for a command that uses no optional packages: Megatron's warnings at import about Apex, Transformer
+    Engine and absl, and torch's warning about CUDA. Other warnings are shown."""
     packages = r".*(Apex|Transformer Engine|transformer_engine|absl\.logging)"
     warnings.filterwarnings("ignore", packages, category=UserWarning, module=r"megatron\.")
-    # From 0.17, Megatron imports torch's module for extensions. It warns if there is a CUDA compiler, but no GPU.
+    # From 0.17, Megatron imports torch's module for extensions, which warns if there is a CUDA compiler but no GPU.
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_news)
 
 
 def install(config: JobConfig) -> tuple[str, str]:
-    """Check the optional software, patch Megatron if the device is a CPU, and import it.
+    """Check the optional software, import Megatron, and patch it if the device is a CPU.
 
     Returns:
         (device, transformer_impl): ``cpu`` or ``cuda``, and ``local`` or ``transformer_engine``.
@@ -179,7 +179,7 @@ def install(config: JobConfig) -> tuple[str, str]:
     transformer_impl = _choose_transformer_impl(requested, device, software, only_local=only_local)
     _check_provider(config.parallel.context_parallel_size, transformer_impl)
     with warnings.catch_warnings():
-        # Megatron warns at import about each missing optional package. They have been checked above.
+        # Megatron warns at import about each missing optional package. These were checked above.
         warnings.simplefilter("ignore")
         if device == "cpu":
             cpu.install()

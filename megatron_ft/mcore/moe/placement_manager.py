@@ -43,7 +43,7 @@ Loads = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change to a new placement of all stages."""
+    """A planned change of the placement of all stages."""
 
     migrations: tuple[MigrationPlan, ...]
     reason: str
@@ -186,7 +186,7 @@ class PlacementManager:
 
     def _evacuation(self, stage: int, staying: Sequence[int]) -> MigrationPlan | None:
         request = self._requests[stage]
-        # Only the staying ranks get experts, and they may be in too few failure domains for all replicas.
+        # Only the staying ranks get experts, and these ranks may be in too few failure domains for all replicas.
         smaller = replace(request, ranks=tuple(staying))
         smaller = replace(smaller, min_replicas=min(request.min_replicas, smaller.num_domains))
         return plan_drain(
@@ -197,7 +197,7 @@ class PlacementManager:
         )
 
     def replicas(self, plan: PlacementPlan | None = None) -> Replicas:
-        """Return the ``Replicas`` of this rank's model. If ``plan`` is None, use the current plan of its stage."""
+        """Return the ``Replicas`` of this rank's model for ``plan``; None is the current plan of this rank's stage."""
         return Replicas(plan=self.plans[self._stage] if plan is None else plan, backend=self._backend)
 
     def copy_plan(self) -> StateCopyPlan | None:
@@ -240,7 +240,7 @@ class PlacementManager:
         ]
         if not any(verdict.pays for verdict in verdicts):
             return None
-        # A stage that would save too little keeps its placement: its migration moves nothing.
+        # A stage that would save too little keeps its placement. Its migration moves nothing.
         kept = [
             migration if verdict.pays else self._migration(stage, self.plans[stage])
             for stage, (migration, verdict) in enumerate(zip(migrations, verdicts, strict=True))
@@ -283,9 +283,9 @@ class PlacementManager:
         replace_file(path, json.dumps(self.to_json()).encode())
 
     def restore(self, content: dict[str, Any] | None) -> None:
-        """Continue with ``content``, the result of ``to_json`` in a checkpoint or window. If its plans do not fit the
-        ranks, slots and failure domains of this job, make new plans from its loads. If ``content`` is None, or its
-        stages have other layers than those of this job, keep the first plans of a new run."""
+        """Continue with ``content``, the result of ``to_json`` in a checkpoint or window. If the plans in ``content``
+        do not fit the ranks, slots and failure domains of this job, make new plans from the loads in it. If ``content``
+        is None, or its stages have other layers than those of this job, keep the first plans of a new run."""
         if content is None:
             return
         state = PlacementState.from_json(content)

@@ -1,7 +1,7 @@
 """An MoE layer in which each expert can have any number of copies, and a class that sums the gradients of the copies.
 
-``Replicas`` is the placement of one pipeline stage in the form in which the model uses it. ``MixtureLayer`` is
-Megatron's own layer with a failpoint.
+``Replicas`` describes the placement of one pipeline stage for the model. ``MixtureLayer`` is Megatron's own layer with
+a failpoint.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ def holders(slots: Sequence[Sequence[int]], expert: int) -> list[int]:
 
 
 # The gradient of an expert that is on n ranks is divided into n pieces. In a first exchange, each of these ranks sends
-# piece k to the k-th of them, which sums the pieces. In a second exchange, they send each other the sums.
+# piece k to the k-th of these ranks, which sums the pieces. In a second exchange, these ranks send each other the sums.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class ReplicaGradients:
         self._group = group
         self._rank = group.rank()
         self._experts = list(_shared_experts(model_chunks, replicas))
-        # A rank whose experts have no copies elsewhere takes part in the exchanges with an empty tensor of this type.
+        # A rank whose experts have no copies on other ranks takes part in the exchanges with this empty tensor.
         self._nothing = next(p.main_grad for chunk in model_chunks for p in chunk.parameters()).new_empty(0)
 
     def sum(self) -> None:
@@ -109,7 +109,7 @@ class ReplicaGradients:
         expert = self._experts[number]
         mine = own[expert.holders.index(self._rank)]
         terms = [mine if holder == self._rank else contributions[holder][number] for holder in expert.holders]
-        # Not an all-reduce, whose order of additions depends on the backend, the sizes and the number of ranks.
+        # This is not an all-reduce, because its order of additions depends on backend, sizes and number of ranks.
         total = terms[0].clone()
         for term in terms[1:]:
             total += term
@@ -166,7 +166,7 @@ class MixtureLayer(MoELayer):
 
     def start_iteration(self, iteration: int, owed: Sequence[int] = ()) -> None:
         """Set the number of the iteration, which failpoints and forced routing need. 0 means an evaluation. ``owed``
-        has one entry for each expert: the lost tokens that it has not repaid (``PaddingAwareRouter``)."""
+        has one entry per expert: the number of lost tokens that the expert has not repaid (``PaddingAwareRouter``)."""
         self.iteration = iteration
         self.router.start_iteration(iteration, owed)
 
@@ -177,12 +177,12 @@ class MixtureLayer(MoELayer):
 
 
 class _ReplicaExperts(SequentialMLP):
-    """The experts of one layer on one rank. Each expert has one set of weights on the rank.
+    """The experts of one layer on one rank. Slots with the same expert share one set of weights.
 
     Args:
         expert_ids: ids of these experts, in ascending order.
         holders: for each of these experts, the ranks of the expert group that have it, in ascending order.
-        rank: this rank in the expert group.
+        rank: number of this rank in the expert group.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class _ReplicaExperts(SequentialMLP):
 
     def _mark_copies(self) -> None:
         # Each expert must count once in the gradient norm, so only its first copy counts. Megatron leaves parameters
-        # with ``shared`` out of the norm (``param_is_not_shared``).
+        # out of the norm that are marked ``shared`` (``param_is_not_shared``).
         for expert, copy_number in zip(self.local_experts, self.copy_numbers, strict=True):
             for parameter in expert.parameters():
                 parameter.shared = copy_number > 0
@@ -217,15 +217,15 @@ class _ReplicaExperts(SequentialMLP):
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor | None = None,
     ) -> tuple[list[torch.Tensor], None]:
-        """Run each expert on its rows [rows, H] in ``pieces``, and return the outputs of each. The other arguments are
-        ignored: the pieces have as many rows as ``tokens_per_expert`` says, and the ranks that sent the tokens apply
-        the probabilities."""
+        """Run each expert on its rows [rows, H] in ``pieces``, and return the outputs of each expert. The other
+        arguments are ignored: ``pieces`` already has ``tokens_per_expert`` rows, and the ranks that sent the tokens
+        apply the probabilities."""
         outputs = []
-        # Experts without rows run, too, because a bucket is reduced only if all its parameters have gradients.
+        # Run experts without rows, too, because a bucket is reduced only if all its parameters have gradients.
         for expert, rows in zip(self.local_experts, pieces, strict=True):
             output, bias = expert(self._padded(rows))
             output = output if bias is None else output + bias
-            # Not sliced without need: the backward pass of a slice copies all rows.
+            # Slice only if necessary: the backward pass of a slice copies all rows.
             outputs.append(output if len(output) == len(rows) else output[: len(rows)])
         return outputs, None
 
@@ -293,7 +293,7 @@ class _ReplicaTokenDispatcher(MoETokenDispatcher):
         self._shape = hidden_states.shape
         self._probs = probs
         counts = gather_counts(routing_map, self.group)
-        # Copied to the device of the tokens once, not in every microbatch.
+        # Copy the matrix to the device of the tokens once, not in every microbatch.
         self.replicas = self.replicas.to(counts.device)
         rank = self.group.rank()
         schedule = self.backend.schedule(counts, self.replicas, rank)
@@ -308,7 +308,7 @@ class _ReplicaTokenDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(
         self, rows: torch.Tensor, probs: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
-        """Sort ``rows`` [R, H] by local expert. Return the rows of each, their numbers, and ``probs``."""
+        """Sort ``rows`` [R, H] by local expert. Return the rows of each expert, the numbers of rows, and ``probs``."""
         return self.backend.sort_received(rows, self._handle), self._handle.tokens_per_local_expert, probs
 
     def combine_preprocess(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -391,7 +391,7 @@ class ReplicaMixtureLayer(MixtureLayer):
             )
 
     def replace(self, dropped: int, expert: int) -> None:
-        """Record that the tensors of the expert ``dropped`` now contain ``expert``. ``use`` redirects the tokens."""
+        """Record that the tensors of expert ``dropped`` now contain ``expert``. Call ``use`` to redirect the tokens."""
         place = self.local_expert_indices.index(dropped)
         self.local_expert_indices[place] = self.experts.expert_ids[place] = expert
 

@@ -1,4 +1,4 @@
-"""A router that ignores padding microbatches and counts the tokens of each expert, and a router that follows a trace.
+"""A router that ignores padding microbatches and counts the tokens of each expert; a router that follows a load trace.
 
 Notation: T tokens of a microbatch on this rank, E experts.
 """
@@ -32,18 +32,18 @@ _Z_LOSS = "z_loss"
 
 
 class PaddingAwareRouter(TopKRouter):
-    """Megatron's top-k router, which treats each microbatch with a ``padding_mask`` as padding.
+    """Megatron's top-k router, changed to treat each microbatch that has a ``padding_mask`` as padding.
 
-    A padding microbatch is routed and dispatched, because the all-to-all is collective. But it adds nothing to
+    A padding microbatch is routed and dispatched, because the all-to-all is collective. But it has no effect on
     auxiliary losses, z-loss, router bias and load counts. Masking the loss would not be enough, because Megatron
     attaches auxiliary losses through an autograd function that does not depend on the loss.
 
     ``load`` [E] int64 is the number of tokens that were routed to each expert since the iteration began. ``repaid`` [E]
-    int64 is the number of tokens that exceeded the expert's capacity; None without ``repay_capacity_share``.
+    int64 is the number of these tokens that exceeded the expert's capacity; None without ``repay_capacity_share``.
 
     Args:
-        repay_capacity_share: Share of the capacity that an expert that lost tokens in a recovery gets in addition
-            (``snapshot.repay_capacity_share``). None if no expert gets more than its capacity.
+        repay_capacity_share: additional capacity of an expert that lost tokens in a recovery, as a share of its
+            capacity (``snapshot.repay_capacity_share``). None if no expert gets additional capacity.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PaddingAwareRouter(TopKRouter):
         self._repay_capacity_share = repay_capacity_share
         self.repaid: torch.Tensor | None = None
         if repay_capacity_share is not None:
-            # Megatron's router drops tokens in the middle of ``routing``. Here they are dropped after it, when it is
+            # Megatron's router drops tokens in the middle of ``routing``. This class drops them afterwards, when it is
             # known how much capacity other experts leave unused.
             config = copy(config)
             config.moe_expert_capacity_factor = None
@@ -70,17 +70,17 @@ class PaddingAwareRouter(TopKRouter):
         self._owing: torch.Tensor | None = None
 
     def start_iteration(self, iteration: int, owed: Sequence[int] = ()) -> None:
-        """Reset ``load`` and ``repaid`` at the start of ``iteration``, unless it is 0, which means an evaluation.
+        """Reset ``load`` and ``repaid`` at the start of ``iteration``, except for 0, which means an evaluation.
 
         Args:
-            owed: for each expert, its lost tokens minus the additional tokens that it has processed since.
+            owed: number of lost tokens minus the additional tokens processed since the loss, for each expert.
         """
         if iteration:
             self.load.zero_()
             if self.repaid is not None:
                 self.repaid.zero_()
         experts = sorted((e for e, tokens in enumerate(owed) if tokens), key=lambda expert: -owed[expert])
-        # A tensor of host values waits for the device, so none is made in the usual case.
+        # Copying host values to a tensor waits for the device, so no tensor is made in the usual case.
         self._owing = torch.tensor(experts, dtype=torch.int64, device=self.load.device) if experts else None
 
     def routing(
@@ -103,9 +103,9 @@ class PaddingAwareRouter(TopKRouter):
         self, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Drop tokens of ``probs`` and ``routing_map`` [T, E] beyond the capacities of their experts, as Megatron does.
-        Experts that have not repaid their lost tokens keep more of them, as far as other experts leave capacity
-        unused. Return probs and routing_map, and the number of additional tokens of each expert [E]; None if every
-        expert has repaid its lost tokens."""
+        Experts with unrepaid lost tokens keep additional tokens, as far as other experts leave capacity unused. Return
+        probs, routing_map and the number of additional tokens of each expert [E]. This number is None if every expert
+        has repaid its lost tokens."""
         limits = self._limits
         kept_probs, kept = apply_router_token_dropping(
             probs,
@@ -135,7 +135,7 @@ class PaddingAwareRouter(TopKRouter):
             return logits
         z_loss = z_loss_func(logits, coefficient / self._num_shares())
         versions.record_auxiliary_loss(_Z_LOSS, z_loss / coefficient, self.layer_number, self.config.num_layers)
-        # The loss is a mean over this microbatch, so it is multiplied by the number of tokens of the microbatch. Later,
+        # The loss is a mean over this microbatch, so multiply it by the number of tokens of the microbatch. Later,
         # gradients are divided by the number of tokens of the iteration (``calculate_per_token_loss``).
         return MoEAuxLossAutoScaler.apply(logits, z_loss * (logits.shape[0] * self._num_shares()))
 
@@ -152,15 +152,15 @@ class PaddingAwareRouter(TopKRouter):
     ) -> torch.Tensor:
         """Attach a load-balancing loss to ``activation`` [T, E], unless the microbatch is padding.
 
-        With per-token losses, Megatron multiplies the loss by ``valid_token_count``. This weight is too small in three
-        cases: a rank has only a part of a microbatch's tokens, data-parallel ranks share one loss, or the loss is per
-        sequence and a microbatch has several. This method uses a weight that does not depend on how the batch is
+        With per-token losses, Megatron multiplies the loss by ``valid_token_count``. This weight is too small if a rank
+        has only a part of a microbatch's tokens, if data-parallel ranks share one loss, or if the loss is per sequence
+        and a microbatch has several sequences. This method uses a weight that does not depend on how the batch is
         divided.
         """
         if self.is_padding:
             return activation
         num_shares = self._num_shares()
-        # Greater than one only for ``global_aux_loss``, whose group contains data-parallel ranks.
+        # This is greater than 1 only for ``global_aux_loss``, whose group contains data-parallel ranks.
         num_microbatches = reduce_group.size() // num_shares
         return super().attach_and_log_load_balancing_loss(
             activation,
@@ -182,12 +182,12 @@ class PaddingAwareRouter(TopKRouter):
         routing_map: torch.Tensor,
         with_padding_mask: bool = False,
     ) -> torch.Tensor:
-        # Also called for padding, because this loss is reduced with data-parallel ranks that have real microbatches.
+        # Padding calls this, too, because this loss is reduced with data-parallel ranks that have real microbatches.
         counted = torch.zeros_like(routing_map) if self.is_padding else routing_map
         return super()._apply_global_aux_loss(probs, scores_for_aux_loss, counted, with_padding_mask)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        # With ``repay_capacity_share``, tokens are counted after others were dropped.
+        # With ``repay_capacity_share``, ``_drop_tokens`` counts the tokens that it has kept.
         if self._repay_capacity_share is None:
             self._count_for_bias(routing_map)
 
@@ -205,7 +205,7 @@ class _TraceRouter(PaddingAwareRouter):
 
     The assignment of tokens to experts depends only on the seed, the iteration, the layer and the position of the
     microbatch in the global batch. It does not depend on the parallel layout or the placement. Tensor-parallel ranks
-    use parts of the same assignment. Auxiliary losses use the choice of the learned gate.
+    use parts of the same assignment. Auxiliary losses use the experts that the learned gate would choose.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class _TraceRouter(PaddingAwareRouter):
         self.start_iteration(0)
 
     def start_iteration(self, iteration: int, owed: Sequence[int] = ()) -> None:
-        """Reset the number of routed microbatches, and start the iteration as ``PaddingAwareRouter`` does."""
+        """Reset the count of routed microbatches, and start the iteration as ``PaddingAwareRouter`` does."""
         super().start_iteration(iteration, owed)
         self._iteration = iteration
         self._num_routed = {False: 0, True: 0}
@@ -232,7 +232,7 @@ class _TraceRouter(PaddingAwareRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Route tokens to the forced experts. ``logits`` is [sequence, batch, E]. Returns probs [T, E], which the
+        """Route tokens to the forced experts. ``logits`` is [sequence, batch, E]. Return probs [T, E], which the
         learned gate computes, and routing_map [T, E]."""
         num_tokens = logits.shape[0] * logits.shape[1]
         self.router_replay.experts = self._forced(num_tokens, self._next_microbatch()).to(logits.device)
@@ -247,19 +247,19 @@ class _TraceRouter(PaddingAwareRouter):
         return microbatch_position(self._dp_group.size(), self._dp_group.rank(), number)
 
     def _forced(self, num_tokens: int, microbatch: int) -> torch.Tensor:
-        """Return the experts of this rank's tokens: int64 [T, K]. With sequence parallelism, each rank has an equal
-        part of the tokens of a microbatch."""
+        """Return the forced experts of this rank's tokens: int64 [T, K]. With sequence parallelism, each rank has an
+        equal part of the tokens of a microbatch."""
         part, num_parts = self.tp_cp_group.rank(), self.tp_cp_group.size()
         loads = self.trace.loads(self._iteration, self.layer_number)
         counts = expert_token_counts(loads, num_tokens * num_parts, self.topk)
         key = f"{self.seed}/iteration {self._iteration}/layer {self.layer_number}/microbatch {microbatch}"
-        # The whole microbatch is assigned, and this rank uses its part, so that all parts belong to one assignment.
+        # Assign the whole microbatch, and use this rank's part, so that all parts belong to one assignment.
         experts = forced_experts(counts, num_tokens * num_parts, key)
         return torch.from_numpy(experts[part * num_tokens : (part + 1) * num_tokens].copy())
 
 
 class _ForcedChoice:
-    """Replaces Megatron's ``RouterReplay``, to select given experts instead of those with the highest scores."""
+    """Replacement for Megatron's ``RouterReplay`` that selects given experts, not those with the highest scores."""
 
     experts: torch.Tensor
     """The experts to select, int64 [T, K]."""
@@ -301,7 +301,7 @@ def take_auxiliary_losses() -> tuple[float, float]:
         (sum of balancing losses, sum of z-losses) over layers and microbatches, without their coefficients.
     """
     balancing = z = 0.0
-    # Not reduced over ranks: the vote sums these values in rank order.
+    # The values are not reduced over ranks here: the vote sums them in rank order.
     for name, values in versions.auxiliary_losses().items():
         total = float(values.sum())
         values.zero_()
@@ -313,8 +313,8 @@ def take_auxiliary_losses() -> tuple[float, float]:
 
 
 def forget_auxiliary_losses() -> None:
-    """Clear Megatron's global tracker of auxiliary losses, which references process groups of the current engine. The
-    global scale of auxiliary losses is also reset. The schedule of the next engine sets it again."""
+    """Clear Megatron's global tracker of auxiliary losses, which references process groups of the current engine. Also
+    reset the global scale of auxiliary losses, which the schedule of the next engine sets again."""
     versions.auxiliary_losses(forget=True)
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
@@ -322,9 +322,9 @@ def forget_auxiliary_losses() -> None:
 def routed_tokens(
     model_chunks: list[torch.nn.Module], num_layers: int, num_experts: int, *, with_repaid: bool = False
 ) -> torch.Tensor:
-    """Return the number of tokens that this rank has routed to each expert in this iteration, as int64
-    [1, num_layers, num_experts] on the CPU. With ``with_repaid`` the shape is [2, num_layers, num_experts]: the second
-    entry is the number of tokens that exceeded the expert's capacity (``snapshot.repay_capacity_share``)."""
+    """Return the number of tokens that this rank has routed to each expert in this iteration, as int64 [1, num_layers,
+    num_experts] on the CPU. With ``with_repaid``, the shape is [2, num_layers, num_experts]. The second entry is the
+    number of tokens beyond the expert's capacity (``snapshot.repay_capacity_share``)."""
     load = torch.zeros((1 + with_repaid, num_layers, num_experts), dtype=torch.int64)
     for router in routers(model_chunks):
         load[:, router.layer_number - 1] = torch.stack([router.load, router.repaid][: len(load)]).cpu()
@@ -341,17 +341,17 @@ def more_tokens(
     *,
     by_probs: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose dropped tokens that experts process beyond their capacity, because they lost tokens in a recovery
+    """Choose dropped tokens that experts process beyond their capacity, because these experts lost tokens in a recovery
     (MoEtion, section 6). All experts together process at most as many tokens as their capacities allow.
 
     Args:
         probs: probability of each token and expert, [T, E].
         routing_map: tokens that were routed to each expert, bool [T, E].
         kept: tokens that each expert processes within its capacity, bool [T, E].
-        owing: distinct experts that may process more, in the order in which they get unused capacity, int64.
-        capacity: tokens that each expert may process.
+        owing: ids of experts that may process more, int64 without duplicates, in the order of their turn.
+        capacity: number of tokens that each expert may process without repayment.
         most: largest number of tokens that one expert processes in addition.
-        by_probs: whether dropped tokens with the largest probabilities are chosen; the first ones if false.
+        by_probs: if true, choose the dropped tokens with the largest probabilities; otherwise the first dropped tokens.
 
     Returns:
         The additional tokens, bool [T, E], and their number for each expert, int64 [E].

@@ -1,7 +1,7 @@
-"""``P2PCommunicator`` classes that log sent messages, and that receive logged messages of other ranks.
+"""Subclasses of Megatron's ``P2PCommunicator`` that log sent messages, and that receive logged messages of other ranks.
 
 The classes override only ``_communicate``, which all send and receive methods of Megatron's class call. So they support
-both 1F1B and interleaved schedules. ``Boundaries`` keeps the log when the process groups are replaced.
+both 1F1B and interleaved schedules. ``Boundaries`` keeps the log when process groups are replaced.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,15 +20,15 @@ from megatron_ft.planning.pipeline import Direction
 from megatron_ft.runtime.upstream_log.log import UpstreamLog
 from megatron_ft.snapshot.capture.idle_gate import IdleGate
 
-# Collectives of gloo accept tensors on a GPU. Its sends and receives do not, because sockets need host memory.
+# Gloo's collectives accept tensors on a GPU. Gloo's sends and receives do not, because sockets need host memory.
 
 Received = tuple[torch.Tensor | None, torch.Tensor | None, Any]
 """(tensor from the previous stage, tensor from the next stage, requests to wait for)."""
 
 
 class _StagedCommunicator(P2PCommunicator):
-    """Works like Megatron's communicator if the group can send from the device. Otherwise copies tensors through host
-    memory."""
+    """Communicator that works like Megatron's if the group can send from the device. Otherwise it copies tensors
+    through host memory."""
 
     def __init__(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig) -> None:
         super().__init__(pp_group, config)
@@ -44,10 +44,10 @@ class _StagedCommunicator(P2PCommunicator):
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> Received:
-        # Has the arguments and results of ``P2PCommunicator._communicate``. All received tensors have ``tensor_shape``.
+        # Arguments and results are those of ``P2PCommunicator._communicate``. Received tensors have ``tensor_shape``.
         if not self.is_staged:
-            # Interleaved schedules free an output by setting its ``.data`` before its send has ended. The request
-            # references the detached tensor, so the memory stays allocated until the end of the send.
+            # Interleaved schedules set the ``.data`` of an output to free it, even before its send has ended. The
+            # request references the detached tensor, so the memory stays allocated until the send has ended.
             received: Received = super()._communicate(
                 tensor_send_next=None if tensor_send_next is None else tensor_send_next.detach(),
                 tensor_send_prev=tensor_send_prev,
@@ -68,7 +68,7 @@ class _StagedCommunicator(P2PCommunicator):
             if is_wanted:
                 hosts[name] = torch.empty(tensor_shape, dtype=dtype)
                 targets[name] = torch.empty(tensor_shape, dtype=dtype, device=device, requires_grad=True)
-        # Never batched, regardless of ``config.batch_p2p_comm``, because gloo does not support batches.
+        # Never batch the messages, whatever ``config.batch_p2p_comm`` is, because gloo does not support batches.
         requests: Mapping[str, Any] = p2p_communication._p2p_ops(
             tensor_send_prev=hosts.get("send_prev"),
             tensor_recv_prev=hosts.get("recv_prev"),
@@ -90,7 +90,7 @@ class _LoggingCommunicator(_StagedCommunicator):
 
     Args:
         log: log for the copies; None to log nothing.
-        idle: receives the waits. None measures nothing.
+        idle: object that measures waits for messages; None to measure nothing.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class _LoggingCommunicator(_StagedCommunicator):
     ) -> None:
         super().__init__(pp_group, config)
         self.log = log
-        # With NCCL only a stream waits for a message, and the time of the call is not the time of the wait.
+        # With NCCL, only a stream waits for a message, so the duration of the call is not the duration of the wait.
         self._idle = None if _is_nccl(pp_group) else idle
 
     def keep(self, to_next: torch.Tensor | None, to_previous: torch.Tensor | None) -> None:
-        """Log the tensors that are about to be sent to the next and to the previous stage; None if nothing is sent."""
+        """Log the tensors that are about to be sent to the next and the previous stage; None if there is no tensor."""
         if self.log is not None and to_next is not None:
             self.log.append("forward", to_next)
         if self.log is not None and to_previous is not None:
@@ -115,7 +115,7 @@ class _LoggingCommunicator(_StagedCommunicator):
     def _communicate(
         self, *, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None, **others: Any
     ) -> Received:
-        # Logged before the send, after which the schedule may free the tensor (``deallocate_pipeline_outputs``).
+        # Log before the send, because the schedule may free the tensor after it (``deallocate_pipeline_outputs``).
         self.keep(tensor_send_next, tensor_send_prev)
         waits_now = others.get("wait_on_reqs", True) and (others["recv_prev"] or others["recv_next"])
         with nullcontext() if self._idle is None or not waits_now else self._idle.waiting():
@@ -132,11 +132,11 @@ class _LoggingCommunicator(_StagedCommunicator):
 
 
 class Boundaries:
-    """Connection of a rank to the adjacent pipeline stages. The log survives when the process groups are replaced."""
+    """Connection of a rank to the adjacent pipeline stages. The log stays when the process groups are replaced."""
 
     def __init__(self) -> None:
         self.idle = IdleGate()
-        """Waits of this rank for messages of adjacent stages."""
+        """Object that measures how long this rank waits for messages of adjacent stages."""
         self._log: UpstreamLog | None = None
         self._communicator: _LoggingCommunicator | None = None
 
@@ -173,7 +173,7 @@ class Boundaries:
             log.begin(iteration, generation)
             try:
                 yield
-                # Not in ``finally``, because a failed iteration has not sent all messages and must not be logged.
+                # Not in ``finally``: an iteration that failed has not sent all messages, so its log is abandoned.
                 log.end()
             finally:
                 log.abandon()
@@ -190,7 +190,7 @@ def _current_device() -> torch.device:
 
 
 def _sends_host_memory_only(group: dist.ProcessGroup) -> bool:
-    """Return whether ``group`` cannot send tensors of this process's device."""
+    """Return whether ``group`` can send only host memory although this process's device is a GPU."""
     return not _is_nccl(group) and _current_device().type == "cuda"
 
 
@@ -219,7 +219,7 @@ class _Transfer:
 
 @dataclass(frozen=True, slots=True)
 class _Receive:
-    """Request for a message that is received later. ``idle`` measures the wait for it."""
+    """Request for a message that is received later. ``idle`` measures the wait for the message."""
 
     request: Any
     idle: IdleGate
@@ -236,8 +236,8 @@ TAGS: dict[Direction, int] = {"forward": 1_001, "backward": 1_002}
 
 def _route(group: dist.ProcessGroup, direction: Direction) -> tuple[dist.ProcessGroup, int]:
     """Return process group and tag for messages with logged tensors in ``direction``. NCCL does not support tags, and
-    matches the sends and receives between two ranks of a group in their order. With two pipeline stages and several
-    chunks, messages of both directions come from the same rank. So with NCCL each direction uses another group."""
+    matches sends and receives between two ranks of a group by their order. With two pipeline stages and several chunks,
+    messages of both directions come from the same rank. So with NCCL each direction uses another group."""
     if not _is_nccl(group):
         return group, TAGS[direction]
     return (group if direction == "forward" else _world_group()), 0
@@ -261,8 +261,8 @@ class _Done:
 class ReplayCommunicator(_LoggingCommunicator):
     """Communicator of a rank whose stage replays.
 
-    Messages to and from adjacent stages that also replay are sent as usual. A stage that does not replay sends the
-    messages in its log, in their original order. Messages to such a stage are logged again but not sent.
+    Messages between this stage and adjacent stages that also replay are sent as usual. A stage that does not replay
+    sends the messages in its log, in their original order. Messages to such a stage are logged again but not sent.
 
     Args:
         replays_previous: whether the previous stage also replays.
@@ -294,7 +294,7 @@ class ReplayCommunicator(_LoggingCommunicator):
         wait_on_reqs: bool = True,
     ) -> Received:
         self.keep(tensor_send_next, tensor_send_prev)
-        # Not ``super()``, which would log a second time. Stages that do not replay already have these messages.
+        # ``super()`` would log the messages a second time. Stages that do not replay already have these messages.
         from_previous, from_next, requests = _StagedCommunicator._communicate(
             self,
             tensor_send_next=tensor_send_next if self._replays_next else None,
@@ -337,10 +337,10 @@ def serve(
 ) -> tuple[list[Any], int]:
     """Begin to send the logged messages of ``iterations`` in ``direction`` to ``rank`` of an adjacent stage, in order.
 
-    The log is in host memory. NCCL sends from the device, so with NCCL each message is copied to the device first.
+    The log is in host memory. With NCCL, each message is first copied to the device, from which NCCL sends.
 
     Returns:
-        The requests to wait for, and the number of bytes that they send.
+        The requests, for which the caller must wait, and the number of bytes that they send.
 
     Raises:
         RecoveryError: an iteration is not logged.

@@ -1,7 +1,7 @@
-"""Continues training in a membership with the same layout: other processes take the places of lost ranks.
+"""Continues training in a membership with the same layout, in which other processes replace the lost ranks.
 
-Ranks that survive keep their tensors where they are (``recovery.keep_layout``). ``localized.py`` restores the state.
-If a lost place stays empty, ``replicas.py`` continues with another layout.
+Ranks that survive keep their tensors in place (``recovery.keep_layout``). ``localized.py`` restores the state. If no
+process replaces a lost rank, ``replicas.py`` continues with another layout.
 """
 
 import time
@@ -29,13 +29,13 @@ class KeptLayoutTrainer(Trainer):
     """A trainer that continues in a membership with the same layout, in the same process."""
 
     prebuilder: Prebuilder | None = None
-    """Engines that this process has built in advance while it waited as a spare; None if it was no spare."""
+    """Engines that this process has built in advance while it waited as a spare; None if it was not a spare."""
     former_copies: StateCopies | None = None
     """Copies of other ranks' optimizer state that remain after a change of placement was undone. They are used until
     new copies are made."""
 
     def prebuild(self) -> None:
-        """Build, on a spare, the engines that it needs if it replaces a node. Raises RankLost if this fails."""
+        """Build on a spare the engines that the spare needs if it replaces a node. Raise RankLost if this fails."""
         if can_prebuild(self.job):
             self.prebuilder = Prebuilder(self.job, self.context, self.make_engine)
             self.prebuilder.build()
@@ -106,12 +106,12 @@ class KeptLayoutTrainer(Trainer):
         engine = self.engine
         engine.continue_after(plan.target, state.newest_vote)
         if recovery.placement is not None:
-            # The places of experts stay the same, but a joining node may be in another failure domain.
+            # Experts keep their slots, but a joining node may be in another failure domain.
             stage = self.topology.coordinates(self.context.rank).pp
             self.placement = PlacementManager(self.config, stage=stage, before=recovery.placement)
             self.placed_from = recovery.plan.placed_from
         is_kept, build_began = engine.is_built, time.monotonic()
-        # Only ranks that have no model yet build one. Those with a model do not take part.
+        # Only ranks without a model build one. Ranks with a model take no part in this.
         built = None if self.prebuilder is None else self.prebuilder.finish(groups, group_keys)
         if built is None and engine.is_built:
             engine.reconnect(groups)
@@ -150,8 +150,8 @@ class KeptLayoutTrainer(Trainer):
         if client is not None:
             resumed = None if kept is None or window_plan is None else (kept, window_plan)
             snapshots, vote = self.take_snapshots(client, resumed), votes.get(plan.target)
-            # The window in progress is lost. Without a new window, the next recovery would have to replay the same
-            # iterations again, and all later ones.
+            # The window in progress is lost. Without a new window, the next recovery would have to replay these
+            # iterations again, and all later iterations, too.
             if resumed is not None and vote is not None and resumed[0].start_iteration < plan.target:
                 snapshots.capture_whole(vote)
         self.membership_start = MembershipStart(iteration=target, carried=carried or self._carried())
@@ -165,7 +165,7 @@ class KeptLayoutTrainer(Trainer):
 
     def _reopen_snapshot_client(self) -> KeeperClient | None:
         """Connect to this node's snapshot server in a new membership. All ranks must call this, because they exchange
-        the addresses of snapshot servers: present nodes do not know the address of a joining node."""
+        the addresses of the snapshot servers: only its own ranks know the address of a joining node."""
         if self.config.snapshot.policy is None:
             return None
         context, service = self.context, self.context.sidecars[SNAPSHOT_SERVICE]

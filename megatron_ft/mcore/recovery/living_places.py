@@ -1,8 +1,8 @@
-"""Gives ranks that take the places of lost ranks the state of living ranks, which keep their own state in place.
+"""Sends state of living ranks to the ranks that replace lost ranks. Living ranks keep their own state in place.
 
-``LocalizedPlan`` names the stages whose ranks receive state. Each rank has reported its units of state, such as an
-expert or an optimizer shard. Joining ranks list the tensors that they need. From this, all ranks compute the same
-``TransferPlan``: each element is sent once, the senders of a unit share the work, and other ranks receive nothing.
+``LocalizedPlan`` names the stages whose ranks receive state. A unit of state is, for example, an expert or an optimizer
+shard. Each rank has reported its units, and joining ranks list the tensors that they need. From this, all ranks compute
+the same ``TransferPlan``: each element is sent once, and the ranks that have a unit share the work.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,18 +31,17 @@ from megatron_ft.planning.state.transfers import STAGING_BYTES, TransferPlan
 from megatron_ft.topology import Topology
 
 _Tensors = dict[tuple[str, str], torch.Tensor]
-"""Flattened tensors of a rank, by unit of state and by name. They are views of the tensors with which the rank
-trains."""
+"""Flattened tensors of a rank, by unit of state and name. They are views of the tensors with which the rank trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """Cost of a transfer on one rank."""
+    """Cost of a transfer of state on one rank."""
 
     num_bytes: int = 0
     """Bytes that this rank has sent and received."""
     staged_bytes: int = 0
-    """Largest number of bytes that this rank has copied at one time."""
+    """Largest number of bytes that this rank has sent and received in one round."""
 
 
 class LivingPlaces:
@@ -52,7 +51,7 @@ class LivingPlaces:
         engine: engine of this rank, with model and optimizer.
         collectives: collectives over all ranks of the job.
         standings: progress and state that each rank has reported, by rank.
-        has_replicas: whether experts have replicas, so that each expert is a unit.
+        has_replicas: whether experts have replicas. If so, each expert is a unit.
         copies: copies of other ranks' optimizer state on this rank.
     """
 
@@ -93,8 +92,8 @@ class LivingPlaces:
 
     @property
     def _has_whole_weights(self) -> bool:
-        """Whether the living ranks of this rank's stage have all its weights, including those of experts. If not, the
-        weights of the stage are rounded from the master weights and gathered."""
+        """Whether the living ranks of this rank's stage have all weights of the stage, including those of experts. If
+        not, the weights of the stage are rounded from the master weights and gathered."""
         stage = self._standings[self._rank].stage
         living = [found for found in self._standings if found.stage == stage and found.has_state]
         if not all(standing.has_whole_weights for standing in living):
@@ -122,7 +121,7 @@ class LivingPlaces:
     def _tensors(self) -> _Tensors:
         chunks, optimizer, found = self._engine.model_chunks, self._engine.optimizer, _Tensors()
         for name, tensor in distinct_state(chunks, optimizer):
-            # Buffers are not sent here but in ``TrainState``, because their dtype can differ in a new model.
+            # Buffers are sent in ``TrainState`` instead, because their dtype can differ in a new model.
             is_of_shard = self._is_sharded and "/" in name and not self._is_replica(name)
             if not name.startswith("buffer.") and not is_of_shard:
                 found[self._unit_of(name), name] = tensor.detach().view(-1)
@@ -133,7 +132,7 @@ class LivingPlaces:
         return found
 
     def _copies(self) -> _Tensors:
-        # Returns this rank's copies of other ranks' shards, without experts that ranks receive from replicas.
+        # Returns this rank's copies of other ranks' shards. Leaves out experts, if ranks receive these from replicas.
         return {
             (shard_unit(kept.owner), name): tensor.view(-1)
             for kept in self._kept

@@ -1,4 +1,4 @@
-"""Recovers with the same layout: ranks in the places of lost ranks receive state, or their pipeline stages replay.
+"""Recovers with the same layout: ranks that replace lost ranks receive state, or their pipeline stages replay.
 
 ``planning/recovery/localized_replay.py`` makes the plan. Ranks that survive keep model, gradient buffers and optimizer;
 only their connections are replaced. If living ranks have all state of a stage, joining ranks of the stage receive this
@@ -48,7 +48,7 @@ from megatron_ft.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """Report on what a rank has built for a recovery, for the fields of the event ``StageRecovery``."""
+    """What a rank has built for a recovery: values for fields of the event ``StageRecovery``."""
 
     built: str
     why_built: str
@@ -62,19 +62,19 @@ class _Replayed:
     kept: StoredWindow
     """The window that was replayed."""
     num_bytes: int
-    """Number of bytes received from the logs of stages outside the region."""
+    """Number of bytes that this rank has received from the logs of stages outside the region."""
     staged_bytes: int
-    """Largest number of bytes that loading the window has copied at one time."""
+    """Largest number of bytes that this rank has sent and received at one time while it loaded the window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RegionGroups:
-    """Process groups of a region for one rank."""
+    """Process groups of a region, with this rank."""
 
     everybody: dist.ProcessGroup
     """All ranks of the region."""
     line: dist.ProcessGroup
-    """The ranks of the region in the same pipeline as this rank, one per stage."""
+    """The ranks of the region in the same pipeline as this rank: one per stage."""
 
 
 def _form_region_groups(
@@ -95,11 +95,11 @@ def _form_region_groups(
         for region in plan.regions:
             rows = [[rank for rank, stage in enumerate(stages) if stage == of_region] for of_region in region]
             members = sorted(rank for row in rows for rank in row)
-            # If all stages replay, the groups of the job are used, and no group is formed.
+            # If all stages replay, use the groups of the job, and form none.
             if len(members) == len(stages):
                 return _RegionGroups(everybody=groups.vote, line=pg.pp)
             everybody = _add(engine, members)
-            # If the region is one stage, ``line`` contains only this rank. Use an existing group of one rank, if any.
+            # If the region is one stage, ``line`` is this rank alone. Use an existing group of one rank, if any.
             alone = next((group for group in (pg.cp, pg.tp) if len(region) == 1 and group.size() == 1), None)
             lines = [] if alone is not None else [_add(engine, line) for line in zip(*rows, strict=True)]
             line = next((found for found in lines if found is not None), alone)
@@ -132,7 +132,7 @@ def _add(engine: TrainingEngine, ranks: Sequence[int]) -> dist.ProcessGroup | No
 
 
 class _Region:
-    """Replays one region, which is the pipeline stages ``stages``. All ranks of the region must make the same calls."""
+    """Replays one region: the pipeline stages ``stages``. All ranks of the region must make the same calls."""
 
     def __init__(
         self,
@@ -162,8 +162,8 @@ class _Region:
             plan: plan of the windows that are captured after the recovery.
 
         Raises:
-            RecoveryError: the window is missing or does not match this job; all ranks of the region then raise this
-                error. Or a replayed iteration differs from its vote.
+            RecoveryError: the window is missing or does not match this job; then all ranks of the region raise this
+                error. Or the results of a replayed iteration differ from its vote.
         """
         engine = self._engine
         window = self._find()
@@ -188,7 +188,7 @@ class _Region:
         return window
 
     def _check_placement(self, window: LocalWindow) -> None:
-        """Raise RecoveryError if experts had other places when ``window`` was captured."""
+        """Raise RecoveryError if experts had another placement when ``window`` was captured."""
         recorded = window.header(0, PLACEMENT)
         plans = None if recorded is None else PlacementState.from_json(recorded).plans
         if plans is not None and self._placement is not None:
@@ -224,7 +224,7 @@ class _Region:
 
         def finalize_alone(model: Any, num_tokens: torch.Tensor | None, *, pg_collection: Any, **others: Any) -> None:
             # Megatron broadcasts the number of tokens from the last rank of ``pp``. In a region without the last stage,
-            # that rank has no labels to count, so each rank computes the number.
+            # that rank has no labels, so each rank computes the number itself.
             if num_tokens is not None and not is_last_here:
                 num_tokens.fill_(self._num_loss_tokens())
             # Change a copy, because the schedule still uses the group of the whole pipeline.
@@ -248,7 +248,7 @@ class KeptLayoutRecovery:
         collectives: collectives over all ranks of the job.
         carried: this rank's state from the previous membership; None on a rank without state.
         pp: process group of this rank's pipeline.
-        topology: positions of the ranks.
+        topology: coordinates of the ranks in the layout.
         placement: placement of expert replicas; None without replicas, or on a rank that has had no placement yet.
         placed_from: first iteration that was committed with this placement.
         copies: copies of other ranks' optimizer state on this rank.
@@ -277,7 +277,7 @@ class KeptLayoutRecovery:
         self._carried = carried
         self._topology = topology
         config, log = engine.config, engine.boundaries.log
-        # With replicas, a rank may have copies of only the experts of an owner, which are not copies of its shard.
+        # With replicas, a rank may have copies of an owner's experts only. Then it has no copy of the owner's shard.
         is_whole = config.placement.algorithm is None
         kept_here = copies.kept if copies else ()
         owners = {kept.owner for kept in kept_here if is_whole or any(map(is_non_expert, kept.names))}
@@ -368,7 +368,7 @@ class KeptLayoutRecovery:
             built: what this rank has built for this recovery.
 
         Returns:
-            The committed window, to be kept until the next window is committed.
+            The committed window, which must be kept until the next window is committed; None if there is none.
 
         Raises:
             RecoveryError: a replay computed another state than before the failure, or its window is missing. All ranks
@@ -387,7 +387,7 @@ class KeptLayoutRecovery:
             stages = [standing.stage for standing in self._standings]
             groups = _form_region_groups(engine, plan, stages, break_with=break_with)
             if region is None or groups is None:
-                # Sending begins before this rank restores its own state, because the region waits for the messages.
+                # Begin to send before this rank restores its own state, because the region waits for the messages.
                 requests, served_bytes = self._serve()
                 num_bytes += served_bytes
                 kept = self._stay(client)
@@ -403,13 +403,13 @@ class KeptLayoutRecovery:
                 self._compare()
         except RecoveryError as failure:
             error = str(failure)
-        # A rank that has failed also takes part in this collective. Otherwise the other ranks would wait for it.
+        # A rank that has failed takes part in this collective, too. Otherwise the other ranks would wait for it.
         error = self._collectives.errors(error)
         if error is not None:
             raise RecoveryError(f"generation {context.generation}: the localized replay failed: {error}")
         if self._carried is not None:
             self._carried.digests, self._carried.has_whole_weights = None, True
-        # The sends read the memory of the log, which training must not overwrite before they have ended.
+        # The sends read the memory of the log. Training must not overwrite this memory before the sends have ended.
         for request in requests:
             request.wait()
         replays = role == "replays"
@@ -473,8 +473,8 @@ class KeptLayoutRecovery:
         mine = self._carried.host.to_json(own=False) if is_sender and self._carried is not None else None
         hosts = self._collectives.gather(mine)
         if self._role == "receives":
-            # Random number generators are not sent: all ranks of the stage have confirmed that theirs never changed
-            # (``Standing.has_first_generators``), so a new process has the same ones as the lost process.
+            # Random number generators are not sent: all ranks of the stage have confirmed that their generators never
+            # changed (``Standing.has_first_generators``). So a new process has the same generators as the lost process.
             engine.restore(TrainState.from_json(hosts[first[parts[me]]]))
             if window_plan is not None:
                 keep_room(engine, window_plan, report)
@@ -502,7 +502,7 @@ class KeptLayoutRecovery:
             assert self._carried is not None, "a rank outside the replaying regions has no state"
             engine.restore(self._carried.host)
         # If an iteration was finished after the failure, this rank has updated only its shard of the parameters. If one
-        # rank of a stage must gather the rest, all must call this. A stage that receives state has gathered already.
+        # rank of a stage must gather the rest, all its ranks must. A stage that receives state has gathered already.
         is_whole = all(standing.has_whole_weights for standing in self._standings if standing.stage == stage)
         if not is_whole and stage not in self.plan.receiving:
             adamw.gather(engine.optimizer, engine.model_chunks)
@@ -512,15 +512,15 @@ class KeptLayoutRecovery:
         for found in client.inventory(self._context.rank):
             if found.where == "own" and found.complete and found.key == key:
                 return found
-        # Only peer nodes have this rank's part of the window, so no buffer on this node has to be kept.
+        # This rank's part of the window is only on peer nodes, so no buffer on this node has to be kept.
         return StoredWindow(
             start_iteration=key.start_iteration, generation=key.generation, num_slices=0, num_held=0, where="copy"
         )
 
     def _copy_state(self) -> None:
-        # If a further rank is lost in the replay and no process can take its place, the job continues with fewer lanes
-        # from the state of its living ranks. The replay is about to overwrite this state, so it is copied. This costs
-        # memory, so it is only done if this state is enough, and if the job may have fewer lanes.
+        # If another rank is lost in the replay and no process replaces it, the job continues with fewer lanes from the
+        # state of its living ranks. The replay is about to overwrite this state, so it is copied. The copy costs
+        # memory. It is made only if this state is complete, and if the job may have fewer lanes.
         engine, carried, copies = self._engine, self._carried, self._copies
         config = engine.config
         is_sharded = config.parallel.use_distributed_optimizer
@@ -535,7 +535,7 @@ class KeptLayoutRecovery:
         carried.before_replay = (state, shards)
 
     def _note_digests(self) -> None:
-        # Called before a replay overwrites the tensors. If an earlier replay failed, its digests are kept.
+        # Call this before a replay overwrites the tensors. If an earlier replay failed, keep its digests.
         engine, carried = self._engine, self._carried
         if carried is not None and carried.digests is None:
             carried.digests = tensor_digests(engine.model_chunks, engine.optimizer)

@@ -1,9 +1,9 @@
 """Builds model, gradient buffers and optimizer on a spare before a node is lost.
 
-For each part of the model that ``planning/recovery/prebuild.py`` names, a spare creates process groups without
-connections, and builds an engine on them. This needs no communication. When the spare replaces a node, it connects the
-groups of the engine that matches, and drops the other engines. If no engine matches, it builds one. Then the recovery
-fills the state of the engine.
+For each model part that ``planning/recovery/prebuild.py`` names, a spare creates process groups without connections,
+and builds an engine on them. This needs no communication. When the spare replaces a node, it connects the groups of the
+engine that matches, and drops the other engines. If no engine matches, it builds one. Then the recovery fills the
+engine with state.
 """
 
 import time
@@ -25,25 +25,25 @@ from megatron_ft.planning.recovery.prebuild import PrebuildPlan
 
 @dataclass(frozen=True, slots=True)
 class _Built:
-    """An engine that was built in advance."""
+    """An engine that this process has built in advance."""
 
     rank: int
-    """Rank for which it was built."""
+    """Rank for which the engine was built."""
     engine: TrainingEngine
     groups: GroupsPutAway
     state: TrainState
-    """State right after the build, except parameters and optimizer state."""
+    """State right after the build, besides parameters and optimizer state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """An engine that was built in advance, with its groups. This process uses it from now on."""
+    """An engine that was built in advance, with its groups, which this process uses from now on."""
 
     engine: TrainingEngine
     groups: Groups
     """Groups of this rank, not connected yet."""
     has_moved: bool
-    """Whether the engine was built for another rank of the same part."""
+    """Whether the engine was built for another rank of the same model part."""
 
 
 class Prebuilder:
@@ -63,11 +63,11 @@ class Prebuilder:
         """Reason why ``take`` has returned None."""
 
     def build(self) -> None:
-        """Build the parts of this node, until all are built or a membership with this node has begun. If a part is
-        being built at that time, complete it, because the membership often needs this part.
+        """Build an engine for each model part of this node, until a membership with this node has begun. An engine that
+        is being built at that time is completed, because the membership often needs it.
 
         Raises:
-            RankLost: a part could not be built, so this node cannot join.
+            RankLost: an engine could not be built, so this node cannot join.
         """
         for part in self._plan.of_node(self._context.node):
             if self._context.worker.membership_is_due():
@@ -100,8 +100,8 @@ class Prebuilder:
         )
 
     def take(self, rank: int) -> Taken | None:
-        """Return the engine that matches ``rank``, and let torch and Megatron use its groups. Drop all other engines.
-        Return None if no engine matches."""
+        """Return the engine that matches ``rank``, and register its groups with torch and Megatron. Drop all other
+        engines. Return None if no engine matches."""
         part = self._plan.part_of(rank // self._config.launch.ranks_per_node)
         built, self._built = self._built, {}
         found = built.pop(part, None)
@@ -123,7 +123,7 @@ class Prebuilder:
         return self._taken
 
     def finish(self, groups: Groups, group_keys: GroupKeys) -> str | None:
-        """Use ``groups``, which are now connected, in the engine that ``take`` has returned. Return the value of
+        """Give ``groups``, which are now connected, to the engine that ``take`` has returned. Return the value of
         ``StageRecovery.built``; None if ``take`` has returned no engine, and at every later call.
 
         Args:

@@ -1,10 +1,10 @@
 """Forms the process groups of the next membership in the same processes, and restores state from expert replicas.
 
 Experts of lost ranks have replicas on other ranks of the stage. All other state is the same on all ranks of a model
-part (pipeline stage and tensor coordinate). A rank that stays in its model part keeps its state and random number
-generators. Ranks that join, or that change to another model part, receive the state of this part from other ranks. A
-membership with the same layout as the previous one (``NextMembership.keeps_layout``) restores state with
-``kept_layout.py`` instead.
+part (pipeline stage and tensor coordinate). A rank whose model part stays the same keeps its state and random number
+generators. Ranks that join, or that change to another model part, receive the state of this part from other ranks. In a
+membership with the same layout as the previous one (``NextMembership.keeps_layout``), ``kept_layout.py`` restores state
+instead.
 """
 
 import time
@@ -47,7 +47,7 @@ from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
 
 
 class ElasticTrainer(KeptLayoutTrainer):
-    """A trainer that continues in other memberships, in the same process."""
+    """A trainer that continues in other memberships, of any layout, in the same process."""
 
     evacuated: Shards | None = None
     """Shards of leaving ranks that this rank has received for the next membership."""
@@ -64,7 +64,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         store = open_store(self.context, timeout_seconds=timeout_seconds)
         device = self.device.type
         self.build(Groups.join(self.config, self.context, device=device, timeout_seconds=timeout_seconds, store=store))
-        # After ``build``, in which the ranks have checked that they have the same data. Joining ranks use this record.
+        # ``build`` has checked that all ranks have the same data. Joining ranks compare their data with this record.
         if self.context.rank == 0 and self.job.may_lose_nodes:
             note_run_data(self.samples["train"], self.context.run_dir)
         return store
@@ -80,14 +80,14 @@ class ElasticTrainer(KeptLayoutTrainer):
 
         Raises:
             RecoveryError: a part of the state is lost, or ranks have different placements.
-            DataError: a rank reads other data, and the job cannot continue without it.
+            DataError: a rank reads other data, and the job cannot continue without this rank.
             RuntimeError: the membership could not be formed, because ranks were lost or read other data. This rank
                 keeps its state for the next membership.
             TrainingStopped: a policy stopped the run at the iteration that was in progress.
         """
         began, in_place = time.monotonic(), following.keeps_layout
         carried = self.carry(following.target, in_place=in_place)
-        # Set first, so that this rank still has its state if a later step fails.
+        # Set this first, so that this rank still has its state if a later step fails.
         self.membership_start = MembershipStart(iteration=following.target.iteration, carried=carried)
         former = self._release_groups(keeps_engine=in_place and self.engine.is_built)
         self.config = config = config_of(self.job, following.nodes, keeps_layout=in_place)
@@ -112,7 +112,7 @@ class ElasticTrainer(KeptLayoutTrainer):
             self._check_parts(move)
             shards = self._shard_move(carried, stated, following.target.iteration)
             if previous[self.context.rank] is None:
-                carried = None  # this rank does not have the state from which the other ranks continue
+                carried = None  # this rank lacks the state from which the other ranks continue
             self._go_on(carried, move, groups, shards)
         iteration = self.engine.iteration
         self.report(
@@ -138,7 +138,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         self.reporting_rank = 0
 
     def stand_by(self, following: NextMembership) -> None:
-        """Become a hot spare in ``following``, a membership in which this process has no rank. Its state is dropped."""
+        """Become a hot spare in ``following``, a membership in which this process has no rank. Drop all state."""
         self._release_groups(keeps_engine=False)
         self.engine.in_progress = self.membership_start = self.previous_placement = self.evacuated = None
         self.spared = (*self.spared, following.generation)
@@ -150,8 +150,8 @@ class ElasticTrainer(KeptLayoutTrainer):
         dissolve_groups()
 
     def _release_groups(self, *, keeps_engine: bool) -> Groups | None:
-        # Releases the current groups, if there are any, and all objects that use them. With ``keeps_engine``, the
-        # engine, its placement and its groups stay, without connections. Then these groups are returned.
+        # Releases the current groups, if there are any, and all objects that use them. With ``keeps_engine``, keeps the
+        # engine, its placement and its groups, disconnects these groups, and returns them.
         if not keeps_engine:
             self.placement = self.former_copies = self.engine.boundaries.log = None
         if dist.is_initialized():
@@ -185,9 +185,8 @@ class ElasticTrainer(KeptLayoutTrainer):
     def _present(
         self, carried: Carried | None, groups: Groups
     ) -> tuple[list[RankStatus], list[str], list[Moved | None], list[dict[str, Any] | None]]:
-        """Gather four lists with one entry per rank. They contain the status of the rank; the fingerprint of its
-        samples; its model part and experts, or None if its holdings show them; and its ``Shards.statement``, or None
-        without shards."""
+        """Gather four lists with one entry per rank: the status of the rank; the fingerprint of its samples; its model
+        part and experts, or None if its holdings show these; and its ``Shards.statement``, or None without shards."""
         status = RankStatus.of(() if carried is None else carried.holdings, self.spared).to_json()
         has_moved = carried is not None and carried.has_moved
         experts = [carried.part, list(by_expert(carried.state))] if carried is not None and has_moved else None
@@ -222,7 +221,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         )
 
     def _check_parts(self, move: MembershipMove) -> None:
-        """Check that, for each model part, at least one remaining rank has the state.
+        """Check that at least one rank has the state of each model part.
 
         Raises:
             RecoveryError: the state of a model part is lost.
@@ -237,7 +236,7 @@ class ElasticTrainer(KeptLayoutTrainer):
     def _shard_move(
         self, carried: Carried | None, stated: Sequence[dict[str, Any] | None], iteration: int
     ) -> ShardMove | None:
-        """Return the move of the distributed optimizer's shards; None if every rank has the whole optimizer state.
+        """Return the move of the distributed optimizer's shards; None if each rank has all of the optimizer state.
 
         Raises:
             RecoveryError: the ranks together lack a part of the state.
@@ -260,7 +259,7 @@ class ElasticTrainer(KeptLayoutTrainer):
 
         Args:
             carried: this rank's state; None on a rank that does not have the holding of ``move``.
-            shards: move of the shards of the distributed optimizer; None without it.
+            shards: move of the distributed optimizer's shards; None without a distributed optimizer.
         """
         host, held, shapes = move.share(carried, groups)
         manager = self._placement(held)
@@ -294,18 +293,18 @@ class ElasticTrainer(KeptLayoutTrainer):
         if shards is not None:
             failpoints.hit("reform_move", engine.iteration)
             shards.restore(engine.model_chunks, engine.optimizer, groups)
-        # ``restore`` restores generators only if ``host.rng`` is not None, which is so only for this rank's own state.
+        # ``restore`` restores generators only if ``host.rng`` is not None. Only this rank's own state has ``rng``.
         if not move.keeps_generators(me):
             host = replace(host, rng=None)
             seed_newcomer(self.job.training.seed, engine.iteration, groups)
         engine.restore(host)
         set_position(engine.scheduler, engine.batch.samples_before(engine.iteration + 1))
         self.rounded_off = host.rounded_off
-        # Before ``_note_formed``, because after it, a failure no longer returns this rank to its earlier state.
+        # Call this before ``_note_formed``. After that, a failure no longer returns this rank to its earlier state.
         self.keep_copies()
         self._note_formed(held, move, is_stopped=host.stopped is not None)
         self._restart_snapshots()
-        # A barrier: after it, all ranks have all state of this membership, so it can be reported as formed.
+        # A barrier. After it, all ranks have all state of this membership, so the membership can be reported.
         self.collectives.any(False)
         if carried is None and host.stopped is not None:
             self.stop(engine.iteration + 1, host.stopped)
@@ -315,7 +314,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         assert beginning is not None, "no membership is being formed"
         change = MembershipChange.between(held.nodes, self.members, move.joining, beginning.iteration + 1)
         changes = (*held.changes, change.to_text())
-        # If a policy stops the run, this membership does not train, and its state is not needed after a failure.
+        # If a policy stops the run, this membership does not train. Then a failure does not need its state.
         self.membership_start = replace(beginning, changes=changes, is_formed=not is_stopped)
 
     def _placement(self, held: Holding) -> PlacementManager:
@@ -339,7 +338,7 @@ class ElasticTrainer(KeptLayoutTrainer):
             self.take_snapshots(client, None)
 
     def _report_abandoned_saves(self) -> None:
-        # All ranks clear their list, because a later membership may have another reporting rank.
+        # Every rank clears its list, because a later membership may have another reporting rank.
         abandoned, self.abandoned_saves = self.abandoned_saves, []
         for path in abandoned:
             error = (
@@ -355,15 +354,15 @@ class ElasticTrainer(KeptLayoutTrainer):
     def repeat_abandoned_save(self) -> None:
         """Save the current state if any rank has abandoned a save in an earlier membership. All ranks must call
         this."""
-        # If any rank has abandoned a save, all ranks save, because saving is collective.
+        # If any rank has abandoned a save, all ranks must save, because saving is collective.
         if self.context.generation > 0 and self.collectives.any(self.is_save_due):
             self.save()
-            # Reset only here: if ranks are lost before the save has begun, it is still due in the next membership.
+            # Reset only here. If ranks are lost before the save has begun, the next membership must still save.
             self.is_save_due = False
 
     def drain_experts(self, leaving: Sequence[int]) -> None:
-        """Move state, so that the ranks on all nodes except ``leaving`` have every expert and every shard of the
-        optimizer state. All ranks must call this."""
+        """Move state, so that the nodes except ``leaving`` have every expert and every shard of the optimizer state.
+        All ranks must call this."""
         placement, engine = self.placement, self.engine
         assert placement is not None, "a node can leave a job only if the job has expert replicas"
         staying = self._ranks_without(leaving)
@@ -380,11 +379,11 @@ class ElasticTrainer(KeptLayoutTrainer):
         self.report_placement("evacuation")
 
     def _ranks_without(self, leaving: Sequence[int]) -> frozenset[int]:
-        """Return the ranks whose processes also have a rank in the next membership, without the nodes ``leaving``."""
+        """Return the ranks whose processes also have a rank in the next membership, when ``leaving`` have left."""
         size = self.job.launch.ranks_per_node
         processes = [node * size + local for node, local in zip(self.nodes, self.context.local_ranks, strict=True)]
         now = MembershipLayout.of(self.members, processes, size)
-        # The next layout is derived from the layout of this membership, from which the nodes leave.
+        # The next layout follows from the layout of this membership, because nodes leave from this membership.
         after = JobLayouts.of(self.job).on([node for node in self.members if node not in leaving], now)
         # The control plane refuses to let nodes leave if the other nodes are too few.
         assert isinstance(after, MembershipLayout), "too few nodes would remain"
@@ -404,7 +403,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         """Return this rank's state after the iteration of ``target``; None if the rank has no state. Call this before
         the process groups are destroyed. If the membership has committed no iteration, the result contains the state
         with which the rank began the membership. If the rank had also received the state for the new placement, the
-        result contains that state too.
+        result contains both.
 
         Args:
             in_place: whether the next membership keeps the layout. The tensors then stay in the engine; otherwise they
@@ -426,9 +425,9 @@ class ElasticTrainer(KeptLayoutTrainer):
         return carried
 
     def _with_tensors(self, carried: Carried) -> Carried | None:
-        # Adds copies of the tensors that a kept layout has left in the engine. They are not the state after the target
-        # if a replay has begun to overwrite them, or has ended but has not copied the new shards. Then the copies from
-        # before the replay are used; without these, returns None, and the rank receives its state like a joining rank.
+        # Adds copies of the tensors, which a kept layout has left in the engine. The engine's tensors are unusable if a
+        # replay has begun to overwrite them, or has ended without copying the new shards. Then copies from before the
+        # replay are used. Without such copies, returns None, and the rank receives its state like a joining rank.
         engine, placement = self.engine, self.placement
         copies, is_sharded = engine.state_copies or self.former_copies, self.config.parallel.use_distributed_optimizer
         assert placement is not None, "another number of ranks needs expert replicas"
@@ -444,10 +443,10 @@ class ElasticTrainer(KeptLayoutTrainer):
         return replace(carried, holdings=holdings, state=state, shards=shards, digests=None, before_replay=None)
 
     def _take(self, target: Target, changes: tuple[str, ...], *, in_place: bool) -> Carried:
-        # Returns the state of a rank that has all state of its membership. ``changes`` is ``Holding.changes``.
+        # Returns the state of a rank that has all state of its membership. ``changes``: see ``Holding.changes``.
         engine = self.engine
         finished = resolve_iteration(engine, target)
-        # Other ranks have observed the loads of this iteration already, and all ranks must plan from the same loads.
+        # The other ranks have observed the loads of this iteration already. All ranks must plan from the same loads.
         if finished is not None:
             self.observe(finished)
         self.undo_migration()
@@ -457,7 +456,7 @@ class ElasticTrainer(KeptLayoutTrainer):
             host = engine.train_state()
         else:  # a migration failed, so the model or the optimizer may be missing
             state, host = {}, former.host
-        # If the layout is kept, the trainer keeps its placement for the next membership, so no holding needs one.
+        # If the layout is kept, the trainer keeps its placement for the next membership, so the holding needs none.
         placement = None if in_place else self.placement
         in_force = None
         if placement is not None:
@@ -465,7 +464,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         holdings, has_replaced = (self._holding(in_force, changes=changes),), False
         copies = engine.state_copies or self.former_copies  # the latter if a migration was undone in a kept layout
         if placement is not None and former is not None and engine.iteration < former.before_iteration:
-            # No iteration has been committed with the newest placement, so the previous placement is used.
+            # No iteration was committed with the newest placement, so the previous placement is used again.
             state = {**state, **former.state}
             before = PlacementState(plans=former.plans, loads=placement.loads)
             evacuated = (self._holding(in_force, changes=changes, is_evacuation=True),)

@@ -1,4 +1,4 @@
-"""Selects the state from which a run continues at its start: a checkpoint, a window, or nothing."""
+"""Selects the state from which a run continues when a job starts: a checkpoint, a window, or nothing."""
 
 import json
 from collections import deque
@@ -20,15 +20,15 @@ SHOWN_REASONS = 8
 def select_restore_source(
     config: JobConfig, context: RankContext, checkpoints: CheckpointManager, restorer: SnapshotRestorer
 ) -> tuple[Path | None, LocalWindow | None]:
-    """Select the state from which the run continues. All ranks must call this.
+    """Select the state from which the run continues when a job starts. All ranks must call this.
 
     Returns:
         (checkpoint, window), of which at most one is not None. Both are None if the run starts at iteration 0.
 
     Raises:
-        CheckpointError: one of five cases. A checkpoint is required, and no undamaged one exists. All checkpoints
-            belong to other runs. The newest state has other data, or another model, optimizer or schedule, than this
-            job. The run has saved state, but none of it is usable, and ``run.start_over`` is false. There is no state,
+        CheckpointError: one of five cases. ``run.resume=must``, and there is no usable state. All checkpoints belong to
+            other runs. The newest state has other data, or another model, optimizer or schedule, than this job. The run
+            has saved state, but none of it is usable, and ``run.start_over`` is false. There is no state to evaluate,
             and ``training.evaluate_only`` is true.
     """
     found, run = None, config.run
@@ -51,16 +51,16 @@ def select_restore_source(
                 "from one of these checkpoints, set checkpoint.load=<path>; to start this run at iteration 0, set "
                 "run.start_over=true"
             )
-        # Only after the check above, so that a start that fails renames nothing.
+        # Rename checkpoints only after the check above, so that a start that fails renames nothing.
         checkpoints.set_foreign_aside()
         if window is not None:
             restorer.report_start(None, context.generation)
             return None, window
         unusable = () if found is not None else (*checkpoints.unusable(folder), *restorer.unusable, *not_chosen)
-        # If the memory with all windows was lost, only the run's events show that windows existed.
+        # If the memory with all windows was lost, only the run's events show that there were windows.
         if not unusable and found is None and context.generation > 0:
             unusable = _lost_windows(context.run_dir)
-        # Only the first start of the job must find a checkpoint. A restart may come before the run's first save.
+        # Only the first start of a job must find a checkpoint. A restart may come before the first save of the run.
         if found is None and run.resume == "must" and context.generation == 0:
             raise CheckpointError(
                 f"run.resume=must: {folder} has no usable checkpoint, and there is no usable window{_listed(unusable)}"
@@ -90,10 +90,10 @@ def _not_chosen(config: JobConfig) -> str:
 
 
 def _check_start_over(unusable: Sequence[str], *, run_dir: Path, start_over: bool) -> None:
-    """Check that a run without usable state may start at iteration 0 or from another run's checkpoint.
+    """Raise an error if a run without usable state must not start at iteration 0 or from another run's checkpoint.
 
     Args:
-        unusable: the checkpoints and windows of the run that cannot be used, each with the reason.
+        unusable: checkpoints and windows of the run that cannot be used, with the reason for each.
 
     Raises:
         CheckpointError: ``unusable`` is not empty, and ``run.start_over`` is false.
@@ -107,7 +107,7 @@ def _check_start_over(unusable: Sequence[str], *, run_dir: Path, start_over: boo
 
 
 def _lost_windows(run_dir: Path) -> tuple[str, ...]:
-    """Return why the newest committed window in ``events.jsonl`` cannot be used, or () if there was none."""
+    """Return why the newest committed window in ``events.jsonl`` is unusable, or () if no window was committed."""
     try:
         with (run_dir / "events.jsonl").open("rb") as file:
             committed = [line for line in file if b'"window_committed"' in line]
@@ -139,7 +139,7 @@ def _newest_iteration(run_dir: Path) -> int:
 
 
 def recorded_placement(checkpoints: CheckpointManager, source: Path | None, window: LocalWindow | None) -> Any:
-    """Return the placement that is stored with ``window``, or with the checkpoint ``source`` if ``window`` is None."""
+    """Return the placement in ``window``, or, if ``window`` is None, in the checkpoint ``source``."""
     if window is not None:
         return window.header(0, PLACEMENT)
     assert source is not None, "neither a window nor a checkpoint is given"

@@ -1,4 +1,4 @@
-"""Allocates the upstream log of a rank, and discards iterations that no replay needs any more."""
+"""Allocates the upstream log of a rank, and discards logged iterations that no replay needs any more."""
 
 from collections.abc import Callable
 
@@ -23,8 +23,8 @@ from megatron_ft.runtime.upstream_log.log import DIRECTIONS, UpstreamLog
 
 
 def keep_log(engine: TrainingEngine, snapshots: Snapshotter, report: Callable[[Record], None]) -> None:
-    """Discard iterations that no replay needs any more, enlarge the log if the current plan of windows needs it, and
-    report if an iteration was not logged because the log was full.
+    """Discard logged iterations that no replay needs any more. Enlarge the log if the current plan of windows needs
+    this. Report if an iteration was not logged because the log was full.
 
     Raises:
         ConfigError: the logs would need too much memory; see ``keep_room``.
@@ -35,7 +35,7 @@ def keep_log(engine: TrainingEngine, snapshots: Snapshotter, report: Callable[[R
     log, kept = engine.boundaries.log, snapshots.kept
     assert log is not None, "the upstream log is not allocated"
     if kept is not None:
-        # This window is committed, so no replay begins earlier, and no rank needs messages of earlier iterations.
+        # ``kept`` is committed, so no replay begins earlier, and no rank needs messages of earlier iterations.
         log.trim(kept.start_iteration)
     gap = log.take_gap()
     if gap is not None:
@@ -56,7 +56,7 @@ def replay_window(
 
 
 def keep_room(engine: TrainingEngine, plan: WindowPlan, report: Callable[[Record], None]) -> None:
-    """Allocate a larger log if the current one has too few slots to replay windows of ``plan``. Keep its content.
+    """Allocate a larger log if the current log has too few slots to replay windows of ``plan``. Keep its content.
 
     Raises:
         ConfigError: on some node, the logs would need more than ``upstream_log.memory_limit_bytes``. Nothing was
@@ -67,7 +67,7 @@ def keep_room(engine: TrainingEngine, plan: WindowPlan, report: Callable[[Record
     log = engine.boundaries.log
     if log is not None and log.num_iterations >= needed:
         return
-    # Checked before the allocation. The result depends only on the configuration, so it is the same on all ranks.
+    # Check before the allocation. The result is the same on all ranks, because it depends only on the configuration.
     node_bytes = largest_node_bytes(config, needed)
     check_limit(node_bytes, config.upstream_log.memory_limit_bytes)
     shape, stage = pipeline_shape(config), engine.pg.pp.rank()

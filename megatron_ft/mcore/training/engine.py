@@ -63,8 +63,8 @@ class TrainingEngine:
         transformer_impl: ``local`` or ``transformer_engine``.
         vocab_size: size of the vocabulary after padding.
         samples: token sequences of the splits ``train`` and ``valid``.
-        stop_requested: returns whether this rank has received a request to end the run. The ballot contains the result.
-        change_requested: returns whether nodes are to join or leave. The ballot contains the result.
+        stop_requested: returns whether this rank has received a request to end the run, for the ballot.
+        change_requested: returns whether nodes are to join or leave, for the ballot.
         wants_load: returns, for an iteration, whether the ranks must sum the tokens per expert before the vote.
     """
 
@@ -72,7 +72,7 @@ class TrainingEngine:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     state_copies: StateCopies | None = None
-    """Copies of optimizer state for other ranks; None before ``keep_copies`` is called, and while experts move."""
+    """Copies of optimizer state for other ranks. None before ``keep_copies`` is called, and while experts move."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class TrainingEngine:
         self.before_update: list[Callable[[], None]] = []
         """Functions that are called before master weights, moments and compute weights change."""
         self.window_report: Callable[[], WindowReport] = WindowReport
-        """Returns the state of this rank's windows for its ballot."""
+        """Function that returns the state of this rank's windows, for the ballot."""
         self.boundaries = Boundaries()
         self.num_forward_passes = 0  # one pass: one microbatch through one chunk
         self._router = router_builder(config)
@@ -115,7 +115,7 @@ class TrainingEngine:
     # -- life ---------------------------------------------------------------------------------------------
 
     def use(self, config: JobConfig) -> None:
-        """Use ``config``, the configuration for another set of nodes, from the next ``build`` on."""
+        """Use ``config``, the configuration for another set of nodes, when the engine is built next."""
         self.config = config
 
     def build(
@@ -129,8 +129,8 @@ class TrainingEngine:
         """Build model and optimizer on the process groups ``groups``, with initial weights.
 
         Args:
-            replicas: experts of the ranks of this stage; None assigns experts as Megatron does.
-            group_keys: ``group_keys`` of another rank's engine if not all ranks build now; None if all ranks build now.
+            replicas: experts of the ranks of this stage; None if Megatron assigns experts to ranks.
+            group_keys: ``group_keys`` of another rank's engine if not all ranks build now; otherwise None.
             is_offline: whether ``groups`` are not connected, so that this rank cannot exchange ``group_keys``.
         """
         failpoints.hit("prebuild" if is_offline else "build", self.iteration)
@@ -141,20 +141,20 @@ class TrainingEngine:
         self.first_generators = generators_digest()  # shows later whether random numbers have been drawn
 
     def use_built(self, groups: Groups, group_keys: adamw.GroupKeys, *, has_moved: bool) -> bool:
-        """Use ``groups``, which have been connected since ``build`` was called with ``is_offline``.
+        """Use ``groups`` in an engine that was built offline, now that they are connected.
 
         Args:
             group_keys: ``group_keys`` of another rank's engine.
-            has_moved: whether ``groups`` have been moved to another rank since the build.
+            has_moved: whether ``Groups.move`` has changed ``groups`` to those of another rank since the build.
 
         Returns:
-            Whether the optimizer was built again. This is necessary if ``groups`` have moved, because each rank has
-            other shards, or if other stages have parameter groups that this stage lacks.
+            Whether the optimizer was built again. This is necessary if ``groups`` have moved, because the other rank
+            has other shards, or if other stages have parameter groups that this stage lacks.
         """
         is_other = has_moved or [set(keys) for keys in self.group_keys] != [set(keys) for keys in group_keys]
         if is_other:
             self.groups, self.pg = groups, groups.pg_collection
-            self.first_generators = generators_digest()  # after a move, those of another rank
+            self.first_generators = generators_digest()  # a move has seeded the generators again
             forget_shards(self.model_chunks)
             self._equip(group_keys)
         self.group_keys = group_keys
@@ -162,8 +162,8 @@ class TrainingEngine:
         return is_other
 
     def reconnect(self, groups: Groups) -> None:
-        """Use ``groups``, which are the groups of ``build`` with new connections. Keep model, gradient buffers and
-        optimizer. The caller must have finished or rolled back the iteration in progress."""
+        """Use ``groups``: the groups of ``build`` with new connections. Keep model, gradient buffers and optimizer. The
+        caller must have finished or rolled back the iteration in progress."""
         self.groups, self.pg = groups, groups.pg_collection
         forget_iteration(self.model_chunks)
         self._straggler_timer.forget()
@@ -185,7 +185,7 @@ class TrainingEngine:
         """Carry out ``migration``, and rebuild the engine for ``replicas``. All ranks of the stage must call this.
 
         Args:
-            keep: called with all tensors of this rank before the migration, so that the caller can restore them.
+            keep: called with all tensors of this rank before the migration, to restore them after a failure.
 
         Returns:
             The tensors of the experts that this rank no longer has.
@@ -194,15 +194,15 @@ class TrainingEngine:
         if keep is not None:
             keep(dict(state))  # a copy, because ``move_experts`` adds tensors
         move_experts(state, migration.transfers, self.pg.ep, migration.placement.ranks)
-        # The engine has no usable state until ``put_state`` returns. After a failure, the caller uses what ``keep``
-        # got.
+        # The engine has no usable state until ``put_state`` returns. After a failure, the caller uses the tensors that
+        # ``keep`` received.
         self.rebuild(replicas)
         put_state(self.model_chunks, self.optimizer, state)
         held = migration.placement.of_rank(self.pg.ep.rank())
         return {name: t for name, t in state.items() if (expert := expert_of(name)) is not None and expert not in held}
 
     def replace_experts(self, steps: Iterable[Step], replicas: Replicas, *, saved: SavedExperts | None = None) -> int:
-        """Carry out ``steps`` in the existing tensors. Then each rank has the experts that ``replicas`` assigns to it.
+        """Carry out ``steps`` in the existing tensors. This rank then has the experts that ``replicas`` assigns to it.
 
         All ranks of the stage must call this. Even after a failure, each rank has the complete state of the experts
         that its model names, and every expert is complete on at least one rank.
@@ -231,7 +231,7 @@ class TrainingEngine:
 
     def return_experts(self, replicas: Replicas, saved: SavedExperts) -> None:
         """Undo ``replace_experts``, even if it failed: give this rank its former experts again, without communication.
-        ``replicas`` is the former placement. ``saved`` contains the copies that ``replace_experts`` made."""
+        ``replicas`` is the former assignment. ``saved`` contains the copies that ``replace_experts`` made."""
         places, wanted = ExpertPlaces(self.model_chunks, self.optimizer), replicas.plan.of_rank(self.pg.ep.rank())
         for number, layer in self._replica_layers.items():
             before = {expert for of_layer, expert in wanted if of_layer == number}
@@ -247,7 +247,7 @@ class TrainingEngine:
 
     def _settle(self, places: ExpertPlaces, replicas: Replicas) -> None:
         for number, layer in self._replica_layers.items():
-            # Experts are sorted as in a newly built model, because sums over parameters depend on the order.
+            # Sort experts as in a newly built model, because sums over parameters depend on the order.
             places.sort(number, layer.local_expert_indices)
             layer.use(replicas.slots_of(number))
         adamw.follow_parameters(self.optimizer, self.model_chunks, self.pg)
@@ -295,8 +295,8 @@ class TrainingEngine:
     def keep_copies(
         self, plan: StateCopyPlan, placement: PlacementPlan | None, *, former: StateCopies | None = None
     ) -> StateCopies:
-        """Copy optimizer state to the ranks that ``plan`` names, and update the copies with every iteration. Ranks with
-        ``former`` copies keep those. All ranks must call this.  ``placement`` is None without replica slots."""
+        """Copy optimizer state to the ranks that ``plan`` names. Each iteration updates the copies. A rank with
+        ``former`` keeps the copies in it. ``placement`` is None without replica slots. All ranks must call this."""
         chunks, ranks = self.model_chunks, self.pg.tp_dp_cp
         self.state_copies = StateCopies(
             chunks, self.optimizer, self.config.optimizer, plan=plan, placement=placement, group=ranks, former=former
@@ -309,7 +309,7 @@ class TrainingEngine:
         self._release("pg", "groups")
 
     def end_copies(self) -> None:
-        """Drop the copies of optimizer state for other ranks. No copies are updated until ``keep_copies`` is called."""
+        """Drop the copies of optimizer state for other ranks. There are none until ``keep_copies`` is called again."""
         if self.state_copies is not None:
             self.state_copies.end()
         self.state_copies = None
@@ -320,8 +320,8 @@ class TrainingEngine:
         release_caches()
         self.boundaries.release()
         for name in (*_BUILT, *_OPTIONAL, *others):
-            self.__dict__.pop(name, None)  # after a failed build, some of them do not exist
-        # Modules, hooks and groups are in reference cycles, so only a garbage collection frees them.
+            self.__dict__.pop(name, None)  # after a failed build, some attributes do not exist
+        # Modules, hooks and groups are in reference cycles, which only a garbage collection frees.
         gc.collect()
 
     def _connect_schedule(self) -> None:
@@ -364,7 +364,7 @@ class TrainingEngine:
         )
 
     def apply(self, result: IterationResult) -> None:
-        """Carry out the decision in this rank's state: commit, skip or roll back the iteration in progress."""
+        """Apply the decision to this rank's state: commit, skip or roll back the iteration in progress."""
         in_progress = self._of(result.vote.iteration)
         if result.decision.action == "commit":
             self.commit(result.vote)
@@ -385,23 +385,23 @@ class TrainingEngine:
         counted = self.in_progress.counts_of(self._counted_layers) if self.in_progress else (None, None)
         self.history = self.history.after(vote, decision, self.config.training.loss_spike_window, *counted)
         self.continue_after(vote.iteration, vote)
-        # Only now may a replay read the logged messages, because a failed attempt may have logged only some of them.
+        # Only now a replay may read the logged messages: an attempt that failed may have logged only some of them.
         self.boundaries.commit(vote)
 
     def prepare(self, iteration: int) -> Ballot:
         """Compute gradients and their norm for ``iteration``. Return this rank's ballot."""
-        # Captured first, because Megatron updates the router bias and the loss scale before the vote.
+        # Capture the state first, because Megatron updates the router bias and the loss scale before the vote.
         self.in_progress = in_progress = IterationState(iteration=iteration, before=self.train_state())
         reports = self.accumulate(iteration)
-        # Loads are summed before the vote. If ranks are lost after it, survivors finish the iteration and must plan
-        # placements from the same loads, but can no longer sum them with the lost ranks.
+        # Sum loads before the vote. If ranks are lost after the vote, survivors finish the iteration. They must plan
+        # placements from the same loads, but can no longer sum loads with the lost ranks.
         if self._counted_layers or self.wants_load(iteration):
             in_progress.expert_load, *repaid = self._expert_tokens()
             in_progress.repaid = repaid[0] if repaid else None
-        # Read before ``adamw.prepare`` updates it, because the ballot must contain the loss scale of these gradients.
+        # Read the loss scale before ``adamw.prepare`` updates it: the ballot needs the scale of these gradients.
         loss_scale = float(self.optimizer.get_loss_scale())
         found_inf, grad_norm = adamw.prepare(self.optimizer)
-        # Sent before the vote. Later the owner of a shard may be lost, and only it has the shard's reduced gradients.
+        # Send gradients before the vote. Later the owner of a shard may be lost, and only the owner has them reduced.
         if self.state_copies is not None:
             self.state_copies.exchange_gradients()
         return self.ballot(reports, loss_scale=loss_scale, found_inf=found_inf, grad_norm=grad_norm)
@@ -413,7 +413,7 @@ class TrainingEngine:
             On the last stage, a float64 [2] per microbatch: loss sum and number of tokens. Empty on other stages.
         """
         failpoints.hit("data", iteration)
-        # Computed from the iteration, so a rank that has rolled back, replayed or joined has the same learning rate.
+        # Follows from the iteration, so a rank that has rolled back, replayed or joined has the same learning rate.
         set_position(self.scheduler, self.batch.samples_before(iteration))
         self._start_iteration(iteration)
         for chunk in self.model_chunks:
@@ -450,7 +450,7 @@ class TrainingEngine:
         iteration = ballot.iteration
         failpoints.hit("vote_before", iteration)
         in_progress = self._of(iteration)
-        # Set before the exchange. Once this rank has sent its ballot, other ranks may have the complete vote and
+        # Set this before the exchange. Once this rank has sent its ballot, other ranks may have the complete vote and
         # commit. Then this rank must be able to finish the iteration, even if its own exchange fails.
         in_progress.contributed = True
         ballots = exchange(ballot, self.groups.vote)
@@ -474,10 +474,10 @@ class TrainingEngine:
         """Update master weights, moments and compute weights of this rank, and its copies of optimizer state, with the
         gradient norm of ``vote``."""
         failpoints.hit("update", vote.iteration)
-        # A snapshot or a save in progress may still copy the tensors that are about to change.
+        # A snapshot or a save in progress may still be copying the tensors that are about to change.
         for wait in tuple(self.before_update):
             wait()
-        # ``in_progress`` is None in a replay. A replay that fails starts again from its window, so no record is needed.
+        # ``in_progress`` is None in a replay. A replay that fails starts again from its window, and needs no record.
         with nullcontext() if self.in_progress is None else self.in_progress.updating():
             adamw.update(self.optimizer, self.config.optimizer.clip_grad, vote.grad_norm)
             self._delayed_scaling.advance()
@@ -495,11 +495,11 @@ class TrainingEngine:
         return TrainState.capture(self.model_chunks, self.optimizer, iteration=self.iteration, history=self.history)
 
     def continue_after(self, iteration: int, vote: Vote | None) -> None:
-        """Record ``iteration`` and its ``vote`` as the newest. The caller restores the state after ``iteration``."""
+        """Record ``iteration`` and its ``vote`` as the newest. The caller restores the state after this iteration."""
         self.iteration, self.newest_vote, self.in_progress = iteration, vote, None
 
     def restore(self, state: TrainState) -> None:
-        """Restore ``state``. Raises RecoveryError if ``state`` belongs to another model or optimizer."""
+        """Restore ``state``. Raise RecoveryError if ``state`` belongs to another model or optimizer."""
         state.restore(self.model_chunks, self.optimizer)
         self.iteration, self.history = state.iteration, state.history
 
@@ -523,7 +523,7 @@ class TrainingEngine:
         totals = torch.zeros(2, dtype=torch.float64)
         with torch.no_grad():
             for batch in range(1, self.config.training.eval_iterations + 1):
-                # Resets counters: forced routing counts microbatches, whose number per batch depends on the layout.
+                # Reset counters: forced routing counts microbatches, whose number per batch depends on the layout.
                 self._start_iteration(0)
                 reports = self._run_microbatches("valid", batch, forward_only=True)
                 totals += torch.tensor(self._own_share(reports), dtype=torch.float64)
@@ -537,13 +537,13 @@ class TrainingEngine:
         [num_layers, num_moe_experts], on the CPU. All ranks must call this."""
         return self._expert_tokens()[0]
 
-    def _expert_tokens(self) -> torch.Tensor:  # all tokens and, if they are counted, those beyond the capacities
+    def _expert_tokens(self) -> torch.Tensor:  # all tokens and, if counted, tokens beyond the capacities
         num_layers, num_experts = self.config.model.num_layers, self.config.model.num_moe_experts or 0
         tokens = routed_tokens(self.model_chunks, num_layers, num_experts, with_repaid=self._repays)
         dist.all_reduce(tokens, group=self.groups.vote)
         return tokens
 
-    def _start_iteration(self, iteration: int) -> None:  # 0: an evaluation
+    def _start_iteration(self, iteration: int) -> None:  # 0 for an evaluation
         self._current_iteration = iteration
         self._delayed_scaling.begin()
         owed = self.history.owed(self._counted_layers) if self._repays else {}
@@ -586,13 +586,13 @@ class TrainingEngine:
     def _finalize_gradients(self, *args: Any, **kwargs: Any) -> None:
         failpoints.hit("grad_sync", self._current_iteration)
         finalize_model_grads(*args, **kwargs)
-        # ``main_grad`` is final only now, after Megatron has reduced and scaled it, even with ``overlap_grad_reduce``.
+        # Only now ``main_grad`` is final: Megatron has reduced and scaled it, even with ``overlap_grad_reduce``.
         if self.replica_gradients is not None:
             self.replica_gradients.sum()
         self._delayed_scaling.combine(self.pg.tp_dp_cp)
 
     def _own_share(self, reports: list[torch.Tensor]) -> tuple[float, int]:
-        # Returns loss sum and number of tokens for the ballot. Only one TP rank counts them, because all have the same.
+        # Returns (loss sum, number of tokens) for the ballot: zeros on TP ranks above 0, which have the same values.
         if not reports or self.pg.tp.rank() != 0:
             return 0.0, 0
         loss_sum, num_tokens = torch.stack(reports).sum(dim=0).tolist()

@@ -1,4 +1,4 @@
-"""Makes the events about a run's start and its iterations; measures the compute time of a rank."""
+"""Makes the events about a run's start and its iterations. Measures the compute time of a rank."""
 
 import hashlib
 import importlib.metadata
@@ -76,7 +76,7 @@ def memory_use(device: torch.device) -> dict[str, int]:
             "peak_bytes": torch.cuda.max_memory_allocated(device),
         }
     resident = psutil.Process().memory_info().rss
-    # Linux and macOS count the peak in different units; the peak of a process is never below its present memory.
+    # Linux and macOS report the peak in different units. The peak must not be below the present memory.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {"allocated_bytes": resident, "peak_bytes": max(resident, peak)}
 
@@ -88,9 +88,9 @@ def planned_record(
     host_bytes: int,
     cause: str,
 ) -> SnapshotPlanned:
-    """Return the event about the sizes of the windows of ``plan``, which applies after ``iteration``. ``host_bytes`` is
-    the largest number of bytes of host memory that a node needs for windows and copies. ``cause`` states why the plan
-    was made again; it is empty for a first plan."""
+    """Return the event about the sizes of windows of ``plan``, which applies after ``iteration``. ``host_bytes`` is the
+    host memory in bytes for windows and copies, on the node that needs most. ``cause`` states why the plan was made
+    again; it is empty for a first plan."""
     return SnapshotPlanned(
         iteration=iteration,
         window_iterations=plan.num_iterations,
@@ -111,8 +111,8 @@ def run_started(
     resumed: tuple[str, int] | None,
     throughput: Throughput,
 ) -> RunStarted:
-    """Return the event of a run's start. ``resumed`` is the checkpoint or window from which the run continues, with its
-    iteration; None for a new run."""
+    """Return the event of a run's start. ``resumed`` is (name, iteration) of the checkpoint or window from which the
+    run continues; None for a new run."""
     return RunStarted(
         run_name=context.run_dir.name,
         run_dir=str(context.run_dir),
@@ -130,11 +130,11 @@ def run_started(
 
 
 def evaluation_record(engine: Evaluates) -> Evaluation:
-    """Evaluate the weights of ``engine``, and return the event about it. All ranks must call this."""
+    """Evaluate the weights of ``engine``, and return the event with the result. All ranks must call this."""
     began = time.perf_counter()
     loss, num_tokens = engine.evaluate()
     seconds = time.perf_counter() - began
-    # Not ``math.exp``, which raises an error for a loss whose perplexity no float can represent.
+    # ``math.exp`` would raise an error for a loss whose perplexity is too large for a float.
     perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
     return Evaluation(
         iteration=engine.iteration, loss=loss, perplexity=perplexity, num_tokens=num_tokens, seconds=seconds
@@ -149,12 +149,12 @@ def iteration_records(
     nodes: Sequence[int],
     throughput: Throughput,
 ) -> Iterator[Metrics | PipelineIdle]:
-    """Yield the events about one iteration that took ``seconds``: its metrics, whose names and units
-    ``telemetry/metrics.py`` explains, and, if they are known, the waits of each pipeline stage.
+    """Yield the events about one iteration, which took ``seconds``: its metrics (see ``telemetry/metrics.py``), and, if
+    they were measured, the waits of each pipeline stage.
 
     Args:
         nodes: node number of each rank.
-        throughput: computes the rate of floating-point operations.
+        throughput: computes the rate of floating-point operations from the duration of the iteration.
     """
     vote, model = result.vote, config.model
     values = {
@@ -190,7 +190,7 @@ def iteration_records(
 
 
 def idle_record(iteration: int, idle_seconds: Sequence[float], topology: Topology) -> PipelineIdle:
-    """Return the event about the waits of each pipeline stage. ``idle_seconds`` contains those of every rank."""
+    """Return the event about the waits of each pipeline stage. ``idle_seconds`` are the waits of each rank."""
     stages: list[list[float]] = [[] for _ in range(topology.pipeline_model_parallel_size)]
     for rank, seconds in enumerate(idle_seconds):
         stages[topology.coordinates(rank).pp].append(seconds)
@@ -208,7 +208,7 @@ def placement_record(
     iteration: int, placement: PlacementManager, reason: str, change: Change | None, seconds: float
 ) -> PlacementInForce:
     """Return the event about the placement that applies from ``iteration`` on. ``change`` describes the migration to
-    this placement, and is None if there was none. ``seconds`` is the duration of the migration."""
+    this placement, which took ``seconds``; None without a migration."""
     plans = placement.plans
     replicas = [count for plan in plans for layer in range(len(plan.slots)) for count in plan.replica_counts(layer)]
     in_force = PlacementInForce(
@@ -233,10 +233,10 @@ def placement_record(
 
 
 NUM_ITERATIONS = 16
-"""Number of newest iterations over which ``StragglerTimer`` takes the median."""
+"""Largest number of newest iterations over which ``StragglerTimer`` takes the median."""
 MIN_ITERATIONS = 8
-"""Smallest number of iterations for which ``StragglerTimer`` returns a median. The first iterations of a process are
-slow, by different amounts on different ranks."""
+"""Number of iterations that ``StragglerTimer`` needs for a median. The first iterations of a process are slow, by
+different amounts on different ranks."""
 
 
 class _Clock(Protocol):
@@ -293,7 +293,7 @@ class StragglerTimer:
 
     def watch(self, model_chunks: Sequence[torch.nn.Module]) -> None:
         """Measure the first layer of these model chunks from now on. Earlier measurements still count. With context
-        parallelism nothing is measured, because attention then waits for other ranks."""
+        parallelism, measure nothing, because attention then waits for other ranks."""
         self.forget()
         layers = [layer for chunk in model_chunks for layer in unwrap(chunk).decoder.layers]  # type: ignore[union-attr, operator]
         if layers and layers[0].config.context_parallel_size == 1:
@@ -309,9 +309,9 @@ class StragglerTimer:
         module.register_forward_hook(self._end)
 
     def end_iteration(self) -> float:
-        """Return the duration of a forward pass in seconds: the median, over the newest iterations, of each iteration's
-        median. Return 0.0 if there are too few iterations. An iteration without a forward pass does not count."""
-        # Reading the marks does not wait. The caller has read the gradient norm, so the stream has passed all marks.
+        """Return the typical duration of a forward pass in seconds: the median of the medians of the newest iterations.
+        Return 0.0 if there are too few iterations. An iteration without a forward pass does not count."""
+        # Reading the marks does not wait: the caller has read the gradient norm, so the stream has passed all marks.
         passes, self._passes = self._passes, []
         if passes:
             self._iterations.append(statistics.median(self._clock.seconds(*marks) for marks in passes))
@@ -329,13 +329,13 @@ class StragglerTimer:
 class ProfilerWindow:
     """Records some iterations of this process with ``torch.profiler``, and writes a trace file.
 
-    A process that joins within the window, or forms a new membership, records the rest of the window to another file.
-    An error of the file never stops training; the event about the trace contains it.
+    A process that joins within the window, or enters a new membership, records the rest of the window to another file.
+    A failure to write the file does not stop training; the event about the trace contains the error.
     """
 
     def __init__(self, telemetry: TelemetryConfig, run_dir: Path, report: Callable[[Record], None]) -> None:
-        """Prepare the window of ``telemetry``; nothing is recorded if ``profile_first_iteration`` is null. ``report``
-        sends an event from this rank."""
+        """Prepare the window that ``telemetry`` defines. Record nothing if ``profile_first_iteration`` is null.
+        ``report`` sends an event from this rank."""
         first = telemetry.profile_first_iteration
         self._window = range(0) if first is None else range(first, first + telemetry.profile_iterations)
         self._ranks = frozenset(telemetry.profile_ranks)
@@ -346,11 +346,11 @@ class ProfilerWindow:
         self._name = (0, 0)
 
     def begin(self, iteration: int, *, rank: int, generation: int) -> None:
-        """Start or continue to record if ``iteration`` is in the window and ``rank`` is one of the ranks."""
+        """Start or continue to record if ``iteration`` is in the window and ``rank`` is one of ``profile_ranks``."""
         if iteration not in self._window or rank not in self._ranks:
             return
         if self._profiler is None:
-            # Activities are all that the device has: CPU, and CUDA if there is any.
+            # By default, all activities are recorded: on the CPU, and on CUDA if there is a GPU.
             self._profiler = torch.profiler.profile()  # type: ignore[no-untyped-call]
             self._profiler.start()
             self._recorded, self._name = (iteration, iteration), (rank, generation)
@@ -362,7 +362,7 @@ class ProfilerWindow:
             self.stop()
 
     def stop(self) -> None:
-        """Write the trace of what was recorded so far; do nothing if nothing is being recorded."""
+        """Write the trace of what was recorded so far. Do nothing if nothing is being recorded."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return

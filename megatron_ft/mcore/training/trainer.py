@@ -98,7 +98,7 @@ class Trainer:
         """State at the start of the membership; None after the membership has committed an iteration."""
         self.reporting_rank = 0
         self.hang_up: Abort = lambda _: None
-        """Shuts down the current connections to other ranks."""
+        """Function that shuts down the current connections to other ranks."""
         self.previous_placement: PreviousPlacement | None = None
         """The placement before the newest migration; None after an iteration with the new placement is committed."""
         self.placed_from = 0
@@ -129,7 +129,7 @@ class Trainer:
         """Build the engine on ``groups``, and load the state from which the run continues.
 
         Raises:
-            CheckpointError: there is no checkpoint to resume from, or it does not match this job.
+            CheckpointError: there is no checkpoint to resume from, or the checkpoint does not match this job.
             DataError: the ranks have different data, or other data than the checkpoint was trained on.
         """
         started = time.monotonic()
@@ -139,7 +139,7 @@ class Trainer:
         client = self._open_snapshot_client()
         restorer = self.open_restorer(client)
         source, window = select_restore_source(self.config, self.context, self.checkpoints, restorer)
-        # Restored before the engine is built, because the placement determines which experts this rank has.
+        # Restore the placement before the engine is built, because it determines which experts this rank has.
         if self.placement is not None and (source is not None or window is not None):
             self.placement.restore(recorded_placement(self.checkpoints, source, window))
         self.engine.build(groups, None if self.placement is None else self.placement.replicas())
@@ -150,10 +150,10 @@ class Trainer:
             self.checkpoints.load_weights(self.engine.model_chunks, self.engine.optimizer, Path(weights))
         if window is not None:
             replay_window(self.engine, restorer, window, self.report)
-        # Windows are renamed only after the state is loaded: a start that cannot load it must not rename any.
+        # Rename windows only after the state is loaded, because a start that fails to load it must rename none.
         if not self.config.training.evaluate_only:
             restorer.set_aside_later(self.engine.iteration, is_new_job=self.context.generation == 0)
-        # The last vote is dropped: a request to stop in a replayed vote does not apply to this start of the run.
+        # Drop the last vote: a request to stop in a replayed vote does not apply to this start of the run.
         self.engine.continue_after(self.engine.iteration, None)
         self.rounded_off = self.engine.iteration
         self.keep_copies()
@@ -162,7 +162,7 @@ class Trainer:
         self.report(run_started(self.config, self.context, self.device, resumed, self.throughput))
         if self.placement is not None:
             self.report_placement("resumed" if source is not None or window is not None else "first")
-        # Only after the replay, because new windows may need the memory of the window that was replayed.
+        # Begin new windows only after the replay, because they may need the memory of the replayed window.
         if client is not None:
             self._continue_snapshots(client, window)
         # The gather is also a barrier: the job is ready when its slowest rank has loaded its state.
@@ -171,7 +171,7 @@ class Trainer:
         self.report(RanksReady(seconds=seconds, world_size=self.context.world_size, process_ids=process_ids))
 
     def use(self, groups: Groups) -> None:
-        """Use ``groups`` for joint decisions and checkpoints."""
+        """Use ``groups`` for the collectives and the checkpoints of this trainer."""
         self.topology_record = asdict(self.topology)
         self.collectives = Collectives(groups.vote)
         self.checkpoints = self.open_checkpoints(groups)
@@ -188,7 +188,7 @@ class Trainer:
         """Train to the last iteration, or until a vote contains a request to stop. Then set ``ended``. With
         ``training.evaluate_only``, only evaluate.
 
-        If a vote contains a request to change the nodes, finish its iteration and the work that is due, and return.
+        If a vote contains a request to change the nodes, finish the iteration and its work that is due, and return.
 
         Raises:
             TrainingStopped: a policy stopped the run at an iteration. The state before this iteration is saved.
@@ -219,8 +219,8 @@ class Trainer:
         return self.engine.newest_vote is not None and self.engine.newest_vote.stop_requested
 
     def _wants_stop(self) -> bool:
-        # The end of an interval is part of the vote, because a vote is dropped when a later job resumes: that job
-        # trains on from here.
+        # At the end of an exit interval, request a stop in the ballot. A later job that resumes drops this vote, and so
+        # continues to train.
         interval, in_progress = self.config.training.exit_interval_iterations, self.engine.in_progress
         is_end = interval is not None and in_progress is not None and in_progress.iteration % interval == 0
         return is_end or self.context.worker.stop_requested()
@@ -264,7 +264,7 @@ class Trainer:
         began = time.perf_counter()
         result = self.engine.run_iteration(iteration)
         if result.decision.action != "stop":
-            # No recovery can return to the state before this iteration any more, so stored earlier state is freed.
+            # No recovery can return to the state before this iteration any more, so free the stored earlier state.
             if self.previous_placement is not None:
                 self.placed_from = iteration
             self.previous_placement = self.membership_start = None
@@ -291,7 +291,7 @@ class Trainer:
 
     def account(self, result: IterationResult, seconds: float, batch: BatchPlan | None = None) -> None:
         """Report an iteration that took ``seconds``. If its decision is to stop, stop the run. ``batch`` is the batch
-        plan of the iteration, if it is not the engine's current plan."""
+        plan of the iteration; None stands for the engine's current plan."""
         iteration, vote, decision = result.vote.iteration, result.vote, result.decision
         if _due(iteration, self.config.telemetry.log_interval_iterations):
             plan = (batch or self.engine.batch).at(iteration)
@@ -326,11 +326,11 @@ class Trainer:
         return _due(iteration, self.config.telemetry.expert_load_interval_iterations)
 
     def _wants_load(self, iteration: int) -> bool:
-        # Must have the same result on every rank, because summing the loads is collective.
+        # The result must be the same on every rank, because summing the loads is collective.
         return bool(self.config.model.num_moe_experts) and (self._reports_load(iteration) or bool(self._observers()))
 
     def observe(self, result: IterationResult) -> None:
-        """Pass the number of tokens of each expert to the planners that need it: of placements, or of windows."""
+        """Pass the number of tokens of each expert to the planners of placements and windows that need it."""
         if result.expert_load is not None:
             for observer in self._observers():
                 observer.observe(result.expert_load)
@@ -341,19 +341,19 @@ class Trainer:
             return
         self.context.worker.progress(iteration, "migrate")
         began = time.perf_counter()
-        # The plan of a window names the experts of each rank, and ``move`` changes them.
+        # The plan of a window names the experts of each rank, which ``move`` changes.
         if self.snapshots is not None:
             self.snapshots.pause()
         self.checkpoints.settle()
         self.move(change, iteration)
-        # Adopted only after ``move``, which records the old plans: ranks return to them if the migration fails.
+        # Adopt plans only after ``move``, which records the old plans: if the migration fails, ranks return to these.
         self.placement.adopt(change)
         self.keep_copies()
         self.report_placement(change.reason, change=change, seconds=time.perf_counter() - began)
 
     def move(self, change: Change, iteration: int, *, is_evacuation: bool = False) -> None:
         """Move experts between ranks before ``iteration``, according to ``change``. All ranks must call this. This rank
-        can return to the old placement until an iteration with the new one is committed."""
+        can return to the old placement until an iteration with the new placement is committed."""
         assert self.placement is not None, "the job has no expert placement"
         failpoints.hit("migrate", iteration)
         plans = self.placement.plans
@@ -369,7 +369,7 @@ class Trainer:
         # An evacuation is not done in place: a recovery before the next commit may need the old or the new placement.
         steps = None if is_evacuation else self.placement.steps_to(change)
         if steps is not None:
-            # With a kept layout, each rank keeps its place, so it can restore its former experts from own copies.
+            # With a kept layout, each rank returns to its own former experts, so copies on the rank itself are enough.
             saved: SavedExperts | None = {} if self.config.recovery.keep_layout else None
             self.previous_placement = former(state={}, is_in_place=True, saved=saved)
             self.engine.replace_experts(steps, replicas, saved=saved)
@@ -378,7 +378,7 @@ class Trainer:
         def keep(state: NamedState) -> None:
             self.previous_placement = former(state=state, host=self.engine.train_state())
 
-        # During the migration, this rank keeps its whole former state; afterwards, only that of experts that have left.
+        # During the migration, this rank keeps its whole former state. Afterwards, it keeps the experts that have left.
         self.previous_placement = former(state=self.engine.migrate(replicas, migration, keep=keep))
 
     def keep_copies(self, *, former: StateCopies | None = None) -> None:
@@ -389,7 +389,7 @@ class Trainer:
         if plan is None:
             return
         self.engine.keep_copies(plan, None if placement is None else placement.replicas().plan, former=former)
-        # The old copies are freed only now: until all new copies exist, a loss of ranks may leave no others.
+        # Free the old copies only now: until all new copies exist, a loss of ranks may leave only the old ones.
         if self.previous_placement is not None:
             self.previous_placement = replace(self.previous_placement, copies=None)
 
@@ -413,7 +413,7 @@ class Trainer:
 
     @property
     def topology(self) -> Topology:
-        """Positions of this membership's ranks in the parallel layout."""
+        """Coordinates of this membership's ranks in the parallel layout."""
         return Topology.of(self.config.parallel, self.context.world_size)
 
     def _evaluate(self, iteration: int, *, due: bool) -> None:
@@ -443,7 +443,7 @@ class Trainer:
         self.checkpoints.save(self.state(self.extra_state()), iteration)
 
     def state(self, extra: dict[str, Any]) -> DenseState:
-        """Return the ``DenseState`` of this rank with the given ``extra``. A save writes it, and a load fills it."""
+        """Return the ``DenseState`` of this rank, with ``extra``. A save writes this object, and a load fills it."""
         engine = self.engine
         return DenseState(
             model_chunks=engine.model_chunks,
@@ -538,8 +538,8 @@ class Trainer:
 
     def _continue_snapshots(self, client: KeeperClient, window: LocalWindow | None) -> None:
         snapshots = self.take_snapshots(client, None if window is None else (window.stored, window.plan_in_force))
-        # A part that was fetched from a peer has no other copy, so the loss of this peer would end the run. To end this
-        # risk soon, the whole state is captured at once, instead of in the slices of a planned window.
+        # A part of the window that was fetched from a peer has no other copy, so the loss of this peer would end the
+        # run. To end this risk soon, capture the whole state at once, instead of in the slices of a planned window.
         if window is not None and self.collectives.any(window.stored.where == "copy"):
             snapshots.capture_whole_next()
 
@@ -565,7 +565,7 @@ class Trainer:
         return snapshots
 
     def _slice_header(self, settings: dict[str, Any], index: int) -> Header:
-        # A replay begins with slice 0, so only its header contains the state besides tensors.
+        # A replay begins with slice 0, so only the header of slice 0 contains the state besides tensors.
         if index > 0:
             return dict
         placement = None if self.placement is None else self.placement.to_json()
@@ -574,8 +574,8 @@ class Trainer:
     # -- reports ------------------------------------------------------------------------------------------
 
     def report(self, record: Record) -> None:
-        """Report an event once for the job, from ``reporting_rank``: rank 0, or the first rank that had state after a
-        recovery."""
+        """Report an event once for the job, from ``reporting_rank``. This is rank 0, except while a recovery reports
+        the end of the previous membership: then it is the first rank that has state."""
         self.report_record(record.to_record())
 
     def report_own(self, record: Record) -> None:
