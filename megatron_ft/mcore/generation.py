@@ -1,4 +1,4 @@
-"""Generates text with the weights of a dense checkpoint, which any number of ranks saved, in one process.
+"""Generates text in one process, with the weights of a dense checkpoint that any number of ranks has saved.
 
 Only the model is built, without an optimizer. Nothing is cached: each token needs a pass over the whole text so far.
 """
@@ -99,7 +99,7 @@ def open_generator(
     tokenizer, vocab_size = build_tokenizer(config.data), resolve_vocab_size(config)
     settings = settings_of(config, data_fingerprint="", vocab_size=vocab_size)
     check_source(checkpoint, settings, weights_only=True, trust=config.checkpoint.trust)
-    read_metadata(checkpoint)  # checks the metadata, because Megatron would run code that it contains
+    read_metadata(checkpoint)  # refuses metadata that contains code, which Megatron would run
     groups = Groups.form(
         config.parallel,
         store=dist.HashStore(),

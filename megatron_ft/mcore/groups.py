@@ -96,7 +96,7 @@ def wait_for_all(group: dist.ProcessGroup) -> None:
     """Wait until all ranks of ``group`` have called this, even if the group communicates on a GPU."""
     flag = torch.zeros(1, device=_device(group))
     dist.all_reduce(flag, group=group)
-    flag.item()  # a GPU has only queued the collective before, and reading the value waits for it
+    flag.item()  # on a GPU, the collective is only queued, and reading the value waits for it
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
@@ -194,7 +194,7 @@ class Groups:
     """The process groups of one rank in one generation.
 
     ``pg_collection`` contains Megatron's groups. ``vote`` is a group of all ranks of the job, for commit votes and
-    other small agreements. It always uses gloo, because its values are in host memory.
+    other small messages. It always uses gloo, because the messages are in host memory.
     """
 
     generation: int
@@ -210,7 +210,7 @@ class Groups:
     """Whether groups of the same ranks share connections. Groups do not share connections if gradients are reduced
     during the backward pass, because these reductions would delay other collectives."""
     num_added: Iterator[int] = field(default_factory=itertools.count)
-    """Counts the groups that ``add`` creates in this generation."""
+    """Counter of the groups that ``add`` creates in this generation."""
 
     @property
     def world(self) -> dist.ProcessGroup:
@@ -309,8 +309,8 @@ class Groups:
         )
 
     def move(self, parallel: ParallelConfig, *, rank: int, world_size: int, timeout_seconds: float) -> "Groups":
-        """Return the groups of ``rank``, made of the handles of these groups, which must not be connected. A model that
-        references the handles then works as the model of ``rank``. So the model must have the layers, the
+        """Return the groups of ``rank``. They reuse the handles of these groups, which must not be connected. A model
+        that references the handles then works as the model of ``rank``. So the model must have the layers, the
         tensor-parallel part and the experts of ``rank``."""
         # Ranks with the same model part have the same kinds of groups, created in the same order as their handles.
         _forget_groups()
@@ -429,7 +429,7 @@ def _connect(context: RankContext, timeout_seconds: float, opening: Opening) -> 
     while True:
         try:
             socket.create_connection((context.master_addr, context.master_port), timeout=try_seconds).close()
-            # In a worker thread: between its own attempts, torch waits without a socket that could be shut down.
+            # In a worker thread: while torch waits between its own attempts, no socket exists that could be shut down.
             store = abort.call(lambda: _store(context, try_seconds))
         except (OSError, dist.DistNetworkError) as error:
             if time.monotonic() > deadline:
@@ -514,7 +514,7 @@ def _is_state(name: str, value: object) -> bool:
 
 def _forget_groups(*, collects: bool = False) -> None:
     parallel_state.destroy_model_parallel()
-    # ``destroy_model_parallel`` does not drop this group.
+    # ``destroy_model_parallel`` leaves this group in place.
     parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
     if collects:
         # Reference cycles are collected: an NCCL group with references keeps its connections open, which blocks peers.

@@ -201,7 +201,7 @@ def _agreed(config: JobConfig, environment: RankEnvironment, store: TCPStore) ->
             f"launch.start_timeout_seconds={config.launch.start_timeout_seconds:g}: {error}"
         ) from error
     agreed: dict[str, Any] = json.loads(store.get(_key(environment)))
-    # Counted before an error is raised, because rank 0 serves the store until all other ranks have been counted.
+    # Count this rank before an error is raised: rank 0 serves the store until all other ranks are counted.
     if environment.rank != 0:
         store.add(_readers(environment), 1)
     if "error" in agreed:

@@ -276,7 +276,7 @@ class Planner:
         self._base.given = frozenset(map(_storage, self._sources.values()))
         # A plan that contains copies made by Megatron cannot be used again: a later save would write old values.
         is_live = self._base.given <= set(addresses)
-        # Neither can a plan with bytes of Megatron's layers, such as scales of FP8, which only a new plan renews.
+        # A plan with bytes of Megatron's layers, such as scales of FP8, cannot be used again for the same reason.
         objects = (leaf for leaf in nested_values(shards) if isinstance(leaf, ShardedObject))
         is_fixed = all(leaf.data is None for leaf in objects if leaf.key != RANK_STATE_KEY)
         with _without_manager_process():
@@ -353,8 +353,8 @@ class _Abandoned(Exception):
 
 
 class Job:
-    """A task of the thread that writes the checkpoints of this process. The thread runs tasks in the order in which
-    they were submitted. When ``done`` is true, ``error`` has its final value: a text, or None after success."""
+    """A job of the thread that writes the checkpoints of this process. The thread runs jobs in the order in which they
+    were submitted. When ``done`` is true, ``error`` has its final value: a text, or None after success."""
 
     _queue: ClassVar["queue.SimpleQueue[Job]"]
     _thread: ClassVar[threading.Thread | None] = None

@@ -217,7 +217,7 @@ class CheckpointManager:
             self._pending.blocked_seconds += time.monotonic() - began
 
     def poll(self) -> None:
-        """Advance the save in progress by one step if all ranks can, without waiting for storage."""
+        """Advance the save in progress by one step, if this is possible without waiting for storage."""
         # All ranks have the same save in progress, at the same step, so they call the same collectives.
         pending = self._pending
         if pending is None:
@@ -286,7 +286,7 @@ class CheckpointManager:
         """Return the job that writes this rank's files, and the copies that must be made before the job is
         submitted."""
         addresses = state.addresses()
-        # The engine's scheduler has the position before the iteration, but Megatron's checkpoints have that after it.
+        # The engine's scheduler is at the start of the iteration. A checkpoint of Megatron has the position at its end.
         adamw.set_position(state.scheduler, state.consumed_samples)
         # Either all ranks plan, or none, because Megatron's planning is collective.
         if self._collectives.all(self._planner.can_repeat(addresses)):
@@ -321,7 +321,7 @@ class CheckpointManager:
         }
 
     def _collect(self, pending: _Pending) -> None:
-        """Collect the results of all ranks, whose files are written, and begin to write the metadata."""
+        """Collect the results of all ranks after all files are written, and begin to write the metadata."""
         error = self._collectives.errors(pending.job.error)
         if error is not None:
             self._discard(pending, error)

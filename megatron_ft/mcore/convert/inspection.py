@@ -77,7 +77,7 @@ class DenseSource:
 
 
 class FolderSource:
-    """Tensors of a Hugging Face folder, whose tensors have been compared with the model in ``config.json``."""
+    """Tensors of a Hugging Face folder that was compared with the model in its ``config.json``."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._folder = path, verify_folder(path)

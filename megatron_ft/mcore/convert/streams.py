@@ -38,7 +38,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredValues:
-    """Values of a tensor in files, row after row, in this machine's byte order. ``spans`` are in order."""
+    """Values of a tensor in files, row after row, in this machine's byte order. ``spans`` lists them in order."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

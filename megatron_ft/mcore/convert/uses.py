@@ -1,4 +1,4 @@
-"""Answers which recovery strategies and keys can use a checkpoint, a window or a Hugging Face folder.
+"""Answers which recovery strategies and configuration keys can use a checkpoint, a window or a Hugging Face folder.
 
 Files are verified first. The answers of strategies are for the next job of a run: the run that contains the checkpoint
 or window, or a given run. Without a run, only manifest and metadata are considered.

@@ -174,7 +174,7 @@ def _verify(folder: WindowFolder, key: WindowKey, run_id: RunId, run_dir: Path) 
 
 def _job(config: JobConfig, window: Window, work: Path, name: str, default: JobConfig) -> JobConfig:
     """Return the configuration of the job that replays: the run's configuration, with the values that applied when the
-    window was captured. Settings that matter only for training get default values."""
+    window was captured. Settings that matter only for training are reset."""
     config = _as_captured(config, window)
     launch, placement, topology = config.launch, config.placement, config.topology
     num_nodes, rest = divmod(window.world_size, launch.ranks_per_node)

@@ -63,7 +63,7 @@ class DocumentRules:
         return ends.cumsum(dim=1) - ends
 
     def positions(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the position of each token, in its document if ``resets_positions``: int64, shape of ``tokens``."""
+        """Return each token's position in its row, or in its document if ``resets_positions``: int64, as ``tokens``."""
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         if not self.resets_positions:
             return positions

@@ -63,8 +63,8 @@ def forget_iteration(model_chunks: list[torch.nn.Module]) -> None:
 
 
 def forget_shards(model_chunks: list[torch.nn.Module]) -> None:
-    """Make the gradient buffers of ``model_chunks`` use the shards of this process's present data-parallel rank. The
-    present groups must have as many ranks as the groups for which the buffers were made."""
+    """Make the gradient buffers of ``model_chunks`` use the shards of this process's current data-parallel rank. The
+    current groups must have as many ranks as the groups with which the buffers were made."""
     for chunk in model_chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):  # type: ignore[misc]
             if group.ddp_config.use_distributed_optimizer:
@@ -75,7 +75,7 @@ def forget_shards(model_chunks: list[torch.nn.Module]) -> None:
 
 
 def release_caches() -> None:
-    """Empty the caches of Megatron's rotary embeddings. Their entries reference modules with process groups."""
+    """Empty the caches of Megatron's rotary embeddings, because their entries keep modules and process groups alive."""
     RotaryEmbedding.forward.cache_clear()
     YarnRotaryEmbedding.forward.cache_clear()
 

@@ -26,7 +26,7 @@ from transformer_engine_ext.recipes import AMAX_HISTORY, ROLES, AmaxHistory, Rec
 
 
 class _Fp8Product:
-    """Linear layer of Megatron that computes its matrix product with FP8 operands; a mixin of the classes below."""
+    """Mixin with which a linear layer of Megatron computes its matrix product with FP8 operands."""
 
     scalers: LinearScalers
     """Scalers of this layer. Layers share one object, except with delayed scaling."""
@@ -89,8 +89,8 @@ def _replace(submodules: Any, scalers: LinearScalers | None, provider: Provider)
 
 
 class _LayerHistory:
-    """History of the largest magnitudes of the operands of a transformer layer. The order of the linear layers is the
-    same in every layout: first those outside the routed experts, by name, then both layers of each expert, by id."""
+    """History of the largest magnitudes of the operands of a transformer layer. Its linear layers have the same order
+    in every layout: first those outside the routed experts, by name, then both layers of each expert, by id."""
 
     def __init__(self, layer: Any, precision: PrecisionConfig, num_experts: int) -> None:
         self._mixture = layer.mlp if hasattr(layer.mlp, "experts") else None

@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek) with Megatron's local layers, on any device.
 
-Without Transformer Engine, such a layer of Megatron-Core 0.16.1 cannot be built: its core attention does not accept
+Without Transformer Engine, such a layer of Megatron-Core 0.16.1 does not work: its core attention does not accept
 widths of heads, and needs values and queries of equal width. With tensor parallelism, Megatron also splits the down
 projections, but does not sum the gradient of the rotated part of the keys over the ranks, so this gradient is wrong.
 Here every tensor-parallel rank has the whole down projections, as with Transformer Engine.

@@ -32,7 +32,7 @@ def build_transformer_config(config: JobConfig, transformer_impl: str) -> Transf
         # once. Unbatched calls have a fixed order, so the peer can distinguish them.
         "overlap_p2p_comm": parallel.virtual_pipeline_model_parallel_size is not None,
         "batch_p2p_comm": parallel.virtual_pipeline_model_parallel_size is None,
-        # If true, Megatron waits for the whole device after each exchange, which only PyTorch before 2.0 needs.
+        # If true, Megatron would wait for the whole device after each exchange, which only PyTorch before 2.0 needs.
         "batch_p2p_sync": False,
         # After an output is sent, only its autograd graph is needed, so its data is freed. Interleaved schedules free
         # the data before the send has ended, so the communicator keeps the memory allocated until then.

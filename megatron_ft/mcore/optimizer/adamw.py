@@ -94,7 +94,7 @@ def masters_of(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, 
     master weight is the tensor that torch's optimizer updates."""
     for parameters, masters in _group_pairs(member):
         for parameter, master in zip(parameters, masters, strict=True):
-            # None with Megatron's precision-aware optimizer, which stores master weights in torch's optimizer.
+            # ``master`` is None with Megatron's precision-aware optimizer, which has its masters in torch's optimizer.
             if master is not None:
                 yield parameter, master
 
@@ -148,7 +148,7 @@ def weight_of(
 def follow_parameters(
     optimizer: MegatronOptimizer, model_chunks: Sequence[torch.nn.Module], pg_collection: ProcessGroupCollection
 ) -> None:
-    """Copy the marks and names of parameters to their masters again, because experts have changed places."""
+    """Copy the mark ``shared`` and the names of parameters to masters again, because experts have changed places."""
     names = scaled.names_of(model_chunks, pg_collection)
     for member in sub_optimizers(optimizer):
         for parameter, master in masters_of(member):
@@ -171,7 +171,7 @@ def allocate_state(optimizer: MegatronOptimizer) -> None:
     """Create moments and step counts as zeros, as the first update would do."""
     for member in sub_optimizers(optimizer):
         if isinstance(member.optimizer, ScaledAdamW):
-            continue  # it is created with its state
+            continue  # its constructor has created the state
         # Megatron's function creates moments without a step count, and AdamW does not add one later.
         member.init_state_fn(member.optimizer, member.config)
         if isinstance(member.optimizer, torch.optim.Adam):  # includes AdamW

@@ -28,7 +28,7 @@ _STATES = ("param", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Box of a tensor whose elements are contiguous in memory."""
+    """Hyperrectangle in a tensor, with elements that are contiguous in memory."""
 
     offset: tuple[int, ...]
     """First index in each dimension."""
@@ -74,7 +74,7 @@ def shards_of_range(
     Args:
         whole: Megatron's description of the whole parameter, whose ``data`` is the parameter.
         start: first element of the range.
-        stop: element after the last.
+        stop: end of the range (exclusive).
         data: values of the range, one-dimensional; None for shards that a load fills.
         is_shared: whether other ranks have other ranges of this parameter. If so, each rank writes its own range.
     """

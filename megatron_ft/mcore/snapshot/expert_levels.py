@@ -2,7 +2,7 @@
 
 A job continues from a file if the memory of some ranks is lost. Other ranks may still have newer states of their
 experts in memory (MoC-System, section 5.1). An expert is taken from memory only if all ranks with parts of it have the
-same state there. The state must not be newer than the file, because its tokens would be trained twice.
+same state there. The state must not be newer than the file: otherwise the expert would train on some tokens twice.
 """
 
 import json

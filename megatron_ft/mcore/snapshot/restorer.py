@@ -40,7 +40,7 @@ def open_client(
     topology: Mapping[str, Any],
     run_id: str,
 ) -> KeeperClient:
-    """Connect to the snapshot server of this rank's node. ``snapshot.policy`` must be given.
+    """Connect to the snapshot server of this rank's node. ``snapshot.policy`` must not be null.
 
     Args:
         nodes: node number of each rank.

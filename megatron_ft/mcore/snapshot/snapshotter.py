@@ -317,8 +317,8 @@ class Snapshotter:
         self._start = self._last_start = self._opened = None
 
     def persist_newest(self) -> None:
-        """Request a write of the newest committed window to storage, for which ``finish`` waits. All ranks must call
-        this."""
+        """Request that the newest committed window is written to storage. ``finish`` waits for the write. All ranks
+        must call this."""
         self.settle()
         start = self._buffers.committed
         # If the job resumed from this window, the parts of some ranks may be only in the memory of peer nodes. Then the

@@ -32,8 +32,8 @@ Moved = tuple[int, frozenset[tuple[int, int]]]
 """Model part of a rank, and the experts of this part that the rank has, as pairs (layer number, expert)."""
 
 _ITERATION_STRIDE = 1_000_003
-"""Difference between the seeds after consecutive iterations. A seed is the sum of the run's seed, a multiple of this
-number, and an offset for rank or pipeline stage. Offsets are smaller than this number, so all seeds differ."""
+"""Difference between the seeds of ranks that join after consecutive iterations. A seed also contains an offset for the
+rank and the pipeline stage. All offsets are smaller than this number, so no two seeds are equal."""
 
 
 @dataclass(kw_only=True)
@@ -77,7 +77,7 @@ class Carried:
 
     def after(self, before: "Carried | None") -> "Carried":
         """Combine this state with ``before``, the state with which the rank began the membership. Both states are after
-        the same iteration. ``finished`` is taken from ``before``, because that result must still be reported. Return
+        the same iteration. ``finished`` is taken from ``before``, because its result must still be reported. Return
         ``self`` if ``before`` is None."""
         if before is None:
             return self
@@ -268,9 +268,9 @@ class MembershipMove:
         return not Collectives(groups.vote).from_rank(first, missing)
 
     def share(self, carried: Carried | None, groups: Groups) -> tuple[TrainState, Holding, dict[int, list[Shape]]]:
-        """Return (train state, holding, shapes): the train state of this rank's model part; the holding with ``key``;
-        and by model part, the shapes of its tensors, or nothing if no rank lacks state. ``carried`` is this rank's
-        state. All ranks must call this."""
+        """Return (train state of this rank's model part, holding with ``key``, shapes). The shapes are those of all
+        tensors of each model part; empty if no rank lacks state. ``carried`` is this rank's state. All ranks must call
+        this."""
         me = groups.vote.rank()
         # All ranks have equal ``staying`` and ``parts``, so all of them skip the exchange, or none does.
         if len(self.staying) == len(self.parts):

@@ -188,7 +188,7 @@ def choose_holding(
             there are several holdings, in the same order on every rank.
 
     Returns:
-        The key of the holding, and for each rank of the membership its number in the holding; None if it has none.
+        The key of the holding, and for each rank of the membership its rank in the holding, or None.
 
     Raises:
         RecoveryError: no rank has state, or ranks have different placements for the same holding.

@@ -190,7 +190,7 @@ class IterationState:
     contributed: bool = False
     """Whether this rank may have sent its ballot. If true, other ranks may have the complete vote."""
     vote: Vote | None = None
-    """The vote; None until it is complete on this rank."""
+    """Vote of the iteration; None until it is complete on this rank."""
     of_ranks: RankFigures = field(default_factory=RankFigures)
     """Measured values of single ranks; empty until the vote is complete."""
     update: Literal["none", "begun", "done"] = "none"
@@ -215,7 +215,7 @@ def _rows_of(load: torch.Tensor | None, layers: Sequence[int]) -> list[list[int]
 
 
 def seed_rng(seed: int, pg_collection: ProcessGroupCollection) -> None:
-    """Seed the random number generators of torch and Megatron from ``seed`` and this rank's place in the layout."""
+    """Seed the random generators of torch and Megatron from ``seed`` and this rank's coordinates in the layout."""
     pg = pg_collection
     torch.manual_seed(seed + 100 * pg.pp.rank() + 10 * pg.dp.rank())
     model_parallel_cuda_manual_seed(
