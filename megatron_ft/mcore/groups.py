@@ -112,7 +112,7 @@ def _joined(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    # The group's backend determines the device, not the tensors, because a rank without tensors takes part, too.
+    # The group's backend, not the tensors, determines the device, because a rank without tensors takes part, too.
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

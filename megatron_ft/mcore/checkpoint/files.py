@@ -520,7 +520,7 @@ class FileSystemJob(Job):
 
 
 class _Capture(FileSystem):
-    """In-memory file system for the only file that the writer's ``finish`` writes."""
+    """File system in memory, for the only file that the writer's ``finish`` writes."""
 
     content = b""
 

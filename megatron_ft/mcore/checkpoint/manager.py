@@ -103,11 +103,11 @@ class _Pending:
     is_written: bool = False
     """Whether all ranks have written their files. It has the same value on all ranks."""
     metadata: MetadataJob | None = None
-    """On rank 0, the job that writes the metadata and the manifest, after ``is_written`` has become true."""
+    """Job of rank 0 that writes the metadata and the manifest, after ``is_written`` has become true."""
     num_bytes: int | None = None
     """Size of the whole checkpoint in bytes; None until the manifest is complete."""
     publication: FileSystemJob | None = None
-    """On rank 0, the job that flushes the manifest, and makes ``latest`` name the checkpoint, after the commit."""
+    """Job of rank 0 that flushes the manifest, and makes ``latest`` name the checkpoint, after the commit."""
 
     @property
     def jobs(self) -> list[Job]:

@@ -332,7 +332,7 @@ def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> _Frame:
 
 
 class _Sparse(io.RawIOBase):
-    """In-memory file. A range that is skipped instead of written needs no memory."""
+    """File in memory. A range that is skipped instead of written needs no memory."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentRules:
-    """How to treat documents within a sample, as with ``--eod-mask-loss``, ``--reset-position-ids`` and
+    """Rules for the documents within a sample, as set by ``--eod-mask-loss``, ``--reset-position-ids`` and
     ``--reset-attention-mask`` of Megatron-LM. The token that ends a document belongs to this document."""
 
     eod: int

@@ -186,7 +186,7 @@ def check_newcomers_data(config: JobConfig, context: RankContext, fingerprints: 
         raise error
     if context.rank in strangers:
         _end_alone(_other_data(config, context.rank, first))
-    # This type is that of failed collectives, after which the ranks form the next membership.
+    # Raise the same type of error as a failed collective, after which the ranks form the next membership.
     raise RuntimeError(f"the ranks {strangers} cannot join: {error}")
 
 

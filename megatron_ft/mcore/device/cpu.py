@@ -123,7 +123,7 @@ def _patch_torch_cuda() -> None:
 
 
 def _patch_tensor_methods() -> None:
-    # Megatron compares the names of tensor types with names such as ``torch.cuda.FloatTensor``. So CPU types get them.
+    # Megatron compares names of tensor types with names such as ``torch.cuda.FloatTensor``, so CPU types get these.
     original_type = torch.Tensor.type
 
     def named_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -156,8 +156,8 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def ignore_missing_packages() -> None:
-    """Hide warnings for a command that uses no optional packages: Megatron's warnings at import about Apex, Transformer
-    Engine and absl, and torch's warning about CUDA. Other warnings are shown."""
+    """Hide warnings for a command that uses neither optional packages nor CUDA: Megatron's warnings at import about
+    Apex, Transformer Engine and absl, and torch's warning about CUDA. Other warnings are shown."""
     packages = r".*(Apex|Transformer Engine|transformer_engine|absl\.logging)"
     warnings.filterwarnings("ignore", packages, category=UserWarning, module=r"megatron\.")
     # From 0.17, Megatron imports torch's module for extensions, which warns if there is a CUDA compiler but no GPU.

@@ -39,7 +39,7 @@ class _Kept:
     owner: int
     names: list[str]
     starts: list[int]
-    """For each parameter, the number of its first copied element in the flattened parameter."""
+    """Number of the first copied element in the flattened parameter, for each parameter."""
     parameters: list[torch.Tensor]
     """Master weights. With ``precision.regime``, these are placeholders that hold the gradients."""
     kinds: tuple[str, ...]

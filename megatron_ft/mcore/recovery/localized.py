@@ -48,7 +48,7 @@ from megatron_ft.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """What a rank has built for a recovery: values for fields of the event ``StageRecovery``."""
+    """Description of what a rank has built for a recovery, for fields of the event ``StageRecovery``."""
 
     built: str
     why_built: str

@@ -126,7 +126,7 @@ class Holding:
 
 
 Previous = tuple[int | None, ...]
-"""For each rank of the new membership, its rank in the chosen holding; None for a rank without this holding."""
+"""Rank that each rank of the new membership has in the chosen holding; None for a rank without this holding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

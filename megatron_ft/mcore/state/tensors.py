@@ -201,7 +201,7 @@ def by_expert(state: Iterable[str]) -> dict[_ExpertId, list[str]]:
 
 
 SavedExperts = dict[_ExpertId, list[torch.Tensor]]
-"""For each expert, copies of its tensors, sorted by name."""
+"""Copies of the tensors of each expert, sorted by name."""
 
 
 class ExpertPlaces:
