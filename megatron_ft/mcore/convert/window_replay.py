@@ -183,7 +183,7 @@ def _job(config: JobConfig, window: Window, work: Path, name: str, default: JobC
             f"window of iteration {window.start_iteration}: has {window.world_size} ranks, which cannot be divided "
             f"among nodes of launch.ranks_per_node={launch.ranks_per_node} ranks"
         )
-    # After nodes were lost, a window has fewer ranks than the job had at its start. Then it is not known which nodes.
+    # After nodes were lost, a window has fewer ranks than the job had at its start, from nodes that are not known.
     domains = topology.failure_domains[:num_nodes] if num_nodes == launch.num_nodes else []
     replicas = placement.min_replicas if num_nodes == launch.num_nodes else min(placement.min_replicas, num_nodes)
     return replace(

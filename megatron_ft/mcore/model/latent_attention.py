@@ -75,7 +75,7 @@ class LatentAttention(MLASelfAttention):
 
 
 def use_latent_attention(submodules: Any) -> None:
-    """Replace the attention classes in the spec of a layer with Megatron's latent attention by those of this module."""
+    """Put the attention classes of this module into the spec of a layer that has Megatron's latent attention."""
     attention: ModuleSpec = submodules.self_attention
     attention.module = LatentAttention
     attention.submodules.core_attention = _LatentDotProductAttention

@@ -109,7 +109,7 @@ class ReplicaGradients:
         expert = self._experts[number]
         mine = own[expert.holders.index(self._rank)]
         terms = [mine if holder == self._rank else contributions[holder][number] for holder in expert.holders]
-        # This is not an all-reduce, because its order of additions depends on backend, sizes and number of ranks.
+        # An all-reduce is not used, because its order of additions depends on backend, sizes and number of ranks.
         total = terms[0].clone()
         for term in terms[1:]:
             total += term

@@ -160,7 +160,7 @@ class PaddingAwareRouter(TopKRouter):
         if self.is_padding:
             return activation
         num_shares = self._num_shares()
-        # This is greater than 1 only for ``global_aux_loss``, whose group contains data-parallel ranks.
+        # ``num_microbatches`` is greater than 1 only for ``global_aux_loss``: its group contains data-parallel ranks.
         num_microbatches = reduce_group.size() // num_shares
         return super().attach_and_log_load_balancing_loss(
             activation,

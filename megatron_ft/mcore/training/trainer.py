@@ -574,8 +574,8 @@ class Trainer:
     # -- reports ------------------------------------------------------------------------------------------
 
     def report(self, record: Record) -> None:
-        """Report an event once for the job, from ``reporting_rank``. This is rank 0, except while a recovery reports
-        the end of the previous membership: then it is the first rank that has state."""
+        """Report an event once for the job, from ``reporting_rank``: rank 0 or, while a recovery reports the end of the
+        previous membership, the first rank that has state."""
         self.report_record(record.to_record())
 
     def report_own(self, record: Record) -> None:
