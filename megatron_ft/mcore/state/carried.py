@@ -58,8 +58,7 @@ class Carried:
     """Batch plan with which the iteration in ``finished`` ran."""
     shards: Shards | None = None
     """Optimizer state of the non-expert parameters, for all model parts of this rank; ``state`` then lacks these
-    parameters. None if the optimizer is not sharded or ranks cannot change. The same shards are valid for all
-    ``holdings``."""
+    parameters. None if the optimizer is not sharded or ranks cannot change. Valid for all ``holdings``."""
     kept: WindowKey | None = None
     """Newest committed window that this rank knows; None before the first commit."""
     plan: WindowPlan | None = None
