@@ -90,7 +90,7 @@ class Slice:
     iteration: int
     """Newest iteration whose update the state contains."""
     offset: int
-    """Position of the first byte in the window."""
+    """Position of the slice's first byte in the window's memory."""
     num_bytes: int
     """Size of the slice in bytes, including padding between and after the pieces."""
     header: Mapping[str, Any]
@@ -105,12 +105,12 @@ class Slice:
 
     @property
     def end(self) -> int:
-        """Position after the last byte in the window."""
+        """Position of the byte after the slice in the window's memory."""
         return self.offset + self.num_bytes
 
     def extents(self) -> Iterator[tuple[int, int, int | None]]:
-        """Yield ranges that together cover all bytes of the slice, in order: first byte, byte after the last, and the
-        index of the piece, or None for padding."""
+        """Yield (first byte, byte after the last, index of the piece) of adjacent ranges, which together cover the
+        slice. The index is None for a range of padding."""
         position = 0
         for index, piece in enumerate(self.pieces):
             # Padding counts as an extent: files have zeros there, so that damage to any of their bytes is found.
@@ -137,12 +137,12 @@ class Slice:
         return sum(piece.num_bytes for index, piece in enumerate(self.pieces) if self.is_captured(index))
 
     def captured(self, payload: memoryview) -> list[memoryview]:
-        """Return the bytes of each piece that was captured with this slice, as views of its bytes ``payload``."""
+        """Return the bytes of each piece that was captured with this slice. ``payload``: the bytes of the slice."""
         return [payload[piece.offset : piece.end] for index, piece in enumerate(self.pieces) if self.is_captured(index)]
 
     def has_same(self, index: int, other: "Slice") -> bool:
-        """Return whether ``other``, of the same generation, has the same bytes of piece ``index`` at the same
-        offset."""
+        """Return whether slice ``other`` has the same bytes of piece ``index`` at the same offset. Both slices must be
+        of the same generation."""
         if index >= len(other.pieces) or other.pieces[index] != self.pieces[index]:
             return False
         return self.iteration_of(index) == other.iteration_of(index)
@@ -159,7 +159,7 @@ class Slice:
         return tuple(hashes.get(index) or self.hash_piece(index, payload) for index in range(len(self.pieces)))
 
     def check_payload(self, payload: memoryview, where: str) -> None:
-        """Compare every piece in ``payload`` with its hash. Raises CheckpointError with ``where`` and the piece."""
+        """Compare every piece in ``payload`` with its hash. Raises CheckpointError, naming ``where`` and the piece."""
         payload = payload.cast("B")
         if payload.nbytes != self.num_bytes:
             raise CheckpointError(f"{where}: slice of {payload.nbytes} bytes, but its manifest says {self.num_bytes}")
@@ -167,7 +167,7 @@ class Slice:
             self.check_hash(index, found, where)
 
     def check_hash(self, index: int, found: str, where: str) -> None:
-        """Compare ``found`` with the hash of piece ``index``. Raises CheckpointError with ``where`` and the piece."""
+        """Compare ``found`` with the hash of piece ``index``. Raises CheckpointError, naming ``where`` and the piece."""
         assert self.hashes is not None, f"{where}: hashes are not computed yet"
         piece, expected = self.pieces[index], self.hashes[index]
         if found != expected:
@@ -239,11 +239,11 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLevel:
-    """Content of a file whose state of some experts is older than in memory (MoC-System, section 5.1). The window of
-    the file has one slice."""
+    """Content of a window file in which the state of some experts is older than in memory (MoC-System, section 5.1).
+    The window has one slice."""
 
     captured_at: tuple[int, ...]
-    """Iteration after which each piece in the file was captured; not later than for the piece in memory."""
+    """Iteration after which each piece in the file was captured. In memory, the piece is of this iteration or later."""
     header: Mapping[str, str]
     """Entries of the slice's header that differ between the file and memory: JSON texts by name."""
 

@@ -21,19 +21,19 @@ from megatron_ft.snapshot.window import Slice
 
 _PROBE_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 _NUM_PIECES = 4
-"""Number of copies in a measurement of bandwidth. All copies have the same source, so that the measurement needs less
-device memory."""
+"""Number of copies in a measurement of bandwidth. All copies read the same source tensor, so that the measurement
+needs less device memory."""
 _NUM_PROBES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyBatch:
-    """Pairs of sources and targets that are copied together."""
+    """Pairs of a source tensor and its target memory, which are copied together."""
 
     sources: tuple[torch.Tensor, ...]
     """Contiguous tensors of any shape and dtype."""
     targets: tuple[torch.Tensor, ...]
-    """Host memory for each source, uint8 [bytes of the source]."""
+    """Host memory to which each source is copied: 1-D, uint8, with as many elements as the source has bytes."""
     num_bytes: int
 
     @classmethod
@@ -71,14 +71,14 @@ class _ThreadCopier:
     """Copies in a separate thread. The thread releases the interpreter lock while it copies bytes.
 
     Args:
-        gate: shows when the rank waits for messages; copies then prefer these times. None: a batch is copied as soon as
-            it is started.
+        gate: shows when the rank waits for messages, so that most bytes can be copied during these waits. If None, a
+            batch is copied as soon as it is started.
     """
 
     def __init__(self, gate: IdleGate | None = None) -> None:
         self._gate = gate
         self._at_once = 0
-        """Bytes of the batch that are copied without waiting for a bubble."""
+        """Number of bytes of the batch that may be copied without waiting for a bubble (a wait of the rank)."""
         self._batch: CopyBatch | None = None
         self._before: Action = _nothing
         self._after: Action = _nothing
@@ -90,7 +90,7 @@ class _ThreadCopier:
         self.busy_seconds = 0.0
         """Duration of the copies of the last batch."""
         self.times = CopyTimes()
-        """Copies of the last batch by the state of the rank; 0 without a gate."""
+        """Bytes and seconds of the last batch's copies, during waits of the rank and otherwise; 0 without a gate."""
         self.cpu_seconds = 0.0
         """CPU time that the thread has used."""
         self._thread = threading.Thread(target=self._serve, name="capture", daemon=True)
@@ -119,7 +119,7 @@ class _ThreadCopier:
         if self._gate is not None:
             self._gate.release()
         self._done.acquire()
-        # These refer to window buffers, which can be unmapped only after the last reference is gone.
+        # Drop the references to window buffers, because a buffer can be unmapped only after the last one is gone.
         self._under_way, self._batch, self._before, self._after = False, None, _nothing, _nothing
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -287,7 +287,7 @@ def capture_bandwidth(device: torch.device, copier: Copier) -> float:
 
 
 Header = Callable[[], Mapping[str, str]]
-"""Function that encodes the header of a slice: JSON texts by name. It may be called in another thread."""
+"""Function that returns the header of a slice: a JSON text for each name. It may be called in another thread."""
 
 Source = Callable[[Piece], torch.Tensor]
 """Function that returns the current elements of a piece as a contiguous 1-D tensor."""
@@ -311,7 +311,7 @@ class CaptureFigures:
 
 
 class WindowMemory:
-    """The window buffers of an arena as tensors. They are pinned if the copies come from CUDA."""
+    """Tensors over the window buffers of an arena (the rank's memory for windows), pinned if the device is CUDA."""
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
         """Map the buffers as tensors; pin them on CUDA. Raises RuntimeError if the driver refuses to pin them."""
@@ -340,7 +340,7 @@ class WindowMemory:
 
 
 class WindowCapture:
-    """Captures the slices of ``plan`` on one rank.
+    """Captures the slices of ``plan`` from the state of one rank into window buffers.
 
     Args:
         buffers: host memory of each buffer, uint8, at least as large as a window.
@@ -383,8 +383,8 @@ class WindowCapture:
         """Start to copy slice ``index``, which belongs to the state after ``iteration``. Slice 0 begins a window in
         ``buffer``. After the copy, ``header`` is encoded and the slice is reported to the snapshot server.
 
-        ``captured_at`` contains the iteration of each piece; None means ``iteration`` for all. Only pieces of
-        ``iteration`` are copied here. The snapshot server copies the other pieces from an earlier window.
+        ``captured_at`` contains the iteration of each piece's state; None means ``iteration`` for all pieces. Pieces
+        with another value than ``iteration`` are not copied here: the snapshot server has them in an earlier window.
         """
         assert self._bytes_under_way is None, "a slice is still being copied"
         began = time.perf_counter()
@@ -394,7 +394,7 @@ class WindowCapture:
             batch = batch.take([row for row in range(len(part.pieces)) if part.is_captured(row)])
 
         def before() -> None:
-            # Before the first byte is overwritten: from then on, the server does not use the window in the buffer.
+            # Report this before the first byte is overwritten, so that the server stops using the buffer's old window.
             if index == 0:
                 num_slices = self.plan.num_iterations
                 self._client.begin(buffer, start_iteration=iteration, num_slices=num_slices, plan=self._plan_json)
@@ -402,7 +402,7 @@ class WindowCapture:
                 self._encode(part.pieces)
 
         def after() -> None:
-            # After the copy: the server hashes the bytes as soon as it receives the report.
+            # Report this only after the copy, because the server hashes the bytes as soon as it receives the report.
             self._client.captured(buffer, index, replace(part, header=header()))
 
         self._copier.start(batch, before, after)
@@ -410,8 +410,8 @@ class WindowCapture:
         self.figures.stalled_seconds += time.perf_counter() - began
 
     def settle(self) -> None:
-        """Wait until the slice in progress, if any, is copied and reported. Then the tensors may change, and the client
-        may be used."""
+        """Wait until the slice in progress, if any, is copied and reported. Afterwards the caller may change the
+        tensors and use the client."""
         if self._bytes_under_way is None:
             return
         began = time.perf_counter()

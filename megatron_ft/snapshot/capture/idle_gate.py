@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from megatron_ft.planning.snapshot.bubbles import IdleProfile
 
 CHUNK_BYTES = 1 << 20
-"""Largest number of bytes that are copied at once while a slice uses bubbles: a fraction of a millisecond. Only the
-last chunk of a bubble competes with computation."""
+"""Largest number of bytes of one copy (chunk) while a slice uses bubbles. A chunk takes a fraction of a millisecond, so
+only the last chunk that begins in a bubble can overlap with computation."""
 _NUM_ITERATIONS = 5
-"""Number of newest iterations whose shortest times are expected again. Copies that are planned for a bubble and do not
-fit would delay the update, but copies that are planned outside of bubbles only slow down computation."""
+"""Number of newest iterations whose shortest idle times are expected next. Too high an expectation would delay the
+update, because not all copies would fit into the bubbles. Too low an expectation only slows down computation."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,20 +59,20 @@ class IdleGate:
         self._num_waits, self._usual_num_waits = 0, -1
         self._idle_seconds = self._last_wait_end = 0.0
         self._recent: deque[tuple[float, float]] = deque(maxlen=_NUM_ITERATIONS)
-        """Time of all waits, and time after the last wait, of the newest iterations."""
+        """Seconds of all waits together, and seconds after the last wait, for each of the newest iterations."""
         self._idle_rate = self._busy_rate = 0.0
         self._new = CopyTimes()
-        """Copies that have not been used for a rate yet."""
+        """Copies from which no rate (bytes per second) has been computed yet."""
         self.idle_seconds = 0.0
-        """Time for which the rank waited for messages in the newest complete iteration; 0 without such waits."""
+        """Seconds for which the rank waited for messages in the newest complete iteration; 0 without such waits."""
         self._update()
 
     # -- waits --------------------------------------------------------------------------------------------
 
     @contextmanager
     def iteration(self) -> Iterator[None]:
-        """Measure the waits of one iteration. The block ends after the reduction of gradients. An iteration that fails,
-        or in which this rank waits for no message, changes no expectation."""
+        """Measure the waits of one iteration, the ``with`` block, which must end after the reduction of gradients. If
+        the block raises, or this rank waits for no message in it, expectations about waits do not change."""
         self._num_waits, self._idle_seconds, self._is_counting = 0, 0.0, True
         try:
             yield
@@ -85,7 +85,7 @@ class IdleGate:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Let copies run while the block waits for a message."""
+        """Let copies run during the ``with`` block, in which this rank waits for a message."""
         began = self._clock()
         self._is_idle = True
         self._update()
@@ -129,8 +129,8 @@ class IdleGate:
         return self._is_idle
 
     def learn(self, times: CopyTimes) -> None:
-        """Use the rates of a copied batch for the next one. Less than a chunk gives no rate alone, but together with
-        later batches."""
+        """Update the copy rates (bytes per second) from a copied batch. A rate is updated as soon as ``CHUNK_BYTES``
+        have been copied since its last update, which may need several batches."""
         new = self._new
         new.add(times.idle_bytes, times.idle_seconds, is_idle=True)
         new.add(times.busy_bytes, times.busy_seconds, is_idle=False)
@@ -140,8 +140,8 @@ class IdleGate:
             self._busy_rate, new.busy_bytes, new.busy_seconds = new.busy_bytes / new.busy_seconds, 0, 0.0
 
     def bytes_at_once(self, num_bytes: int) -> int:
-        """Return how many of the ``num_bytes`` of a new batch are copied without waiting for a bubble: all of them
-        before waits and rates are measured."""
+        """Return how many of the ``num_bytes`` of a new batch to copy without waiting for a bubble. Before waits and
+        rates have been measured, these are all bytes."""
         if not self._recent:
             return num_bytes
         profile = IdleProfile(

@@ -41,9 +41,9 @@ and server would wait for each other."""
 """Indices of fields of the status page. The server writes ``COMMITTED_START`` after ``PINNED_BUFFERS``."""
 BUFFER_REPLICATED = 10
 BUFFER_GIVEN_UP = BUFFER_REPLICATED + NUM_BUFFERS
-"""Index of the first of ``NUM_BUFFERS`` fields, one per buffer. A field contains the start iteration of the buffer's
-window if some peer will never have this window, otherwise -1. The fields from index ``BUFFER_REPLICATED`` on contain
-the start iteration if all peers have the window, otherwise -1."""
+"""First indices of two groups of ``NUM_BUFFERS`` fields, one field per buffer. A field ``BUFFER_REPLICATED`` is the
+start iteration of the buffer's window if all peers have this window, otherwise -1. A field ``BUFFER_GIVEN_UP`` is the
+start iteration if at least one peer will never have the window, otherwise -1."""
 
 
 class KeeperRefused(ControlError):
@@ -111,7 +111,7 @@ class KeeperClient:
         self._arena: Arena | None = None
         self._socket_path = socket_path
         self.generation: int = hello["generation"]
-        """Generation in the windows that this rank captures."""
+        """Generation of this rank, which is recorded in the windows that it captures."""
         self._committed = -1
         """Start iteration of the newest window that was reported as committed since the arena was allocated."""
         try:
@@ -123,15 +123,15 @@ class KeeperClient:
     def allocate(self, window_bytes: int, *, new: bool = False) -> Arena:
         """Return this rank's memory for windows, with buffers of at least ``window_bytes`` bytes.
 
-        If the server still has large enough memory of an earlier process of the rank, this memory is returned with its
-        windows. If the memory is too small, or if ``new`` is true, it is freed. Fetch its windows before that.
+        If the server still has memory of an earlier process of the rank, and it is large enough, this memory is
+        returned with its windows. If it is too small, or if ``new`` is true, it is freed, so fetch its windows first.
 
         Raises:
             KeeperRefused: there is not enough memory.
         """
         answer, descriptor = self._call_for_memory({"op": "allocate", "window_bytes": window_bytes, "new": new})
         self._arena = Arena(descriptor, answer["window_bytes"], answer["num_buffers"], answer["status_bytes"])
-        # Begin with the commit on the status page, because this client has sent none for this memory yet.
+        # Begin with the commit on the status page, because this client has reported no commit for this memory yet.
         self._committed = self._arena.status(COMMITTED_START)
         return self._arena
 
@@ -160,14 +160,14 @@ class KeeperClient:
 
         The server refuses this if its copy of the window is incomplete. ``captured_in`` is the generation that captured
         the window; None means the generation of this client. If ``is_written``, the server writes the window to storage
-        now, regardless of its count of commits. ``level`` is the content of the file; None if the file contains what
-        the window contains in memory.
+        now, regardless of the setting ``persist_every``. ``level`` describes a file with older state than memory; None
+        if the file must contain the state that the window contains in memory.
         """
         captured = {} if captured_in is None else {"captured_in": captured_in}
         stored = {"stored": None if level is None else level.to_json()} if is_written else {}
         self._request({"op": "committed", "start_iteration": start_iteration, **captured, **stored})
-        # The server may handle this request later, and then pin a buffer to write it to storage. So buffers count as
-        # unknown until the status page shows this commit.
+        # The server may handle this request later, and then pin a buffer to write it to storage. So it is unknown which
+        # buffers are pinned until the status page shows this commit.
         self._committed = start_iteration
 
     def abandon(self, start_iteration: int) -> None:
@@ -180,7 +180,7 @@ class KeeperClient:
         arena = self._arena
         if arena is None:
             return BufferStates()
-        # Read this field before the pinned buffers, because the server writes it after them.
+        # Read the newest commit before the pinned buffers, because the server writes it after the pinned buffers.
         knows_commits = arena.status(COMMITTED_START) == self._committed
         pinned = arena.status(PINNED_BUFFERS)
         buffers = range(arena.num_buffers)
@@ -201,7 +201,7 @@ class KeeperClient:
         self._call({"op": "persist", "start_iteration": start_iteration})
 
     def flush(self) -> bool:
-        """Wait until all requested windows are on storage. Return False if this exceeds the time limit."""
+        """Wait until all requested windows are on storage. Return False if this takes more than ``FLUSH_SECONDS``."""
         return bool(self._call({"op": "flush"}, PATIENT_SECONDS)["done"])
 
     def problems(self) -> list[dict[str, Any]]:
@@ -215,7 +215,7 @@ class KeeperClient:
         return [stored_window(entry) for entry in items(answer, "windows")]
 
     def fetch(self, rank: int, key: WindowKey, *, node: int) -> tuple[Window, memoryview]:
-        """Fetch a complete window of ``rank`` from a node. Return its description and its bytes.
+        """Fetch a complete window of ``rank`` from the server of ``node``. Return its description and its bytes.
 
         The caller must check the bytes with ``Slice.check_payload``. They stay mapped as long as a reference to them
         exists. Changes to them are visible only in this process.

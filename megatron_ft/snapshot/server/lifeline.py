@@ -27,7 +27,7 @@ class Outlive:
     seconds: int
     run_id: str
     fingerprint: str
-    """Hash of the layout and of all settings that a job must share with the windows to use them."""
+    """Hash of layout and settings of the job that captured the windows. Only a job with an equal hash can use them."""
     interface: str
     record_path: str
     """File with which agents find the server; the server removes it when it ends."""
@@ -49,7 +49,7 @@ class Unusable(Refused):
 
 
 class Lifeline:
-    """Tracks the connection of the agent, and the time left after this connection has closed. Thread-safe."""
+    """Tracks the connection of the agent, and the time until the server ends after it has closed. Thread-safe."""
 
     def __init__(
         self, outlive: Outlive | None, report: Callable[[str], None], *, wake: Callable[[], None] = lambda: None
@@ -57,7 +57,7 @@ class Lifeline:
         """Begin with the standard input of the process as the agent's connection.
 
         Args:
-            outlive: None to end with the agent.
+            outlive: how long, and for which jobs, the server waits after its agent has ended; None to end at once.
             report: writes a line to the server's log.
             wake: called when the result of ``seconds_left`` may have changed.
         """
@@ -70,7 +70,7 @@ class Lifeline:
 
     @property
     def initial_holder(self) -> object:
-        """Object that represents the agent's connection in ``release``. At first this is standard input."""
+        """Object that represents standard input, the connection of the first agent, in a call of ``release``."""
         return self
 
     def seconds_left(self) -> float | None:
@@ -81,8 +81,8 @@ class Lifeline:
             return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def take(self, holder: object, message: Message) -> None:
-        """Let the agent of another job take the server over. ``holder`` stands for its connection. When this connection
-        closes, the server waits for the ``seconds`` in ``message``.
+        """Let the agent of another job take the server over. ``holder`` represents this agent's connection. When the
+        connection closes, the server waits for the ``seconds`` in ``message`` before it ends.
 
         Raises:
             Unusable: the server is of another run, or its job had another layout or other settings.
@@ -104,8 +104,8 @@ class Lifeline:
         self._report("the agent of the next job has taken this server over")
 
     def release(self, holder: object, *, has_windows: bool) -> None:
-        """Record that the connection of ``holder`` has closed. If it was the agent's, the server ends after
-        ``Outlive.seconds``, or at once if it has no windows or ``outlive`` is None."""
+        """Record that the connection ``holder`` has closed. If it was the agent's connection, the server ends after
+        ``Outlive.seconds``, or at once if the server has no windows or ``outlive`` is None."""
         with self._lock:
             if holder is not self._holder or self._deadline is not None:
                 return

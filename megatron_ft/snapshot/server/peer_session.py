@@ -29,7 +29,7 @@ _ARRIVING_BYTES = 1 << 20
 
 
 class PeerSessions:
-    """All connections from other nodes. Each node may have one connection that writes copies."""
+    """All connections from other nodes. Only one connection of each node may write copies of the node's windows."""
 
     def __init__(self) -> None:
         self._of_node: dict[int, list[_PeerSession]] = {}
@@ -77,7 +77,7 @@ class PeerSessions:
         return None if since is None else since + GREETING_SECONDS - now
 
     def replace(self, node: int, session: "_PeerSession") -> None:
-        """End earlier connections of a node, so that only ``session`` writes. Raises ControlError if one remains."""
+        """End a node's earlier connections, so that only ``session`` writes. Raises ControlError if one does not end."""
         with self._lock:
             # Include connections that earlier calls could not end, because they may still write.
             earlier = [other for other in self._of_node.get(node, ()) if other.is_alive()]
@@ -310,7 +310,7 @@ def _read_announcement(message: Message, newest_generation: int) -> tuple[HeldWi
 
 
 def _receive_hashed(part: Slice, payload: memoryview, receive_into: Callable[[memoryview], None]) -> tuple[str, ...]:
-    """Receive a slice into ``payload``. Each piece is hashed while its bytes are still in the processor's cache."""
+    """Receive a slice into ``payload``. Return the hash of each piece, computed while its bytes are still in cache."""
     received, hashes = 0, []
     for piece in part.pieces:
         digest, position = xxhash.xxh3_128(), piece.offset

@@ -240,7 +240,7 @@ def _end_with_traceback(arguments: threading.ExceptHookArgs) -> None:
 
 def main() -> int:
     """Run the snapshot server and return its exit code."""
-    # Ctrl-C reaches the whole process group, but ranks then still use this server to persist their newest window.
+    # Ignore Ctrl-C, which reaches the whole process group: ranks still need this server to persist their newest window.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.excepthook = _end_with_traceback
     try:

@@ -49,7 +49,7 @@ class RankSession(threading.Thread):
         self._is_agent = False
         """Whether the other end is an agent, which takes the server over or ends it, and not a rank."""
         self._end_reason: str | None = None
-        """Reason why the server ends after the next answer was sent."""
+        """Reason for which the server ends after the next answer; None if the server does not end."""
 
     def run(self) -> None:
         """Answer requests until the rank's process ends or another process replaces it."""
@@ -66,7 +66,7 @@ class RankSession(threading.Thread):
             self._store.report(f"the connection of a rank was closed: {error}")
         finally:
             with self._store.lock:
-                # If a newer connection acts for the rank now, its ``abort`` must stay.
+                # If a newer connection acts for the rank now, ``own.abort`` closes that connection and must stay.
                 if self._own is not None and self._own.abort == self.abort:
                     self._own.abort = None
                 has_windows = self._store.has_windows

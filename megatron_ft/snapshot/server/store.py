@@ -152,7 +152,7 @@ class CarriedBytes:
 
     @classmethod
     def of(cls, part: Slice, piece: CarriedPiece, view: memoryview, start_of: Callable[[int], int]) -> "CarriedBytes":
-        """Find the bytes of ``piece`` in ``view``, the memory of all buffers. Buffers begin at ``start_of(buffer)``."""
+        """Find the bytes of ``piece`` in ``view``, the memory of all buffers. ``start_of`` returns a buffer's start."""
         source = None
         if piece.source is not None:
             first, place = start_of(piece.source) + part.offset, part.pieces[piece.index]
@@ -179,7 +179,7 @@ class Settings:
     peers: Mapping[int, str]
     """Address of every node's snapshot server; it may include the server of this node."""
     peer_nodes: tuple[int, ...]
-    """Nodes that have copies of this rank's windows."""
+    """Nodes that store copies of this rank's windows."""
     persist_every: int
     """Every ``persist_every``-th committed window is written to storage; 0 means only on request."""
     persist_url: str | None
@@ -219,7 +219,7 @@ class OwnRank:
         return self._start(window.buffer)
 
     def carried(self, window: HeldWindow, part: Slice) -> list["CarriedBytes"]:
-        """Return the pieces of ``part`` to copy from earlier windows. Raises ControlError if one of them is missing."""
+        """Return the pieces that ``part`` takes from earlier windows. Raises ControlError if one of them is missing."""
         assert self.windows is not None and self.segment is not None, "the window has no memory"
         view = self.segment.view
         return [CarriedBytes.of(part, piece, view, self._start) for piece in self.windows.carried(window, part)]
@@ -233,7 +233,7 @@ class OwnRank:
         self.problems.append({"what": what, "error": str(error), "start_iteration": start_iteration})
 
     def give_up(self, window: HeldWindow) -> None:
-        """Record that some peer will never have a complete copy of ``window``."""
+        """Record that at least one peer will never have a complete copy of ``window``."""
         window.given_up = True
         self.publish()
 
@@ -258,7 +258,7 @@ class OwnRank:
             *(replicated.get(buffer, -1) for buffer in range(NUM_BUFFERS)),
             *(given_up.get(buffer, -1) for buffer in range(NUM_BUFFERS)),
         )
-        # The rank reads without a lock, ``COMMITTED_START`` before ``PINNED_BUFFERS``. So this writes in reverse order.
+        # The rank reads ``COMMITTED_START`` before ``PINNED_BUFFERS``, without a lock, so write them in reverse order.
         page = self.segment.view[: len(values) * 8].cast("q")
         for index, value in enumerate(values):
             page[index] = value
@@ -278,7 +278,7 @@ class Copy:
         return self._start(window.buffer)
 
     def carried(self, window: HeldWindow, part: Slice) -> list[CarriedBytes]:
-        """Return the pieces of ``part`` that the sender does not send. Raises ControlError if one is missing."""
+        """Return the pieces that ``part`` takes from earlier copies. Raises ControlError if one of them is missing."""
         pieces = self.windows.carried(window, part)
         return [CarriedBytes.of(part, piece, self.segment.view, self._start) for piece in pieces]
 
@@ -321,10 +321,10 @@ class Store:
         self.lock.notify_all()
 
     def enter(self, run_id: str, generation: int) -> None:
-        """Check run and generation of a first message, and adopt a newer generation. The lock must be held.
+        """Check run and generation of a connection, and adopt the generation if it is newer. The lock must be held.
 
         Raises:
-            Refused: the message is of another run than this server, or of a stale generation.
+            Refused: the connection is of another run than this server, or of a stale generation.
         """
         if self.run_id is not None and run_id != self.run_id:
             raise Refused(f"run_id={run_id}: must be {self.run_id}, the run of this snapshot server")
@@ -362,12 +362,12 @@ class Store:
         # A process that was replaced may still be alive, and two processes must not begin windows in one arena.
         if own.abort is not None:
             own.abort()
-        # A new process of the same generation continues the count of commits.
+        # A new generation counts commits from 0; a new process of the same generation continues the count.
         if own.windows is not None and origin.generation > own.settings.origin.generation:
             own.windows.new_generation()
             own.failed_start = -1
         own.settings, own.abort = settings, abort
-        # Leave out ranks of earlier generations: their peers may have left, and senders to these would report failures.
+        # Leave out ranks of earlier generations: their peers may have left, and senders to such peers report failures.
         current = [other.settings for other in self.ranks.values() if self.is_current(other)]
         self.on_peers({node: known.peers[node] for known in current for node in known.peer_nodes})
         # The status page still shows windows of the previous generation, which must not count in a vote of this one.
@@ -381,7 +381,7 @@ class Store:
         The lock must be held until the change is made.
 
         Raises:
-            Refused: another process has replaced it, or its generation is stale.
+            Refused: another process has replaced this process, or its generation is stale.
         """
         self.check_generation(settings.origin.generation)
         if own.settings is not settings:
@@ -410,7 +410,7 @@ class Store:
     def take_arena(
         self, own: OwnRank, settings: Settings, window_bytes: int, *, new: bool = False
     ) -> tuple[Segment, int]:
-        """Return a rank's memory for windows, and the size of a window. The lock must not be held.
+        """Return a rank's memory for windows, and the size of a buffer in bytes. The lock must not be held.
 
         The present memory is reused if it is large enough and ``new`` is false. If it is not reused, it is freed before
         new memory is allocated.
@@ -422,7 +422,7 @@ class Store:
             Refused: the same cases as ``check_acting``.
             ControlError: there is not enough memory.
         """
-        # Serve one process at a time. If another process replaces this one, the memory of this one is freed first.
+        # Serve one process at a time: the memory of a replaced process must be freed before the next one allocates.
         with own.allocating:
             with self.lock:
                 self.check_acting(own, settings)
@@ -447,10 +447,10 @@ class Store:
             return segment, window_bytes
 
     def take_copy(self, rank: int, window_bytes: int, generation: int) -> Copy:
-        """Return the memory for copies of windows of ``rank`` of another node. Memory for windows of this size is
-        reused.
+        """Return the memory for copies of windows of ``rank``, a rank of another node. The lock must not be held.
 
-        Otherwise the present memory is freed before new memory is allocated. The lock must not be held.
+        The present memory is reused if its buffers have ``window_bytes`` bytes. Otherwise it is freed before new memory
+        is allocated.
 
         Args:
             generation: generation of the connection that requests the memory.
@@ -494,7 +494,7 @@ class Store:
         return [window.stored(where, self.node) for where, window in self._windows_of(rank)]
 
     def find(self, rank: int, key: WindowKey) -> tuple[Segment, int, HeldWindow]:
-        """Return memory file, first byte and description of a complete window of ``rank``. The lock must be held.
+        """Return memory file, start position and description of a complete window of ``rank``. The lock must be held.
 
         Raises:
             ControlError: this server does not have the window.

@@ -28,10 +28,10 @@ class HeldWindow(Window):
     acknowledged: dict[int, int] = field(default_factory=dict)
     """Number of slices that each peer has received and verified, by node."""
     given_up: bool = False
-    """Whether some peer will never have a complete copy."""
+    """Whether at least one peer will never have a complete copy of this window."""
     committed: bool = False
     before: "HeldWindow | None" = None
-    """The complete window that was in the buffer before, if any. Bytes that were not overwritten are still there."""
+    """Complete window that this window replaces in its buffer, if any. Its bytes stay there until overwritten."""
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
@@ -51,19 +51,19 @@ class HeldWindow(Window):
 
 
 def _is_superseded(old: WindowKey, was_committed: bool, by: WindowKey) -> bool:
-    """Return whether window ``old`` may be dropped after window ``by`` was committed. This is so if ``old`` was
-    committed before ``by``, is of an earlier generation, or starts earlier."""
+    """Return whether window ``old`` may be dropped after window ``by`` was committed. It may be dropped if it was
+    committed before ``by``, is of an earlier generation than ``by``, or starts earlier than ``by``."""
     is_older = old.generation < by.generation or old.start_iteration < by.start_iteration
     return old != by and (was_committed or is_older)
 
 
 @dataclass(frozen=True, slots=True)
 class CarriedPiece:
-    """Piece of a slice that was not captured with the slice, because an earlier window has it."""
+    """Piece of a slice that was not captured with the slice, because an earlier window contains the same bytes."""
 
     index: int
     source: int | None
-    """Buffer with the bytes, at the same offset; None if they are still in the buffer of the slice."""
+    """Buffer that has the bytes, at the same offset; None if the buffer of the slice itself still has them."""
     digest: str
 
 
@@ -95,23 +95,23 @@ def _carried(part: Slice, window: HeldWindow, sources: Iterable[HeldWindow]) -> 
 
 
 MAX_PARTIAL_FILES = 8
-"""Largest number of consecutive files that omit pieces. A damaged file makes at most this number of later windows
-unusable."""
+"""Largest number of consecutive files that omit pieces which are in earlier files. So a damaged file makes at most this
+number of later windows unusable."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnStorage:
-    """The newest persisted window of a rank, and the windows whose files contain its pieces. Some pieces may be only in
-    files of earlier windows."""
+    """The newest persisted window of a rank. ``places`` contains, for each piece of the window, the window whose file
+    has the piece: the window itself or an earlier one."""
 
     window: HeldWindow
     places: tuple[WindowKey, ...]
     num_partial: int
-    """Number of files that were written since the last one with all pieces."""
+    """Number of files that were written since the last file with all pieces."""
 
     def places_of(self, window: HeldWindow) -> list[WindowKey | None]:
-        """Return for each piece of ``window`` the earlier window whose file contains it already, or None. Return an
-        empty list if all pieces must be written."""
+        """Return, for each piece of ``window``, the earlier window whose file already contains the piece, or None if
+        the piece must be written. Return an empty list if all pieces must be written."""
         is_like = window.num_slices == self.window.num_slices == 1 and window.generation == self.window.generation
         if not is_like or self.num_partial >= MAX_PARTIAL_FILES:
             return []
@@ -124,8 +124,8 @@ class OnStorage:
     def after(
         cls, former: "OnStorage | None", window: HeldWindow, places: Sequence[WindowKey | None]
     ) -> "OnStorage | None":
-        """Return the record after ``window`` was written. Pieces for which ``places`` names an earlier window were not
-        written."""
+        """Return the new record after ``window`` was written; None if the window has several slices. ``places`` is from
+        ``file_of``: for each piece that was not written, it names the earlier window whose file has the piece."""
         if window.num_slices != 1:
             return None
         found = tuple(place or window.key for place in places) or (window.key,) * len(window.slices[0].pieces)
@@ -142,7 +142,7 @@ def file_of(
 
     Args:
         former: the newest file of the rank; None if there is none.
-        level: content of the file; None if it is that of ``window``.
+        level: content of the file if it differs from the content of ``window``, otherwise None.
 
     Raises:
         CheckpointError: neither memory nor an earlier file has the state of a piece.
@@ -209,7 +209,7 @@ class OwnWindows:
 
     @property
     def committed(self) -> HeldWindow | None:
-        """The newest committed window; None if there is none."""
+        """The newest committed window, or None if no window is committed."""
         return next((window for window in self._order if window.committed), None)
 
     def new_generation(self) -> None:
@@ -238,7 +238,7 @@ class OwnWindows:
         self._fillings.begin(window)
 
     def carried(self, window: HeldWindow, part: Slice) -> list[CarriedPiece]:
-        """Return the pieces of ``part`` to copy from earlier windows. Raises ControlError if one of them is missing."""
+        """Return the pieces that ``part`` takes from earlier windows. Raises ControlError if one of them is missing."""
         return _carried(part, window, reversed(self._order))
 
     def capture(self, buffer: int, index: int, part: Slice) -> None:
@@ -269,11 +269,11 @@ class OwnWindows:
         }
 
     def given_up(self, generation: int) -> dict[int, int]:
-        """Return the windows of ``generation`` that some peer will never have, as {buffer: start iteration}."""
+        """Return the windows of ``generation`` that a peer will never have, as {buffer: start iteration}."""
         return {window.buffer: window.start_iteration for window in self._of_generation(generation) if window.given_up}
 
     def waiting_bytes(self, peers: Sequence[int], generation: int) -> int:
-        """Return the number of bytes of ``generation`` that peers have not received yet, summed over peers."""
+        """Return the number of bytes of windows of ``generation`` that each peer still has to receive, summed."""
         return sum(
             part.captured_bytes
             for window in self._of_generation(generation)
@@ -320,8 +320,8 @@ class OwnWindows:
         return persist_every > 0 and self._is_new_commit and self._num_commits % persist_every == 0
 
     def find(self, start_iteration: int, generation: int | None = None) -> HeldWindow:
-        """Return a complete window that starts at ``start_iteration``: the committed one, which every rank has, or
-        otherwise the newest one.
+        """Return the complete window of ``generation`` (None: any) that starts at ``start_iteration``. Among several,
+        the committed window is preferred, which every rank has, and then the window of the newest generation.
 
         Raises:
             ControlError: there is no such window.
@@ -376,7 +376,7 @@ class CopyWindows:
         return incoming
 
     def carried(self, window: HeldWindow, part: Slice) -> list[CarriedPiece]:
-        """Return the pieces of ``part`` that the sender does not send. Raises ControlError if one is missing."""
+        """Return the pieces that ``part`` takes from earlier copies. Raises ControlError if one of them is missing."""
         return _carried(part, window, self)
 
     def commit(self, key: WindowKey) -> None:
@@ -435,10 +435,9 @@ class PeerBuffers:
     def next_action(
         self, own: OwnWindows, generation: int, given_up: Collection[HeldWindow] = ()
     ) -> SendSlice | SendCommit | None:
-        """Choose what to send next: a commit, otherwise the next slice of the oldest window, otherwise None.
-
-        Windows of ``generation`` are sent, and the newest committed window of any generation, so that a new peer gets
-        it. Windows in ``given_up`` are not sent.
+        """Choose what to send next: a commit if one is due, otherwise the next slice of the oldest window that the peer
+        lacks. Return None if there is nothing to send. Windows of ``generation`` are sent, and the newest committed
+        window of any generation, so that a new peer gets this window. Windows in ``given_up`` are not sent.
         """
         # A commit is sent before slices, because it frees the peer's other buffer for them.
         committed = self._wanted_commit(own)
@@ -457,8 +456,8 @@ class PeerBuffers:
         return None
 
     def _wanted_commit(self, own: OwnWindows) -> HeldWindow | None:
-        # A restarted node may have an older committed window than its peer. It overwrites the peer's window only if the
-        # job has confirmed in this generation that it continued from the older one.
+        # A restarted node may have an older committed window than its peer. The older window replaces the peer's window
+        # only if the job has confirmed in this generation that it has continued from the older window.
         window = own.committed
         newest = max((_age(held.key) for held in self.buffers if held is not None and held.committed), default=None)
         is_older = window is not None and newest is not None and _age(window.key) < newest
@@ -472,7 +471,7 @@ class PeerBuffers:
         return None if buffer is None else SendSlice(window=window, index=index, buffer=buffer)
 
     def _choose_buffer(self, live: Collection[WindowKey], generation: int) -> int | None:
-        # Choose a free buffer, or one whose window can no longer be committed: dropped here, or of an older generation.
+        # Choose a free buffer, or one whose window will not be committed: dropped here, or of an older generation.
         if None in self.buffers:
             return self.buffers.index(None)
         for number, held in enumerate(self.buffers):
@@ -482,8 +481,8 @@ class PeerBuffers:
         return None
 
     def has_carried(self, own: OwnWindows, window: HeldWindow, part: Slice) -> bool:
-        """Return whether the peer can copy all pieces of ``part`` that were not captured with it. It can if one
-        complete window that both this node and the peer have contains all these pieces."""
+        """Return whether the peer can copy all pieces of ``part`` that were not captured with it. The peer can do this
+        if it and this node have the same complete window which contains all these pieces."""
         carried = [index for index in range(len(part.pieces)) if not part.is_captured(index)]
         for other in own:
             held = self.find(other.key)

@@ -185,7 +185,7 @@ class Wire:
         return True
 
     def send_bytes(self, view: memoryview, *, goes_on: bool = False) -> None:
-        """Send raw bytes, as fast as ``sendfile`` for mapped memory. ``goes_on`` and errors are as in ``send``."""
+        """Send raw bytes; for mapped memory, ``sendfile`` is not faster. ``goes_on`` and errors are as in ``send``."""
         flags = socket.MSG_MORE if goes_on else 0
         while view.nbytes:
             with self._moving():
@@ -240,5 +240,5 @@ def abort(sock: socket.socket) -> None:
 
 
 def is_token(given: Any, token: str) -> bool:
-    """Return whether ``given`` is the token. The time does not depend on the position of the first difference."""
+    """Return whether ``given`` equals ``token``. The duration does not show the position of the first difference."""
     return hmac.compare_digest(str(given).encode(errors="replace"), token.encode())

@@ -47,8 +47,8 @@ class _Work:
 
     @property
     def iteration(self) -> int:
-        """Iteration of the slice, or first iteration of the committed window. Of all tasks, the one with the lowest
-        iteration is sent first."""
+        """Iteration of the slice, or first iteration of the committed window. Among the slices and commits of all
+        ranks, the one with the lowest iteration is sent first."""
         index = self.action.index if isinstance(self.action, SendSlice) else 0
         return self.action.window.start_iteration + index
 
@@ -173,7 +173,7 @@ class Sender(threading.Thread):
                 and window not in self._sent_whole
                 and self._buffers[window.rank].has_carried(own.windows, window, part)
             )
-        # To send the whole slice, wait for its hashes: the hasher first copies pieces from earlier windows.
+        # Before a whole slice is sent, wait for its hashes: the hasher first copies pieces from earlier windows to it.
         if not is_whole and not carries and not self._hashes(work, part):
             return
         rank = window.rank
@@ -255,7 +255,7 @@ class Sender(threading.Thread):
             long_enough = isinstance(error, TimeoutError) or now - self._failing_since > AWAY_SECONDS
             if kind == "refused" or long_enough:
                 self._note(work, error)
-            # Waiting on the condition releases the lock and ends at once when the sender is stopped.
+            # Wait on the condition: this releases the lock, and ends at once when the sender is stopped.
             deadline = now + self._retry_seconds
             self._retry_seconds = min(2 * self._retry_seconds, LAST_RETRY_SECONDS)
             while not self._stopped and (left := deadline - time.monotonic()) > 0:
@@ -391,7 +391,7 @@ class Persister(threading.Thread):
         )
         if any(due.window is window for due in self._due):
             return
-        # A file is never replaced: the files of the other ranks would still have the other level.
+        # A file is never replaced, because its new level could differ from the level of the other ranks' files.
         if own.on_storage is not None and own.on_storage.window.key == window.key:
             return
         # The views keep the memory alive. The pin keeps its content, because no window may begin in a pinned buffer.

@@ -62,7 +62,7 @@ class LocalBackend:
         fsync_directory(self.folder)
 
     def delete(self, directory: str) -> None:
-        """Delete a directory. After a crash, nothing that remains counts as a window. Raises OSError if this fails."""
+        """Delete a directory. Remains of a deletion that a crash interrupts are not a window. Raises OSError."""
         # Rename first, so that a crash leaves no partly deleted window. Also delete remains of earlier crashes.
         self._empty_trash()
         self.move(directory, TRASH_PREFIX + directory)
@@ -203,7 +203,7 @@ class _RemoteBackend:
         return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
 
     def move(self, directory: str, target: str) -> None:
-        # A store without a rename moves one object after the other. If this is interrupted, the window is incomplete.
+        # A store without a rename moves one object after the other. If a move is interrupted, the window is incomplete.
         with _client_errors(self.describe(directory)):
             self._files.mv(self._path(directory), self._path(target), recursive=True)
 

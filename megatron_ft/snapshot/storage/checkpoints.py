@@ -29,7 +29,7 @@ LATEST_NAME = "latest"
 MEGATRON_LATEST_NAME = "latest_checkpointed_iteration.txt"
 """File of Megatron-LM that contains the iteration of the newest checkpoint of a folder, or ``release``."""
 RELEASE_NAME = "release"
-"""Directory of Megatron-LM for a checkpoint that belongs to no iteration."""
+"""Name of the directory in which Megatron-LM stores a checkpoint that belongs to no iteration."""
 _MAX_TRACKER_BYTES = 64
 _DIRECTORY = re.compile(r"iter_(\d{7,})(?:\.(\d{1,6}))?")
 _SET_ASIDE_PREFIX = {"damaged": "damaged_", "foreign": "foreign_"}
@@ -123,7 +123,7 @@ def start_directory(folder: Path, iteration: int) -> Path:
     """Create the directory for a save of ``iteration`` and return it.
 
     Remains of an incomplete save of the same iteration are deleted. A complete checkpoint of the same iteration stays;
-    the new one gets the next attempt number. ``sync_directory`` must follow before the checkpoint gets its manifest.
+    the new one gets the next attempt number. Call ``sync_directory`` before the manifest is written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     same = [stored for stored in list_checkpoints(folder) if stored.iteration == iteration]
@@ -137,7 +137,7 @@ def start_directory(folder: Path, iteration: int) -> Path:
 
 
 def sync_directory(path: Path) -> None:
-    """Sync the directory of a checkpoint, whose files must be synced, and the two directories above it."""
+    """Sync the directory of a checkpoint and the two directories above it. Its files must be synced already."""
     # A power failure could otherwise remove the directory together with its synced manifest.
     for directory in (path.parent.parent, path.parent, path):
         fsync_directory(directory)
@@ -146,7 +146,7 @@ def sync_directory(path: Path) -> None:
 def newest_valid(
     folder: Path, check: Callable[[Path], Manifest] = Manifest.verified
 ) -> tuple[Path | None, list[DamageReport]]:
-    """Return the newest checkpoint that passes ``check``, and a report on each newer checkpoint that does not.
+    """Return the newest checkpoint that passes ``check``, if any, and a report on each newer one that does not.
 
     There are also reports on directories without a manifest, which an unfinished save has left, and on directories
     whose name and manifest have different iterations.
@@ -250,7 +250,7 @@ def _move_latest_back(folder: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint. A crash during the deletion leaves no partly deleted directory under its name."""
+    """Delete a checkpoint. After a crash, no partly deleted directory has the name of a checkpoint."""
     LocalBackend(path.parent).delete(path.name)
 
 

@@ -88,7 +88,7 @@ class HashedFile(io.RawIOBase):
         self._hash.update(view)
         self.num_bytes += len(view)
         if self._writes_back and self.num_bytes - self._num_written_back >= _WRITE_BACK_BYTES:
-            # Linux starts to write dirty pages that are no longer needed, and does not wait.
+            # This makes Linux start to write these dirty pages to disk, and does not wait for the disk.
             start, self._num_written_back = self._num_written_back, self.num_bytes
             os.posix_fadvise(self._descriptor, start, self.num_bytes - start, os.POSIX_FADV_DONTNEED)
         return len(view)
@@ -115,10 +115,9 @@ def fsync_directory(directory: Path) -> None:
 
 
 def write_atomically(directory: Path, name: str, content: bytes | Iterable[bytes | memoryview]) -> FileEntry:
-    """Write ``content``, bytes or chunks, to the file ``name``. Readers see the old content or the new one.
-
-    Raises OSError if the disk is full or fails, and errors of chunks. After an error, an existing file is unchanged.
-    """
+    """Write ``content``, bytes or chunks, to the file ``name``. Readers see the old content or the new one. Raises
+    OSError if the disk is full or fails, and the errors of an iterator ``content``. After an error, an existing file is
+    unchanged."""
     temporary, entry = write_temporary(directory, name, content)
     try:
         # Rename after the content is synced, so that a crash leaves the complete new file or the former state.
@@ -133,9 +132,9 @@ def write_atomically(directory: Path, name: str, content: bytes | Iterable[bytes
 def write_temporary(
     directory: Path, name: str, content: bytes | Iterable[bytes | memoryview]
 ) -> tuple[Path, FileEntry]:
-    """Write and sync ``content``, bytes or chunks, to a file that can be renamed to ``name``. Return its path, and its
-    manifest entry under the name ``name``. Raises OSError if the disk is full or fails, and errors of chunks. After an
-    error the file does not exist."""
+    """Write and sync ``content``, bytes or chunks, to a temporary file that can be renamed to ``name``. Return its path
+    and the manifest entry of ``name``. Raises OSError if the disk is full or fails, and the errors of an iterator
+    ``content``. After an error the temporary file does not exist."""
     temporary = f".{name}.{os.getpid()}.tmp"
     (directory / temporary).unlink(missing_ok=True)
     try:
@@ -157,7 +156,7 @@ def write_file(directory: Path, name: str, content: bytes) -> FileEntry:
 
 
 def entry_of(directory: Path, name: str) -> FileEntry:
-    """Return the manifest entry of a file that was written by other means. Raises OSError if it cannot be read."""
+    """Return the manifest entry of a file that other code has written. Raises OSError if it cannot be read."""
     with (directory / name).open("rb", buffering=0) as file:
         return FileEntry(name=name, num_bytes=os.fstat(file.fileno()).st_size, xxh3_128=hash_file(file))
 

@@ -45,7 +45,7 @@ class Manifest:
     iteration: int
     """Newest iteration whose update the checkpoint contains."""
     consumed_samples: int
-    """Number of samples read up to ``iteration``."""
+    """Number of samples that training has consumed up to and including ``iteration``."""
     settings: Settings
     """Settings of the run as [concern][key]; concerns are data, model, optimizer and schedule. Empty if
     ``format_version`` is 1."""
@@ -134,7 +134,7 @@ class Manifest:
 
         Raises:
             CheckpointError: a file is missing, unlisted, not a regular file, or has other content; the message names
-                it.
+                this file.
         """
         manifest = Manifest.read(directory)
         _check_listing(directory, manifest.files)

@@ -73,9 +73,9 @@ def check_source(directory: Path, settings: Settings | None, *, weights_only: bo
         trust: ``checkpoint.trust``.
 
     Raises:
-        CheckpointError: one of four cases. ``directory`` is no checkpoint. It has no manifest, and ``trust`` is false.
-            Its tensors (its model, with ``weights_only``) differ from those of the job. It contains only weights, and
-            ``weights_only`` is false.
+        CheckpointError: ``directory`` is no checkpoint; or it has no manifest and ``trust`` is false; or it contains
+            only weights and ``weights_only`` is false; or its model (``weights_only``) or the tensors of its model or
+            optimizer (otherwise) differ from those of the job.
     """
     key = "checkpoint.load_weights" if weights_only else "checkpoint.load"
     name = f"{key}={directory}"
@@ -186,8 +186,8 @@ def _newest_states(run_dir: Path) -> str:
 
 
 def other_model(stored: Settings, present: Settings, *, keys: Sequence[str] | None = None) -> list[Difference]:
-    """List those of ``keys``, keys of the model, in which two settings differ. None means all keys that determine the
-    shapes of weights or the outputs."""
+    """List the model keys in which two settings differ. Only ``keys`` are compared; None means all keys that determine
+    the shapes of weights or how outputs are computed from weights."""
     names = keys or _FUNCTION
     one, other = ({key: _normal(key, each.get("model", {})) for key in names} for each in (stored, present))
     return Difference.between({"model": one}, {"model": other})
@@ -197,7 +197,7 @@ _EQUAL_IF_NULL = {
     "model.num_query_groups": "model.num_attention_heads",
     "model.moe_ffn_hidden_size": "model.ffn_hidden_size",
 }
-"""Maps each key that, if it is null, has the value of another key, to this other key."""
+"""Keys that, if they are null, have the value of another key; each is mapped to that other key."""
 _FUNCTION = tuple(
     f"model.{name}"
     for name in (
@@ -236,8 +236,8 @@ _REGIME = "precision.regime"
 
 
 def _master_weights(optimizer: Mapping[str, Any]) -> str | None:
-    """Return the name of the master weights in a checkpoint: Megatron's name, or the regime of quantized state. None if
-    it stores none besides the weights."""
+    """Return the name of the master weights in a checkpoint: Megatron's name, or the regime of quantized state. Return
+    None if the checkpoint stores no master weights besides the weights."""
     if optimizer.get(_REGIME) is not None:
         return str(optimizer[_REGIME])
     if optimizer.get(_SHARDED):

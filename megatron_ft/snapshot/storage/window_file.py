@@ -191,7 +191,7 @@ class WindowFile:
         return () if self._stored_in is None else self._stored_in.windows
 
     def read_slice(self, index: int, into: memoryview | None = None) -> memoryview:
-        """Read and verify slice ``index``. Write its bytes to ``into``, which must have its size, or to new memory.
+        """Read and verify slice ``index``. Return its bytes in ``into``, of the slice's size, or in new memory if None.
 
         Raises:
             CheckpointError: a piece is damaged, padding is not zero, or the storage fails. ``into`` may then contain
@@ -225,7 +225,7 @@ class WindowFile:
             part.check_hash(index, part.hash_piece(index, buffer), self.path)
 
     def _read_own(self, part: Slice, targets: Mapping[int, memoryview]) -> None:
-        # Reads pieces that are in this file. ``targets`` contains memory for them by index, which may be longer.
+        # Reads pieces that are in this file. ``targets``: memory of at least the piece's size, by index of the piece.
         positions = {index: part.offset + piece.offset for index, piece in enumerate(part.pieces)}
         if self._stored_in is not None:
             positions = dict(self._stored_in.layout(part)[0])
@@ -336,7 +336,7 @@ def _chunks(
         view = view.cast("B")
         end = 0
         found, size = stored_in.layout(part)
-        # Memory may have a newer state of the pieces that are only in earlier files.
+        # Check only the pieces that are written: of the other pieces, memory may have a newer state.
         for index, _ in found:
             part.check_hash(index, part.hash_piece(index, view), where)
         for index, start in found:

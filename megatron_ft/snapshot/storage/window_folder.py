@@ -88,7 +88,7 @@ class RejectedWindow:
 
     @classmethod
     def reason_for(cls, run_dir: Path, windows: Sequence[Window]) -> str | None:
-        """Return why an earlier start of the run rejected a window; None if none did.
+        """Return why an earlier start of the run rejected a window; None if no earlier start rejected it.
 
         Args:
             windows: description of each rank's part of the window.
@@ -97,7 +97,7 @@ class RejectedWindow:
             CheckpointError: the list of rejected windows cannot be read.
         """
         rejected = {entry.digest: entry.reason for entry in cls.read_all(run_dir)}
-        # As ``SnapshotRestorer.find`` computes it.
+        # Compute the digest as ``SnapshotRestorer.find`` does.
         return rejected.get(window_digest([window_digest([each.to_bytes().decode()]) for each in windows]))
 
 
@@ -177,8 +177,8 @@ class WindowFolder:
     def newest(
         self, world_size: int, refuse: Callable[[Window], str | None] = lambda _: None
     ) -> tuple[WindowKey | None, list[DamageReport]]:
-        """Return the newest complete window that ``refuse`` accepts by returning None, and a report on each newer
-        window."""
+        """Return the newest complete window for which ``refuse`` returns None, if any, and a report on each newer
+        window. For other windows, ``refuse`` returns the reason to reject them."""
         return self._first_sound(self.list_windows()[::-1], world_size, refuse=refuse)
 
     def retain(self, num_windows: int, world_size: int, *, part: int = 0, num_parts: int = 1) -> list[WindowKey]:
