@@ -63,7 +63,7 @@ class RankFailed(MegatronFtError):
 
 
 class RankLost(RankFailed):
-    """A rank cannot continue because of an error in its process. Other ranks recover as if it had been killed."""
+    """Raised if a rank cannot continue after an error in its process. Other ranks recover as if it had been killed."""
 
 
 class ControlError(MegatronFtError):

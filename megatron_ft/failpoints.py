@@ -4,7 +4,7 @@ A failpoint is written as a call with literal keywords, e.g. ``kill(rank=1, at_i
 failpoint fires once in each process that it matches. Without a generation, it matches processes of every generation. A
 record is on disk *before* the fault happens, so that a trial can prove the injection. The rank of a process may change
 with the membership: ``rank`` is the rank in the generation that the failpoint names. If the failpoint names no
-generation, ``rank`` is the first rank of the process. If ``watch`` has set a function, each ``hit`` also reports the
+generation, ``rank`` is the first rank of the process. If ``watch`` has set a function, ``hit`` also reports the
 rank's progress to this function. If there is neither a failpoint nor such a function, ``hit`` only evaluates two
 conditions.
 """
@@ -219,7 +219,7 @@ def arm(specs: Iterable[str], *, rank: int, node: int, record: Callable[[Record]
     Args:
         specs: e.g. ``config.testing.failpoints``.
         rank: present rank of the process; ``enter`` changes it.
-        record: called before the fault with a ``FailpointHit`` record; must write it to disk, as ``append_to`` does.
+        record: called before the fault with the JSON object of a ``FailpointHit`` event, which it must write to disk.
         generation: present generation of the job.
 
     Raises:

@@ -131,7 +131,7 @@ class PartBuilt(Record):
     """Pipeline stage that was built, counted from 0."""
     places: tuple[int, ...]
     """Positions, in the layout, of the nodes whose model was built. The rank needs this model if its node replaces one
-    of them."""
+    of these nodes."""
     state_bytes: int
     """Bytes of weights, gradients, master weights and moments that were allocated."""
     seconds: float

@@ -67,12 +67,12 @@ class StateShard:
 
     @property
     def block_elements(self) -> int:
-        """Number of elements that a cut of the shard must not divide."""
+        """Number of consecutive elements (a block) that must stay together if the shard is cut."""
         return block_elements((*self.full, *self.frozen))
 
 
 def block_elements(components: Iterable[Component]) -> int:
-    """Return the number of elements that a cut must not divide if a parameter has these ``components``."""
+    """Return the number of consecutive elements that must stay together if a shard with ``components`` is cut."""
     return SCALE_BLOCK_ELEMENTS if any(component.per_block for component in components) else 1
 
 

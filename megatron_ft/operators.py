@@ -27,7 +27,7 @@ class OperatorId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """Numbers of an operator's parameters that are split over TP ranks, and of parameters that every TP rank has."""
+    """An operator with two parameter counts: parameters split over TP ranks, and parameters that every TP rank has."""
 
     id: OperatorId
     num_split_parameters: int

@@ -64,9 +64,9 @@ class WindowCommitted(Record):
     """Share of the whole training's tokens whose updates of experts would be lost by a recovery from this window, as a
     mean over MoE layers. None if windows leave out no experts."""
     lost_share: float | None = None
-    """Share of the whole training's tokens whose updates recoveries have lost (PLT); None as for ``at_risk_share``."""
+    """Share of the training's tokens whose updates of experts were lost (PLT). None if windows leave out no experts."""
     owed_share: float | None = None
-    """The part of ``lost_share`` that experts have not repaid. None without ``snapshot.repay_capacity_share``."""
+    """The part of ``lost_share`` that extra tokens did not replace. None without ``snapshot.repay_capacity_share``."""
     stored_at_risk_share: float | None = None
     """Share of the whole training's tokens whose updates of experts would be lost by a recovery from the newest file.
     None unless files have fewer experts than windows (``snapshot.policy.num_persisted_experts`` or
@@ -153,7 +153,7 @@ class ExpertUpdatesLost(Record):
     num_tokens: int
     """Number of tokens, over all layers, whose updates of experts were lost in this recovery."""
     num_stored_tokens: int = 0
-    """Number of these tokens that were lost by experts whose state was read from storage. The others were lost by
+    """The part of ``num_tokens`` that was lost by experts whose state was read from storage. The rest was lost by
     experts whose state was in memory."""
     num_memory_experts: int = 0
     """Number of experts, over all layers, whose state was in memory, although the window was read from storage."""

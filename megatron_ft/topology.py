@@ -127,7 +127,7 @@ class Topology:
         return range(pipeline_stage * self.stage_size, (pipeline_stage + 1) * self.stage_size)
 
     def expert_parallel_ranks(self, ranks: Iterable[int]) -> list[list[int]]:
-        """Return those of ``ranks`` that hold the same range of experts, by expert-parallel coordinate."""
+        """Group ``ranks`` by expert-parallel coordinate. The ranks of a group have the same range of experts."""
         found: list[list[int]] = [[] for _ in range(self.expert_model_parallel_size)]
         for rank in ranks:
             found[self.coordinates(rank).ep].append(rank)

@@ -26,7 +26,7 @@ _LEAST_EPSILON = 2.0**-126
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hyperparameters:
-    """Values of one update."""
+    """Hyperparameters of AdamW for one update."""
 
     lr: float
     beta1: float = 0.9
@@ -67,8 +67,8 @@ class Factors:
             rest1=1.0 - values.beta1,
             beta2=values.beta2,
             rest2=1.0 - values.beta2,
-            # Factors, because CUDA replaces a quotient with a number by a product with its reciprocal, and a CPU does
-            # not.
+            # These are factors and not divisors, because CUDA replaces a division by a number with a product with its
+            # reciprocal, and a CPU does not.
             correction=1.0 / math.sqrt(1.0 - values.beta2**step),
             eps=values.eps,
             rate=values.lr / (1.0 - values.beta1**step),
@@ -84,7 +84,7 @@ class ScaledState:
     name: str
     """Global name of the parameter, for stochastic rounding."""
     start: int
-    """Number of the first element; a multiple of the block size."""
+    """Index of the first element in the flattened parameter; a multiple of the block size."""
     master: QuantizedTensor
     exp_avg: QuantizedTensor
     exp_avg_sq: QuantizedTensor

@@ -72,7 +72,7 @@ class Entry:
 
 
 def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Entry], int]:
-    """Return the entries of ``tensors`` in their order, and the bytes of a buffer that holds them."""
+    """Return the entries of ``tensors`` in their order, and the size in bytes of a buffer for all of them."""
     entries, offset = [], 0
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -86,7 +86,7 @@ def pack(tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor | None = None
     """Copy contiguous ``tensors`` to a uint8 buffer. Each byte is copied once.
 
     Args:
-        buffer: where to copy to, uint8 ``[bytes]`` with at least the bytes of ``layout``; None allocates memory.
+        buffer: uint8 ``[bytes]`` of at least the size that ``layout`` returns; None allocates a new buffer.
     """
     entries, num_bytes = layout(tensors)
     if buffer is None:

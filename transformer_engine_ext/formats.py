@@ -73,8 +73,8 @@ def cast(values: torch.Tensor, target: Format) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
-    """Random numbers for stochastic rounding. The number of an element depends only on the four inputs, so the result
-    does not depend on how a parameter is cut into shards."""
+    """Random numbers for stochastic rounding. The number of an element depends only on the fields and on the index of
+    the element in the parameter. So the result does not depend on how a parameter is cut into shards."""
 
     seed: int
     name: str

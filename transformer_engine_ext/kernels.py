@@ -100,7 +100,7 @@ def _pointers(tensor: QuantizedTensor, device: torch.device) -> _Tensor:
 
 
 def backend_for(name: str, device: torch.device, load: Callable[[str], ctypes.CDLL]) -> Backend:
-    """Return the backend ``name``, which can update state on ``device``. Nothing falls back to another backend.
+    """Return the backend ``name``, after a check that it can update state on ``device``. There is no fallback.
 
     Args:
         load: builds and loads the library of ``cpp`` or ``cuda``. It may raise errors of its own.

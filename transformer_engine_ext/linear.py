@@ -24,8 +24,8 @@ class LinearScalers:
     def of(
         cls, provider: Provider, recipe: Recipe, history: AmaxHistory | None = None, number: int = 0
     ) -> "LinearScalers":
-        """Make the scalers of a layer with ``recipe``. Delayed scaling needs the ``history`` of the layer, which has
-        ``number`` in it."""
+        """Make the scalers of a layer with ``recipe``. Delayed scaling needs ``history``, in which the layer has the
+        index ``number``."""
         roles = {role: recipe.scaler(role) if history is None else history.scaler(role, number) for role in ROLES}
         return cls(provider=provider, **roles)
 

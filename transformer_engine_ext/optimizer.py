@@ -17,11 +17,11 @@ class ParameterRange:
     name: str
     """Global name of the parameter, which keys stochastic rounding."""
     start: int = 0
-    """Number of the tensor's first element in the flattened parameter; a multiple of the block size."""
+    """Index of the tensor's first element in the flattened parameter; a multiple of the block size."""
 
 
 def placeholder(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return an FP32 tensor of ``shape`` that has gradients, but whose values all have the memory of one number."""
+    """Return an FP32 tensor of ``shape`` that can have a gradient. Its elements share the memory of a single number."""
     return torch.zeros((), dtype=torch.float32, device=device).expand(tuple(shape))
 
 
@@ -93,8 +93,8 @@ class ScaledAdamW(torch.optim.Optimizer):
         return found
 
     def scaled_state(self, parameter: torch.Tensor) -> ScaledState:
-        """Return the state of ``parameter`` as views of the tensors in ``state``. Make it from the values of the
-        parameter if there is none, and round the parameter to its masters."""
+        """Return the state of ``parameter`` as views of the tensors in ``state``. If there is no state yet, make it
+        from the values of the parameter, and set the parameter to its decoded masters."""
         place, state = self._ranges[parameter], self.state[parameter]
         if "master" not in state:
             found = self._create(parameter, parameter)

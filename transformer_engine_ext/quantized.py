@@ -126,18 +126,18 @@ def scales_for(amax: torch.Tensor, target: Format) -> torch.Tensor:
 
 
 def factors_of(scales: torch.Tensor) -> torch.Tensor:
-    """Return 2**exponent as FP32 for biased exponents."""
+    """Return 2**(scale - 127) as FP32 for each of ``scales``, which are biased exponents."""
     return power_of_two(scales.to(torch.int32) - _BIAS)
 
 
 def inverse_factors_of(scales: torch.Tensor) -> torch.Tensor:
-    """Return 2**-exponent as FP32 for biased exponents."""
+    """Return 2**(127 - scale) as FP32 for each of ``scales``, which are biased exponents."""
     return power_of_two(_BIAS - scales.to(torch.int32))
 
 
 def quantize_tensor(values: torch.Tensor, target: Format, scale: torch.Tensor) -> QuantizedTensor:
-    """Quantize FP32 ``values`` with one given ``scale`` (uint8 ``[1]``). Larger values are clamped."""
-    # A factor of shape [1] would give a tensor without dimensions one.
+    """Quantize FP32 ``values`` with one given ``scale`` (uint8 ``[1]``). Values too large for the scale are clamped."""
+    # A factor of shape [1] would add a dimension to a tensor that has none.
     codes = cast(values.to(torch.float32) * inverse_factors_of(scale).reshape(()), target)
     return QuantizedTensor(codes=codes, scales=scale, block_elements=None)
 
@@ -155,7 +155,7 @@ def quantize_blocks(
 
     Args:
         draws: random numbers for stochastic rounding; None rounds to nearest.
-        start: ``values`` is a range of a flattened parameter; this is the number of its first element there.
+        start: index of the first of ``values`` in the flattened parameter; a multiple of ``block_elements``.
         keeps_nonzero: whether values above zero become at least the smallest value of the format. A second moment
             that underflows to zero would divide the first moment by epsilon alone.
     """

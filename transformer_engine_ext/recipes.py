@@ -30,7 +30,7 @@ class Scaler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorwiseScaler:
-    """One scale for the tensor, from its own largest magnitude ("current scaling")."""
+    """Computes one scale for a tensor from the largest magnitude of the same tensor ("current scaling")."""
 
     target: Format
 
@@ -42,7 +42,7 @@ class TensorwiseScaler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockwiseScaler:
-    """One scale for each block of consecutive elements, from the block's largest magnitude."""
+    """Computes one scale for each block of consecutive elements from the largest magnitude of the block."""
 
     target: Format
     block_elements: int = BLOCK_ELEMENTS
@@ -54,14 +54,14 @@ class BlockwiseScaler:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DelayedScaler:
-    """One scale for the tensor, which :class:`AmaxHistory` computes from earlier iterations. Larger values are
-    clamped."""
+    """Uses one scale for a tensor, which :class:`AmaxHistory` computes from earlier iterations. Values too large for
+    the scale are clamped."""
 
     target: Format
     scale: torch.Tensor
     """Scale of this iteration, uint8 ``[1]``."""
     newest: torch.Tensor
-    """Largest magnitude of the tensors of this iteration, FP32 ``[1]``."""
+    """Largest magnitude of the tensors of this iteration so far, FP32 ``[1]``."""
 
     def quantize(self, values: torch.Tensor) -> QuantizedTensor:
         """Quantize ``values`` with the scale of this iteration, and note their largest magnitude."""
@@ -90,7 +90,7 @@ class Recipe:
         """Make the scaler of one ``role`` of a layer, for a recipe without state.
 
         Raises:
-            ValueError: the scaling is unknown here, or is delayed (:class:`AmaxHistory`).
+            ValueError: the scaling is not ``tensorwise`` or ``blockwise``; for ``delayed``, use :class:`AmaxHistory`.
         """
         target = self.formats[role]
         if self.scaling == "tensorwise":
@@ -103,9 +103,9 @@ class Recipe:
 class AmaxHistory:
     """Scales of delayed scaling for several linear layers, and the magnitudes from which they follow.
 
-    All tensors of one role of one layer have the same scale in an iteration. It follows from the largest magnitudes
-    (amax) of earlier iterations. Ranks that process different tokens with the same layer must combine ``newest`` with a
-    maximum before they call ``advance``.
+    All tensors of one role of one layer have the same scale in an iteration. This scale follows from the largest
+    magnitudes (amax) of earlier iterations. Ranks that process different tokens with the same layer must combine
+    ``newest`` with a maximum before they call ``advance``.
 
     Args:
         recipe: formats of the roles; its scaling must be ``delayed``.

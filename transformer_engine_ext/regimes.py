@@ -18,7 +18,7 @@ class Regime:
 
     @property
     def is_compute_scaled(self) -> bool:
-        """Whether compute weights have scales: only FP8. FP16 weights are used by layers as they are."""
+        """Whether compute weights have scales. FP8 weights have scales; layers use FP16 weights without scales."""
         return self.compute is E4M3
 
     def full(self) -> Iterator[tuple[str, Format, bool]]:

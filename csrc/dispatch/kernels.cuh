@@ -14,7 +14,7 @@ namespace megatron_ft::dispatch::cuda {
 int64_t schedule_cells(int64_t num_experts, int64_t num_ranks);
 
 // Computes schedule [2, E, N]: what `rank` sends, and what it receives. The values of counts and replicas are not
-// checked, because that would need a copy to the host; `Totals.of` in checks.py compares the sums of the schedule.
+// checked, because that would need a copy to the host; `Totals.of` in rows.py compares the sums of the schedule.
 // `memory` is scratch memory.
 void schedule(const int64_t* counts, const int64_t* replicas, int64_t num_experts, int64_t num_ranks, int64_t rank,
               bool balanced, int64_t* memory, int64_t* schedule, cudaStream_t stream);

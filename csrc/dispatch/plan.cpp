@@ -42,9 +42,9 @@ inline int64_t filling(int64_t position, int64_t rank) {
     return position <= rank ? position - 1 : position;
 }
 
-// Where the next token of one expert goes.
+// Destination of the next token of one expert.
 struct Cursor {
-    int64_t position = -1;  // of the destination rank, see `filling`
+    int64_t position = -1;  // position of the destination rank in the order of `filling`
     int64_t next_row = 0;
     int64_t room = 0;  // number of tokens that still go to this destination rank
 };

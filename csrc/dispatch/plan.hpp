@@ -11,7 +11,7 @@ namespace megatron_ft::dispatch {
 int64_t count_rows(const uint8_t* routing_map, int64_t num_tokens, int64_t num_experts, int64_t* counts);
 
 // Orders the sent rows by (destination rank, expert, token), and fills permutation [S], expert_of_row [S] and
-// rows_of_token [T, K], which DispatchHandle in handle.py explains. outgoing [E, N]: tokens of each expert for each
+// rows_of_token [T, K], which DispatchHandle in rows.py explains. outgoing [E, N]: tokens of each expert for each
 // rank. The first tokens of an expert go to this rank, the next ones to the other ranks, in rank order. `width` is K.
 void order_sent(const uint8_t* routing_map, const int64_t* outgoing, int64_t num_tokens, int64_t num_experts,
                 int64_t num_ranks, int64_t rank, int64_t width, int64_t* permutation, int64_t* expert_of_row,

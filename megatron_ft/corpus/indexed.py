@@ -50,12 +50,12 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def tokenizer_path(prefix: str | Path) -> Path:
-    """Return the path of the file with the fingerprint of the tokenizer, which datasets of other tools do not have."""
+    """Return the path of the file with the tokenizer's fingerprint. Datasets of other tools have no such file."""
     return Path(f"{prefix}.tokenizer.json")
 
 
 def check_tokenizer(prefix: str | Path, fingerprint: str) -> None:
-    """Compare the tokenizer of a job with the tokenizer that wrote a dataset, if a record of it exists.
+    """Compare a job's tokenizer (``fingerprint``) with that of a dataset, if the dataset records its tokenizer.
 
     Raises:
         DataError: the tokenizers differ, or the record of the tokenizer cannot be read.
@@ -198,7 +198,7 @@ class IndexInfo:
         """Check ``prefix.idx`` and compare its sizes with ``prefix.bin``. The memory needed is constant.
 
         Raises:
-            DataError: a file is missing or its content violates the format. The message names it.
+            DataError: a file is missing or its content violates the format. The message names the file.
         """
         path, sizes = idx_path(prefix), _file_sizes(prefix)
         with open(path, "rb") as stream:

@@ -174,7 +174,7 @@ class SplitPlan:
     spans: tuple[Span, ...]
     order: _SampleOrder
     document_rules: tuple[str, ...] = ()
-    """Keys of ``data`` that are true and make the end of a document count, with the token that ends documents."""
+    """Keys in ``DOCUMENT_KEYS`` that are true, followed by ``eod=<id>``; empty if none of these keys is true."""
 
     def fingerprint(self) -> str:
         """Return a hexadecimal digest of the order of samples, the sizes of the sources, their first and last
@@ -423,7 +423,7 @@ def _padded(config: JobConfig, entries: int) -> int:
 
 
 def _check_files(config: DataConfig, split: str, found: Findings) -> None:
-    """Check the files of the sources of a split without a tokenizer, because of another error."""
+    """Check the files of a split's sources. This needs no tokenizer, which is missing after an earlier error."""
     key, names, _ = _configured(config, split)
     for position, name in enumerate(names):
         if name != stdlib.NAME:
@@ -432,7 +432,7 @@ def _check_files(config: DataConfig, split: str, found: Findings) -> None:
 
 
 def _split(config: JobConfig, split: str, tokenizer: Tokenizer, found: Findings) -> list[_SourceSummary]:
-    """Describe the sources of a split. Return an empty list and add the errors to ``found`` if there are any."""
+    """Describe the sources of a split. If there are errors, add them to ``found`` and return an empty list."""
     key, names, _ = _configured(config.data, split)
     entries = vocabulary_entries(config, tokenizer)
     totals, notes = [], []

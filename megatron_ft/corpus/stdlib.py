@@ -45,7 +45,7 @@ def library_folder() -> Path:
 
 @lru_cache(maxsize=4)
 def list_files(folder: Path, max_bytes: int = MAX_BYTES) -> tuple[_SourceFile, ...]:
-    """List the files of the corpus in their order. Raises DataError if the library has no source files."""
+    """List the files of the corpus in the order of the corpus. Raises DataError if the library has no source files."""
     found = sorted(_walk(folder), key=lambda file: hashlib.blake2b(file.name.encode()).digest())
     chosen, total_bytes = [], 0
     for file in found:

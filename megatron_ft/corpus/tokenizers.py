@@ -214,7 +214,7 @@ class _SentencePieceTokenizer:
         self.eod = eos if eos >= 0 else size
         self.vocab_size = max(size, self.eod + 1)
         self.fingerprint = _digest(path)
-        # The unknown token is not decoded to the unknown characters; other characters are removed as white space.
+        # Dropped characters become the unknown token, from which they cannot be decoded, or are removed as white space.
         unknown = int(self._backend.unk_id())
         encoded = {letter: self.encode(letter).tolist() for letter in string.printable}
         self.dropped = "".join(letter for letter, ids in encoded.items() if not ids or unknown in ids)

@@ -167,7 +167,7 @@ class Slice:
             self.check_hash(index, found, where)
 
     def check_hash(self, index: int, found: str, where: str) -> None:
-        """Compare ``found`` with the hash of piece ``index``. Raises CheckpointError, naming ``where`` and the piece."""
+        """Compare ``found`` with the hash of piece ``index``. Raises CheckpointError, naming ``where`` and piece."""
         assert self.hashes is not None, f"{where}: hashes are not computed yet"
         piece, expected = self.pieces[index], self.hashes[index]
         if found != expected:

@@ -73,6 +73,6 @@ def _spread(prefix: str, ordered: Sequence[float], skew: float) -> dict[str, flo
 
 
 def bin_loads(loads: Sequence[float], num_bins: int) -> list[float]:
-    """Reduce ``loads`` to at most ``num_bins`` values. Each is the largest load in a group of neighbouring experts."""
+    """Reduce ``loads`` to at most ``num_bins`` values, each the largest load in a group of neighbouring experts."""
     bin_size = max(1, -(-len(loads) // num_bins))
     return [max(loads[start : start + bin_size]) for start in range(0, len(loads), bin_size)]

@@ -147,7 +147,7 @@ class _Gap:
         return self.fails or self.continues
 
     def pass_to(self, at: float, *, ends_job: bool) -> None:
-        """Add a record that was written at time ``at``. ``ends_job`` is true if the record ends a job."""
+        """Note that a record was written at time ``at``. ``ends_job`` is true if the record ends a job."""
         if self.ended is not None:
             self.between_jobs_seconds += max(0.0, at - self.ended)
         self.ended = at if ends_job else None
@@ -167,7 +167,7 @@ class _Counted:
     seconds: "array[float]" = field(default_factory=lambda: array("d"))
     tokens: "array[float]" = field(default_factory=lambda: array("d"))
     num_iterations: int = 0
-    """Totals of iterations, nanoseconds and tokens. They are integers, so that subtraction leaves no rounding error."""
+    """Number of useful iterations. This and the two totals are integers, so that subtraction has no rounding error."""
     total_nanoseconds: int = 0
     total_tokens: int = 0
 
@@ -282,7 +282,7 @@ class GoodputMeter:
         self._between_jobs += between
         if gap.is_recovery:
             self._recovery += before - unreported
-            # A failure becomes an interruption only with the record of the state from which ranks continued.
+            # A failure counts only if a record names the state from which ranks continued.
             self._num_interruptions += gap.continues
         else:
             self._other += before - unreported

@@ -80,7 +80,7 @@ class RunFigures:
 
     def _train(self) -> None:
         before, self._so_far = self._so_far, self._meter.so_far()
-        # The first iteration after a recovery ends the recovery, so its duration is known only now.
+        # The first iteration after a recovery ends the recovery, so the duration of the recovery is known only now.
         if self._so_far.num_interruptions > before.num_interruptions:
             strategy = self._strategy or "unknown"
             took = max(0.0, self._so_far.recovery_seconds - before.recovery_seconds)

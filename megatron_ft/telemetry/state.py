@@ -93,8 +93,8 @@ class RunState:
         return self.num_tokens / self.training_seconds if self.training_seconds > 0 else None
 
     def remaining_seconds(self) -> float | None:
-        """Return the remaining time, assuming the pace of the newest iterations with the pauses between them. Return
-        None if the pace is not known."""
+        """Return the expected seconds until the last iteration, at the pace of the newest iterations including pauses
+        between them. Return None if the pace is not known."""
         if len(self._recent) < 2:
             return None
         (start, first), (end, last) = self._recent[0], self._recent[-1]

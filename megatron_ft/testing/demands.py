@@ -40,8 +40,8 @@ class Stored(Protocol):
 
 
 def quantized(parts: Iterable[tuple[str, Stored, bool]]) -> tuple[Component, ...]:
-    """Return the components of quantized state. ``parts`` are name, format, and whether there are scales: what ``full``
-    and ``frozen`` of a regime of ``transformer_engine_ext`` yield."""
+    """Return the components of quantized state. ``parts`` contains (name, format, whether there are scales), as the
+    methods ``full`` and ``frozen`` of ``transformer_engine_ext.regimes.Regime`` yield them."""
     found = []
     for name, target, has_scales in parts:
         found.append(Component(name=name, dtype=target.name, item_bytes=target.item_bytes))
@@ -51,8 +51,8 @@ def quantized(parts: Iterable[tuple[str, Stored, bool]]) -> tuple[Component, ...
 
 
 def algorithm_1(full_bytes: float, frozen_bytes: float, budget_bytes: float, num_operators: int) -> int:
-    """Compute W with algorithm 1 of MoEvement for operators of one size. All sizes are bytes per parameter of the whole
-    model; the budget is what one iteration can copy."""
+    """Compute W, the length of a window, with algorithm 1 of MoEvement for operators of equal size. All sizes are bytes
+    per parameter of the model; ``budget_bytes`` is what one iteration can copy."""
     active = num_operators
     while active > 2:
         if full_bytes * active + frozen_bytes * (num_operators - active) <= budget_bytes * num_operators:

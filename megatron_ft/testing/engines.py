@@ -101,8 +101,8 @@ def be_ready_to_fork() -> None:
 def groups_of(
     config: JobConfig, *, store: Any = None, rank: int = 0, world_size: int = 1, generation: int | None = None
 ) -> Iterator[Any]:
-    """Form the process groups of one generation, and dissolve them after the block. The default ``store`` works within
-    one process."""
+    """Form the process groups of one generation, and dissolve them after the block. The default ``store`` works only
+    within one process."""
     import torch.distributed as dist
 
     from megatron_ft.mcore.groups import Groups, dissolve_groups
@@ -178,7 +178,7 @@ def run_scenarios(
 
     Args:
         scenarios: name -> (``module:function``, world size, keyword arguments). Each rank calls the function with these
-            arguments and ``rank``, ``world_size`` and ``store``; the function returns JSON.
+            arguments and ``rank``, ``world_size`` and ``store``. The result must be representable in JSON.
 
     Raises:
         AssertionError: a rank raised an exception; the message contains its traceback.

@@ -25,7 +25,7 @@ from megatron_ft.testing.jobs import REPOSITORY
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """Inputs of a rank."""
+    """Number of a rank, and what it needs to connect to the other ranks."""
 
     rank: int
     world_size: int

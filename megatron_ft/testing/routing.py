@@ -11,7 +11,7 @@ from megatron_ft.runtime.dispatch.rows import DispatchHandle
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Routing of one layer. ``maps`` has bool [tokens, experts] per rank; ``replicas`` is int64 [experts, ranks]."""
+    """Routing of one layer: ``maps``, bool [T, E] for each rank; ``replicas``, numbers of copies, int64 [E, N]."""
 
     maps: list[torch.Tensor]
     replicas: torch.Tensor
@@ -35,7 +35,7 @@ def make_routing(
 ) -> Routing:
     """Make a routing with Zipf-like loads of exponent ``skew``. Every third expert gets no token if ``topk`` allows it.
 
-    ``tokens`` gives the number of tokens per rank and is repeated if there are more ranks. ``drop`` is the share of
+    ``tokens`` gives the number of tokens per rank and is repeated if it has too few entries. ``drop`` is the share of
     (token, expert) pairs to remove, as a capacity limit does. Every expert has at least one copy; some have several,
     even on the same rank. If there are several ranks, the last one has no expert.
     """

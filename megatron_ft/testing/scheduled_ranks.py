@@ -59,7 +59,7 @@ def _check(trainer: "Trainer", schedule: "MembershipSchedule") -> None:
 
 
 def scheduled_memberships(changes: Sequence[MembershipChange], layouts: JobLayouts) -> tuple[NextMembership, ...]:
-    """List the memberships after generation 0, which has all nodes. All use its store, so they have no address.
+    """List the memberships after generation 0, which has all nodes. They have no address: all use generation 0's store.
 
     Raises:
         ConfigError: a change leaves too few nodes for the layout.

@@ -74,7 +74,7 @@ ip link set eth0 up && ip addr add "$3.$((10 + $2))/24" dev eth0 && ip route add
 slurmd -N "node$2" || exit 1
 while :; do sleep 3600 & wait $!; done
 """
-"""Script of a node's first process. Its last line reaps processes that others leave behind."""
+"""Script of a node's first process. Its last line reaps processes whose parent processes have ended."""
 
 
 def why_impossible() -> str | None:

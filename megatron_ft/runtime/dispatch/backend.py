@@ -60,9 +60,9 @@ class DispatchBackend(Protocol):
     ) -> DispatchHandle:
         """Choose the destination of each token that ``routing_map`` (bool [T, E]) routes to an expert.
 
-        ``schedule`` [2, E, N] is the schedule of ``rank`` from the counts of this map. ``local_experts`` are the
-        L distinct experts of this rank in ascending order. The first tokens of an expert go to its copies on this rank,
-        and the next tokens go to its copies on the other ranks, in rank order.
+        ``schedule`` [2, E, N] is the result of the method ``schedule`` for ``rank``, computed from the counts of this
+        map. ``local_experts`` are the L distinct experts of this rank, ascending. The first tokens of an expert go to
+        its copies on this rank, and the next tokens go to its copies on the other ranks, in rank order.
 
         Raises ``ValueError`` when routing map, schedule and local experts contradict each other.
         """
@@ -74,8 +74,8 @@ class DispatchBackend(Protocol):
         ...
 
     def sort_received(self, rows: torch.Tensor, handle: DispatchHandle) -> tuple[torch.Tensor, ...]:
-        """Sort received ``rows`` [R, H], which are in order of arrival, by source rank for each local expert. Return
-        the rows of each local expert. A rank without experts gets one empty tensor."""
+        """Sort received ``rows`` [R, H], which are in order of arrival, by local expert and then by source rank. Return
+        one tensor for each local expert, or one empty tensor on a rank without experts."""
         ...
 
     def unsort(self, pieces: Sequence[torch.Tensor], handle: DispatchHandle) -> torch.Tensor:
@@ -90,8 +90,8 @@ class DispatchBackend(Protocol):
         ...
 
     def row_probs(self, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Return the probability of each sent row, [S], from ``probs`` [T, E]. A row is sent together with its
-        probability."""
+        """Return the probability of each sent row, [S], from ``probs`` [T, E], so that it can be sent together with the
+        row."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The dispatch backend in CUDA. Its results equal the reference bit for bit. A plan copies data to the host once."""
+"""The dispatch backend in CUDA, bitwise equal to the reference. Only ``plan`` copies data to the host, in one copy."""
 
 import ctypes
 from collections.abc import Sequence
@@ -140,7 +140,7 @@ def _argument(value: Argument, device: torch.device) -> ctypes.c_void_p | ctypes
 
 
 def _starts(sizes: torch.Tensor) -> torch.Tensor:
-    # Return the offset of each block, in the shape of ``sizes``. The blocks are adjacent, in row-major order.
+    # Returns the offset of each block, in the shape of ``sizes``. The blocks are adjacent, in the order of ``sizes``.
     flat = sizes.flatten()
     return (flat.cumsum(0) - flat).view(sizes.shape)
 

@@ -99,7 +99,7 @@ def _send_order(routing_map: torch.Tensor, outgoing: torch.Tensor, rank: int) ->
 
 
 def _receive_order(incoming: torch.Tensor) -> torch.Tensor:
-    """Return ``receive_order``. ``incoming`` [L, N]: rows of each local expert from each rank."""
+    """Return ``DispatchHandle.receive_order`` [R]. ``incoming`` [L, N]: rows of each local expert from each rank."""
     num_local, num_ranks = incoming.shape
     experts = torch.arange(num_local, device=incoming.device).repeat(num_ranks)
     return experts.repeat_interleave(incoming.t().flatten()).argsort(stable=True)

@@ -237,8 +237,8 @@ class _Permute(torch.autograd.Function):
         return ctx.kernels.combine(grad_rows.contiguous(), ctx.handle.rows_of_token, None), None, None
 
 
-# Sorting also splits, and its inverse also joins, because ``torch.cat`` after the experts, and the gradient of
-# ``torch.split`` before them, would copy all rows once more.
+# ``_Sort`` also splits the rows by expert, and ``_Unsort`` also joins them. With separate operations, ``torch.cat`` and
+# the gradient of ``torch.split`` would copy all rows once more.
 
 
 class _Sort(torch.autograd.Function):
@@ -331,8 +331,8 @@ class RowOperations:
         return _Permute.apply(tokens, handle, self)
 
     def sort_received(self: _RowKernels, rows: torch.Tensor, handle: DispatchHandle) -> tuple[torch.Tensor, ...]:
-        """Sort received ``rows`` [R, H], which are in order of arrival, by source rank for each local expert. Return
-        tensors with ``piece_sizes`` rows."""
+        """Sort received ``rows`` [R, H], which are in order of arrival, by local expert and then by source rank. Return
+        one tensor for each entry of ``piece_sizes``, with this number of rows."""
         _check_rows("rows", rows, handle.num_received_rows)
         return _Sort.apply(rows, handle, self)
 
@@ -353,8 +353,8 @@ class RowOperations:
         return _WeightedSum.apply(rows, _RowProbs.apply(probs, handle), handle, self)
 
     def row_probs(self, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Return the probability of each sent row, [S], from ``probs`` [T, E]. A row is sent together with its
-        probability."""
+        """Return the probability of each sent row, [S], from ``probs`` [T, E], so that it can be sent together with the
+        row."""
         return _RowProbs.apply(probs, handle)
 
 

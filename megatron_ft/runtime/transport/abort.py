@@ -310,7 +310,7 @@ class Transports:
 
     @classmethod
     def among(cls, sockets: Iterable[SocketId], *, store_port: int | None) -> "Transports":
-        """Select the TCP connections in ``sockets``, except those to the store, which has port ``store_port``."""
+        """Create from the TCP connections in ``sockets``, without connections to torch's store at ``store_port``."""
         return cls(found for found in sockets if _connects_ranks(found, store_port))
 
     def __len__(self) -> int:
@@ -339,8 +339,8 @@ class Transports:
 
 
 class Opening:
-    """Connections that one thread of this process is making. Until ``close``, any other thread can break them after a
-    failure."""
+    """Connections that one thread of this process is making. Until ``close``, any other thread can shut them down after
+    a failure with ``hang_up``."""
 
     def __init__(self) -> None:
         self._before = open_sockets()
@@ -408,7 +408,7 @@ def _shut_down(found: SocketId) -> None:
 
 
 def _duplicate(found: SocketId) -> socket.socket | None:
-    # Return the socket under a new descriptor; None if it is closed. A closed socket's descriptor may be reused by now.
+    # Returns the socket with a new descriptor; None if it was closed, even if another file now has its old descriptor.
     descriptor, inode = found
     try:
         copy = os.dup(descriptor)

@@ -164,7 +164,7 @@ _MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag
 
 @dataclass(frozen=True, slots=True)
 class PutAway:
-    """The groups that torch knew when ``put_away`` was called. Their form is that of torch's own tables."""
+    """The groups that torch knew when ``put_away`` was called: copies of torch's internal tables of groups."""
 
     default: ProcessGroup
     maps: dict[str, dict[Any, Any]]
@@ -237,7 +237,7 @@ def _gloo_group(handle: Handle, store: dist.Store) -> ProcessGroup:
 
 
 def disconnect(targets: Sequence[Handle]) -> list[ProcessGroup]:
-    """Take the inner groups from ``targets``. Return each of them once; the caller has the only references to them."""
+    """Remove the inner groups from ``targets`` and return each group once. Only the caller then references them."""
     found: dict[ProcessGroup, None] = {}
     for handle in targets:
         if handle.inner is not None:

@@ -77,7 +77,7 @@ class PeerSessions:
         return None if since is None else since + GREETING_SECONDS - now
 
     def replace(self, node: int, session: "_PeerSession") -> None:
-        """End a node's earlier connections, so that only ``session`` writes. Raises ControlError if one does not end."""
+        """End a node's earlier connections, so that only ``session`` writes. Raises ControlError if this fails."""
         with self._lock:
             # Include connections that earlier calls could not end, because they may still write.
             earlier = [other for other in self._of_node.get(node, ()) if other.is_alive()]

@@ -36,7 +36,7 @@ class Element:
 
     @classmethod
     def cross(cls, x: float, y: float, words: str, size: float = 4.5) -> "Element":
-        """Make the mark of a failure. The browser shows ``words`` while the pointer is on the mark."""
+        """Make a cross at pixel (x, y), the mark of a failure. A browser shows ``words`` if the pointer is on it."""
         path = f"M{x - size:.2f} {y - size:.2f}l{2 * size} {2 * size}m0 {-2 * size}l{-2 * size} {2 * size}"
         return Element.of("path", Element.of("title", words), d=path, class_="failure")
 
@@ -146,7 +146,7 @@ def _render(child: Element | str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Linear map of figures to pixels."""
+    """Linear map of values to pixels."""
 
     low: float
     high: float
@@ -183,8 +183,8 @@ class Scale:
 
 
 def _round_step(least: float) -> float | None:
-    # Returns the smallest step of 1, 2 or 5 times a power of ten that is at least ``least``; None if there is none.
-    # Steps below this would vanish in the rounding of floats.
+    # Returns the smallest step of 1, 2 or 5 times a power of ten that is at least ``least``. Returns None if ``least``
+    # is not finite, or so small that the step would vanish in the rounding of floats.
     if not math.isfinite(least) or least < 1e-12:
         return None
     power = 10.0 ** math.floor(math.log10(least))

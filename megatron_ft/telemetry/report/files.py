@@ -143,7 +143,7 @@ def _plan(stage: dict[str, Any]) -> PlacementPlan:
         raise ValueError(f"stages.{missing[0]}: is required")
     hints = get_type_hints(PlacementPlan)
     plan = PlacementPlan(**{name: decode(hints[name], stage[name], f"stages.{name}") for name in names})
-    # ``validate`` makes a set of this size, so the bound is checked first.
+    # ``validate`` makes a set with ``num_experts`` entries, so the bound is checked first.
     if not 0 < plan.num_experts <= MAX_EXPERTS:
         raise ValueError(f"stages.num_experts={plan.num_experts}: must be 1 to {MAX_EXPERTS}")
     plan.validate()
@@ -172,7 +172,7 @@ def follow(
         seen, began = _sizes(run_dir), clock()
         if write():
             return True
-        # Writing the page of a long run takes long. The pause limits this to ``MAX_SHARE`` of the time.
+        # Writing the page of a long run takes long. The pause limits writing to ``MAX_SHARE`` of the time.
         due = clock() + max(every_seconds, (clock() - began) * (1 / MAX_SHARE - 1))
         until = max(due, clock() + patience_seconds)
         while clock() < due or _sizes(run_dir) == seen:

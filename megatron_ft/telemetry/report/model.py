@@ -64,7 +64,7 @@ class RunReport:
     goodput: Goodput
     """Wall time of all jobs of the run, divided into useful time and losses."""
     speed: Mapping[str, float]
-    """Median over the newest iterations of each metric in ``SPEED_METRICS`` that they have."""
+    """Median of each metric in ``SPEED_METRICS`` over those newest iterations that report the metric, by name."""
     loads: ExpertLoads | None
     """Load of the experts of each layer; None if no record contains any."""
     placements: tuple[events.PlacementInForce, ...]

@@ -35,7 +35,7 @@ class Course:
     decided: float
     """Time at which ranks began to recover."""
     ready: float
-    """Time at which the last record of the recovery ended."""
+    """Time at which the last recorded work of the recovery ended."""
     before: tuple[Metrics, ...] = ()
     """Metrics of the newest iterations before the recovery, in rising order; empty if nothing was trained since the
     previous recovery."""
@@ -306,7 +306,7 @@ def _over(recovery: Recovery) -> Iterator[float]:
 
 
 def _started(recovery: Recovery) -> list[Record]:
-    # A later job of the run has no timeline, because its ranks do not continue earlier ones.
+    # A later job of the run has no timeline, because its ranks do not continue ranks of an earlier job.
     return [record for record in recovery.every(events.RecoveryStarted) if record.generation > 0]
 
 

@@ -67,15 +67,15 @@ class Lane:
     rank: int | None
     """Rank after the recovery; None if the process has ended."""
     previous: int | None
-    """Rank before the recovery; None for a new process in a place that no process had before."""
+    """Rank, before the recovery, of this process or of the process that it replaces; None if it replaces no process."""
     node: int | None
     stage: int | None
     """Pipeline stage; None if no record names it."""
     fate: str
-    """``new process``, ``lost`` or similar; empty for a rank that continues in its place."""
+    """Change of the process in words, such as ``new process`` or ``lost``; empty for a rank without a change."""
     spans: tuple[_Span, ...] = ()
     died_seconds: float | None = None
-    """Seconds after the failure at which the process, or its predecessor in the same place, ended."""
+    """Seconds after the failure at which this process, or the process that it replaces, ended; None if none ended."""
     work: events.StageRecovery | None = None
     """This rank's report about its work in the recovery."""
 
@@ -205,7 +205,7 @@ def _previous_ranks(recovery: Recovery) -> tuple[int | None, ...]:
 
 
 def _local(nodes: Sequence[int | None]) -> Iterator[tuple[int | None, int]]:
-    """Yield the node of each rank, and the rank's number on its node."""
+    """Yield, for each rank, its node and the number of the rank on this node, counted from 0."""
     count: dict[int | None, int] = {}
     for node in nodes:
         count[node] = count.get(node, -1) + 1

@@ -98,7 +98,7 @@ class Step:
 class Steps:
     """Groups records into steps, oldest first. A step is complete when the next iteration is reported.
 
-    If an iteration is reported again, the new report replaces the earlier one, unless ``sent`` was called for it.
+    If an iteration is reported again, the new report replaces the earlier one, unless ``sent`` included the iteration.
     """
 
     def __init__(self, *, sent: int) -> None:
@@ -197,14 +197,14 @@ class Reported:
 
 
 class StepSender:
-    """Passes steps to a tracker, first those that earlier attempts reported and the tracker lost. Only the thread of a
-    ``QueuedSink`` uses it."""
+    """Passes steps to a tracker. Steps that earlier attempts reported, but that the tracker does not have, come first.
+    Only the thread of a ``QueuedSink`` uses this object."""
 
     def __init__(self, reported: Reported, *, last_step: int) -> None:
         """Continue after iteration ``last_step``, the newest one that the tracker has from earlier attempts."""
         self.steps = Steps(sent=last_step)
-        # They are sent when this attempt has started, because its start shows after which iteration the run continues.
-        # Later iterations of earlier attempts are void.
+        # Steps that the tracker lacks are sent when this attempt has started: its start shows after which iteration the
+        # run continues, and later iterations of earlier attempts are void.
         self._missed: dict[int, Step] = {}
         for record in reported.records(loads_after=last_step):
             if (step := self.steps.take(record)) is not None:
@@ -218,7 +218,7 @@ class StepSender:
         """Note that an attempt has started. Called after all steps before it are sent."""
 
     def pause(self) -> None:
-        """Write what is buffered. Called when no record is queued."""
+        """Write buffered data to its destination. Called when no record is queued."""
 
     def end(self, exit_code: int) -> None:
         """End the tracker's run."""

@@ -22,7 +22,7 @@ class TensorBoardSink(QueuedSink):
     """Queues records for a thread, which writes one step per iteration to ``<run>/tensorboard``.
 
     The step is the number of the iteration. If an attempt runs iterations again, TensorBoard drops the earlier values,
-    because each attempt first writes after which step the earlier ones are void (``purge_step`` of other writers).
+    because each attempt first writes from which step on earlier values are void (``purge_step`` of other writers).
     """
 
     name = "tensorboard"
@@ -77,7 +77,7 @@ class _Sender(StepSender):
 
 
 def _last_step(folder: Path) -> int:
-    """Return the newest step in the event files of earlier attempts that is not void, or 0 if there is none."""
+    """Return the newest step in the event files of earlier attempts that is not void, or 0 without such a step."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     newest = 0

@@ -106,7 +106,7 @@ def run_id(run_dir: Path) -> str:
 
 
 def _last_offline_step(run_dir: Path) -> int:
-    """Return the newest step in the offline folders of earlier attempts, or 0 if there is none.
+    """Return the newest step in the offline folders of earlier attempts, or 0 if these folders contain no step.
 
     Steps only rise from attempt to attempt, so the newest folder that contains a step contains the newest step. If
     wandb was killed, the last records are missing, because wandb keeps records in memory for some time.
