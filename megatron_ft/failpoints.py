@@ -2,7 +2,7 @@
 
 A failpoint is written as a call with literal keywords, e.g. ``kill(rank=1, at_iteration=7, phase="backward")``. A
 failpoint fires once in each process that it matches. Without a generation, it matches processes of every generation. A
-record is on disk *before* the fault happens, so that a trial can prove the injection. The rank of a process may change
+record is on disk *before* the fault happens, so that a test can prove the injection. The rank of a process may change
 with the membership: ``rank`` is the rank in the generation that the failpoint names. If the failpoint names no
 generation, ``rank`` is the first rank of the process. If ``watch`` has set a function, ``hit`` also reports the
 rank's progress to this function. If there is neither a failpoint nor such a function, ``hit`` only evaluates two
@@ -88,7 +88,7 @@ class InjectedFault(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failpoint:
-    """A fault, and the ranks, iterations and phase in which it is injected. A selector of None matches anything."""
+    """A fault to inject in ``phase``. ``rank``, ``node``, ``at_iteration``, ``generation``: None matches any value."""
 
     action: str
     phase: str

@@ -20,7 +20,7 @@ class RecoveryStarted(Record):
     source: str | None = None
     """Location of the window if the strategy is ``rollback``: ``memory`` or ``persisted``."""
     declined: tuple[str, ...] = ()
-    """Preferred states that were not used, each with the reason."""
+    """Sources of state that were preferred to the used one but were not usable, each with the reason."""
 
     def describe(self) -> Note:
         generation = f"generation {self.generation} " if self.generation else ""

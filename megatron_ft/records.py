@@ -119,7 +119,7 @@ RECORDS: Mapping[str, type[Record]] = MappingProxyType(_KINDS)
 """Every defined kind of record, with its class."""
 
 _MAX_SHOWN = 200
-"""Largest number of characters that the fields have in the line of an ``OtherRecord``."""
+"""Largest number of characters of the fields that the line of an ``OtherRecord`` shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

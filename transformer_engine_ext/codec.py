@@ -55,7 +55,7 @@ class Entry:
 
     @classmethod
     def from_json(cls, content: Any) -> "Entry":
-        """Read an entry from outside.
+        """Read the result of ``to_json``, and check it.
 
         Raises:
             CodecError: a value has another type or is out of range.
@@ -142,8 +142,8 @@ def export(
     """Return the values of state as plain tensors, for programs that cannot read codes and scales.
 
     The values are codes times scales. FP32 holds all of them exactly. BF16 holds those of FP8 codes exactly, and rounds
-    those of FP16 and FP32 to nearest. This is no checkpoint: to quantize the values again can choose other scales, and
-    so other codes. This project's own files therefore contain codes and scales.
+    those of FP16 and FP32 to nearest. The result is no checkpoint, because quantizing the values again can choose other
+    scales, and so other codes. The project's checkpoints therefore contain codes and scales.
 
     Args:
         parts: components by name, as of :func:`parts_of`, of any shape. Components that are no floating-point numbers,

@@ -50,7 +50,7 @@ class _Range(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelBackend:
-    """Updates with the kernel of a loaded library, on the current stream with ``cuda``."""
+    """Computes updates with a kernel of a loaded library. The backend ``cuda`` uses the current CUDA stream."""
 
     name: str
     """``cpp`` or ``cuda``."""

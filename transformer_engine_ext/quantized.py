@@ -111,8 +111,8 @@ def largest_finite(values: torch.Tensor) -> torch.Tensor:
 
 
 def scales_for(amax: torch.Tensor, target: Format) -> torch.Tensor:
-    """Return, for each magnitude ``amax`` (FP32, finite), the smallest scale with which it does not exceed
-    ``target.largest``. The result contains biased exponents, uint8, in the shape of ``amax``. The scale of zero is 1.
+    """Return, for each magnitude ``amax`` (FP32, finite), the smallest scale for which ``amax`` divided by the scale is
+    at most ``target.largest``. The result contains biased exponents, uint8, in the shape of ``amax``. Zero has scale 1.
 
     Scales are limited so that FP32 can hold every decoded value. Magnitudes near the largest FP32 number are clamped.
     """

@@ -73,8 +73,8 @@ class DelayedScaler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Formats and scaling of the three operands of a layer. ``hybrid`` is E4M3 for weights and inputs, and E5M2 for
-    output gradients, which have a larger range."""
+    """Formats and scaling of the three operands of a layer. All formats are E4M3, but with ``is_hybrid`` output
+    gradients are E5M2, because they have a larger range."""
 
     scaling: str
     """``tensorwise``, ``blockwise``, ``delayed`` or ``mxfp8``."""

@@ -80,8 +80,8 @@ def check_tokenizer(prefix: str | Path, fingerprint: str) -> None:
 class IndexedWriter:
     """Writes documents one by one. When the ``with`` block ends without an error, both files appear and are synced.
 
-    Until then the files have temporary names. They are deleted if the block raises an exception. ``.idx`` is renamed
-    last, so if it exists, both files are complete.
+    Until then the files have temporary names. The temporary files are deleted if the block raises an exception.
+    ``.idx`` is renamed last, so if this file exists, both files are complete.
 
     Raises:
         DataError: the files exist and ``overwrite`` is false, the folder cannot be written, a token does not fit

@@ -5,9 +5,9 @@ starts ``k * seq_length`` tokens after the first token of the split. A sample ne
 The check reads only small parts of large files.
 
 The order of samples is a pure function of (seed, index), computed in constant memory. It does not depend on the length
-of a run or on its parallel layout. In each epoch, a bijection with its own key permutes the samples of a source. It is
-a Feistel network over the smallest square number that is not below the number of samples, with cycle walking (Black and
-Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Indices are divided into blocks of fixed size. The exact
+of a run or on its parallel layout. In each epoch, a bijection with its own key permutes the samples of a source. This
+bijection is a Feistel network over the smallest square number of at least the number of samples, with cycle walking
+(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Indices are divided into equal blocks. Exact
 cumulative shares of the sources determine how many indices of a block each source gets; a bijection shuffles the block.
 """
 
@@ -325,7 +325,7 @@ PROBE_WINDOW_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SourceSummary:
-    """Tokens and samples of one source in one split. They are None if the built-in corpus is not indexed yet."""
+    """Tokens and samples of one source in one split. Both are None if the built-in corpus is not indexed yet."""
 
     split: str
     name: str

@@ -153,7 +153,7 @@ class ByteTokenizer:
 
 
 class _LibraryTokenizer:
-    """A tokenizer of the ``tokenizers`` library. It adds no special tokens, reads none in text, and truncates nothing.
+    """A tokenizer of the ``tokenizers`` library. It adds no special tokens, finds none in a text, and never truncates.
 
     If the vocabulary has no known end-of-document token, one is added with the next id.
 

@@ -17,8 +17,8 @@ def relative_load(tokens: Sequence[int]) -> list[float]:
 
 
 def max_over_even_share(tokens: Sequence[int]) -> float:
-    """Return the number of tokens of the busiest expert divided by the mean over experts. It is 1 for even load, and
-    the number of experts if one expert has all tokens."""
+    """Return the number of tokens of the busiest expert divided by the mean over experts. The result is 1 for even
+    load, and the number of experts if one expert has all tokens."""
     return max(relative_load(tokens), default=0.0)
 
 

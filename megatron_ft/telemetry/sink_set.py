@@ -24,7 +24,7 @@ class SinkSet:
     """Checks records, adds the time and passes them to every sink. All methods are thread-safe.
 
     An invalid record becomes a ``record_refused`` event. When a sink fails, the other sinks receive one ``sink_failed``
-    event. When it works again, they receive one ``sink_recovered`` event.
+    event. When the sink works again, all sinks receive one ``sink_recovered`` event.
     """
 
     def __init__(self, sinks: Sequence[Sink], *, clock: Clock) -> None:

@@ -48,7 +48,7 @@ class RunState:
     num_tokens: int = 0
     """Sum of tokens in the metrics records of this attempt."""
     training_seconds: float = 0.0
-    """Sum of seconds in the metrics records of this attempt."""
+    """Sum of ``iteration_seconds`` in the metrics records of this attempt."""
     final_loss: float | None = None
     failed_sinks: dict[str, str] = field(default_factory=dict)
     """Sinks that currently accept no records, each with the reason."""
@@ -59,7 +59,7 @@ class RunState:
     _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT_ITERATIONS + 1))
     """Time and iteration of the newest metrics records."""
     _bins: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Sum and number of the finite losses in each part of the run."""
+    """Sum and number of the finite losses in each part of the run, by the index of the part."""
 
     def take(self, record: Record) -> None:
         """Add a record."""

@@ -15,7 +15,7 @@ import grpc  # type: ignore[import-untyped]
 SOCKET_SECONDS = 10.0
 REFUSED, ANSWERED, SILENT = "refused", "answered", "silent"
 """Responses of the attacked process. ``refused``: it sent an error or closed the connection. ``answered``: it sent a
-proper answer. ``silent``: it waits for more data."""
+valid answer. ``silent``: it waits for more data."""
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 OVERSIZED_BYTES = 33 * 1024 * 1024
@@ -71,8 +71,8 @@ def throw(address: str, data: bytes, *, wait_seconds: float = 0.3) -> str:
 
 @contextlib.contextmanager
 def crowd(address: str, count: int, data: bytes = b"") -> Iterator[int]:
-    """Open up to ``count`` connections, send ``data`` on each, and keep them open in the block. Yields the number of
-    accepted connections."""
+    """Open up to ``count`` connections, send ``data`` on each, and keep them open during the ``with`` block. Yield the
+    number of accepted connections."""
     held: list[socket.socket] = []
     try:
         for _ in range(count):

@@ -113,13 +113,13 @@ def uneven(num_ranks: int = 5, seed: int = 0) -> Demand:
 
 
 def context(demand: Demand, share: float, seconds: float = 2.0) -> SnapshotContext:
-    """Make a context in which ``share`` of the state of the rank with most state can be captured per iteration."""
+    """Make a context in which an iteration of ``seconds`` can capture ``share`` of the state of the largest rank."""
     whole = max(sum(sizes) for sizes in full_bytes(demand))
     return SnapshotContext(bandwidth_bytes_per_second=max(1, int(whole * share)) / seconds, iteration_seconds=seconds)
 
 
 def full_bytes(demand: Demand) -> Sequence[Sequence[int]]:
-    """Return the bytes of the full state of each shard, for each rank. The code under test is not used."""
+    """Return the bytes of the full state of each shard, for each rank, computed without the code under test."""
     return [
         [
             sum(component.item_bytes * (found.num_elements if component.per_element else 1) for component in found.full)

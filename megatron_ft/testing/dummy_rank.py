@@ -19,8 +19,8 @@ from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
 
 ITERATION_SECONDS = 0.02
 LAST_COMPLETED = 4
-"""Iteration that every rank of ``run_surviving`` reports as completed in generation 0. Each later generation adds
-10."""
+"""Iteration that every rank of ``run_surviving`` reports as completed in generation 0. In generation g, this iteration
+is higher by 10 * g."""
 
 
 def run(config: JobConfig, context: RankContext) -> None:

@@ -88,7 +88,7 @@ def install() -> None:
 
 def be_ready_to_fork() -> None:
     """Import modules that ranks import late, and exclude existing objects from garbage collection. A collection in a
-    forked rank would copy their memory."""
+    forked rank would write to these objects, so that the kernel copies their memory."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in ("torch._dynamo", "scipy.optimize"):

@@ -141,7 +141,7 @@ class MembershipSchedule:
 
     def await_own(self) -> NextMembership | None:
         """Wait for the next membership that contains this process's node, and return it. Return None if no later
-        membership contains the node, or if the run ends before.
+        membership contains the node, or if the run ends before such a membership.
 
         The process that has the store waits until the last membership has formed.
         """

@@ -6,7 +6,7 @@ from megatron_ft.testing.scheduled_ranks import MembershipSchedule
 
 
 class ScheduledTrainer(ElasticTrainer):
-    """A trainer that also returns before the first iteration of the next scheduled membership."""
+    """A trainer whose ``run`` also returns before the first iteration of the next scheduled membership."""
 
     before: int | None = None
 

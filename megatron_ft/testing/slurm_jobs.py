@@ -70,7 +70,7 @@ class SlurmJob:
         ]
 
     def has(self, kind: str, count: int) -> bool:
-        """Return whether ``count`` records of a kind have been reported. Fails if the job has ended with fewer."""
+        """Return whether ``count`` records of a kind have been reported. Fails if the job has ended without them."""
         return self.will(lambda: len(self.records(kind)) >= count)
 
     @property

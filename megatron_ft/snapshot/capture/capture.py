@@ -253,7 +253,7 @@ def pin(memory: torch.Tensor) -> None:
 
 
 def unpin(memory: torch.Tensor) -> None:
-    """Unpin host memory; no copy to it may be in progress. Raises RuntimeError if it was not pinned."""
+    """Unpin host memory. No copy to the memory may be in progress. Raises RuntimeError if it was not pinned."""
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = cudart.cudaHostUnregister(memory.data_ptr())
     if int(code) != 0:
@@ -295,7 +295,7 @@ Source = Callable[[Piece], torch.Tensor]
 
 @dataclass(kw_only=True)
 class CaptureFigures:
-    """Time that this rank has spent on captures."""
+    """Amount of state that this rank has captured so far, and the time that this took."""
 
     num_slices: int = 0
     num_bytes: int = 0

@@ -217,8 +217,8 @@ class KeeperClient:
     def fetch(self, rank: int, key: WindowKey, *, node: int) -> tuple[Window, memoryview]:
         """Fetch a complete window of ``rank`` from the server of ``node``. Return its description and its bytes.
 
-        The caller must check the bytes with ``Slice.check_payload``. They stay mapped as long as a reference to them
-        exists. Changes to them are visible only in this process.
+        The caller must check the bytes with ``Slice.check_payload``. The bytes stay mapped as long as a reference to
+        them exists. Changes to the bytes are visible only in this process.
 
         Raises:
             KeeperRefused: the node does not have the window, or the transfer failed.

@@ -44,7 +44,7 @@ updated."""
 
 
 class Segment:
-    """A mapped memory file. It is closed with the last reference to this object; views of its memory stay valid."""
+    """A mapped memory file. The file is closed when this object is deleted; views of its memory then stay valid."""
 
     def __init__(self, name: str, num_bytes: int, on_allocated: Callable[[int], None]) -> None:
         """Allocate a memory file with all its pages. Raises OSError if there is not enough memory.
@@ -143,7 +143,7 @@ MAX_PROBLEMS = 1000
 
 @dataclass(frozen=True, slots=True)
 class CarriedBytes:
-    """Bytes of a piece that a slice takes from an earlier window."""
+    """Bytes of one piece, which a slice copies from an earlier window because they were not captured again."""
 
     index: int
     source: memoryview | None
@@ -202,7 +202,7 @@ class OwnRank:
     persisted_start: int = -1
     persisted_bytes: int = 0
     failed_start: int = -1
-    """Start iteration of the newest window whose write to storage has failed in this generation; -1 without any."""
+    """Start iteration of the newest window whose write to storage failed in this generation; -1 if no write failed."""
     on_storage: OnStorage | None = None
     """Files that contain the pieces of the newest persisted window."""
     allocating: threading.Lock = field(default_factory=threading.Lock)

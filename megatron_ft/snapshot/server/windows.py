@@ -273,7 +273,7 @@ class OwnWindows:
         return {window.buffer: window.start_iteration for window in self._of_generation(generation) if window.given_up}
 
     def waiting_bytes(self, peers: Sequence[int], generation: int) -> int:
-        """Return the number of bytes of windows of ``generation`` that each peer still has to receive, summed."""
+        """Return how many bytes of windows of ``generation`` peers have not received yet, summed over all peers."""
         return sum(
             part.captured_bytes
             for window in self._of_generation(generation)
@@ -286,8 +286,8 @@ class OwnWindows:
 
         If ``captured_in`` is an earlier generation, the call confirms that the job has continued from the window.
         ``is_persist_due`` does not count such a call as a commit, because ranks that continued from another source do
-        not make it. Windows of the same iterations from different generations are different windows, each with its own
-        copies.
+        not make this call. Windows of the same iterations from different generations are different windows, each with
+        its own copies.
 
         Raises:
             ControlError: no complete window of that generation starts at ``start_iteration``.
@@ -482,7 +482,7 @@ class PeerBuffers:
 
     def has_carried(self, own: OwnWindows, window: HeldWindow, part: Slice) -> bool:
         """Return whether the peer can copy all pieces of ``part`` that were not captured with it. The peer can do this
-        if it and this node have the same complete window which contains all these pieces."""
+        if there is a complete window which both nodes have, and which contains all these pieces."""
         carried = [index for index in range(len(part.pieces)) if not part.is_captured(index)]
         for other in own:
             held = self.find(other.key)
@@ -494,7 +494,7 @@ class PeerBuffers:
 
     def note_sent(self, action: SendSlice | SendCommit) -> None:
         """Record a sent slice or commit as if the peer had accepted it. If the peer refuses it, the connection ends,
-        and the next one begins with a new object from ``PeerBuffers.read_held``."""
+        and the next connection begins with a new object from ``PeerBuffers.read_held``."""
         if isinstance(action, SendCommit):
             self._note_committed(action.window.key)
             return

@@ -31,7 +31,7 @@ AWAY_SECONDS = 2.0
 FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 1.0
 MAX_DAMAGED = 3
-"""Number of times that a slice may arrive damaged before its window is no longer sent to this peer."""
+"""Number of damaged transfers of a slice after which its window is no longer sent to this peer."""
 MAX_UNANSWERED = 4
 """Largest number of slices and commits that have been sent and not yet acknowledged."""
 
@@ -66,7 +66,7 @@ class Sender(threading.Thread):
         self._generation = -1
         self._fenced = -1
         self._buffers: dict[int, PeerBuffers] = {}
-        """Content of the peer's buffers by rank, from the peer's last list and from what was sent since then."""
+        """Content of the peer's buffers by rank: the peer's last list, with the slices and commits sent since then."""
         self._accepted_bytes: dict[int, int] = {}
         """Size of the windows for which the peer has allocated memory, by rank."""
         self._unanswered: deque[_Work] = deque()
@@ -365,7 +365,7 @@ class _Write:
     payload: list[memoryview]
     url: str
     level: StoredLevel | None
-    """Content of the file; None if the file contains what the window contains in memory."""
+    """Content of the file; None if the file must contain the state that the window contains in memory."""
 
 
 class Persister(threading.Thread):

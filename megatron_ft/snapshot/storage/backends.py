@@ -62,7 +62,7 @@ class LocalBackend:
         fsync_directory(self.folder)
 
     def delete(self, directory: str) -> None:
-        """Delete a directory. Remains of a deletion that a crash interrupts are not a window. Raises OSError."""
+        """Delete a directory. Files that remain after a crash do not count as a window. Raises OSError."""
         # Rename first, so that a crash leaves no partly deleted window. Also delete remains of earlier crashes.
         self._empty_trash()
         self.move(directory, TRASH_PREFIX + directory)

@@ -74,8 +74,8 @@ def check_source(directory: Path, settings: Settings | None, *, weights_only: bo
 
     Raises:
         CheckpointError: ``directory`` is no checkpoint; or it has no manifest and ``trust`` is false; or it contains
-            only weights and ``weights_only`` is false; or its model (``weights_only``) or the tensors of its model or
-            optimizer (otherwise) differ from those of the job.
+            only weights and ``weights_only`` is false; or it does not fit the job. With ``weights_only``, the models
+            must be equal; otherwise the tensors of model and optimizer must have equal shapes.
     """
     key = "checkpoint.load_weights" if weights_only else "checkpoint.load"
     name = f"{key}={directory}"

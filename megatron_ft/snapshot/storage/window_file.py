@@ -191,7 +191,7 @@ class WindowFile:
         return () if self._stored_in is None else self._stored_in.windows
 
     def read_slice(self, index: int, into: memoryview | None = None) -> memoryview:
-        """Read and verify slice ``index``. Return its bytes in ``into``, of the slice's size, or in new memory if None.
+        """Read and verify slice ``index``. Return its bytes in new memory, or in ``into`` if given (of the same size).
 
         Raises:
             CheckpointError: a piece is damaged, padding is not zero, or the storage fails. ``into`` may then contain

@@ -43,7 +43,7 @@ class Decision:
     """Nodes that left on request."""
     joined_nodes: tuple[int, ...] = ()
     declined: str | None = None
-    """Reason why the ranks could not continue in their existing processes; None if they could."""
+    """Reason why the ranks could not continue in their existing processes; None if they could continue."""
     previous_ranks: tuple[int | None, ...] = ()
     """Previous rank of each rank of the next membership; None for a new process. Empty if ``declined`` is set."""
     nodes: tuple[int, ...] = ()
@@ -159,8 +159,8 @@ def follow(
     clock: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Write the page at once and after each new report, until the run ends or ``patience_seconds`` pass without a
-    record. Return whether the run has ended.
+    """Write the page at once, and again whenever the run's files have grown. Stop when the run ends, or when
+    ``patience_seconds`` pass without a new record. Return whether the run has ended.
 
     Args:
         write: Writes the page and returns whether the run has ended.

@@ -141,7 +141,7 @@ class ExpertLoads:
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> "ExpertLoads | None":
-        """Compute the expert loads of a run. Return None if no record contains any. Only the newest record of an
+        """Compute the expert loads of a run. Return None if no record contains loads. Only the newest record of an
         iteration counts."""
         loads = [record for record in records if isinstance(record, ExpertLoad) and record.layers and record.layers[0]]
         if not loads:

@@ -66,7 +66,7 @@ class RunReport:
     speed: Mapping[str, float]
     """Median of each metric in ``SPEED_METRICS`` over those newest iterations that report the metric, by name."""
     loads: ExpertLoads | None
-    """Load of the experts of each layer; None if no record contains any."""
+    """Load of the experts of each layer; None if no record contains loads."""
     placements: tuple[events.PlacementInForce, ...]
     """All placements of expert replicas that the run has used."""
     plans: tuple[PlacementPlan, ...]

@@ -58,7 +58,7 @@ class Recovery:
     generation: int
     """Generation that begins with the recovery; 0 if a later job continues the run."""
     nodes_before: tuple[int | None, ...]
-    """Node of each rank before the recovery; None if no record names it."""
+    """Node of each rank before the recovery; None if no record names the node."""
     nodes_after: tuple[int | None, ...]
     """Node of each rank after the recovery."""
     number: int = 0

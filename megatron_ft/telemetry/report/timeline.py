@@ -36,7 +36,7 @@ WIDTH = 1000
 TOP, LANE, GAP, GROUP = 34, 22, 4, 12
 LEFT, RIGHT = 196, 984
 FATE_WIDTH = 94
-"""Width of the column that shows the fate of each rank. The column exists only if some rank has a ``fate``."""
+"""Width in pixels of the column that shows ``Lane.fate``. The column exists only if some lane has such a text."""
 BYTES_WIDTH = 130
 """Width of the right column, which shows bytes of the upstream log. The column exists only if bytes were sent."""
 _BEHIND = ("forms", "starts")
@@ -75,7 +75,7 @@ class Lane:
     """Change of the process in words, such as ``new process`` or ``lost``; empty for a rank without a change."""
     spans: tuple[_Span, ...] = ()
     died_seconds: float | None = None
-    """Seconds after the failure at which this process, or the process that it replaces, ended; None if none ended."""
+    """Seconds after the failure at which this process, or the process that it replaces, ended; None if it did not."""
     work: events.StageRecovery | None = None
     """This rank's report about its work in the recovery."""
 

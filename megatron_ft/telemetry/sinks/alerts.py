@@ -17,7 +17,7 @@ from megatron_ft.telemetry.sinks.base import Sink, SinkContext
 NUM_WINDOWS = 5
 """Number of windows over which the share of time spent on waiting for captures is computed."""
 NUM_ITERATIONS = 20
-"""Number of newest iterations whose median duration is compared with an iteration's duration."""
+"""Number of newest iterations whose median duration is used to compute the share of time spent on waiting."""
 DISK_SECONDS = 30.0
 """Interval between checks of the free disk space."""
 

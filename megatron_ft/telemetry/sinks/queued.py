@@ -1,4 +1,4 @@
-"""Base class of sinks that pass each iteration to a tracker once, from a thread of their own."""
+"""Base class of sinks that pass each iteration once to an experiment tracker, such as wandb, in a separate thread."""
 
 import heapq
 import queue
@@ -63,8 +63,8 @@ class QueuedSink(Sink):
 
         Raises:
             Exception: any exception that the tracker has raised.
-            TimeoutError: the tracker did not finish within ``CLOSE_SECONDS``. It keeps the records that it has
-                accepted.
+            TimeoutError: the tracker did not finish within ``CLOSE_SECONDS``. The tracker keeps the records that it
+                has accepted.
         """
         if self._error is None:
             self._queue.put(outcome, timeout=CLOSE_SECONDS)

@@ -55,7 +55,7 @@ class _Sender(StepSender):
         self._file.flush()
 
     def begin_attempt(self, record: RunStarted) -> None:
-        """Write that values of later iterations are void, and that these iterations are written again."""
+        """Write that values after the resumed iteration are void, and let these iterations be written again."""
         iteration = record.resumed_from_iteration or 0
         start = self._events.SessionLog(status=self._events.SessionLog.START)
         self._write(step=iteration + 1, session_log=start)
