@@ -68,15 +68,15 @@ def linear(
     If ``weight`` does not require a gradient, only the gradient of ``inputs`` is computed.
 
     Args:
-        inputs: ``[..., k]``; zero rows are allowed.
+        inputs: ``[..., k]``; the number of rows may be zero.
         weight: ``[n, k]``.
         codes: the quantized weight if it exists (primary FP8 weights); None quantizes ``weight``.
 
     Returns:
         ``[..., n]`` in the dtype of ``inputs``.
     """
-    # Inputs without rows must stay in the graph of autograd. Otherwise the rank of an expert without tokens would leave
-    # the all-to-all that brings the tokens out of the backward pass. (-1 is ambiguous without elements.)
+    # Inputs without rows must stay in the graph of autograd. Otherwise a rank whose expert has no tokens would skip the
+    # all-to-all of the backward pass, and block the other ranks. (A size of -1 is ambiguous without elements.)
     rows = inputs.reshape(inputs.shape[:-1].numel(), inputs.shape[-1])
     found: torch.Tensor = _Linear.apply(rows, weight, codes, scalers)  # type: ignore[no-untyped-call]
     return found.view(*inputs.shape[:-1], weight.shape[0])

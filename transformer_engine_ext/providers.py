@@ -148,7 +148,7 @@ def provider_for(name: str, recipe: Recipe, device: torch.device) -> Provider:
         ProviderError: there is no such provider, it is not usable on this machine, or it does not support the recipe.
     """
     if name == "transformer_engine":
-        # Its layers exist, but their state has not been captured and restored on a GPU yet.
+        # Capture and restore of the state of Transformer Engine's layers has not been tested on a GPU yet.
         problem = transformer_engine_problem() or "its layers are not captured and restored byte for byte yet"
         raise ProviderError(f"provider={name}: {problem}; use provider=torch")
     if name != "torch":

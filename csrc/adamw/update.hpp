@@ -168,7 +168,7 @@ ADAMW_ANYWHERE void update_block(const Range& range, int64_t number, int lane, L
         firsts.set(index, mean);
         seconds.set(index, square);
     }
-    // Every lane has read codes and scales before the first of these returns.
+    // Every lane has read codes and scales before the first of these calls returns.
     const uint32_t of_master = largest_of_all(masters.largest);
     const uint32_t of_first = largest_of_all(firsts.largest);
     const uint32_t of_second = largest_of_all(seconds.largest);

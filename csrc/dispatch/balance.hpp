@@ -47,7 +47,7 @@ struct Balance {
     int64_t* load;          // [N]
     int64_t* rank_level;    // [N]
     int64_t* expert_level;  // [E]
-    int64_t* want;          // [E]
+    int64_t* want;          // [E] sum of the wishes for each expert; in start(), tokens per holder of the expert
     int64_t* ranks;         // [N] ranks with a level, ascending by level
     int64_t* experts;       // [E] experts with a level, ascending by level
     int64_t* ranks_end;     // [N + 2] end of level k in ranks
@@ -56,10 +56,10 @@ struct Balance {
     int64_t* expert;        // [P]; all arrays below also have length P
     int64_t* rank;
     int64_t* pair_of_rank;  // pairs ordered by rank, then by expert
-    int64_t* own;           // T of the pair
-    int64_t* share;         // Q of the pair
-    int64_t* wish;          // 0 between steps
-    int64_t* offer;         // 0 between steps
+    int64_t* own;           // tokens that the rank routes to the expert (T in balanced_shares.py)
+    int64_t* share;         // tokens of the expert that the rank computes (Q in balanced_shares.py)
+    int64_t* wish;          // tokens of the expert that the rank would give away; 0 between steps
+    int64_t* offer;         // weight with which the rank takes tokens of the expert; 0 between steps
 
     enum Scalar {
         kLimit,

@@ -172,7 +172,7 @@ class IndexedWriter:
         fsync_folder(self.prefix.parent)
         if self._tokenizer is not None:
             replace_file(tokenizer_path(self.prefix), json.dumps({"fingerprint": self._tokenizer}).encode() + b"\n")
-        # ``.bin`` first: readers take a prefix for complete once it has an ``.idx``.
+        # ``.bin`` is renamed first, because readers consider a dataset complete as soon as ``.idx`` exists.
         for path, partial in self._partial.items():
             os.replace(partial, path)
             fsync_folder(self.prefix.parent)

@@ -114,7 +114,7 @@ def _read(path: Path) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    # Lock the file ``path`` for the block. If this process is killed, the kernel releases the lock.
+    # Lock the file ``path`` during the ``with`` block. If this process is killed, the kernel releases the lock.
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Child processes must not inherit the descriptor: they would keep the lock after the end of this process.

@@ -282,7 +282,7 @@ class GoodputMeter:
         self._between_jobs += between
         if gap.is_recovery:
             self._recovery += before - unreported
-            # A failure counts only if a record names the state from which ranks continued.
+            # A failure counts as an interruption only if a record names the state from which ranks continued.
             self._num_interruptions += gap.continues
         else:
             self._other += before - unreported

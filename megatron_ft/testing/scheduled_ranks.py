@@ -37,7 +37,7 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
         MegatronFtError: the rank failed. The process ends with the ``exit_code`` of the error.
     """
     device, transformer_impl = rank_main.prepare(config, context)
-    # Importing the trainer imports Megatron, which the device has to be prepared for.
+    # Importing the trainer imports Megatron, so the device must be prepared first.
     from megatron_ft.testing.scheduled_trainer import ScheduledTrainer, run_schedule
 
     trainer = ScheduledTrainer(config, context, device=device, transformer_impl=transformer_impl)

@@ -81,7 +81,7 @@ class Handle(ProcessGroup):
         """Return the rank of this process in the group, which may change while the handle is not connected."""
         return self._rank
 
-    # torch reads the following properties from a group's backends. A handle has no backend, so it defines them.
+    # torch reads the following properties from a group's backends. A handle has no backend, so it defines them itself.
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -219,7 +219,7 @@ def connect(targets: Sequence[Handle], store: dist.Store, *, is_shared: bool = T
         ranks = tuple(dist.get_process_group_ranks(handle))
         found = made.setdefault(ranks, [])
         if not found or not (is_shared or len(ranks) == 1):
-            # The key is not the group's name, which depends on the groups that a process has created before.
+            # Do not use the group's name as key: it depends on the groups that a process has created before.
             key = hashlib.sha256(repr(ranks).encode()).hexdigest()
             found.append(_gloo_group(handle, PrefixStore(f"{key}-{len(found)}", store)))
         handle.inner = found[-1]

@@ -262,7 +262,7 @@ class RankSession(threading.Thread):
             finally:
                 wire.close()
         except (ControlError, OSError) as error:
-            # A lost peer has no windows any more, so the restart uses those of other nodes.
+            # A lost peer has no windows any more, so the restart uses windows of other nodes.
             self._store.report(f"cannot get the list of windows of rank {rank} from node {node}: {error}")
             return []
 
@@ -271,7 +271,7 @@ class RankSession(threading.Thread):
         node = fields.integer(message, "node", most=fields.MAX_RANK)
         if node == self._store.node:
             with self._store.lock:
-                # The rank reads the bytes later without the lock. If they change, they do not match their hashes.
+                # The rank reads the bytes later without the lock. If they change before that, their hashes differ.
                 segment, offset, window = self._store.find(rank, key)
             description, num_bytes = window.to_json(), window.num_bytes
         elif node not in own.settings.peers:

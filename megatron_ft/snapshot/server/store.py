@@ -111,7 +111,7 @@ class Memory:
                 f"limit is {self.limit_bytes} (memory_limit_bytes of the snapshot server)"
             )
         available = _available_bytes()
-        # Two threads that allocate at the same time must not both count on the same pages.
+        # If two threads allocate at the same time, both must not count the same pages as available.
         if num_bytes > available * _USABLE_SHARE - self._missing_bytes:
             missing = f", and {self._missing_bytes} of them are already being allocated" if self._missing_bytes else ""
             raise ControlError(

@@ -155,7 +155,7 @@ def file_of(
     places: list[WindowKey | None] = []
     hashes: list[str] = []
     for index, piece in enumerate(part.pieces):
-        # A file of several slices has no record, so ``before`` has one slice.
+        # A file of several slices has no ``OnStorage`` record, so ``before`` has one slice.
         source = part
         if before is not None and stored.has_same(index, before.window.slices[0]):
             source = before.window.slices[0]

@@ -112,7 +112,7 @@ def check_source(directory: Path, settings: Settings | None, *, weights_only: bo
 
 
 def _check_types(model: Mapping[str, Any], name: str) -> None:
-    # Keys that this version does not know may be of a later one.
+    # Keys that this version does not know are not checked, because a later version may have written them.
     for each in fields(ModelConfig):
         try:
             decode(each.type, model.get(f"model.{each.name}", each.default), f"model.{each.name}")
