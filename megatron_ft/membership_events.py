@@ -20,7 +20,7 @@ class RecoveryStarted(Record):
     source: str | None = None
     """Location of the window if the strategy is ``rollback``: ``memory`` or ``persisted``."""
     declined: tuple[str, ...] = ()
-    """Sources of state that were preferred to the used one but were not usable, each with the reason."""
+    """States that were preferred to the restored state but were not used, each with the reason."""
 
     def describe(self) -> Note:
         generation = f"generation {self.generation} " if self.generation else ""

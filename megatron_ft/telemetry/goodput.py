@@ -130,7 +130,7 @@ class Goodput:
 
 @dataclass(slots=True, kw_only=True)
 class _Gap:
-    """Facts from the records that follow the newest metrics of an iteration."""
+    """Facts from the records since the newest ``metrics`` record. They divide the time until the next one."""
 
     begin: float
     """Time of the newest metrics of an iteration."""
@@ -199,8 +199,8 @@ class _Counted:
 
 
 class GoodputMeter:
-    """Divides the wall time of a run into parts while records arrive, oldest first. It stores four numbers per reported
-    iteration."""
+    """Divides the wall time of a run into parts while records are added, oldest first. Four numbers are stored for each
+    reported iteration."""
 
     def __init__(self) -> None:
         self._counted = _Counted()

@@ -26,7 +26,7 @@ MAX_CURVE_BINS = 480
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """Sums up records, oldest first, into the figures of a run."""
+    """Figures of a run so far. They are computed from its records, which must be added oldest first."""
 
     time_opened_seconds: float
     """Wall-clock time at which this attempt began."""

@@ -383,8 +383,8 @@ class WindowCapture:
         """Start to copy slice ``index``, which belongs to the state after ``iteration``. Slice 0 begins a window in
         ``buffer``. After the copy, ``header`` is encoded and the slice is reported to the snapshot server.
 
-        ``captured_at`` contains the iteration of each piece's state; None means ``iteration`` for all pieces. Pieces
-        with another value than ``iteration`` are not copied here: the snapshot server has them in an earlier window.
+        ``captured_at`` contains the iteration of each piece's state; None means ``iteration`` for all pieces. Only
+        pieces with the value ``iteration`` are copied here. The snapshot server copies the others from earlier windows.
         """
         assert self._bytes_under_way is None, "a slice is still being copied"
         began = time.perf_counter()

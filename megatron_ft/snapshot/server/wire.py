@@ -87,8 +87,8 @@ GREETING_BYTES = 16 * 1024
 
 _HEADER_BYTES = 4
 _CALL_BYTES = 1 << 20
-"""Largest number of bytes that one system call sends or receives. Larger calls reduce the speed by a third, because the
-kernel handles acknowledgements between calls."""
+"""Largest number of bytes that one system call sends or receives. Transfers with larger calls are slower by a third,
+because the kernel handles acknowledgements between calls."""
 
 
 class Refused(ControlError):
@@ -240,5 +240,5 @@ def abort(sock: socket.socket) -> None:
 
 
 def is_token(given: Any, token: str) -> bool:
-    """Return whether ``given`` equals ``token``. The duration of the comparison shows nothing about ``token``."""
+    """Return whether ``given`` equals ``token``. The duration does not depend on the place of a difference."""
     return hmac.compare_digest(str(given).encode(errors="replace"), token.encode())

@@ -75,7 +75,7 @@ def check_source(directory: Path, settings: Settings | None, *, weights_only: bo
     Raises:
         CheckpointError: ``directory`` is no checkpoint; or it has no manifest and ``trust`` is false; or it contains
             only weights and ``weights_only`` is false; or it does not fit the job. With ``weights_only``, the models
-            must be equal; otherwise the tensors of model and optimizer must have equal shapes.
+            must be equal; otherwise the tensors of model and optimizer must match.
     """
     key = "checkpoint.load_weights" if weights_only else "checkpoint.load"
     name = f"{key}={directory}"

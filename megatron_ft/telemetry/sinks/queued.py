@@ -96,7 +96,7 @@ class Step:
 
 
 class Steps:
-    """Groups records into steps, oldest first. A step is complete when the next iteration is reported.
+    """Groups records, added oldest first, into one step per iteration. The next iteration completes a step.
 
     If an iteration is reported again, the new report replaces the earlier one, unless ``sent`` included the iteration.
     """

@@ -54,7 +54,7 @@ class _Symbols:
     separator: str
     """Separator between two facts in a line."""
     arrow: str
-    """Arrow from one figure to the next."""
+    """Arrow between two figures, such as the first and the last loss."""
 
     def bar(self, value: float, top: float) -> str:
         """Return one character for ``value``: full at ``top`` and above, blank for NaN."""
