@@ -8,10 +8,10 @@ ordered to abandon their operations. The measured time is that from SIGKILL to t
 report. Then the survivors form the next membership in their processes and continue, and their results are checked. At
 the end all ranks are ordered to exit, and must exit at once even if an operation still blocks.
 
-The ranks run the product's code (``payload_ranks``); this script plays the controller. During the measured time, ranks
-have priority over other processes of the machine if that is permitted; the result contains the number of kills with
-priority. A trial counts only if at least one survivor was in an operation that began before the kill, had received part
-of its payload, and failed.
+The ranks run the project's own code (``payload_ranks``); this script takes the place of the controller. During the
+measured time, ranks have priority over other processes of the machine if that is permitted; the result contains the
+number of kills with priority. A trial counts only if at least one survivor was in an operation that began before the
+kill, had received part of its payload, and failed.
 """
 
 import math
@@ -106,7 +106,7 @@ def _lose_one(job: Any, draw: random.Random) -> Outcome:
 
 @contextmanager
 def other_load_kept_out(process_ids: Sequence[int]) -> Iterator[bool]:
-    """Give processes a higher priority than others in the block. Yields False if that is not permitted.
+    """Give processes a higher priority than others while the block runs. Yield False if this is not permitted.
 
     With priority, a busy machine gives the same figures as an idle one.
     """

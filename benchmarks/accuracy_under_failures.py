@@ -57,7 +57,7 @@ POLICIES: dict[str, tuple[str, ...]] = {
     "selective": ("snapshot=selective_experts", "snapshot.policy.num_experts=1"),
     "ten times the lost tokens": (*PARTIAL, "snapshot.policy.interval_iterations=10"),
 }
-"""Snapshots of each kind of run. One of 8 experts of a layer is captured in each window."""
+"""Overrides of snapshots of each kind of run. Windows that leave out experts have one of 8 experts of a layer."""
 EXACT, BOUNDED, WORSE = ("dense", "sparse window"), tuple(POLICIES)[3:7], "ten times the lost tokens"
 
 
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(trial: Trial, runs: Path, socket: str) -> Outcome:
-    """Train one run. It is proven if all faults happened."""
+    """Train one run. Its outcome is proven if all faults happened."""
     policy, length = str(trial.parameters["policy"]), int(str(trial.parameters["iterations"]))
     faults = [] if policy == "undisturbed" else [int(length * share) + 1 for share in FAULTS_AT]
     points = ", ".join(
@@ -154,7 +154,7 @@ def _of_kind(job: JobResult, kind: str) -> list[dict[str, Any]]:
 def _compare(
     runs: dict[tuple[str, int], dict[str, Any]], names: Sequence[str], seeds: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Compare each kind of run with the undisturbed runs of the same seeds; means over seeds."""
+    """Compare each kind of run with the undisturbed runs of the same seeds. Return means over seeds."""
     calm = {seed: runs["undisturbed", seed] for seed in seeds}
     finals = [run["validation_loss"] for run in calm.values()]
     spread = (max(finals) - min(finals)) / statistics.mean(finals)
@@ -184,8 +184,8 @@ def _compare(
 
 
 def _spikes(run: dict[str, Any], calm: dict[str, Any]) -> list[tuple[float, int]]:
-    """Return two figures for each recovery: the difference of the next iteration's loss from the undisturbed run, and
-    the number of iterations until the mean difference over ``SMOOTH`` iterations is at most 0.5 % of the loss."""
+    """Return two figures for each recovery: how far the loss of the next iteration is above that of the undisturbed
+    run, and after how many iterations the mean difference over ``SMOOTH`` iterations is at most 0.5 % of the loss."""
     differences = [(mine or 9.0) - other for mine, other in zip(run["losses"], calm["losses"], strict=True)]
     found = []
     for iteration in run["recoveries"]:

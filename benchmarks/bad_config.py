@@ -37,7 +37,7 @@ time is reported too."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """Observed effects of running one case."""
+    """Observations of one case: its exit code, its messages and its side effects."""
 
     exit_code: int
     stdout: str

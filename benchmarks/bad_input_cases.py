@@ -41,7 +41,7 @@ class Case:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Return the whole command line. It names the run, so that a run that was created would be seen."""
+        """Return the whole command line. It has a run name, so that a run that was created can be found."""
         named = () if any(word.startswith("run.name=") for word in self.words) else ("run.name=new",)
         return (*JOB, *named, *self.words) if self.begins_with_job else self.words
 
@@ -82,7 +82,7 @@ def write_dataset(prefix: Path, *, num_tokens: int = 40_000) -> None:
 
 
 def review_cases(folder: Path) -> list[Case]:
-    """Return the mistakes of new users that earlier versions answered late, or with wrong or unsafe advice."""
+    """Return mistakes of new users. Earlier versions refused them too late, or gave wrong or unsafe advice."""
     experiments = folder / "conf" / "experiment"
     experiments.mkdir(parents=True)
     (experiments / "mine.yaml").write_text("model:\n  num_layers: 2\n")
@@ -129,8 +129,8 @@ def review_cases(folder: Path) -> list[Case]:
 
 
 def wrong_types() -> list[Case]:
-    """Return a command for each group: every number and boolean of the group is a word, and every list is a number.
-    Each of these values is an error of its own."""
+    """Return a command for each group of keys. It gives a word to every number and boolean of the group, and a number
+    to every list. Each of these values is an independent error."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for doc in key_docs():
         wrong = {"int": "many", "float": "fast", "bool": "perhaps", "list": "3"}.get(doc.type.partition(" ")[0])
@@ -179,7 +179,7 @@ ABOVE_ZERO = (
 
 
 def out_of_range() -> list[Case]:
-    """Return values beyond the bounds of their keys."""
+    """Return commands with values beyond the bounds of their keys."""
     cases = [one("range", f"{key}=0", says=[f"{key}=0: must be at least 1"]) for key in AT_LEAST_ONE]
     cases += [
         one("range", f"{key}=-1", says=[f"{key}=-1", "must be at least 0"])
@@ -224,7 +224,7 @@ CHOICES = (
 
 
 def unknown_words() -> list[Case]:
-    """Return words that are none of the values of their keys, and options that groups do not have."""
+    """Return commands with words that a key does not accept, and with options that a group does not have."""
     cases = [one("word", f"{key}=nonsense", says=[f"{key}=nonsense: must be one of"]) for key in CHOICES]
     for group in ("model", "data", "launch", "placement", "snapshot", "recovery", "precision", "experiment"):
         cases.append(one("word", f"{group}=nonsense", says=[f"{group}=nonsense: must be one of"]))
@@ -232,7 +232,7 @@ def unknown_words() -> list[Case]:
 
 
 def unknown_keys() -> list[Case]:
-    """Return misspelled keys. The error names the right one."""
+    """Return commands with misspelled keys. The error names the right key."""
     cases = []
     for key in (
         *(
@@ -270,7 +270,7 @@ TP2, PP3, EP3 = (
 
 
 def indivisible() -> list[Case]:
-    """Return sizes that do not divide each other."""
+    """Return commands with sizes of which one must divide the other, but does not."""
     kind = "divisibility"
     return [
         one(kind, THREE, TP2, says=["launch.num_nodes * launch.ranks_per_node=3", "multiple of TP * PP * CP"]),
@@ -302,7 +302,7 @@ def indivisible() -> list[Case]:
 
 
 def incompatible() -> list[Case]:
-    """Return pairs of values that exclude each other."""
+    """Return commands with two values that exclude each other."""
     kind = "pair"
     table: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         (("model.moe_router_topk=1",), ("model.moe_router_pre_softmax=false", "must be true")),
@@ -364,7 +364,7 @@ def incompatible() -> list[Case]:
 
 
 def wrong_files(folder: Path) -> list[Case]:
-    """Return files that are missing, unreadable, damaged or of another format."""
+    """Return commands with files that are missing, unreadable, damaged or in a wrong format."""
     kind = "file"
     for name in ("no_idx", "no_bin", "cut_idx", "cut_bin", "no_magic", "wrong_ids"):
         write_dataset(folder / name)
@@ -416,7 +416,7 @@ def wrong_files(folder: Path) -> list[Case]:
 
 
 def wrong_tokenizers(folder: Path) -> list[Case]:
-    """Return tokenizers whose files are missing or damaged, or that do not fit the data or the model."""
+    """Return commands with tokenizers whose files are missing or damaged, or that do not fit the data or the model."""
     kind = "tokenizer"
     (folder / "broken.json").write_text('{"a": ')
     (folder / "list.json").write_text("[]")
@@ -439,7 +439,7 @@ def wrong_tokenizers(folder: Path) -> list[Case]:
 
 
 def wrong_environments(folder: Path) -> list[Case]:
-    """Return jobs that this machine, its launchers or the folder of runs cannot start."""
+    """Return commands of jobs that cannot start because of this machine, the launcher or the folder of runs."""
     kind = "environment"
     taken = folder / "runs" / "taken"
     taken.mkdir(parents=True)
@@ -468,7 +468,7 @@ def wrong_environments(folder: Path) -> list[Case]:
 
 
 def wrong_checkpoints(folder: Path) -> list[Case]:
-    """Return checkpoints from which the job cannot start."""
+    """Return commands with checkpoints from which the job cannot start."""
     save(folder / "saved" / "checkpoints" / directory_name(34), 34)
     (folder / "saved" / "config.yaml").write_text("x: 1\n")
     save(folder / "damaged", 3)
@@ -504,7 +504,7 @@ def wrong_checkpoints(folder: Path) -> list[Case]:
 
 
 def save(path: Path, iteration: int, *, concerns: tuple[str, ...] = ()) -> None:
-    """Write the manifest of a checkpoint of the job ``JOB``, with only the given concerns if there are any."""
+    """Write the manifest of a checkpoint of ``JOB``. If ``concerns`` are given, write only these settings."""
     config, _ = pretrain_moe.compose(list(JOB))
     settings = settings_of(config, data_fingerprint="", vocab_size=resolve_vocab_size(config))
     path.mkdir(parents=True)
@@ -568,7 +568,7 @@ def combinations() -> list[Case]:
         ),
         several("--num-layers=3", "model.hidden_sizee=4", says=[["model.num_layers=3"], ["model.hidden_sizee"]]),
         several("optimizer.lr=${gone}", "model.num_layers=0", says=[["optimizer.lr"], ["model.num_layers=0"]]),
-        # A root cause, without what follows from it.
+        # Only the root cause must be reported, not its consequences.
         several(
             "model.num_moe_experts=0",
             "placement=overlap_search",

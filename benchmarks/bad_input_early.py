@@ -1,8 +1,8 @@
 """Claim ``bad-input-early``: all errors of a command are reported in one list, before any process of the job starts.
 
-All cases call the entry point in forked copies of this process, one for each core, which need not import it again. They
-go up to the claim of the run's folder. Some cases also run as real commands, in which a hook of the interpreter records
-every process that the command starts.
+All cases call the entry point in forked copies of this process, one for each core, which need not import it again. A
+case ends before the entry point claims the run's folder. Some cases also run as real commands, in which a hook of the
+interpreter records every process that the command starts.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ sys.addaudithook(record)
 
 
 class _WouldStart(Exception):
-    """Raised where the run's folder would be claimed, which precedes the start of every process."""
+    """Raised where the entry point would claim the run's folder, which it does before it starts any process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ def reported(case: Case, observed: Observed) -> list[str]:
 
 
 def in_process(case: Case) -> Observed:
-    """Run a case through the entry point in this process, up to the claim of the run's folder."""
+    """Run a case through the entry point in this process, until the entry point would claim the run's folder."""
     err = io.StringIO()
     claim = mock.Mock(side_effect=_WouldStart)
     with (
@@ -181,7 +181,7 @@ def as_command(case: Case, folder: Path, number: int) -> Observed:
 
 
 def site_cases(folder: Path) -> list[tuple[tuple[str, ...], str]]:
-    """Return command lines of ``slurm/submit.py`` with wrong site files or options, each with a text of its message."""
+    """Return command lines of ``slurm/submit.py`` with wrong site files or options, each with a text of the error."""
 
     def site(name: str, text: str) -> str:
         path = folder / f"{name}.env"
@@ -204,7 +204,7 @@ def site_cases(folder: Path) -> list[tuple[tuple[str, ...], str]]:
 
 
 def site_problems(words: Sequence[str], text: str) -> list[str]:
-    """Run ``slurm/submit.py``. Return everything that violates the claim."""
+    """Run ``slurm/submit.py``, which must print ``text``. Return everything that violates the claim."""
     command = [sys.executable, str(ROOT / "slurm" / "submit.py"), *words]
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=120, check=False)
     checks = [

@@ -35,7 +35,7 @@ class Case:
 
 
 def bad(*overrides: str, says: Sequence[str], exit_code: int = 2, environment: dict[str, str] | None = None) -> Case:
-    """Return a case, written in one line."""
+    """Return a case whose command line consists of ``overrides``."""
     return Case(overrides=overrides, says=tuple(says), exit_code=exit_code, environment=environment or {})
 
 

@@ -1,7 +1,7 @@
-"""Claim ``bubble-transfers``: what it saves to copy snapshots while a pipeline stage waits for messages.
+"""Claim ``bubble-transfers``: time that is saved by copying snapshots while a pipeline stage waits for messages.
 
-Two stages of one real job have one thread and one core each. They capture after every iteration, with and without
-``snapshot.copy_in_bubbles`` in turn, in pairs whose order changes. Snapshot servers hash the windows between
+Two stages of one real job have one thread and one core each. They capture after every iteration. Captures with and
+without ``snapshot.copy_in_bubbles`` alternate, in pairs whose order changes. Snapshot servers hash the windows between
 iterations. Iteration times are those of the slower stage and include the wait before the update. Each time is the
 shortest of several iterations, because other load on the machine only prolongs iterations.
 
@@ -52,7 +52,7 @@ ID = "bubble-transfers"
 NUM_STAGES, NUM_NODES = 2, 2
 PAIRS, QUICK_PAIRS = 7, 1
 NUM_WARM, NUM_SAVES = 3, 8
-"""Number of captures before and during a measurement. The gate expects the waits of the first ones."""
+"""Number of captures before and during a measurement. The first ones show how long the waits are."""
 JOB_SECONDS, QUICK_JOB_SECONDS = 3000.0, 400.0
 MIN_IDLE_SHARE = 0.9
 MAX_SLOWDOWN = 1.02
@@ -88,7 +88,7 @@ _KINDS = {
 CLOCK_STAGES = (4, 8)
 MICROBATCHES_PER_STAGE = 2
 FILLS = (0.5, 1.0, 2.0)
-"""Durations of the copies on the virtual clock, as parts of the shortest waits of any stage."""
+"""Durations of the copies on the virtual clock, as multiples of the shortest waits of any stage."""
 STAGE_REPEATS, QUICK_STAGE_REPEATS = 9, 2
 STAGE_SECONDS = 600.0
 Row = dict[str, Any]
@@ -320,7 +320,7 @@ class Simulated:
     delay_share: float
     """Time by which the copies delay the iteration, divided by the time of an iteration without copies."""
     delay_without_share: float
-    """The same if every copy begins with the iteration."""
+    """The same share if every copy begins at the start of the iteration, without regard to waits."""
 
     @property
     def line(self) -> str:
@@ -356,7 +356,7 @@ def _simulated(shape: PipelineShape, stages: Sequence[StageSeconds], name: str, 
     idle = [sum(end - start for start, end in of_stage) for of_stage in waits]
     in_bubbles, at_once = [], []
     for stage, seconds in enumerate(copies):
-        # Only the waits count, not the time after the last one: the copy then never competes if it fits.
+        # Count only the waits, not the time after the last wait. A copy that fits then never delays computation.
         profile = IdleProfile(
             idle_seconds=idle[stage], tail_seconds=0.0, idle_bytes_per_second=1e9, busy_bytes_per_second=1e9
         )

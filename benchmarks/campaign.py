@@ -1,12 +1,12 @@
 """Runs campaigns of many trials, which can be resumed. A trial counts only if its event is proven and its result was
 compared.
 
-An executor is a generator that runs trials and yields the outcome of each as soon as it is known; it may inject many
-faults into one job. Every outcome is written to disk before the next trial starts. Its key contains the trial's
-parameters and the digest of the files that the campaign uses. So a stopped campaign continues where it stopped, and a
-change of these files restarts it. Journals are stored beside the results and are committed with them. Earlier outcomes
-of the same source stay in the journal and are counted, so that a failure is shown even if a later attempt passed.
-Outcomes of other sources are removed when a campaign starts.
+An executor is a generator that runs trials and yields the outcome of each trial as soon as it is known; it may inject
+many faults into one job. Every outcome is written to disk before the next trial starts, under a key that contains the
+trial's parameters and the digest of the files that the campaign uses. So a stopped campaign continues where it stopped,
+and it starts again if these files change. Journals are stored beside the results and are committed with them. Earlier
+outcomes of the same source stay in the journal and are counted, so that a failure is shown even if a later attempt
+passed. Outcomes of other sources are removed when a campaign starts.
 """
 
 import dataclasses
@@ -79,8 +79,8 @@ class Counts:
 
     @property
     def again(self) -> str:
-        """Return the end of the figure, which states how many outcomes were replaced by later ones; empty if none
-        was."""
+        """Return the last part of the figure: how many outcomes were replaced by later ones. Empty if none was
+        replaced."""
         parts = [
             f"{count} {what}"
             for count, what in ((self.failed_before, "failed"), (self.unproven_before, "unproven"))

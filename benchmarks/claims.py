@@ -31,7 +31,7 @@ class Claim:
     quick: str
     """Variant of the command that takes seconds. It stores no result."""
     quick_is: str
-    """Use of the quick variant by the test suite. In every run: ``fast`` (seconds) or ``slow``. Only in ``make
+    """When the test suite runs the quick variant. In every run: ``fast`` (takes seconds) or ``slow``. Only in ``make
     test-all``: ``extended`` (another test checks the same in fewer jobs) or ``timed`` (judged by times, so it runs
     alone). ``make bench QUICK=1`` runs all quick variants."""
     threshold: str

@@ -5,8 +5,8 @@ The script runs a real controller process. Each node is an agent with the real p
 (``light_agents``); there are no ranks, and nothing trains. Nodes die one after the other. The launcher reports each
 death, as it does for a process that ends; the other nodes report their progress, and the controller orders the next
 membership. The measured time is that from the death to the arrival of this order at the last agent. Agents, launcher
-and controller share the machine. The job may continue with a single node, so that a healthy node that is lost by
-mistake stays lost and is noticed.
+and controller share the machine. The job may continue with a single node. So if a healthy node is lost by mistake, it
+stays lost and is found at the end.
 """
 
 import asyncio

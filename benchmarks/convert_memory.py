@@ -3,13 +3,13 @@
 A checkpoint of a random Mixtral model is converted to a folder, and the folder back to a checkpoint, by the commands of
 ``tools/convert_checkpoint.py`` in processes of their own. The largest sum of private and shared memory of each process
 is sampled. Between conversions, the same files are copied and flushed to disk, by processes that have imported the same
-modules. Each process drops the page cache just before it starts the clock, if it may do so. So both begin in the same
-state: a virtual machine that gives free memory back to its host is slower after a pause.
+modules. Each process drops the page cache just before it starts the clock, if it is permitted to. So conversions and
+copies begin in the same state: a virtual machine that gives free memory back to its host is slower after a pause.
 
-The large model gives the memory of one conversion in each direction. The small model gives the speed: the median of
-the ratios of several pairs of conversion and copy, because one ratio is as wrong as the disk was busy. Both of a pair
-follow one another, and which is first alternates. Each folder is removed as soon as nothing reads it any more, so the
-disk needs space for two models of the large size.
+The large model gives the memory of one conversion in each direction. The small model gives the speed: the median ratio
+of several pairs of a conversion and a copy. A single ratio would be wrong if the disk was busy. The conversion and the
+copy of a pair run one after the other; the order alternates. Each folder is removed as soon as nothing reads it any
+more, so the disk needs space for two models of the large size.
 """
 
 import os
@@ -34,7 +34,7 @@ SIZES, QUICK_SIZES = (20e9, 4e9), (0.2e9, 0.2e9)
 PAIRS, QUICK_PAIRS = 7, 2
 """Pairs with the small model, in each direction."""
 SPACE = 2.05
-"""Free space of the disk at the start, as a multiple of the large model."""
+"""Required free space of the disk at the start, as a multiple of the large model's size."""
 MOST_MEMORY = 2e9
 MIN_SPEED, QUICK_MIN_SPEED = 0.5, 0.3
 FILE_BYTES = 500_000_000
@@ -137,7 +137,7 @@ def _measure_speed(folder: Path, num_bytes: float, pairs: int) -> list[dict[str,
     for number in range(pairs):
         row: dict[str, float] = {}
         for way, source, target in (("to-hf", "weights", "hf"), ("from-hf", "hf", "back")):
-            # Which of both is first alternates, because the first one may find less memory that is ready for use.
+            # The order of both alternates, because the first one may find less memory that is ready for use.
             row |= _measure_pair(folder, way, source, target, is_copied_first=number % 2 == 0)
         shutil.rmtree(folder / "hf")
         print(f"pair {number + 1}/{pairs}, {row}", flush=True)

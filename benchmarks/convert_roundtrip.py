@@ -61,7 +61,7 @@ _YARN = {
     "mscale_all_dim": 0.707,
 }
 _LLAMA = "LlamaConfig"
-"""``transformers`` has no class for ``deepseek``: it is its Llama with the MoE layers of its DeepSeek-V2."""
+"""Class of ``deepseek``: ``transformers`` has none, so its Llama gets the MoE layers of DeepSeek-V2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Case:
 
     name: str
     config: str
-    """Class of its configuration in ``transformers``."""
+    """Class of the model's configuration in ``transformers``."""
     options: Mapping[str, Any]
 
 
@@ -320,8 +320,8 @@ def _round_trip(folder: Path, name: str) -> tuple[list[str], int]:
 
 
 def _there_and_back(folder: Path, name: str, family: str) -> tuple[list[str], int]:
-    """Convert the checkpoint that a job has saved to a folder and back. Return problems and the number of equal
-    tensors."""
+    """Convert a checkpoint, which a job has saved, to a Hugging Face folder and back. Return problems and the number of
+    equal tensors."""
     from megatron_ft.mcore.convert.converter import Export, export_checkpoint, family_named, import_folder
     from megatron_ft.mcore.convert.dense_files import DenseReader
 

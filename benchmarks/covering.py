@@ -1,4 +1,4 @@
-"""Builds covering arrays: few trials that contain every combination of values of any few factors.
+"""Builds covering arrays: small sets of trials in which every combination of values of any two (or k) factors occurs.
 
 A full product of six factors with three values each has 729 rows; an array that covers all pairs has about 15.
 Greedy construction over the enumerated product (compare D. M. Cohen et al., "The AETG System", IEEE TSE 23(7),

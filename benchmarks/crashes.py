@@ -20,7 +20,7 @@ from unittest import mock
 
 PAGE_BYTES = 4096
 NUM_RANDOM_STATES = 6
-"""Number of random combinations of unsynced changes that are tried for each prefix."""
+"""Number of random combinations of unsynced changes that are tried for each prefix of the recorded calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Claim ``damaged-checkpoints``: a damaged window or dense checkpoint is never loaded as if it were intact.
 
-Files are torn by a crash, flipped by a device, made by an attacker, or cut by a full disk. A load must return the
-newest intact sample, or the one before it, completely, and must name the file that it skipped. Every command of the
-tools that reads checkpoints must refuse damaged ones by name, and write nothing (``damaged_tools.py``).
+Files are partly written in a crash, have flipped bits, are made by an attacker, or are cut by a full disk. A load must
+return the newest intact sample, or the one before it, completely, and must name the file that it skipped. Every command
+of the tools that reads checkpoints must refuse damaged ones by name, and write nothing (``damaged_tools.py``).
 """
 
 import errno
@@ -39,7 +39,7 @@ THRESHOLD = (
 )
 NUM_FLIPS, QUICK_NUM_FLIPS = 5000, 200
 TOOLS_STRIDE, QUICK_TOOLS_STRIDE = 1, 41
-"""Every command of the tools gets one of this many damaged inputs."""
+"""Every command of the tools gets every ``TOOLS_STRIDE``-th damaged input."""
 MIN_HOSTILE = 500
 MAX_GROWTH_BYTES = 64 << 20
 """Limit of the memory that the process may gain while it reads hostile files."""
@@ -177,8 +177,8 @@ def _overwrite(path: Path) -> None:
 
 
 def _load_from(disk: Disk, folder: Path, kind: Kind) -> tuple[Loaded, bool]:
-    """Load a sample. Return the result, and whether the pointer to the newest sample is damaged or names something
-    incomplete."""
+    """Load a sample. Return the result, and whether the pointer to the newest sample is damaged or names an incomplete
+    sample."""
     disk.write_to(folder)
     try:
         return kind.load(folder / "store"), kind.pointer_leads_nowhere(folder / "store")

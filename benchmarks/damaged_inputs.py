@@ -130,9 +130,9 @@ def _sealed_metadata() -> Iterator[Damage]:
 
 
 VALUES, DTYPE, SHAPES = "values", "dtype", "shapes"
-"""Parts of a checkpoint: the values of tensors, and dtypes and shapes that only the values contradict."""
+"""Parts of a checkpoint: values of tensors; dtypes and shapes that are only checked when values are read."""
 NAMES, EXPERTS, MLP, SETTINGS, RUN = "names", "experts", "mlp", "settings", "run"
-"""Parts of a checkpoint: list of tensors, keys of MoE layers and other MLPs, settings; and that it is not a run."""
+"""Parts of a checkpoint: list of tensors, keys of MoE layers, keys of other MLPs, settings, identity of the run."""
 _PARTS = {
     "another dtype": DTYPE,
     "another shape": SHAPES,
@@ -142,7 +142,7 @@ _PARTS = {
     "the metadata": VALUES,
     "a tensor is missing": NAMES,
 }
-"""Changes of the metadata that can be found only with the values of tensors, or with the names of all tensors."""
+"""Parts of those changes of the metadata that only a check of the values or of all names can find."""
 
 
 def _seal_metadata(change: Callable[[Any], None], folder: Path) -> Path:
@@ -199,7 +199,7 @@ def _place(**changes: Any) -> Callable[[Any], None]:
 
 
 def _twice(metadata: Any) -> None:
-    """Declare a tensor of two parts that are the same, so that a half of it is stored nowhere."""
+    """Declare a tensor of two parts with the same position, so that a half of the tensor is stored nowhere."""
     import torch
 
     name, entry = _victim(metadata)
@@ -317,7 +317,7 @@ def _seal_settings(settings: dict[str, Any], folder: Path) -> Path:
 
 
 def _other_things() -> Iterator[Damage]:
-    """Yield things that are no checkpoint at all, under the name of one."""
+    """Yield damages that replace a checkpoint by something that is no checkpoint, under the same name."""
     for name, make in {
         "nothing": lambda path: None,
         "an empty directory": lambda path: path.mkdir(),
@@ -394,7 +394,7 @@ def _exchange_ranks(folder: Path) -> Path:
 
 
 def damaged_folders() -> list[Damage]:
-    """Return damages of the Hugging Face folder ``hf``, which has no checksums: only what a reader can find."""
+    """Return damages of the Hugging Face folder ``hf`` that a reader can find without checksums."""
     return [*_torn_folders(), *_headers(), *_indexes(), *_configs(), *_odd_folder_files()]
 
 

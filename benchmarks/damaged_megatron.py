@@ -1,6 +1,6 @@
 """Damaged folders of Megatron-LM: checkpoints in the format ``torch_dist`` without a manifest of this project.
 
-They have no checksums, so the damages are those that a reader can find. Megatron-Core's own
+Such folders have no checksums, so the damages are those that a reader can find. Megatron-Core's own
 ``dist_checkpointing.save`` writes the intact folder: a weight of all layers or experts is one tensor, and the arguments
 are in ``common.pt``.
 """
@@ -79,7 +79,7 @@ def write_folder(folder: Path, config: JobConfig, vocab_size: int) -> None:
 
 
 def damaged_megatron() -> list[Damage]:
-    """Return damages of the folder ``FOLDER``, whose parent directory each one gets."""
+    """Return damages of the folder ``FOLDER``. ``Damage.apply`` gets the parent directory of this folder."""
     return [*_trackers(), *_torn(), *_contents(), *_metadata(), *_arguments(), *_odd_files(), *_odd_directories()]
 
 
@@ -128,7 +128,7 @@ def _remove_tracker(folder: Path) -> Path:
 
 
 def _name_other_format(folder: Path) -> Path:
-    """Name a checkpoint in Megatron's format ``torch``, which has one file for each rank."""
+    """Make the tracker name a checkpoint in Megatron's format ``torch``, which has one file for each rank."""
     path = folder / FOLDER / directory_name(10) / "mp_rank_00"
     path.mkdir(parents=True)
     (path / "model_optim_rng.pt").write_bytes(pickle.dumps(Payload()))

@@ -51,8 +51,8 @@ REFUSALS = (2, 3, 5)
 """Exit codes of errors about values, input files and checkpoints."""
 RUN_ID = "ab" * 16
 _JOB_CASES = 60
-"""Number of cases that one process runs: so many that forking costs little, and few enough for all cores to be busy to
-the end."""
+"""Number of cases that one process runs: enough that forking costs little, but so few that all cores have work to the
+end."""
 _LISTED = ("all", METADATA, RUN)
 _READ = (*_LISTED, VALUES, DTYPE, SHAPES)
 _COMPARED = (*_LISTED, VALUES, DTYPE)  # other shapes are a difference
@@ -85,8 +85,8 @@ class Command:
 
 
 def _dense(name: str, tool: str, *words: object, **options: Any) -> Command:
-    """Return a command in whose ``words`` ``IN``, ``SOUND`` and ``OUT`` stand for the damaged checkpoint, an intact one
-    and the result."""
+    """Return a command that gets a dense checkpoint. In ``words``, ``IN`` is the damaged checkpoint, ``SOUND`` an
+    intact one, and ``OUT`` the path of the result."""
 
     def fill(folder: Path, out: Path) -> list[object]:
         known = {
@@ -285,7 +285,7 @@ class Workplace:
 
 
 def _problem(code: int, printed: str, error: str, victim: Path) -> str:
-    """Return what is wrong with the outcome of a command that must refuse ``victim``; empty if nothing is."""
+    """Return what is wrong with the outcome of a command that must refuse ``victim``; empty if nothing is wrong."""
     if code not in REFUSALS:
         return f"ended with {code}: {error[-1500:]}"
     lines = error.strip("\n").split("\n")
@@ -379,7 +379,7 @@ def _load_weights(words: list[str]) -> int:
 
 
 class _Started(Exception):
-    """A command wanted to start a job."""
+    """Raised when a command would start a job."""
 
 
 def _config() -> JobConfig:

@@ -129,7 +129,7 @@ def play(folder: Path) -> str:
 
 
 def _without_the_recording(screen: str) -> str:
-    """Return the screen without the parts of the command that only the recording needs."""
+    """Return the text of the screen without the options of the demo command that only this recording needs."""
     return re.sub(r"; echo \$\? > \S+", "", screen, count=1)
 
 

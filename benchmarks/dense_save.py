@@ -102,8 +102,8 @@ def _summary(by_rank: Sequence[Sequence[dict[str, float]]]) -> dict[str, float]:
 
 
 def _wrong_tensors(folder: Path, boundaries: Sequence[dict[str, str]]) -> list[str]:
-    """Compare master weights in the checkpoint of the last round with those of the boundary after which it was saved.
-    ``boundaries`` has checksums of each rank's ranges, by name and first element."""
+    """Return the ranges of master weights whose values in the checkpoint of the last round are wrong. ``boundaries``
+    has, for each rank, the checksum at the save of each range (name, first element, element after the last)."""
     from megatron_ft.mcore.convert.dense_files import DenseReader
 
     (saved,) = (folder / "checkpoints").glob("iter_*")
@@ -148,7 +148,7 @@ class _Bench:
         self.trainer.engine.run_iteration(self.trainer.engine.iteration + 1)
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Return the rows of all systems, the memory of the first save, and the boundary of the last one."""
+        """Return the times of all systems, the memory of the first save, and ``_boundary`` at the last save."""
         grown = resident_growth(lambda: self._save_ours(waits=True))
         rows: dict[str, list[dict[str, float]]] = {OURS: [], FULL: [], BY_RANK: []}
         boundary: dict[str, str] = {}
@@ -203,7 +203,7 @@ class _Bench:
             self.manager.finish()
 
     def _pairs(self) -> list[tuple[Any, Any]]:
-        """Return the copies that this rank writes, with their sources."""
+        """Return (copy, source) of every tensor range that this rank writes."""
         import torch
 
         planner = self.manager._planner

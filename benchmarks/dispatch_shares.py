@@ -2,8 +2,8 @@
 
 A case has a placement and the number of tokens of every rank for every expert, for one layer and microbatch. Cases are
 random or recorded. In recorded cases, the placement is planned from earlier records than those that are dispatched. The
-rule divides the tokens of an expert over its replicas. The bound is computed independently of the rule, by a linear
-program: no division, even of single tokens into fractions, gives the rank with most tokens a smaller load.
+rule ``balanced`` divides the tokens of an expert over its replicas. A linear program computes the bound independently
+of the rule: no division, even of single tokens into fractions, gives the rank with the most tokens a smaller load.
 """
 
 import statistics
@@ -71,7 +71,7 @@ class Outcome:
     even_fullest: int
     bound: float
     rows: int
-    """Number of tokens that leave their rank."""
+    """Number of rows (a token for one expert) that are sent to another rank."""
     even_rows: int
     is_equal: bool
     """Whether all ranks and backends compute the same shares."""
@@ -260,7 +260,7 @@ def total(outcomes: Sequence[Outcome], kind: str, name: str) -> int:
 
 
 def mean_excess(outcomes: Sequence[Outcome], name: str) -> float:
-    """Return by which share the load in the field ``name`` is above the bound, as a mean over all cases."""
+    """Return the mean over all cases of the share by which the load in the field ``name`` exceeds the bound."""
     return float(np.mean([getattr(o, name) / o.bound - 1.0 for o in outcomes if o.bound > 0]))
 
 

@@ -7,11 +7,11 @@ ranks run on one core. Otherwise a rank that computes while the others wait woul
 than ranks that compute at the same time, because cores share caches and execution units. Wall time is meaningful only
 if every rank has a core.
 
-Two settings of each rank keep costs out of the figure that a rank with its own core and a GPU's caching allocator does
-not have. With SCHED_RR, ranks on one core take turns of 100 ms; in turns of a few milliseconds, they would empty each
-other's caches, and only Megatron's busiest rank would not, which computes while the others wait. The allocator keeps
-freed memory, because the largest tensors of that rank would be mapped and cleared again in every call. SCHED_RR needs
-root, or a limit of real-time priorities above 0 (``ulimit -r``).
+Two settings of each rank exclude costs that a rank with its own core and a GPU's caching allocator does not have.
+First, with SCHED_RR, ranks on one core take turns of 100 ms. In turns of a few milliseconds, ranks would evict each
+other's data from caches, except Megatron's busiest rank, which computes while the others wait. Second, the allocator
+keeps freed memory; otherwise the largest tensors of this rank would be mapped and cleared again in every call. SCHED_RR
+needs root, or a limit of real-time priorities above 0 (``ulimit -r``).
 """
 
 import ctypes
@@ -63,8 +63,8 @@ class Case:
 
     @property
     def bound(self) -> float:
-        """Return the speed-up that perfect balance would give: the load of the busiest rank, divided by the mean, if
-        experts are placed contiguously."""
+        """Return the speed-up that perfect balance would give: the load of the busiest rank with contiguously placed
+        experts, divided by the mean load."""
         share = len(self.loads) // self.num_ranks
         ranks = [sum(self.loads[rank * share : (rank + 1) * share]) for rank in range(self.num_ranks)]
         return max(ranks) * self.num_ranks / sum(ranks)

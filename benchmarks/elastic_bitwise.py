@@ -12,8 +12,8 @@ A reference run repeats the recorded history of memberships by a schedule. Losse
 state after every iteration must be equal, with ``atol=0``. (If survivors finish an iteration after a loss, its digest
 does not cover the lost ranks, so it is not compared.) A job that loaded a checkpoint is compared with a run on the
 remaining nodes that loads this checkpoint. Losses are also compared with those of an undisturbed run. A trial is a
-fault. It counts only if the victim recorded the fault before it happened, if the kill of a whole node from outside is
-recorded too, and if the job continued without the node.
+fault. It counts only if the victim recorded the fault before it happened, if a kill of a whole node from outside is
+also recorded, and if the job continued without the node.
 """
 
 import random
@@ -52,8 +52,8 @@ SEED = 20261121
 WARM = "megatron_ft.mcore.rank_main:warm"
 PHASES = (*ITERATION_PHASES, "migrate", "migrate_step")
 _MOST_PASSES = {"capture": 4, "replicate": 1, "migrate": 2, "migrate_step": 4}
-"""Largest number of passes through a phase up to its fault, for phases that do not occur in every iteration. It is 12
-for other phases."""
+"""For phases that do not occur in every iteration: largest number of times that a rank reaches the phase before the
+fault. For other phases, it is 12."""
 _SNAPSHOTS = (
     "snapshot=sparse_window",
     "snapshot.num_peer_copies=1",
@@ -74,7 +74,7 @@ VARIANTS: tuple[Sequence[str], ...] = (
         *_REBALANCING,
     ),
 )
-"""Variants of the jobs, apart from their faults."""
+"""Overrides of the variants of jobs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,11 +230,11 @@ def _placements(run_dir: Path) -> dict[int, Any]:
 
 
 def untold(changes: Sequence[Event], reported: Collection[int]) -> set[int]:
-    """Return iterations that all ranks completed, but that no record contains, because the reporting rank or its agent
-    was lost before the report.
+    """Return the iterations that all ranks completed but that no record contains, because the rank that reports, or its
+    agent, was lost before the report.
 
-    These are the last iterations before the next membership. There are several if the agent, which forwards reports,
-    had been stopped.
+    They are the last iterations before a new membership. There are several if the agent, which forwards reports, was
+    stopped.
 
     Args:
         reported: Iterations that were recorded.

@@ -1,9 +1,9 @@
 """Jobs of ``fallback-order``, and the driver that causes losses of growing size in one of them.
 
 Before each loss, the driver stops all ranks, so that no window or checkpoint is completed meanwhile, and asks
-``can_recover`` for the strategy that will serve. Then it kills the processes from outside, all at one instant,
-continues the other ranks, and waits until the job trains again. A job that ends, as predicted, is started again with
-the same command. ``<run>/fallback.jsonl`` has a line for each loss before it happens, and one after it.
+``can_recover`` for the strategy that will be used. Then it kills the processes from outside, all at one instant,
+continues the other ranks, and waits until the job trains again. If the job ends as predicted, the driver starts it
+again with the same command. ``<run>/fallback.jsonl`` gets a line before each loss, and one after it.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ WHOLE_SECONDS = 120.0
 """Longest time to wait until a job is ready for a loss, or trains again after it."""
 STOP_SECONDS = 60.0
 PAUSED_SECONDS = 10.0
-"""Longest time to wait for an answer while all ranks are stopped. It is shorter than the time after which the job takes
-ranks without progress for lost."""
+"""Longest time to wait for an answer while all ranks are stopped. After a longer time, the job would treat the stopped
+ranks as lost."""
 SETTLED = 4
 """Number of iterations of a membership before its next loss."""
 COMPARED_AFTER = 5
@@ -117,7 +117,7 @@ class FallbackJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Loss that happens next, and the answer of ``can_recover`` about it."""
+    """The next loss: its kind, its nodes, and the answer of ``can_recover`` about it."""
 
     kind: str
     nodes: tuple[int, ...]
@@ -125,7 +125,7 @@ class Choice:
     """Whether the nodes are lost with their agents and snapshot servers; otherwise only their ranks die."""
     cost: Cost
     is_wanted: Callable[[Cost], bool] = lambda _: True
-    """Returns whether a loss with this cost has the effect that its kind demands."""
+    """Returns whether a loss with this cost has the effect that the kind of the loss requires."""
 
     @property
     def asked(self) -> tuple[int, ...] | None:
@@ -231,8 +231,8 @@ class Driver:
         return record | self._wait_until_trained(record["killed_at"], record["committed"])
 
     def _lose_paused(self, number: int, choice: "Choice") -> dict[str, Any] | None:
-        """Stop all ranks, ask once more, and cause the loss. Return a record of it; None if the loss does not have the
-        wanted effect any more, because the job has trained since it was chosen."""
+        """Stop all ranks, ask once more, and cause the loss. Return a record of the loss; None if the job has trained
+        since the choice, so that the loss would no longer have the required effect."""
         with self._paused():
             # Without the pause, a window or checkpoint could be completed between the answer and the loss.
             cost = self._ask(choice.asked, is_gone=choice.is_gone, seconds=PAUSED_SECONDS)
@@ -346,7 +346,7 @@ class Driver:
         return max((record["iteration"] for record in self.metrics.read() if "loss" in record), default=0)
 
     def _pace(self) -> float:
-        """Return the median duration of the newest iterations, from which ``can_recover`` predicts."""
+        """Return the median duration of the newest iterations, which ``can_recover`` uses for its prediction."""
         newest = [m["iteration_seconds"] for m in self.metrics.read() if "iteration_seconds" in m][-NUM_MEASURED:]
         return statistics.median(newest)
 
@@ -372,7 +372,7 @@ class Driver:
         return None, set()
 
     def _wait_until_trained(self, killed_at: float, committed: int) -> dict[str, Any]:
-        """Wait until the job has trained an iteration after ``committed``. Return the strategy that served, and the
+        """Wait until the job has trained an iteration after ``committed``. Return the strategy that was used, and the
         seconds from the loss until this iteration began."""
 
         def first() -> dict[str, Any] | None:

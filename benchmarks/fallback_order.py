@@ -1,4 +1,4 @@
-"""Claim ``fallback-order``: ``can_recover`` predicts the recovery strategies that serve losses of growing size.
+"""Claim ``fallback-order``: ``can_recover`` predicts which strategies recover from losses of growing size.
 
 Jobs of two kinds lose a rank, a node, two nodes, and then more. Jobs with expert replicas and copies of optimizer
 shards lose all copies of an expert or of a shard at the end. Jobs that keep their layout lose a pipeline stage, all
@@ -6,11 +6,11 @@ ranks, and all processes of the job except the snapshot servers. Processes are k
 Before each loss ``can_recover`` names the strategy, and predicts the seconds until the ranks train again after the
 newest committed iteration.
 
-A trial is a loss. It counts only if all of its processes were alive and were killed. It passes if the named strategy
-has served, and if losses and digests of the whole state equal those of a reference, with ``atol=0``. The reference of a
+A trial is a loss. It counts only if all of its processes were alive and were killed. It passes if the job used the
+named strategy, and if losses and digests of the state equal those of a reference, with ``atol=0``. The reference of a
 job that keeps its layout is an undisturbed run. Other jobs are compared with a run of the same history of memberships
-and, after a checkpoint was loaded, with a run that loads it on the remaining nodes. Times are judged only in jobs
-before which the load of the machine was at most 2: nine of ten must be within a factor of 1.5 of the prediction.
+and, after a checkpoint was loaded, with a run that loads it on the remaining nodes. Times are judged only in jobs that
+start at a machine load of at most 2: nine of ten must be within a factor of 1.5 of the prediction.
 """
 
 import os
@@ -136,7 +136,7 @@ class Campaign:
         if restart["strategy"] != "checkpoint":
             return [*problems, f"the job restarted by {restart['strategy']}, which has no reference"], num_compared
         later = [change for change in found.changes if change["time_unix_seconds"] > at]
-        # Lost nodes join again later. The reference does not contain these joins, so the comparison ends before them.
+        # Lost nodes join again later. The reference lacks these joins, so the comparison ends before them.
         last = min([last, *(change["iteration"] for change in later)])
         of_restart = [record for record in records if record.get("served", [None])[0] == restart["strategy"]]
         lost = of_restart[0]["nodes"] if of_restart else ()

@@ -4,7 +4,7 @@ Running jobs of two to four nodes, with expert replicas or with a kept layout, r
 targets are a rank, an agent, a snapshot server, the controller, all processes of one node or of two at one instant, and
 a second node while the job recovers from the first. Processes are killed, or stopped and continued. Some faults come in
 the first iteration after a join or while a checkpoint is written. Lost nodes come back before the next fault. Before
-each fault ``can_recover`` is called for exactly that loss, and its result is written to disk. At the end of some jobs
+each fault ``can_recover`` is called for exactly this loss, and its result is written to disk. At the end of some jobs
 the launcher is killed too.
 
 A trial is a fault. It counts only if ``/proc`` has shown that the fault happened. A fault that the job is predicted to
@@ -81,7 +81,7 @@ class Comparison:
     last: int
     """Newest iteration that could be compared."""
     difference: str
-    """First difference; empty if there is none."""
+    """First difference; empty if all values are equal."""
 
     @classmethod
     def of(cls, found: Any, reference: Any, last: int) -> "Comparison":

@@ -1,4 +1,4 @@
-"""Measures the memory and threads of a job's processes through ``/proc``, without their cooperation."""
+"""Measures the memory and threads of a job's processes from outside, through ``/proc``."""
 
 import os
 from collections.abc import Mapping, Sequence

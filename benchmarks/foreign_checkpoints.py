@@ -42,8 +42,8 @@ _JOB = (
     "checkpoint.keep_last=0",
 )
 Action = Callable[[random.Random, Path, Path], str]
-"""Function that changes a folder with the run's own samples. Its last argument is a folder with all samples. It returns
-the expected outcome, in the form of the argument ``expected`` of ``judge``."""
+"""Function that changes a folder. Its arguments are a random generator, the folder with the run's own samples, and a
+folder with all samples. It returns the expected outcome in the form of ``judge``'s argument ``expected``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,8 +83,8 @@ def _sum(counts: Counter[str], suffix: str) -> int:
 
 
 def judge(expected: str, loaded: int | None, is_equal: bool, error: str) -> str:
-    """Classify a start as ``loaded``, ``named`` or ``nothing``. The outcomes ``wrong``, ``lost`` and ``mute`` violate
-    the claim.
+    """Classify a start. ``loaded``, ``named`` (an allowed error) and ``nothing`` keep the claim; ``wrong``, ``lost``
+    and ``mute`` (another error) violate it.
 
     Args:
         expected: Allowed results, separated by spaces: an iteration that may be loaded, a word that an error may
@@ -185,7 +185,7 @@ def _other_name(generator: random.Random, folder: Path) -> Path:
 
 
 def rename(generator: random.Random, folder: Path, samples: Path) -> str:
-    """Rename one sample, so that only the other one can be loaded."""
+    """Rename one of the two samples, so that only the other sample can be loaded."""
     victim, other = generator.sample((OLD, NEW), 2)
     _directory(folder, victim).rename(_other_name(generator, folder))
     return str(other)
@@ -201,7 +201,7 @@ def swap_names(generator: random.Random, folder: Path, samples: Path) -> str:
 
 
 def other_run(generator: random.Random, folder: Path, samples: Path) -> str:
-    """Add a sample of another run, under its own or another name, or replace a sample of the run by it."""
+    """Add a sample of another run under its own name or another name, or replace a sample of the run by it."""
     iteration = generator.choice((OLD, NEW))
     target = generator.choice((_directory(folder, iteration), _other_name(generator, folder)))
     left = [found for found in (OLD, NEW) if _directory(folder, found) != target]

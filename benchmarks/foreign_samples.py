@@ -32,7 +32,7 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {
     "optimizer": {"optimizer.weight_decay": 0.2},
     "schedule": {"optimizer.lr": 0.002},
 }
-"""Overrides of further jobs of the same run, with the same tensor shapes, by the kind of setting that they change."""
+"""Overrides of other jobs of the run, by the kind of setting that they change. Tensor shapes stay the same."""
 JOBS = (OWN, "run", *OTHERS)
 """Names of all jobs. ``run`` has the random id of another run; everything else is equal to the run's own job."""
 _UNITS = [Unit(operator=OperatorId(layer=0, kind="embedding")), Unit(operator=OperatorId(layer=3, kind="head"))]

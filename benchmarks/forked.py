@@ -1,6 +1,6 @@
-"""Runs many short cases in forked processes, which have everything imported already.
+"""Runs many short cases in forked processes, which need no imports because their parent process has done them.
 
-A case that hangs or ends its process is reported by its name, and costs only the rest of its job.
+If a case hangs or ends its process, its name is reported, and only the remaining cases of the same job are lost.
 """
 
 import json

@@ -27,7 +27,7 @@ from megatron_ft.config.checks.training import REGIMES
 ID = "fp8-bitwise"
 MIN_TRIALS = 40
 _PHASES = ("backward", "grad_sync", "vote_inside", "update", "gather", "capture")
-"""Phases in which ranks are killed: before, in and after the update. Each job has three, starting with another one."""
+"""Phases in which ranks are killed: before, in and after the update. Each job has other three phases."""
 _FAULTS_PER_JOB = 3
 _DELAYED = "fp8_delayed"
 PRECISIONS = (*REGIMES, _DELAYED)
@@ -36,8 +36,8 @@ _MIGRATING = ("placement.rebalance_interval_iterations=3", "placement.rebalance_
 
 
 def jobs_of(*, quick: bool) -> list[AnyJob]:
-    """Return all jobs of the campaign; with ``quick``, one whose number of lanes changes, with FP8 masters and
-    delayed scaling."""
+    """Return all jobs of the campaign. With ``quick``, return one job with FP8 masters and delayed scaling, whose
+    number of lanes changes."""
     if quick:
         return [_job(0, REGIMES[-1], "fewer nodes", "precision.fp8_recipe=delayed")]
     ways = ("fewer nodes", "kept layout", "restart")
@@ -65,8 +65,8 @@ def _job(number: int, precision: str, way: str, *others: str) -> AnyJob:
 
 
 def campaign_of(jobs: Sequence[AnyJob], folder: Path, socket: str) -> LayoutCampaign:
-    """Return the campaign of ``jobs``. Memberships are not compared with new jobs, because a new job's placement has a
-    schedule, which excludes the migration of replicas."""
+    """Return the campaign of ``jobs``. Its memberships are not compared with new jobs, because a new job needs a
+    schedule of placements, and with a schedule replicas do not migrate."""
     found = LayoutCampaign.of(jobs, folder, socket)
     changing = Campaign(found.changing.bench, found.changing.jobs, {}, compares_undisturbed=False)
     return replace(found, changing=changing)

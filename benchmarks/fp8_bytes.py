@@ -1,8 +1,9 @@
 """Claim ``fp8-bytes``: windows of the five low-precision regimes of MoEvement's table 7, and their bytes.
 
-Part 1 computes W from the bytes of the regimes and from the iteration times behind the table's overheads, at the one
-bandwidth that fits all printed W but one, and at a PCIe 5 link. Part 2 captures windows of ``ScaledAdamW`` while it
-trains, counts their bytes, and restores them. Part 3 compares the time of packing and unpacking state with ``memmove``.
+Part 1 computes the window length W from the bytes of the regimes and from the iteration times behind the table's
+overheads, with the bandwidth that fits all printed W but one, and with PCIe 5. Part 2 captures windows of
+``ScaledAdamW`` while it trains, counts their bytes, and restores them. Part 3 compares the time of packing and
+unpacking state with ``memmove``.
 """
 
 import ctypes
@@ -47,7 +48,7 @@ the other systems give the same times, but are rounded more coarsely."""
 BYTES = ((6, 2), (12, 1), (10, 1), (5, 1), (4, 1))
 """Bytes per parameter of active and frozen operators, without scales."""
 UNEXPLAINED = 2
-"""Row of table 7 whose printed W follows from no bandwidth with which the other rows follow."""
+"""Row of table 7 whose printed W fits no bandwidth that fits all other rows."""
 NUM_LAYERS, NUM_EXPERTS = 28, 64
 PIPELINE_SIZE, EXPERT_SIZE = 8, 8
 PCIE_5_BYTES_PER_SECOND = 64e9
@@ -126,7 +127,7 @@ class Windows:
     bandwidth: float
     """Middle of the bandwidths that fit every row but ``UNEXPLAINED``, in bytes per second and parameter."""
     per_gpu: float
-    """The same in bytes per second of one GPU."""
+    """The same bandwidth in bytes per second of one GPU."""
     fitted: list[int]
     planned: list[int]
     """W of this project's planner, whose slices leave out what earlier slices contain."""
@@ -210,7 +211,7 @@ def _shard(
 
 
 class _Client:
-    """Takes the place of the snapshot server's client, and notes where each slice begins in the buffer."""
+    """Replacement of the snapshot server's client, which records where each slice begins in the buffer."""
 
     def __init__(self) -> None:
         self.offsets: dict[int, int] = {}
