@@ -5,8 +5,8 @@ The model ``moe_tiny`` is trained on real text, in each regime and in FP32, with
 The reduction of the loss is the loss of the first iteration minus the mean loss of the last tenth of the iterations.
 Runs with masters of at least 16 bits must reach 90 % of the reduction of FP32, and the regime with FP8 masters 70 %.
 
-FP16 starts with the default loss scale, so the first iterations overflow and are skipped. They count. The quick variant
-is too short for that and has no FP16 run.
+FP16 starts with the default loss scale, so the first iterations overflow and are skipped. Skipped iterations count like
+others. The quick variant is too short for them and has no FP16 run.
 """
 
 import statistics

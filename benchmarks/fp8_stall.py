@@ -3,8 +3,8 @@
 For each of the five regimes of ``precision.regime``, two ranks of one real job capture windows of four iterations, as
 in ``snapshot_stall.py``: the state is sent to real snapshot servers, with copies at two other nodes' servers. Each
 round counts for its slowest rank. Times are medians over rounds, except the first round. A job with BF16 weights and
-FP32 state is measured in the same way, before the regimes. The model is small, so fixed costs of about 2 ms dominate
-where the state has few bytes; the ratio to a memory copy is stated, but not bounded.
+FP32 state is measured in the same way, before the regimes. The model is small, so fixed costs of about 2 ms dominate if
+the state has few bytes. The ratio to the time of a memory copy is therefore reported, but not bounded.
 """
 
 import tempfile

@@ -1,8 +1,8 @@
 """Compares memberships of a job that changes its size with new jobs of the same size, as a second kind of reference.
 
 The first reference is a scripted run, which saves a dense checkpoint after every iteration. The new job loads the
-checkpoint of the iteration after which the membership began, and uses the membership's placement. These must be equal
-in every bit: losses, the state of every rank, the placement, and the loads from which later placements are planned.
+checkpoint of the iteration after which the membership began, and uses the membership's placement. Losses, the state of
+every rank, the placement, and the loads for later placements must be equal in every bit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ def compare_with_fresh(
     Args:
         words: overrides of the job's layout and protection.
         killed: records of the job.
-        run_dir: folder of its scripted reference, which has checkpoints of all iterations.
+        run_dir: folder of the job's scripted reference, which has checkpoints of all iterations.
         changes: numbers of the changes of membership to compare. A membership without an iteration of its own is left
             out.
     """
@@ -72,7 +72,7 @@ def compare_with_fresh(
 
 
 def _layouts(run_dir: Path) -> dict[int, MembershipLayout]:
-    """Return the layout of each membership by the iteration after which it began; the last one if there are several."""
+    """Return the layouts of memberships by the iteration after which each began; the last one if several began."""
     config = read_config(run_dir / "config.yaml")
     changes = [event for event in read_events(run_dir) if isinstance(event, MembershipChanged)]
     _, *found = JobLayouts.of(config).history(event.nodes for event in changes)

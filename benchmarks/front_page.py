@@ -15,7 +15,7 @@ Results = Mapping[str, dict[str, Any]]
 """Newest result by claim id."""
 HARDWARE = "cpu"
 SPEED_SIZE = "moe_micro"
-"""Name of the model whose results of `recovery-speed` README.md shows."""
+"""README.md shows the results of `recovery-speed` for this model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ def _less_time(results: Results) -> str:
 
 
 _KILLED = {"elastic-bitwise": "nodes", "localized-bitwise": "stages", "sparse-bitwise": "jobs"}
-"""Name of the things that the jobs of a claim lose, by claim id."""
+"""Word for what the jobs of each claim lose, by claim id."""
 
 
 def _equal(results: Results) -> str:

@@ -1,8 +1,8 @@
 """Claim ``gpu-copy-bandwidth``: a slice of a window is copied off the GPU nearly as fast as one large copy to pinned
 memory.
 
-The slice has as many pieces as a slice of a real job, with the sizes of weights, moments and norms. Both copies take
-turns.
+The slice has as many pieces as a slice of a real job, with the sizes of weights, moments and norms. The copy of the
+slice and the large copy alternate.
 """
 
 import statistics

@@ -1,7 +1,7 @@
 """Claim ``gpu-dispatch``: schedule, plan, rows and sums of a dispatch take at most twice the time of copying the same
 bytes.
 
-The time of copying counts only the bytes of the rows, each read once and written once by a copy on the same device.
+The copy contains only the bytes of the rows. It reads and writes each of them once, on the same device.
 """
 
 import statistics

@@ -1,6 +1,6 @@
 """Shared parts of the claims about GPUs: the device, a training engine of one rank on it, and the reports of a stage.
 
-On a machine without a GPU the quick variants run the same code on the CPU; these figures are not meaningful.
+On a machine without a GPU the quick variants run the same code on the CPU; figures from a CPU are not meaningful.
 """
 
 import tempfile

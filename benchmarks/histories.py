@@ -2,8 +2,8 @@
 
 The entries of the script come from the events of the run or, if the events contain none, from the orders of the
 controller. All orders that begin after the same iteration are merged into one change, as if only the membership of the
-last order had formed: from the members before the first order to those of the last. A node that is in both sets, but
-came back as a new process in between, leaves and joins in this change.
+last order had formed: from the members before the first order to those of the last. A node that is a member before and
+after, but came back as a new process in between, leaves and joins in this change.
 """
 
 import json
@@ -66,7 +66,7 @@ def changes_of(orders: Iterable[Event], num_nodes: int) -> list[Change]:
 
 
 def _new_nodes(following: Event) -> set[int]:
-    """Return the nodes of a membership whose processes bring no state."""
+    """Return the nodes of a membership whose processes have no state of the run."""
     ranks = zip(following["nodes"], following["previous_ranks"], strict=True)
     return {node for node, previous in ranks if previous is None}
 

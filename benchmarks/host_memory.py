@@ -2,9 +2,9 @@
 grow.
 
 The claim has three parts. (1) ``dry_run`` and the current plan predict the memory of the node with the largest need.
-This is compared with the size and the resident part of the node's memory files, with no, one and two copies at peers.
-(2) A job whose limit is just below its need must be refused before anything starts. (3) A long run of three ranks with
-two copies each, sampled from ``/proc``, must not grow in memory, threads, descriptors and memory files.
+The prediction is compared with the size and the resident part of the node's memory files, with no, one and two copies
+at peers. (2) A job whose limit is just below its need must be refused before anything starts. (3) A long run of three
+ranks with two copies each, sampled from ``/proc``, must not grow in memory, threads, descriptors and memory files.
 """
 
 import json
@@ -29,10 +29,10 @@ MIN_WINDOW_ITERATIONS = 3
 SOAK_ITERATIONS, QUICK_SOAK_ITERATIONS = 2000, 100
 SAMPLE_SECONDS = 1.0
 SKIPPED_ITERATIONS = 20
-"""First iteration of which samples count: windows are planned and all buffers are allocated by then."""
+"""First iteration whose samples count: by then, windows are planned and all buffers are allocated."""
 RSS_SHARE, RSS_BYTES, QUICK_RSS_BYTES = 0.01, 1 << 20, 8 << 20
-"""Largest growth of a process's resident memory over half of the run that counts as none: this share of its memory or
-this number of bytes, whichever is larger. The last number replaces the second one in the quick variant."""
+"""Allowed growth of a process's resident memory over half of the run: a share of its memory or a number of bytes,
+whichever is larger. The last number replaces the second one in the quick variant."""
 START_SECONDS, JOB_SECONDS, SOAK_SECONDS = 120.0, 240.0, 1500.0
 KEY = "snapshot.host_memory_limit_bytes"
 _BASE = (

@@ -47,7 +47,7 @@ class Hostile:
 
     name: str
     put: Callable[[Path], Path]
-    """Puts the file into the folder in place of an intact file of the newest sample, and returns its path."""
+    """Replaces an intact file of the newest sample in the given folder by the hostile file, and returns the path."""
 
 
 def hostile_windows() -> list[Hostile]:
@@ -283,7 +283,7 @@ ODD_FILES: Mapping[str, Callable[[Path], object]] = {
     "pipe": os.mkfifo,
     "sparse file of 1 TiB": lambda path: (path.touch(), os.truncate(path, HUGE)),
 }
-"""Functions that create something else in the place of a file, by name."""
+"""Functions that create something that is not a regular file at a path, by name."""
 
 
 def _odd_files(victim: Callable[[Path], Path]) -> Iterator[Hostile]:

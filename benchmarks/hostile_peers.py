@@ -1,4 +1,4 @@
-"""Claim ``hostile-peers``: peers that reach a job's listeners and do not follow the protocol change nothing.
+"""Claim ``hostile-peers``: peers that connect to a job and do not follow the protocol change nothing in the job.
 
 Two jobs are attacked while they train, on every listener of this project: the controller's port, the sockets of node
 agents and of the fork server, and in the second job the listeners of snapshot servers. The attackers have no token, a
@@ -87,7 +87,7 @@ _OF_TIME = (
     "process_ids",
 )
 _UNSTEADY = ("window_committed", "window_delayed", "snapshot_planned", "alert_raised", "alert_cleared")
-"""Kinds of events whose number depends on how fast peers answer, or on other work on the machine."""
+"""Kinds of events that are not compared: their number depends on the speed of peers or on other work on the machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +211,7 @@ class Bench:
         return trace, output
 
     def _attack(self, console: psutil.Process, run_dir: Path, attacked: Attacked, rng: random.Random) -> bool:
-        """Run all attacks once or a few times. Return whether all processes of the job survived."""
+        """Make all attacks on a running job. Return whether all processes of the job survived."""
         found = find_listeners(console, run_dir, self.socket)
         if self.quick:
             found = replace(found, agents=found.agents[:1], keepers=found.keepers[:2])

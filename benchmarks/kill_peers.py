@@ -1,4 +1,4 @@
-"""Measures the alternatives that ``kill_to_commit`` compares with: a restart by torchrun, and torchft."""
+"""Measures the alternatives for the comparison in ``kill_to_commit``: a restart by torchrun, and torchft."""
 
 import contextlib
 import functools
@@ -29,9 +29,9 @@ LONGEST_SECONDS = 120.0
 TORCHFT = "0.2.0"
 TORCHFT_NEEDS = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 JOIN_TIMEOUT_MS, HEARTBEAT_TIMEOUT_MS, TRANSFER_SECONDS = 100, 5000, 5
-"""Time limits of torchft. Its lighthouse waits for late replicas for ``JOIN_TIMEOUT_MS`` (its default of 60,000 would
-be added to every fault) and for heartbeats for ``HEARTBEAT_TIMEOUT_MS`` (its default). Its process group waits for a
-transfer for ``TRANSFER_SECONDS``."""
+"""Time limits of torchft. Its lighthouse (coordinator) waits for late replicas for ``JOIN_TIMEOUT_MS`` (the default of
+60,000 would be added to every fault), and for heartbeats for ``HEARTBEAT_TIMEOUT_MS`` (the default). Its process group
+waits for a transfer for ``TRANSFER_SECONDS``."""
 _INSTALL_SECONDS = 600
 _LIGHTHOUSE = """
 import sys

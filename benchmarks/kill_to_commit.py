@@ -7,8 +7,8 @@ inside a collective. The time ends when the survivors report the first iteration
 Some ranks receive SIGSTOP instead, and must first be detected by missing heartbeats.
 
 Some jobs have expert replicas and one stage. Others have two stages of two ranks and the distributed optimizer, in
-three variants: a kept layout with a spare that has built its part of the model in advance, a kept layout with a spare
-that has not, and expert replicas without a spare. Jobs with a kept layout replay from windows of one iteration.
+three variants: a kept layout with a spare that has built the lost part in advance, a kept layout with a spare that has
+built nothing, and expert replicas without a spare. Jobs with a kept layout replay from windows of one iteration.
 
 Two alternatives are measured for comparison: the same training restarted by ``torchrun --max-restarts`` from a dense
 checkpoint of every iteration, and a plain loop with a model of comparable size under torchft. The join timeout of
@@ -137,8 +137,8 @@ LAYOUTS = (
         allowed_seconds={50: 0.8, 95: 0.8},
     ),
 )
-"""Jobs with two stages: a spare that has built both stages in advance, a spare that has built nothing, and no spare. In
-the latter, expert sets change."""
+"""Jobs with two stages: with a spare that has built both stages in advance, with a spare that has built nothing, and
+without a spare. Only without a spare, ranks get other experts."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -241,8 +241,8 @@ class Job:
         )
 
     def _parts(self, hit_at: float, change: Mapping[str, Any], end: float) -> dict[str, Any]:
-        """Return the durations of the parts of a recovery that keeps the layout, and what the substitute has built; an
-        empty dictionary for other recoveries."""
+        """Return the durations of the parts of a recovery that keeps the layout, and what the replacing node had built;
+        an empty dictionary for other recoveries."""
         events = [r for r in records_of(self.run_dir / "events.jsonl") if r["time_unix_seconds"] >= hit_at]
         shares = [r for r in events if r["kind"] == "stage_recovery" and r["generation"] == change["generation"]]
         if not shares:
@@ -291,7 +291,7 @@ class Job:
         return [r for r in records_of(self.run_dir / "events.jsonl") if r["kind"] == "membership_changed"]
 
     def _change_without(self, node: int, since: float) -> dict[str, Any] | None:
-        """Return the first change of membership since a time if it excludes ``node``; None otherwise."""
+        """Return the first change of membership after ``since`` if it excludes ``node``; otherwise None."""
         changes = [change for change in self._changes() if change["time_unix_seconds"] >= since]
         return changes[0] if changes and node not in changes[0]["nodes"] else None
 

@@ -2,11 +2,11 @@
 
 A cell combines TP, the pipeline, the kind of optimizer, replicas, windows, what takes the place of a lost node, and a
 *way* to recover: the keys that decide whether the number of ranks changes, the layout is kept, or all ranks start
-again. For every cell, the same prediction as in ``tools/can_recover`` decides what happens after each loss. The cells
-that survive are covered in pairs; the others are listed with the reason.
+again. For every cell, the prediction of ``tools/can_recover`` decides whether it survives. Jobs cover every pair of
+values that occurs in a surviving cell; other cells are listed with the reason.
 
-A new value of a factor needs its keys in ``Cell.words`` or ``Cell.way_words``, and ``has_meaning`` if it cannot be
-combined with every other value. A combination that is no longer refused is covered without a change here.
+A new value of a factor needs its keys in ``Cell.words`` or ``Cell.way_words``, and a rule in ``has_meaning`` if it
+cannot be combined with every other value. A combination that is no longer refused is covered without a change here.
 """
 
 import itertools
@@ -43,9 +43,8 @@ FACTORS: Mapping[str, Sequence[Scalar]] = {
     "way": ("fewer nodes", "kept layout", "restart"),
     "dtype": ("fp32", "bf16"),
 }
-"""Values of all factors. ``nodes`` is what takes the place of a lost node. ``way`` is how the job recovers:
-``fewer nodes`` (``recovery.min_nodes``), ``kept layout`` (``recovery.keep_layout``) or ``restart``
-(``recovery.max_restarts``)."""
+"""Values of all factors. ``nodes``: what takes the place of a lost node. ``way``: how the job recovers: ``fewer nodes``
+(``recovery.min_nodes``), ``kept layout`` (``recovery.keep_layout``) or ``restart`` (``recovery.max_restarts``)."""
 NUM_EXPERTS = 8
 MOST_RANKS = 8
 _MOST_LANES = 3
@@ -112,7 +111,7 @@ class Cell:
         """
         words = [*self.layout.overrides, *(_WINDOWS if self.windows else ())]
         if self.replicas:
-            # With one lane more than the fewest, the slots must suffice for all copies; with the fewest, for one copy.
+            # Slots must be enough for all copies with one lane more than the fewest, and for one copy with the fewest.
             losing = (fewest_lanes + 1) * self.layout.tp
             num_slots = max(-(-self.num_copies * NUM_EXPERTS // losing), -(-NUM_EXPERTS // (losing - self.layout.tp)))
             words += ["placement=overlap_search", f"placement.min_replicas={self.num_copies}"]
@@ -144,11 +143,11 @@ class Prospect:
     """Prediction for a cell."""
 
     refused: str = ""
-    """Reason why the job is refused before it starts; empty if it is not."""
+    """Reason why the job is refused before it starts; empty if it can start."""
     declined: str = ""
-    """Reasons why no strategy keeps all committed iterations after the loss of a node; empty if one does."""
+    """Reasons why no strategy keeps all committed iterations after a loss; empty if a strategy keeps them."""
     strategies: tuple[str, ...] = ()
-    """Strategies that serve the losses, each once."""
+    """Strategies that recover from the losses, each listed once."""
     loses_nodes: bool = True
     """Whether whole nodes may be lost; otherwise only ranks."""
 
@@ -159,7 +158,7 @@ class Prospect:
 
 
 def prospect_of(cell: Cell) -> Prospect:
-    """Predict whether a job of this cell keeps its iterations if any one node is lost; if not, if any one rank is."""
+    """Predict whether a job of this cell keeps its iterations if any one node is lost, else if any one rank is."""
     lanes, nodes = max(1, cell.layout.dp - 1), cell.layout.num_ranks - 1
     if cell.nodes == "none":
         nodes = cell.layout.pp * cell.layout.tp * lanes

@@ -1,15 +1,15 @@
 """Claim ``layouts-bitwise``: jobs of every parallel layout lose ranks and nodes, and continue with unchanged bits.
 
 Layouts and their protection (TP, PP, VPP, kind of optimizer, replicas, windows, what takes the place of a lost node)
-are combined to cells (``layout_cells``). The prediction of ``tools/can_recover`` decides which cells survive; these are
-covered in pairs, and the others are listed with the reason. Another four jobs have the *common layout* and a fault in
-every phase.
+are combined to cells (``layout_cells``). The prediction of ``tools/can_recover`` decides which cells survive. Jobs
+cover every pair of values that occurs in a surviving cell; other cells are listed with the reason. Another four jobs
+have the *common layout* and a fault in every phase.
 
 Each job continues after each of its faults. Its bits must equal those of a reference, with ``atol=0``:
 
 * If the number of ranks may change, the reference is a run in which the same nodes leave and join by schedule, as in
-  ``elastic_bitwise``. Memberships are also compared with a new job of their size from the dense checkpoint of the
-  iteration after which they began (``fresh_jobs``).
+  ``elastic_bitwise``. Memberships are also compared with a new job of their size, which starts from the dense
+  checkpoint of the iteration after which the membership began (``fresh_jobs``).
 * If the layout is kept, or all ranks start again from windows, the reference is an undisturbed run, as in
   ``localized_bitwise``.
 
@@ -57,7 +57,7 @@ COMMON = Cell(
 COMMON_KEPT = replace(COMMON, layout=replace(COMMON.layout, ep=2), replicas=False, nodes="spare", way="kept layout")
 """The common layout with upstream logs, which exclude replicas."""
 _PASSES = {"forward": 10, "dispatch": 20, "backward": 10, "replicate": 1}
-"""Largest number of passes before a fault, for phases that do not occur once in every iteration; 3 for other phases."""
+"""Largest number of times that a rank reaches a phase before its fault. For phases that are not listed, it is 3."""
 _FIRST_ITERATION, _MOST_APART = 3, 4
 """First iteration in which a fault may come if nodes do not come back, and largest number of iterations from one fault
 to the next."""
@@ -66,7 +66,7 @@ _OFTEN = ITERATION_PHASES[:10]
 """Phases that occur in every iteration."""
 _TWICE = (*ITERATION_PHASES, *_OFTEN)
 _NUM_SHRINKING = 4
-"""Number of jobs of a cell whose nodes do not come back, because each has only few faults."""
+"""Number of jobs of a cell whose nodes do not come back. Several are needed, because each has only few faults."""
 AnyJob = Job | FaultJob
 
 
@@ -179,7 +179,7 @@ def _shrinking(number: int, cell: Cell) -> Job:
 
 
 def kept(number: int, cell: Cell, phases: Sequence[str], strategy: str) -> FaultJob:
-    """Make a job that keeps its layout and loses ranks in ``phases``; if empty, whole nodes at any moment."""
+    """Make a job that keeps its layout and loses ranks in ``phases``. If ``phases`` is empty, it loses whole nodes."""
     rng, layout = _rng(cell, number), cell.layout
     if phases:
         groups = single_faults(layout, _occurring(phases, cell), rng, first=number)
@@ -272,7 +272,7 @@ class LayoutCampaign:
 
 
 def cells_table() -> dict[str, Any]:
-    """Return the table of cells that do not survive, by their reason."""
+    """Return the table of cells that do not survive, grouped by the reason."""
     by_reason: dict[str, list[str]] = {}
     for cell, prospect in prospects().items():
         if not prospect.survives:

@@ -53,7 +53,7 @@ class LightAgent:
     ranks: list[Rank] = field(default_factory=list)
     start: int = 0
     is_joining: bool = False
-    """Whether its ranks wait for their first membership. Meanwhile the agent ignores other orders."""
+    """Whether the ranks of this agent wait for their first membership. Until then the agent ignores other orders."""
     sent: int = 0
     outbox: list[Message] = field(default_factory=list)
     retries: int = 0
@@ -160,7 +160,7 @@ class LightAgent:
         return {"iteration": self.iteration, "phase": "backward"}
 
     def _words(self, rank: Rank) -> Message:
-        """Return what a rank reports after a loss. All ranks report the same completed iteration and the same vote."""
+        """Return the report of a rank after a loss. All ranks report the same completed iteration and the same vote."""
         traceback = "Traceback (most recent call last):\n".ljust(TRACEBACK_BYTES, ".")
         about = {"at_seconds": time.time(), "error": "RuntimeError: a peer has gone", "exit_code": None}
         return {**self._position(rank), "traceback": traceback, **self._place(), **about}

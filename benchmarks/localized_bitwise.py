@@ -2,8 +2,8 @@
 
 Running jobs of every layout (pipeline, data, expert and tensor parallel, interleaved, sharded optimizer) lose one rank
 after another by kill -9, in every phase, and in the first, a middle and the last stage. Some faults come in pairs. The
-second rank is in a neighbouring stage, a distant stage or the same stage; or it replays, waits during a replay, has
-replaced the first rank, or is a neighbour right after the recovery. A new process takes the place of each lost rank.
+second lost rank is in a neighbouring, a distant or the same stage; or it replays, waits during a replay, has replaced
+the first rank, or is in a neighbouring stage just after the recovery. A new process takes the place of each lost rank.
 
 A trial is a fault. It counts only if the victim recorded the fault before it happened. It passes if the job continued
 by a localized recovery, and if the losses and state digests of all ranks in every iteration equal those of an
@@ -68,7 +68,7 @@ class Campaign:
 
 
 def _outcome(job: FaultJob, fault: Row, found: Followed, common: Sequence[str], num_compared: int) -> Outcome:
-    """Judge one fault. The outcome contains the recovery of its membership and the cost."""
+    """Judge one fault. The outcome contains the recovery after the fault and the cost of this recovery."""
     number, generation = int(str(fault["fault"])), int(str(fault["generation"]))
     hit = found.hits[number] if number < len(found.hits) else None
     is_it = hit is not None and (hit["rank"], hit["phase"]) == (fault["rank"], fault["phase"])

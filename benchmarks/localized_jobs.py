@@ -19,17 +19,17 @@ _MICROBATCHES = 8
 _RARE_PHASES = {"capture": 3, "replicate": 1}
 """Phases that do not occur in every iteration, each with its largest number of passes before a fault."""
 _FIRST_PASSES = {"capture": 14, "replicate": 2}
-"""Additional passes before the first fault of a job, so that a window has been committed by then."""
+"""Additional passes before the first fault of a job, so that a window is committed before the fault."""
 _FIRST_ITERATION = 14
-"""Iteration of the first fault, so that a window has been committed by then."""
+"""Iteration of the first fault, so that a window is committed before the fault."""
 _MOST_APART = 14
 """Largest number of iterations between two faults, which is more than two windows."""
 _LEAST_REPLAY = 6
-"""Smallest number of iterations between two faults if the second one hits a replay. So many iterations make the replay
-long enough for the fault."""
+"""Smallest number of iterations between two faults if the second one hits a replay: the replay must be long enough to
+be hit."""
 _MOST_REPLAYED = 4
 _SETTLED = 24
-"""Number of iterations in which each rare phase occurs."""
+"""Number of iterations after which each rare phase has occurred."""
 _STALLED = 80
 """Number of iterations without a fault after which no more faults are expected."""
 TRAINING = (
@@ -57,7 +57,7 @@ BASE = (
     "recovery.max_restarts=1000",
 )
 _TOTAL_BANDWIDTH = 1.2e6
-"""Bytes per second of the whole job for which windows are planned, so that they have several iterations."""
+"""Bandwidth of captures of the whole job in bytes per second. It is so low that windows have several iterations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +157,7 @@ class FaultJob:
         return [*self.layout.overrides, *self.protection]
 
     def has_ended(self, events: Sequence[Event]) -> bool:
-        """Return whether all faults have come and some iterations have followed, or no more faults will come."""
+        """Return whether all faults have happened and some iterations have followed, or no more faults are expected."""
         generation, later = formed_by(events)
         return len(later) >= (4 if generation > int(str(self.faults[-1]["generation"])) else _STALLED)
 
@@ -191,7 +191,7 @@ def jobs_of(seed: int, *, quick: bool) -> list[FaultJob]:
 
 
 def single_faults(layout: Layout, phases: Sequence[str], rng: random.Random, *, first: int = 0) -> list[list[Row]]:
-    """Return one fault for each of ``phases``, in the first, a middle and the last stage in turn, each as a group."""
+    """Return one group for each of ``phases``, with one fault: in the first, a middle and the last stage in turn."""
     return [[_fault(layout, layout.places[place % 3], phase, rng)] for place, phase in enumerate(phases, start=first)]
 
 
@@ -227,8 +227,8 @@ def in_order(groups: Sequence[Sequence[Row]], rng: random.Random, *, keeps_layou
     """Return the faults. Each fault gets its number and the membership that it ends; the first fault of a group also
     gets its iteration.
 
-    A recovery undoes no committed iteration, so each fault's iteration can be chosen before the job runs. It comes
-    after the iterations of all earlier faults, so it is not a replayed iteration.
+    A recovery undoes no committed iteration, so each fault's iteration can be chosen before the job runs. This
+    iteration comes after those of all earlier faults, so it is not a replayed iteration.
 
     Args:
         keeps_layout: whether the job keeps its layout. Otherwise all ranks start again after each fault.

@@ -4,7 +4,7 @@ A real pipeline of two stages trains pairs of iterations, one with the upstream 
 pair changes. The log has space for two windows and twice the lag of their commits, and is trimmed when windows are
 committed. The time that training waits for a copy is the time in ``UpstreamLog.append``, measured separately as wall
 time and CPU time. Each iteration counts for its slowest rank. The memory of the log is compared with the prediction of
-``dry_run``, which knows only the configuration.
+``dry_run``, which is computed from the configuration alone.
 """
 
 import statistics

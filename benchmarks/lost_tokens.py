@@ -38,16 +38,16 @@ TRAINED: dict[str, tuple[str, ...]] = {
     "in turn": ("snapshot=partial_experts", "snapshot.policy.max_lost_share=null"),
     "most tokens at risk": ("snapshot=selective_experts",),
 }
-"""Snapshots of the jobs that train with recorded loads."""
+"""Overrides of snapshots of the jobs that train with recorded loads."""
 TRAINED_ITERATIONS, TRAINED_FAULTS, BATCH, SEQ_LENGTH, TOPK = 24, (11, 20), 4, 16, 2
 INTERVAL, NUM_EXPERTS, ITERATION_SECONDS = 100, 16, 10.0
-"""Job with the recorded faults of a cluster: iterations between windows, experts of a layer, and seconds of an
+"""Simulated job with the recorded faults of a cluster: iterations between windows, experts of a layer, seconds of an
 iteration."""
 
 
 @dataclass
 class Run:
-    """Simulated job: its windows and its ledger are those of the product; the log of tokens is only for the recount."""
+    """Simulated job. The project's code counts lost tokens (ledger); the log of tokens serves only the recount."""
 
     policy: ExpertPolicy
     num_layers: int
@@ -99,7 +99,7 @@ class Run:
         self._saved = {start: saved for start, saved in self._saved.items() if start in self.held}
 
     def fail(self) -> None:
-        """Go back to the newest window in memory, from which all ranks continue."""
+        """Simulate a failure: all ranks continue from the newest window in memory."""
         ledger, at_risk, captured_at, num_lost = self._saved[self.held[-1]]
         steps = self.held[-1] // self.iterations_per_step
         self.ledger, self.log = ledger.after_loss(at_risk), self.log[:steps]
@@ -156,7 +156,7 @@ def _demand(num_layers: int, num_experts: int) -> Demand:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Recount random schedules, replay recorded loads, and run a recorded schedule of faults with both kinds of K."""
+    """Recount random schedules, replay recorded loads, and run recorded faults with constant and with growing K."""
     arguments = parse_arguments(__doc__, argv)
     num_schedules = QUICK_SCHEDULES if arguments.quick else NUM_SCHEDULES
     differing = [seed for seed in range(num_schedules) if not _counts_are_equal(seed)]
@@ -357,7 +357,7 @@ def _recounts(job: JobResult, choice: str) -> list[dict[str, Any]]:
 
 
 def _fault_iterations() -> list[int]:
-    """Return the iterations in which a job as long as the recording has the faults of the recorded cluster."""
+    """Return the iterations of the faults of the recorded cluster, in a job that runs as long as the recording."""
     path = ROOT.parent / "shared" / "data" / "traces" / "llm_cluster_faults.json"
     events = parse_json(path.read_bytes())
     assert isinstance(events, list), "the recording is a list of events"

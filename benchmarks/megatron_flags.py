@@ -80,7 +80,7 @@ _NAMED = {
     "--decoder-last-pipeline-num-layers": "uneven split",
     "--pipeline-model-parallel-size": "16 does not divide",
 }
-"""Flags of DeepSeek-V3 without a counterpart, and what their reasons must contain."""
+"""Flags of DeepSeek-V3 that no key replaces, and a text that the reason for each must contain."""
 _SAMPLES = {
     "moe-layer-freq": "1",
     "split": "98,2,0",
@@ -88,7 +88,7 @@ _SAMPLES = {
     "rope-type": "rope",
     "distributed-timeout-minutes": "10",
 }
-"""Values of flags whose values are not copied to a key."""
+"""Sample values of flags whose value is translated, not copied to a key."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -200,7 +200,7 @@ print(json.dumps([*map(importlib.metadata.version, sys.argv[1:]), platform.pytho
 
 
 def recorded(run: JobResult) -> list[tuple[tuple[str, int], Any]]:
-    """Return all values to be compared, each with (name, iteration). A repeated iteration has several."""
+    """Return all values to be compared, each with (name, iteration). A repeated iteration has several values."""
     found: list[tuple[tuple[str, int], Any]] = []
     for record in run.records("metrics.jsonl"):
         found += [((name, record["iteration"]), record[name]) for name in VALUES if "loss" in record and name in record]
@@ -277,7 +277,7 @@ def _full(bench: Bench) -> None:
         if job.keeps_layout:
             bench.compare(f"{first} {job.name}", own, reference)
         else:
-            # The same up to the loss of a rank. From there on, it is the reference of the other releases.
+            # Both are equal up to the loss. From then on, this run is the reference of the other releases.
             _compare_before_kill(bench, f"{first} {job.name}", own, reference)
             reference = own
         for release in others:

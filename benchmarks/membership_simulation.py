@@ -1,10 +1,10 @@
-"""Claim ``membership-simulation``: the product's decisions about a job's membership keep all rules of the protocol, in
+"""Claim ``membership-simulation``: the project's decisions about a job's membership keep all rules of the protocol, in
 simulations with a virtual clock.
 
 A seed determines a job: its nodes and spares, all durations, which ranks and nodes die, hang or are cut off, which
 nodes are requested to leave or to join, and which messages are late, repeated, or lost and sent again. Every fourth job
 keeps its layout: other nodes take the places of lost ones, and the pipeline stage of such a place replays. The
-controller's state machine, the choice of the target and the decision about replicas are the product's code. Ranks are
+controller's state machine, the choice of the target and the decision about replicas are the project's code. Ranks are
 simulated, and do only what the commit protocol allows. The rules of the protocol are checked after every step. At the
 end, every living rank must have the same history: each iteration once, with one vote.
 """

@@ -109,8 +109,8 @@ class Mixtures:
         return torch.stack([mine] * self.group.size(), dim=1).numpy()
 
     def _gain_bound(self) -> float:
-        """Return the largest possible speed-up: the busiest rank's rows with contiguous experts, over its fewest rows
-        with the placement."""
+        """Return the largest possible speed-up: the busiest rank's rows with contiguous experts, divided by the fewest
+        rows that the busiest rank can have with the placement."""
         counts = self._counts()
         contiguous = counts.sum(axis=1).reshape(self.group.size(), -1).sum(axis=1)
         return float(contiguous.max() / rule.quotas(counts, self.plan.replicas_per_rank(0)).sum(axis=0).max())
@@ -176,14 +176,14 @@ def choose(loads: Sequence[float], num_tokens: int, topk: int, *, seed: int) -> 
     ends = (torch.tensor(loads, dtype=torch.float64).cumsum(0) / sum(loads) * total).round().long()
     counts = ends.diff(prepend=ends.new_zeros(1))
     assert int(counts.max()) <= num_tokens, "a token cannot choose an expert twice"
-    # The list is sorted by expert and read in columns. So a token's choices are num_tokens apart, and never the same
-    # expert.
+    # The list is sorted by expert and read in columns. So a token's choices are num_tokens apart in the list, and never
+    # the same expert.
     experts = torch.arange(len(loads)).repeat_interleave(counts).view(topk, num_tokens).t()
     return experts[torch.randperm(num_tokens, generator=torch.Generator().manual_seed(seed))]
 
 
 class _Forced(TopKRouter):
-    """Router that does all its work, but then chooses given experts."""
+    """Router that computes its own choice, which costs the usual time, but returns given experts."""
 
     def __init__(self, *args: Any, choices: torch.Tensor, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

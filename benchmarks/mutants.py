@@ -41,7 +41,7 @@ class Mutant:
 
 
 def choose(source: str, generator: random.Random) -> Mutant | None:
-    """Choose one of all faults that the functions of a file can have, with equal probability. Return None if there is
+    """Choose one of all faults that the functions of a file can have, with equal probability; None if there are
     none."""
     found = list(mutants(source))
     return generator.choice(found) if found else None

@@ -1,9 +1,9 @@
 """Drives a job of ``faults-from-outside``: predicts the cost of a loss, injects the fault, and waits until the job is
 whole.
 
-Nothing inside the job cooperates. Processes are found by the logs to which they write, signals are sent to process ids,
-and ``/proc`` shows that a fault happened. The prediction before a fault (the result of ``can_recover``) and the
-observations after the fault are written to the run's ``outside.jsonl`` before the job continues.
+No code inside the job takes part in this. Processes are found by the logs to which they write, signals are sent to
+process ids, and ``/proc`` shows that a fault happened. The prediction before a fault (the result of ``can_recover``)
+and the observations after the fault are written to the run's ``outside.jsonl`` before the job continues.
 """
 
 import contextlib
@@ -77,8 +77,8 @@ class LivingJob:
         )
 
     def suffer(self) -> list[dict[str, Any]]:
-        """Inject all faults one after another. Return a record of each, up to the first fault that the job does not
-        survive."""
+        """Inject all faults one after another. Stop after a fault that the job does not survive. Return a record of
+        each."""
         records: list[dict[str, Any]] = []
         for fault in self.job.faults:
             try:
@@ -312,7 +312,7 @@ def losses_since(events: Sequence[Event], orders: Sequence[Event], since: float)
 def _chosen(
     what: str, node: int | None, by_node: Mapping[int, Sequence[HeldProcess]], controllers: Sequence[HeldProcess]
 ) -> list[HeldProcess]:
-    """Return the processes that a target names."""
+    """Return the processes that the target ``what`` of a fault names (``targets``)."""
     if node is None:
         return list(controllers)
     logs = {"rank": f"rank-{node:05d}.log", "agent": f"node-{node:03d}.log", "keeper": f"node-{node:03d}-keeper.log"}

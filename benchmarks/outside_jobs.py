@@ -16,7 +16,7 @@ NUM_NODES = 4
 HEARTBEAT_SECONDS = 4.0
 """Time without a heartbeat after which a rank or a node is lost."""
 LONG_SECONDS, SHORT_SECONDS = 9.0, 1.0
-"""Durations of a stop: long enough that the process is lost, and so short that nothing is lost."""
+"""Durations of a stop: so long that the process counts as lost, and so short that it does not."""
 MOST_APART = 5
 """Largest number of iterations from the moment at which all nodes are members until the next fault."""
 NUM_REPLICAS, NUM_KEPT = 16, 8
@@ -85,7 +85,7 @@ _ROTATING = (
     {"kind": "controller stopped", "first": "controller", "seconds": 4.0},
     {"kind": "rank stopped briefly", "first": "rank:A", "seconds": SHORT_SECONDS},
 )
-"""Faults of which each job gets one or two. A and B stand for two random nodes."""
+"""List of faults, of which each job gets one or two in turn. A and B stand for two random nodes."""
 
 JobKind = Literal["replicas", "kept"]
 
@@ -239,8 +239,7 @@ def targets(text: str) -> list[tuple[str, int | None]]:
 
 
 def loss_of(fault: Mapping[str, object]) -> tuple[tuple[int, ...], bool]:
-    """Return (nodes that the job loses by a fault in rising order, whether their memory is lost too or only their
-    ranks).
+    """Return (nodes that the job loses by a fault, in rising order; whether the memory of these nodes is lost too).
 
     A controller, and a process that is stopped for less than the heartbeat timeout, cause no loss.
     """

@@ -105,8 +105,8 @@ def _read(
 
 
 def _judge_end(seen: Event, strategies: Sequence[str]) -> list[str]:
-    """Check that an unrecoverable loss ended the job with the expected exit code, or that all ranks restarted from the
-    predicted state.
+    """Check the end of a job that was predicted not to survive a loss: it must have ended with the expected exit code,
+    or all ranks must have restarted from the predicted state.
 
     If ``can_recover`` predicts that a user must start the job again, the job may also restart by itself.
     """
