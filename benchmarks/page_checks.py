@@ -79,7 +79,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """Result of checking a page in the browser."""
+    """Result of checks of a page in the browser: problems, time and number of compared figures."""
 
     problems: Sequence[str]
     num_bytes: int
@@ -128,7 +128,7 @@ def _quiet(page: Path, tab: Tab) -> Iterator[str]:
 
 
 def _whole(files: Files, tab: Tab, paper: str) -> Iterator[str]:
-    """Yield problems of sections: each must exist and have content, on the right background colour."""
+    """Yield problems of sections: each must exist, have content, and have the background colour of the mode."""
     sections = tab.evaluate("[...document.querySelectorAll('h2')].map(part => part.textContent)")
     if sections != files.sections:
         yield f"the sections are {sections}, not {files.sections}"

@@ -2,7 +2,7 @@
 bit for bit.
 
 Layouts are compared one iteration at a time from a common state: the reference (one rank) saves every iteration, and
-each layout loads iteration t-1 and runs iteration t. Over more iterations the runs would drift apart, because rounding
+each layout loads iteration t-1 and runs iteration t. Over several iterations, differences would grow, because rounding
 can change a top-k choice.
 """
 

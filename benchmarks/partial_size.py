@@ -24,8 +24,8 @@ WEIGHT_BYTES, MASTER_BYTES, MOMENT_BYTES = 2, 4, 8
 CASES = {"case 1": (8, 8), "case 2": (16, 16), "case 3": (16, 8)}
 """Data-parallel and expert-parallel sizes of table 2."""
 PRINTED_REDUCTIONS = {"case 1": 0.12, "case 3": 0.28}
-"""Smallest and largest reduction by sharding of a full save (section 6.2.1). The paper prints only this range; the
-arithmetic shows that its ends belong to cases 1 and 3."""
+"""Smallest and largest reduction of a full save by sharding (section 6.2.1). The paper prints only this range;
+according to the formulas, its ends are those of cases 1 and 3."""
 PRINTED_SIZES = {"6.2.1, K=1": 0.423, "W": 0.88, "O": 0.54, "WO": 0.42}
 """Checkpoint sizes at K=1 of section 6.2.1 and table 3, as shares of a full checkpoint."""
 WITHIN, ROUNDING = 0.015, 0.005
@@ -34,7 +34,7 @@ EXPERTS_AT_A_TIME = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Numbers of parameters of a model, outside experts by module, and of one expert."""
+    """Numbers of parameters of a model: of each module outside experts, and of one expert."""
 
     modules: tuple[int, ...]
     experts: int
@@ -57,7 +57,7 @@ class Parts:
         return sum(self.modules)
 
     def reduction(self, data_size: int, expert_size: int) -> float:
-        """Return by how much full sharding reduces the bytes of the busiest rank of a full save (section 4).
+        """Return the share by which full sharding reduces the bytes of the busiest rank of a full save (section 4).
 
         Without full sharding, rank 0 saves all weights outside experts, and the first expert-parallel group saves the
         expert weights; the optimizer is always sharded. Full sharding divides weights outside experts by modules.
@@ -69,8 +69,8 @@ class Parts:
         return 1 - after / (optimizer + int(weights.baseline(every).max()))
 
     def adaptive_reduction(self, data_size: int, expert_size: int) -> float:
-        """Return by how much adaptive sharding reduces the bytes of the busiest rank of a partial save at K=1, compared
-        with equal sharding (section 4.3). Masters of all experts are saved, as the printed sizes suggest."""
+        """Return the share by which adaptive sharding, compared with equal sharding, reduces the bytes of the busiest
+        rank of a partial save at K=1 (section 4.3). Masters of all experts are saved, as the printed sizes suggest."""
         shared = (self.outside + self.experts) * MASTER_BYTES + self.outside * MOMENT_BYTES
         weights, saved = self._weights(data_size, expert_size), self._saved(1, expert_size)
         of_expert = weights.expert_bytes // WEIGHT_BYTES
@@ -102,8 +102,8 @@ class Parts:
         return 1 - (optimizer + (self.outside + self.experts) * WEIGHT_BYTES / data_size) / before
 
     def size(self, left_out_bytes: int) -> float:
-        """Return the size of a partial checkpoint as a share of a full one (equation 6). Of all experts of a layer but
-        one, ``left_out_bytes`` of every parameter are left out."""
+        """Return the size of a partial checkpoint as a share of a full one (equation 6). One expert of a layer is
+        complete. Of each other expert, ``left_out_bytes`` of every parameter are left out."""
         whole = (self.outside + self.experts) * (WEIGHT_BYTES + MASTER_BYTES + MOMENT_BYTES)
         return 1 - self.experts * (1 - 1 / self.num_experts) * left_out_bytes / whole
 
@@ -168,8 +168,8 @@ def _range(pair: tuple[float, float]) -> str:
 
 
 def _ours(case: str, data_size: int, expert_size: int) -> list[dict[str, Any]]:
-    """Return a row for each number of captured experts: the share of all bytes that a window captures, and by how many
-    experts the busiest group of ranks exceeds an even division."""
+    """Return a row for each number of captured experts: the share of all bytes that a window captures, and how many
+    experts more than in an even division the busiest group of ranks captures."""
     words = [
         "model=gpt_350m_16e",
         f"launch.ranks_per_node={data_size}",

@@ -1,7 +1,5 @@
-"""Runs a job of the ranks of ``payload_ranks``, kills some of them, and plays the agents and the controller.
-
-After a kill, it orders the other ranks to abandon their operations. When all have reported, it begins the next
-membership.
+"""Runs a job of the ranks of ``payload_ranks``, kills some of them, and plays the agents and the controller. After a
+kill, it orders the other ranks to abandon their operations. When all have reported, it begins the next membership.
 """
 
 import multiprocessing

@@ -1,7 +1,7 @@
 """Ranks that keep large payloads in flight through the project's process groups.
 
-A rank runs the product's code for groups, waits that can be abandoned, closing connections, reporting through
-``AgentClient``, releasing groups, and the next membership. ``payload_job`` plays the agents and the controller.
+A rank runs the project's code that forms and releases groups, abandons waits, closes connections, reports through
+``AgentClient`` and forms the next membership. ``payload_job`` takes the place of agents and controller.
 """
 
 import os
@@ -32,7 +32,7 @@ GROUP_TIMEOUT_SECONDS = 120.0
 """Timeout of gloo, which ends an operation that would otherwise wait forever."""
 FORM_SECONDS = 60.0
 STRIDE = 3
-"""Each membership begins this many operations further in the list of operations than the previous membership."""
+"""Each membership begins this many operations later in the list of operations than the previous membership."""
 _BYTES_RECEIVED = slice(128, 136)
 """Position of the number of received bytes in ``tcp_info`` (``linux/tcp.h``)."""
 

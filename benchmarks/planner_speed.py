@@ -90,8 +90,8 @@ def measure(
     layer.
 
     Each plan starts from the experts that ranks have in the placement of the previous layer. The base copies are
-    searched again for each plan, although a membership needs that search only once. Above 256 ranks, the search uses
-    even shares in place of balanced shares. ``even_over_balanced`` is the ratio of the busiest rank's tokens with even
+    searched again for each plan, although a membership needs this search only once. Above 256 ranks, the search uses
+    even shares instead of balanced shares. ``even_over_balanced`` is the ratio of the busiest rank's tokens with even
     shares to those with balanced shares.
     """
     place = partial(algorithm.place, min_replicas=MIN_REPLICAS)

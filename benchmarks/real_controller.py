@@ -1,4 +1,4 @@
-"""Runs a controller's process as a launcher starts it, and plays the launcher, for jobs without ranks."""
+"""Starts a controller's process as a launcher does, and takes the place of the launcher, for jobs without ranks."""
 
 import contextlib
 import resource
@@ -42,7 +42,7 @@ class RealController:
 
     @property
     def num_replaced(self) -> int:
-        """Return the number of times that a new controller had to replace the previous one."""
+        """Return how often a new controller has replaced the previous one."""
         return sum(event["event"] == "replaced" for event in self.events)
 
     @property

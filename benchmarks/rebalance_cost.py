@@ -1,4 +1,4 @@
-"""Claim ``rebalance-cost``: a rebalance stages only the experts that move, and training waits less than an iteration.
+"""Claim ``rebalance-cost``: a rebalance copies only the experts that move, and training waits less than an iteration.
 
 Four ranks train a model whose experts have at least 8 MB of state. Between iterations they rebalance for other loads,
 with the code that a job uses. Each rank measures its iterations, the time for which it waits for each rebalance, the
@@ -34,7 +34,7 @@ ID = "rebalance-cost"
 WORLD_SIZE, NUM_SLOTS, MIN_REPLICAS = 4, 5, 2
 REBALANCES, QUICK_REBALANCES = 15, 3
 FIRST_ITERATIONS = 3
-"""Iterations before the first rebalance. They allocate the memory of training, and do not count."""
+"""Iterations before the first rebalance. They allocate the memory of training, and are not measured."""
 LINK_ATTEMPTS = 7
 MIN_EXPERT_BYTES = 8_000_000
 MAX_EXPERTS = 2.0

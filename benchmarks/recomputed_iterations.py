@@ -1,8 +1,8 @@
 """Claim ``recomputed-iterations``: a localized recovery runs at most two windows and the lag of a commit again.
 
-The figures come from the jobs of ``localized-bitwise``, and share its journal. For every recovery, the iterations that
-its stages ran again are compared with the window W and with the longest commit lag of the same job. Forward passes that
-healthy stages computed meanwhile are counted too.
+The figures come from the jobs and the journal of ``localized-bitwise``. For every recovery, the number of iterations
+that its stages ran again is compared with the window length W and the longest commit lag of the same job. Forward
+passes that healthy stages computed during the recovery are counted too.
 """
 
 import statistics

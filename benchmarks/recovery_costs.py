@@ -1,8 +1,8 @@
 """Computes costs of recoveries from the measured times of stages, on the virtual clock.
 
 A pipeline has one layer in each chunk. Windows of W slices follow each other without a gap, and a window is committed
-in the iteration after its last slice. So a failure replays between W and 2W - 1 iterations, each number equally often;
-the first W - 1 of them run with frozen operators. Costs are means over these cases.
+in the iteration after its last slice. So between W and 2W - 1 iterations are replayed after a failure, each number
+equally often; the first W - 1 of them run with frozen operators. Costs are means over these cases.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -52,7 +52,7 @@ class Case:
         return "1F1B" if self.num_chunks == 1 else f"interleaved, {self.num_chunks} chunks"
 
     def requests(self) -> set[Request]:
-        """Return the measurements that the case needs."""
+        """Return the measurements of stages that the case needs."""
         frozen = frozen_operators(self.num_stages, self.num_chunks, self.by_popularity)
         passes = {self._request(place, NOTHING) for place in range(self.num_stages * self.num_chunks)}
         return passes | {self._request(place, pattern) for row in frozen for place, pattern in enumerate(row)}
@@ -104,7 +104,7 @@ class RecoveryCost:
 
 
 def kind_of(place: int, num_places: int) -> Kind:
-    """Return what the chunk at position ``place``, counted from the bottom of the model, contains besides its layer."""
+    """Return the kind of the chunk at position ``place``, counted from the embedding: first, middle or last."""
     if place == 0:
         return "first"
     return "last" if place == num_places - 1 else "middle"

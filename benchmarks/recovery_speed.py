@@ -2,8 +2,8 @@
 
 Times of forward passes, backward passes and updates are measured on the real engine, one stage at a time, for each set
 of frozen operators that occurs in a window. The virtual clock of ``planning/cost/pipeline_clock.py`` then simulates
-recoveries of pipelines with many stages and one core per stage. In the simulation, sends take no time, which favours a
-rollback of all stages. The script also checks that the measured time of a send does not change the verdict.
+recoveries of pipelines with many stages and one core per stage. In the simulation, sends take no time, which makes a
+rollback of all stages faster. The script also checks that the results are the same with the measured time of a send.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,7 +53,7 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        """Return whether the executions decrease exactly in proportion to the stages, and the wall time decreases."""
+        """Return whether the replay has exactly the failed stages' share of executions, and takes less wall time."""
         share = self.localized.num_executions * self.case.num_stages == self.whole.num_executions * len(self.failed)
         return share and self.localized.wall_seconds < self.whole.wall_seconds
 
@@ -121,8 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def paper_cases() -> list[Case]:
-    """Return cases of three stages with increasing numbers of microbatches. A rollback loses the time of filling and
-    draining the pipeline."""
+    """Return cases of three stages with increasing numbers of microbatches. With more microbatches, the time of filling
+    and draining the pipeline, which only a rollback loses, is a smaller share."""
     return [Case(num_stages=PAPER_STAGES, num_microbatches=number) for number in PAPER_MICROBATCHES]
 
 
@@ -179,8 +179,8 @@ def _table(title: str, rows: list[list[str]]) -> Table:
 
 
 def ablation_table(steps: Sequence[dict[str, Case]], times: Times) -> Table:
-    """Return a table that adds one technique after the other: wall and CPU time of a recovery, and their share of the
-    first row."""
+    """Return a table of recoveries to which one technique after the other is added: their wall and CPU time, and the
+    share of the first row."""
     columns = [list(ablation_column(of_stages, times)) for of_stages in steps]
     names = [*steps[0], "+ the failed stage alone"]
     header = ["technique"]

@@ -3,10 +3,10 @@
     python -m benchmarks.recovery_times            # measures, and prints the constants
     python -m benchmarks.recovery_times --write    # also replaces the constants in the source
 
-Jobs that no claim about predicted times runs lose ranks and nodes, from outside. Each loss takes a measured time. The
-known parts of this time (iterations that run again, bytes that are sent and built) are subtracted. The medians of the
-remaining times of each kind of loss give the constants. Predictions describe a quiet machine, so a job begins only when
-the load is at most 2; the command ends with exit code 1 if that does not happen.
+Jobs lose ranks and nodes, from outside. They are other jobs than those of the claims about predicted times. The known
+parts of the time of each recovery (iterations that run again, bytes that are sent and built) are subtracted. The
+medians of the remaining times of each kind of loss give the constants. Predictions describe a quiet machine, so a job
+begins only when the load is at most 2; the command ends with exit code 1 if that does not happen.
 """
 
 import argparse
@@ -34,7 +34,7 @@ MIN_LOSSES = 3
 """Smallest number of losses of a kind from which a constant is computed."""
 QUIET_SECONDS = 600.0
 _FITTED = ("forming_seconds", "replacement_seconds", "rank_start_seconds", "restart_seconds", "abandon_seconds")
-"""Constants that are computed from losses, in this order: all losses take the first time, and the last one is an
+"""Constants that are computed from losses, in this order. Every recovery takes the first time. The last time is an
 addition to the one before it."""
 _STAGED = ("rank", "node", "all ranks", "rank", "node", "all ranks")
 _REPLICATED = ("rank", "node", "all copies of an expert", "rank", "node", "all copies of an expert")
@@ -52,8 +52,8 @@ class Sample:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Sample | None":
-        """Return the recovery in a record of ``fallback_jobs.Driver``; None if another strategy than the named one has
-        served, or if no time was predicted."""
+        """Return the recovery in a record of ``fallback_jobs.Driver``; None if another strategy than the predicted one
+        was used, or if no time was predicted."""
         if record.get("work") is None or record.get("served") != record["named"] or record["no_prediction"]:
             return None
         work = {**record["work"], "again_unknown": tuple(record["work"]["again_unknown"])}
@@ -87,8 +87,8 @@ def fit(samples: Sequence[Sample], times: RecoveryTimes) -> RecoveryTimes:
 
 
 def _decides(work: RecoveryWork) -> str | None:
-    """Return the constant that a recovery determines after the earlier ones of ``_FITTED`` are known; None if it
-    depends on several of the others."""
+    """Return the constant of ``_FITTED`` that a recovery determines if all earlier constants are known; None if it
+    depends on several unknown constants."""
     found = {
         "replacement_seconds": work.replaces_nodes,
         "rank_start_seconds": work.starts_ranks,

@@ -62,7 +62,7 @@ SMALL = ("model.hidden_size=128", "model.moe_ffn_hidden_size=512", "snapshot.ban
 
 @dataclass(slots=True)
 class _Watch:
-    """Callable that receives the events of the job so far, and measures resident memory around the first loss."""
+    """Callable that receives the job's events so far, and measures resident memory before and after the first loss."""
 
     num_faults: int
     steady: dict[int, int] = field(default_factory=dict)
@@ -108,7 +108,7 @@ def _faults(num_faults: int) -> str:
 
 
 def judge(shares: Sequence[Mapping[str, Any]], *, least_state_bytes: int) -> tuple[float, list[str]]:
-    """Return the largest counted memory during the recoveries, as a multiple of the state, and all problems.
+    """Return the largest reported memory during the recoveries, as a multiple of the state, and all problems.
 
     Args:
         shares: events ``stage_recovery``.
@@ -128,7 +128,7 @@ def judge(shares: Sequence[Mapping[str, Any]], *, least_state_bytes: int) -> tup
 
 
 def _predicted_bytes(overrides: Sequence[str], folder: Path) -> int:
-    """Return the prediction of ``dry_run`` for the largest rank: its state, and what it copies to restore a window."""
+    """Return bytes that ``dry_run`` predicts for the largest rank: its state, and its copies to restore a window."""
     words = [*BASE, *overrides, "dry_run=true", "dry_run_format=json", f"data.cache_dir={folder / 'cache'}"]
     command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=JOB_TIMEOUT_SECONDS, check=False)

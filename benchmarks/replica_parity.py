@@ -1,9 +1,9 @@
 """Claim ``replica-parity``: expert replicas change where experts are computed, not what is computed.
 
 The claim has five parts. (1) Runs on 1, 2, 3 and 4 ranks with uneven replicas are compared with the run without
-replicas, one iteration at a time from its states. (2) Moving experts changes no bit of any state. (3) A run that
-rebalances itself equals, bit for bit, a run that is given the same history of placements. (4) At its end, all copies of
-an expert have the same bits. (5) So do the copies of optimizer state in other failure domains.
+replicas. Each iteration begins with the state of the latter. (2) Moving experts changes no bit of any state. (3) A run
+that rebalances itself equals, bit for bit, a run that is given the same history of placements. (4) At the end of this
+run, all copies of an expert have the same bits. (5) So do the copies of optimizer state in other failure domains.
 """
 
 import json
@@ -97,7 +97,7 @@ def _parity(plain: JobConfig, sizes: Sequence[int], runs: Path) -> dict[str, dic
 
 
 def _moves(runs: Path, world_size: int) -> dict[str, Any]:
-    """Train, move every expert that another placement has on another rank, and compare all state by name."""
+    """Train, move experts to the ranks of another placement, and compare all state by name."""
     config = _with_replicas(_quiet(3), world_size, runs)
     ranks = run_ranks(_move, config, world_size=world_size, run_dir=runs / "moves")
     known: dict[str, set[str]] = {}

@@ -4,7 +4,7 @@ bytes.
 A window of slices is reported to a real snapshot server. The measured time ends when the server's status page shows the
 window as replicated: the server has hashed every piece and sent it over the loopback interface, and each peer has
 compared it with its hash. Plain gloo sends tensors of the same sizes to as many processes, which check nothing and
-answer once. Both take turns, in an order that changes from pair to pair, with one and with two copies.
+answer once. Server and gloo alternate, in an order that changes from pair to pair, with one and with two copies.
 """
 
 import datetime

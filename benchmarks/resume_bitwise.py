@@ -179,8 +179,8 @@ class Bench:
         return run, f"rank {rank} killed in {phase}" if hits and run.exit_code else ""
 
     def interrupted(self, name: str, overrides: list[str], at: int) -> tuple[JobResult, str]:
-        """Interrupt a run like Ctrl-C after iteration ``at`` is reported. A failpoint delays the next iteration until
-        then."""
+        """Interrupt a run as Ctrl-C does after iteration ``at`` is reported. A failpoint delays the next iteration
+        until then."""
         words = [*overrides, failpoint(f'delay(seconds=3.0,rank=0,at_iteration={at + 1},phase="data")')]
         process = start(self.command(name, words))
         run_dir = self.folder / name
@@ -203,7 +203,7 @@ class Bench:
 
 
 def allowed(row: Row) -> bool:
-    """Return whether a row is possible: a job with one rank has no rank 1, and only a kill has a victim."""
+    """Return whether a row is possible. Rows name a victim only for kills, and rank 1 only in jobs that have it."""
     second = row["killed_rank"] == 1
     return not second or (row["layout"] != "dp1" and row["stop"] in KILLED_IN)
 

@@ -1,4 +1,4 @@
-"""Claim ``resume-remembers``: a run continues with its own configuration if only its name is given.
+"""Claim ``resume-remembers``: a job that gets only the name of a run continues the run with its own configuration.
 
 One run trains without a stop, with a dozen overrides. Another run with the same overrides stops half way and is
 resumed with nothing but its name. What both report for each iteration is compared with ``atol=0``. Then overrides are
@@ -134,7 +134,7 @@ def _start(overrides: Sequence[str]) -> tuple[int, str, JobConfig | None]:
 
 
 def _is_refused(alone: Sequence[str], override: str) -> str:
-    """Return a problem unless the override is refused, with its key and without a start."""
+    """Return a problem unless the override is refused before a start, with an error that names its key."""
     code, text, started = _start([*alone, *override.split()])
     keys = (override.partition("=")[0], "model." if override.startswith("model=") else "precision.params_dtype")
     if code == 2 and started is None and any(key in text for key in keys):
@@ -143,7 +143,7 @@ def _is_refused(alone: Sequence[str], override: str) -> str:
 
 
 def _is_accepted(alone: Sequence[str], override: str) -> str:
-    """Return a problem unless the override is accepted and all other keys are remembered."""
+    """Return a problem unless the override is accepted and all other keys keep the values of the run."""
     code, text, started = _start([*alone, *override.split()])
     if code != 0 or started is None:
         return f"{override}: was not accepted: exit code {code}: {text}"

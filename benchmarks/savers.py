@@ -39,7 +39,7 @@ class Saver(Protocol):
         """Prepare for an update, which changes the state that was saved last."""
 
     def drain(self) -> None:
-        """Wait for background work. This time does not count as training."""
+        """Wait for background work. The time of this wait does not count as time that blocks training."""
 
     def close(self) -> None:
         """End the saver. It cannot be used again."""
@@ -81,7 +81,7 @@ class Windows:
 
     @property
     def figures(self) -> CaptureFigures:
-        """Return a copy of the costs of all captures so far."""
+        """Return a copy of the figures of all captures so far (bytes and times)."""
         return replace(self._snapshots.figures)
 
     @property
@@ -129,7 +129,7 @@ class Windows:
         self._snapshots.close()
 
     def _header(self, settings: str, index: int) -> Header:
-        """Capture the header that the trainer adds to a slice."""
+        """Return the header of a slice, as the trainer captures it."""
         if index > 0:
             return dict
         state = self._engine.train_state()

@@ -156,8 +156,8 @@ def try_fault(tree: Path, path: Path, mutant: Mutant) -> Outcome:
 
 
 def selections(tree: Path, path: Path) -> Iterator[tuple[str, ...]]:
-    """Yield the tests to run, the most likely to fail first: those of the file, of its folder, of its part of the
-    package, and all."""
+    """Yield the tests to run, in groups of which the first is most likely to fail: tests of the file, of its folder, of
+    its part of the package, all tests."""
     below = path.relative_to("megatron_ft")
     mirror = Path("tests/unit") / below.parent
     own = sorted((tree / mirror).glob(f"test_{below.stem}*.py"))
@@ -167,7 +167,7 @@ def selections(tree: Path, path: Path) -> Iterator[tuple[str, ...]]:
         if (tree / mirror).is_dir():
             yield (str(mirror),)
         mirror = mirror.parent
-    # Code that needs processes is tested first by jobs, other code by functions.
+    # Code that needs processes is first tested with jobs, other code first with tests of functions.
     functions, jobs = ("tests/contract", "tests/unit"), ("tests/distributed", "tests/slurm")
     yield from (jobs, functions) if below.parts[0] in ("control", "mcore") else (functions, jobs)
     yield ("tests/functional", "benchmarks/tests")

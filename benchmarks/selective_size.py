@@ -78,7 +78,7 @@ def _model(dense: float, sparse: float, num_experts: int) -> dict[str, Any]:
 
 
 def _to_peers(is_sharded: bool, number: int) -> dict[str, Any]:
-    """Return the share of a full window that a window with ``number`` experts of a layer sends to each peer of a node.
+    """Return the bytes that a window with ``number`` experts of a layer sends to a peer, over those of a full one.
 
     If several ranks have the same state, each captures a different part of it. So the peers of a data-parallel group
     receive no state twice, with and without the distributed optimizer.
@@ -109,8 +109,8 @@ def _to_peers(is_sharded: bool, number: int) -> dict[str, Any]:
 
 
 def _placed(sharding: Sharding) -> dict[str, Any]:
-    """Return a ratio of bytes that nodes send for two copies: if peers that hold the state count as copies, divided by
-    the bytes if they do not. The model has 8 data-parallel ranks, one for each node, and two expert-parallel groups.
+    """Return the ratio of the bytes that nodes send for two copies if peers that already have the state count as copies
+    to the bytes if they do not. The model has 8 data-parallel ranks, one on each node, and two expert-parallel groups.
     """
     config = compose("model=gpt_s", "launch.num_nodes=8", "parallel.expert_model_parallel_size=4", "precision=bf16")
     operators = operators_of(config.model)

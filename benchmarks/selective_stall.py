@@ -1,4 +1,4 @@
-"""Claim ``selective-stall``: what each kind of snapshot costs training, in one run.
+"""Claim ``selective-stall``: time for which each kind of snapshot blocks training, in one run.
 
 Two ranks of one job capture after every iteration, and send windows to real snapshot servers with a copy on another
 node. In every round each kind of snapshot takes its turn, in an order that changes, between iterations without
@@ -56,7 +56,7 @@ BUDGET_BYTES = 40e6
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure all kinds of snapshots, and check the adaptive number of experts against every number."""
+    """Measure all kinds of snapshots, and compare the policy's number of experts with every other number."""
     arguments = parse_arguments(__doc__, argv)
     config = compose(*_JOB)
     measured = ("snapshot.num_peer_copies=1", "snapshot.iteration_seconds=1.0")
@@ -206,7 +206,7 @@ class _Bench:
         return took, waited[0]
 
     def _note_adaptive(self, name: str, windows: Any) -> None:
-        """Note the plan's number of experts, and the largest number whose captures fit the budget on every rank."""
+        """Record the plan's number of experts, and the largest number whose captures fit the budget on every rank."""
         if name != PARTIAL or self.adaptive:
             return
         import numpy as np

@@ -1,4 +1,4 @@
-"""Simulates one job under a virtual clock. Nodes are lost, leave and join; the decisions are the product's code, the
+"""Simulates one job under a virtual clock. Nodes are lost, leave and join. The project's code makes the decisions;
 ranks are simulated."""
 
 import heapq
@@ -139,7 +139,7 @@ class Job(Ranks):
                 self.ended = step.reason
 
     def set_tick(self) -> None:
-        """Wake the controller at its deadline, as the time limit of its queue does."""
+        """Wake the controller at its next deadline, as the time limit of its queue does in a real job."""
         wake_at = self.state.wake_seconds
         if wake_at is not None and wake_at != self.tick_at:
             self.tick_at = wake_at
@@ -251,8 +251,8 @@ class Job(Ranks):
     # -- what must hold -----------------------------------------------------------------------------------
 
     def check_step(self, before: State, step: Step) -> None:
-        """Check that one decision ends a generation, that a job with too few nodes never continues, and that only
-        waiting nodes join."""
+        """Check three rules: one decision ends a generation, a job with too few nodes never continues, and only waiting
+        nodes join."""
         after = step.state
         ends = step.decision in (Decision.REFORM, Decision.RESTART, Decision.END)
         self.decided[before.generation] += ends

@@ -28,11 +28,11 @@ class Nodes:
         self.sessions = [-1] * most
         """Number of earlier agent processes of each node."""
         self.is_over = [True] * most
-        """Whether the controller counts the newest agent process of each node as lost."""
+        """Whether the controller treats the newest agent process of each node as lost."""
         self.has_agent = [False] * most
         """Whether the agent of each node is alive."""
         self.starts: dict[int, int] = {}
-        """Number of the start to which each node's current ranks belong."""
+        """Number of the start (``Ranks.begin``) that started the current ranks of each node."""
         self.words, self.orders = [0.0] * most, [0.0] * most
         """Arrival times of the last message from and to each node, because messages arrive in order."""
         self.cut_until = [0.0] * most
@@ -113,7 +113,7 @@ class Nodes:
         self.end_ranks(node)
 
     def lose_agent(self, node: int) -> None:
-        """Report to the controller, only once, that a node's process has ended."""
+        """Report to the controller that a node's process has ended, unless this was already reported."""
         is_news, self.is_over[node] = not self.is_over[node], True
         if self.sessions[node] >= 0 and is_news:
             self.controller_takes(NodeLost(node, self.now))

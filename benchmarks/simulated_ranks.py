@@ -32,13 +32,13 @@ class Rank:
     is_broken: bool = False
     """Whether the rank's iteration has failed and the rank waits for an order."""
     is_standing: bool = False
-    """Whether the rank waits after the last iteration before a change."""
+    """Whether the rank has stopped for a change of the membership, and waits."""
     asked_to_change: int | None = None
-    """Generation in which the rank was requested to change; None if it was not."""
+    """Generation in which the rank was requested to stop for a change; None without a request."""
     is_done: bool = False
     is_replaying: bool = False
     """Whether the rank computes again what its pipeline stage has lost, while other ranks wait. If a replay is
-    interrupted, the rank reports the iteration that it was to reach."""
+    interrupted, the rank reports the iteration at which the replay should end."""
 
     @property
     def completed(self) -> int:
@@ -98,8 +98,8 @@ class Ranks(Nodes):
             self.later(self.delay(), lambda: self.do(rank, generation))
 
     def do(self, rank: Rank, generation: int) -> None:
-        """Contribute to a vote, settle it, and complete the iteration. If a peer is dead, the collective fails after a
-        delay."""
+        """Vote on the next iteration, and complete the iteration if all peers have voted. If a peer is dead, the
+        collective fails after a delay."""
         if not rank.is_alive or rank.is_hung or rank.waits or rank.generation != generation:
             return
         if rank.is_replaying:
@@ -161,7 +161,7 @@ class Ranks(Nodes):
         )
 
     def stand(self, rank: Rank) -> None:
-        """Stop the rank for a change, and report this. If the order has not reached the rank itself, wait for it."""
+        """Stop the rank for a change, and report this. If the rank lacks the order for the change, wait for it."""
         if rank.asked_to_change != rank.generation:
             generation = rank.generation
             self.later(0.05, lambda: self.do(rank, generation))
@@ -178,7 +178,7 @@ class Ranks(Nodes):
         self.speak(rank, planned=False)
 
     def speak(self, rank: Rank, *, planned: bool) -> None:
-        """Report the progress of a rank, under its number in the membership."""
+        """Report the progress of a rank with its number in the membership."""
         position = Position(
             rank=self.policy.layout_on(self.nodes_of[rank.generation]).rank_of(rank.start_rank),
             generation=rank.generation,

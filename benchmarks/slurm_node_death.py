@@ -1,4 +1,4 @@
-"""Claim ``slurm-node-death``: node failures in a real Slurm job do not change a bit of the training.
+"""Claim ``slurm-node-death``: node failures in real Slurm jobs change no bit of the training.
 
 slurmctld runs on this machine, and one slurmd per node in its own namespaces. ``sbatch`` starts jobs with overrides on
 five nodes, in some trials with a spare. There are three kinds of failures. A node is cut off from the network and its

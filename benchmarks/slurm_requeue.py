@@ -1,4 +1,4 @@
-"""Claim ``slurm-requeue``: a requeued Slurm job continues with the same bits, but is not requeued without end.
+"""Claim ``slurm-requeue``: a requeued Slurm job continues with the same bits, and a job without progress ends.
 
 On a real cluster (see ``slurm_node_death``) one job of four nodes is requeued three times. After a warning (``scancel
 --signal=USR1 --batch``) it writes a checkpoint and requeues itself. An administrator requeues it in the middle of an

@@ -21,7 +21,7 @@ from megatron_ft.testing.slurm_jobs import Site, SlurmJob, submit
 NUM_NODES, NUM_SPARES = 5, 1
 NUM_ITERATIONS = 40
 FIRST_FAULT = 14
-"""Iteration after which the first fault happens. A window has been committed by then."""
+"""Iteration after which the first fault happens. A window is committed before it."""
 REFORM_SECONDS = 120.0
 COMMON = (
     "model=moe_micro",
@@ -204,7 +204,7 @@ def dead_node(node: int) -> Callable[[SlurmJob, Trial], None]:
 
 
 def without_slurmctld(node: int) -> Callable[[SlurmJob, Trial], None]:
-    """Return the same fault while slurmctld is dead. slurmctld is started again before the job ends."""
+    """Return the fault of ``dead_node`` while slurmctld is dead. slurmctld is started again before the job ends."""
 
     def fault(job: SlurmJob, trial: Trial) -> None:
         host = job.host_of(node)
@@ -222,8 +222,8 @@ def without_slurmctld(node: int) -> Callable[[SlurmJob, Trial], None]:
 
 
 def zombie(node: int) -> Callable[[SlurmJob, Trial], None]:
-    """Return a fault that partitions a node and reconnects it while its ranks are alive. The other nodes continue, and
-    the node's ranks must have no effect and end."""
+    """Return a fault that partitions a node and reconnects it while its ranks are alive. The other nodes must continue.
+    The ranks of the node must have no effect on the job, and must end."""
 
     def fault(job: SlurmJob, trial: Trial) -> None:
         host = job.host_of(node)

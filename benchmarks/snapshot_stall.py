@@ -1,11 +1,11 @@
 """Claim ``snapshot-stall``: capturing a slice of the state in every iteration hardly delays training.
 
-Two ranks of one real job have a sharded optimizer. In every round each system takes its turn, in an order that changes.
-A turn is some iterations with a save after each; before and after it, the rate of a warm memory copy is measured. This
-project's windows are sent to real snapshot servers, with copies at two other nodes' servers. The time of a save is the
-time between the end of an iteration and the start of the next one, plus the time that the next update waits. Each round
-counts for its slowest rank. Times are medians over rounds, except the first round, which is reported separately. CPU
-time and page counts come from the kernel.
+Two ranks of one real job have a sharded optimizer. In every round each system is measured in turn, in an order that
+changes. A turn consists of some iterations with a save after each; before and after the turn, the rate of a warm memory
+copy is measured. This project's windows are sent to real snapshot servers, with copies at two other nodes' servers. The
+time of a save is the time between the end of an iteration and the start of the next one, plus the time that the next
+update waits. Each round counts for its slowest rank. Times are medians over rounds, except the first round, which is
+reported separately. CPU time and page counts come from the kernel.
 """
 
 import resource
@@ -239,7 +239,7 @@ class _Bench:
         return float(self.dense_bytes / statistics.median(seconds))
 
     def _used(self) -> dict[str, float]:
-        """Return CPU seconds and pages of all processes that save. One rank counts the snapshot servers of the whole
+        """Return CPU seconds and pages of all processes that save. Only one rank includes the snapshot servers of the
         job."""
         thread = thread_named("capture")
         keepers = sum(process_cpu_seconds(pid) for pid in self.keepers) if self.rank.rank == 0 else 0.0

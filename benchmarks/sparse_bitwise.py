@@ -54,7 +54,7 @@ TIMEOUT_SECONDS = 300.0
 HELD_SECONDS = 60.0
 """Time for which a failpoint delays the iteration in which the job's nodes are lost."""
 ANY_BYTES = 1 << 40
-"""Arbitrary value for ``dry_run``, whose figure for the whole state does not depend on it."""
+"""Arbitrary bandwidth for ``dry_run``, whose figure for the whole state does not depend on the bandwidth."""
 HUNG = -1
 """Exit code of a job that was killed because it took too long. It counts as a failure."""
 WARM = "megatron_ft.mcore.rank_main:warm"
@@ -214,8 +214,8 @@ def outcome_of(
     after = generations[number + 1 :]
     chosen = after[0].newest("recovery_started") if after else None
     unproven = why_unproven(fault, number, generations)
-    # A recovery trains nothing if the next fault hits its replay. Its bits are then compared in the next recovery that
-    # trains.
+    # If the next fault hits the replay of a recovery, no iteration is trained. The bits are then compared after the
+    # next recovery that trains.
     place, trained = next(
         ((place, later) for place, later in enumerate(after) if later.digests or later.losses), (0, None)
     )

@@ -11,8 +11,8 @@ NUM_ITERATIONS, QUICK_ITERATIONS = 40, 20
 SEED = 20260413
 MEMORY, NOTHING, PERSISTED = "memory", "start_over", "persisted"
 REPLAY = -1
-"""Value for the iteration of a fault that happens during the replay of its generation. The first replayed iteration
-that reaches the phase is hit."""
+"""Value for the iteration of a fault that happens during the replay of its generation, in the first replayed iteration
+that reaches the phase."""
 MIN_WINDOW_ITERATIONS = 3
 
 _ORDERS = "megatron_ft.planning.snapshot.orders"
@@ -39,7 +39,7 @@ FACTORS: dict[str, Sequence[Any]] = {
 PHASES = tuple(phase for phase in ITERATION_PHASES if phase != "replicate")
 _PHASES_OF_REPLAY = ("replay", "forward", "dispatch", "backward", "grad_sync", "update")
 _GAPS = (1, 2, 3, 7, 8)
-"""Numbers of iterations from one kill to the next, so that another window is committed between them, or none."""
+"""Numbers of iterations from one kill to the next: with small ones, no other window is committed between the kills."""
 _BASE = (
     "model=moe_micro",
     "optimizer.lr_warmup_iterations=3",
@@ -75,8 +75,8 @@ def rows() -> list[Row]:
 
 
 def allowed(row: Row) -> bool:
-    """Return whether a row is possible. With replicas, the expert group is a whole stage, which has three
-    ranks."""
+    """Return whether a row is possible. With replicas, the expert-parallel group contains all three ranks of a
+    stage."""
     return not row["replicas"] or (row["pp"], row["ep"], row["tp"]) == (1, 1, 1)
 
 

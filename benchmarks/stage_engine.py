@@ -50,7 +50,7 @@ class StageEngine(TrainingEngine):
     """One stage of a pipeline, in a job of one process."""
 
     before_reduction: Callable[[], None] = staticmethod(lambda: None)
-    """Called after the last backward pass."""
+    """Function that is called after the last backward pass of an iteration."""
     place: Place
     alone: Any
     """Pipeline group of the process, which contains only the process itself."""

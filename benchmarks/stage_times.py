@@ -27,8 +27,8 @@ NUM_STAGES = len(KINDS)
 NUM_MICROBATCHES = 4
 TOKENIZER_VOCAB_SIZE = 257
 LOADS = ((3, 40, 2, 5, 13, 7, 10, 20), (20, 2, 10, 5, 40, 3, 7, 13), (5, 13, 3, 20, 40, 7, 2, 10))
-"""Relative load of each expert, by layer. The numbers of experts are unrelated to their popularity, so that an order by
-number is neither the best nor the worst."""
+"""Relative load of each expert, by layer. The loads are in no order, so that ordering experts by number is neither the
+best nor the worst order."""
 SIZES = {
     "moe_micro": (),
     "wide": ("model.hidden_size=256", "model.moe_ffn_hidden_size=512", "model.seq_length=128"),

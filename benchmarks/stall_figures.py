@@ -81,8 +81,8 @@ def judge(figures: dict[str, Any], *, num_saves: int, quick: bool) -> tuple[bool
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Format the table of figures for one save: CPU milliseconds while training was blocked, and CPU milliseconds of
-    the rank beyond training."""
+    """Format the table of figures for one save: CPU milliseconds while training was blocked, and all CPU milliseconds
+    that the rank needs in addition to training."""
     lines = [
         f"{'':34}{'blocked ms':>11}{'x memcpy':>10}{'worst':>8}{'of iter.':>10}{'first ms':>10}{'first x':>9}"
         f"{'its CPU':>9}{'rank CPU':>9}{'bytes':>7}{'slowed':>8}"

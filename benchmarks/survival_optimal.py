@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_instances(max_nodes: int) -> dict[str, Any]:
-    """Compare the search with all placements, for every allocation that fills the slots. The search optimizes the loss
-    of each number of nodes, and a weighted mixture of these numbers."""
+    """Compare the search with all placements, for every allocation that fills the slots. The search optimizes for the
+    loss of each number of nodes, and for a weighted mixture of these losses."""
     totals: dict[str, Any] = defaultdict(int)
     problems: list[str] = []
     for num_nodes in range(1, max_nodes + 1):
@@ -131,7 +131,7 @@ def check_instance(
 
 
 def curve(held: Sets, num_nodes: int) -> list[float]:
-    """Return the survival for 0, 1, ... all lost nodes, by trying each loss."""
+    """Return the survival probability for 0, 1, ... ``num_nodes`` lost nodes, by trying each loss."""
     shares = []
     for lost in range(num_nodes + 1):
         gone = [sum(1 << node for node in chosen) for chosen in combinations(range(num_nodes), lost)]
@@ -213,7 +213,7 @@ def check_recorded() -> dict[str, Any]:
 
 
 def gpt_l_loads() -> list[list[int]]:
-    """Return the most loaded experts of each layer in one recorded iteration, as the paper does."""
+    """Return the loads of the most loaded experts of each layer in one recorded iteration, as in the paper."""
     trace = recorded.read(recorded.SMARTMOE)
     tokens = trace.per_layer(trace.record_of(GPT_L["iteration"]))[: GPT_L["layers"]]
     return [sorted(layer, reverse=True)[: GPT_L["experts"]] for layer in tokens.tolist()]

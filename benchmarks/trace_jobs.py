@@ -1,5 +1,5 @@
-"""Runs the jobs of ``trace-replay``: launchers one after another in a run's folder, which are watched, killed and
-stopped."""
+"""Runs the jobs of ``trace-replay``: starts launchers one after another in a run's folder, watches, kills and stops
+them."""
 
 import dataclasses
 import signal

@@ -5,7 +5,7 @@ The trace is the first 80 minutes of Bamboo's trace (Lazarus, section 6.4), scal
 one rank each. All processes of a lost node receive SIGKILL; an arriving node is added by an operator's call. For
 comparison, a second job runs the same training and is killed as a whole at the time of every change. It is started
 again from the same fork server on the available nodes, and continues from its newest dense checkpoint. The compared
-figure is the number of iterations that are still valid at the end of the replayed time, each counted once.
+figure is the number of different iterations that are still valid at the end of the replayed time.
 """
 
 import dataclasses
@@ -135,7 +135,7 @@ def committed(iterations: Sequence[Event], events: Sequence[Event]) -> History:
 
 
 def unproven(injected: Sequence[Event], events: Sequence[Event]) -> list[str]:
-    """Return killed members without a proof: the job's events do not show that the job continued without them.
+    """Return the killed members of which the job's events do not show that the job continued without them.
 
     A kill of a node that has not joined yet needs no such proof.
     """

@@ -153,8 +153,8 @@ def cases(model: ModelState, num_ranks: int) -> list[Case]:
 
 
 def _placements(layout: ParallelLayout, domain_of: dict[int, str]) -> tuple[PlacementPlan, ...]:
-    """Return placements with two of eight experts on every rank, by the rank's number. Continuing ranks keep their
-    experts."""
+    """Return placements with two of eight experts on every rank, chosen by the rank's number. Continuing ranks keep
+    their experts."""
     per_stage = NUM_LAYERS // NUM_STAGES
     plans = []
     for stage in range(NUM_STAGES):

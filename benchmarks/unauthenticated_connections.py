@@ -3,9 +3,9 @@ agent.
 
 The real controller's process, with a soft and a hard limit of 1,024 descriptors, serves 100 agents with the real
 protocol (``light_agents``). Then 1,500 connections without a token are opened to its port, and opened again whenever
-they are closed. Meanwhile all calls of agents must be answered, and also operators' calls over new connections. A node
-is lost, for which the controller opens files and finds a port. Its agent comes back over a new connection and becomes a
-member again.
+they are closed. Meanwhile all calls of agents must be answered, and also operators' calls over new connections. Then a
+node is lost, so that the controller must open files and find a port. The agent of this node comes back over a new
+connection, and the node becomes a member again.
 """
 
 import asyncio

@@ -34,8 +34,8 @@ NUM_JOBS, QUICK_JOBS = 4, 1
 NUM_KILLS, QUICK_KILLS = 3, 1
 """Number of kills of each whole job."""
 LEAST_ITERATIONS, MOST_ITERATIONS = 3, 12
-"""Smallest and largest number of iterations that an attempt reports before it is killed. After few iterations wandb has
-written nothing yet."""
+"""Smallest and largest number of iterations that an attempt reports before it is killed. After few iterations, wandb
+has not written anything yet."""
 SAVE_INTERVAL = 4
 """Iterations from one checkpoint to the next. A kill comes one to three iterations after a checkpoint."""
 NUM_NODES = 3

@@ -1,8 +1,8 @@
 """Reads a run's wandb folders with wandb's own reader, and compares them with the run's own records.
 
 ``history_of(run_dir).problems()`` is empty if wandb will show one run: with one id, and with each iteration once, in
-rising order without a gap over all attempts, with a loss that the run has reported. It starts no job and needs only the
-folder.
+rising order without a gap over all attempts, with a loss that the run has reported. This module starts no job and needs
+only the folder.
 """
 
 import itertools
@@ -50,7 +50,7 @@ class WandbHistory:
     run_ids: tuple[str, ...]
     """Run id of each folder that has one, in the order of the folders."""
     own_id: str | None
-    """Id in the run's own folder; None if there is none."""
+    """Id in the file ``wandb_run_id`` of the run; None without this file."""
     steps: tuple[WandbStep, ...]
     begins: Mapping[int, int]
     """Attempt with which the job of each folder began, from the restart marker in its config. Folders without a marker
