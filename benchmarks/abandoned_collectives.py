@@ -146,7 +146,7 @@ def execute(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest of ``values`` that is not exceeded by at least ``share`` of them."""
+    """Return the smallest of ``values`` that at least the fraction ``share`` of them does not exceed."""
     return sorted(values)[math.ceil(share * len(values)) - 1]
 
 

@@ -31,9 +31,9 @@ class Claim:
     quick: str
     """Variant of the command that takes seconds. It stores no result."""
     quick_is: str
-    """When the test suite runs the quick variant. In every run: ``fast`` (takes seconds) or ``slow``. Only in ``make
-    test-all``: ``extended`` (another test checks the same in fewer jobs) or ``timed`` (judged by times, so it runs
-    alone). ``make bench QUICK=1`` runs all quick variants."""
+    """Kind of the quick variant, which decides when the test suite runs it. In every run: ``fast`` (seconds) or
+    ``slow``. Only in ``make test-all``: ``extended`` (another test checks the same in fewer jobs) or ``timed`` (judged
+    by times, so it runs alone). ``make bench QUICK=1`` runs all quick variants."""
     threshold: str
     """Text of the bound. In a full measurement the script must report the same text."""
     hardware: tuple[str, ...]

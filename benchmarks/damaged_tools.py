@@ -75,8 +75,8 @@ class Command:
     reads: tuple[str, ...] = _ALL
     """Parts of the input that the command reads. With damage to another part, it may succeed.
 
-    A load of weights, for example, has the right values if only their dtype in the metadata is wrong, and ignores keys
-    of the model that a later version may have written.
+    For example, a load of weights gives the right values even if the metadata has a wrong dtype, and it ignores keys of
+    the model that a later version may have written.
     """
     experts: bool = True
     """Whether the checkpoint is that of an MoE model."""

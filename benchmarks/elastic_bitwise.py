@@ -52,8 +52,8 @@ SEED = 20261121
 WARM = "megatron_ft.mcore.rank_main:warm"
 PHASES = (*ITERATION_PHASES, "migrate", "migrate_step")
 _MOST_PASSES = {"capture": 4, "replicate": 1, "migrate": 2, "migrate_step": 4}
-"""For phases that do not occur in every iteration: largest number of times that a rank reaches the phase before the
-fault. For other phases, it is 12."""
+"""Largest number of times that a rank reaches a phase until its fault, for phases that do not occur in every iteration.
+It is 12 for other phases."""
 _SNAPSHOTS = (
     "snapshot=sparse_window",
     "snapshot.num_peer_copies=1",
