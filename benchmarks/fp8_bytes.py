@@ -1,9 +1,8 @@
 """Claim ``fp8-bytes``: windows of the five low-precision regimes of MoEvement's table 7, and their bytes.
 
-Part 1 computes the window length W from the bytes of the regimes and from the iteration times behind the table's
-overheads, with the bandwidth that fits all printed W but one, and with PCIe 5. Part 2 captures windows of
-``ScaledAdamW`` while it trains, counts their bytes, and restores them. Part 3 compares the time of packing and
-unpacking state with ``memmove``.
+Part 1 computes the window length W from the bytes of the regimes and the iteration times behind the table's overheads,
+at the bandwidth that fits all printed W but one, and at that of PCIe 5. Part 2 captures windows of ``ScaledAdamW``,
+counts their bytes, and restores them. Part 3 compares the time of packing and unpacking state with ``memmove``.
 """
 
 import ctypes
