@@ -37,6 +37,8 @@ MIN_SHARE_OF_BOUND, QUICK_MIN_SHARE_OF_BOUND = 0.9, 0.8
 MAX_BYTES = 1.05
 PAIRS, QUICK_PAIRS, WARM_UP = 21, 7, 2
 HIDDEN_SIZE, QUICK_HIDDEN_SIZE = 512, 256
+NUM_TOKENS, QUICK_NUM_TOKENS = 2048, 1024
+"""Tokens of each rank in a call."""
 M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1
 """Numbers of two options of glibc's ``mallopt``."""
 MAX_DEVIATION = 1e-4
@@ -101,11 +103,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     last = recorded_case()
     cases = (PLAIN, FOUR[0], FOUR[2], TWO[1], last) if arguments.quick else (PLAIN, *FOUR, *TWO, last)
     pairs = QUICK_PAIRS if arguments.quick else PAIRS
-    hidden_size = QUICK_HIDDEN_SIZE if arguments.quick else HIDDEN_SIZE
+    sizes = (QUICK_HIDDEN_SIZE, QUICK_NUM_TOKENS) if arguments.quick else (HIDDEN_SIZE, NUM_TOKENS)
     measured = {}
     with tempfile.TemporaryDirectory(prefix="dispatch-") as folder:
         for case in cases:
-            config = _config(case, hidden_size)
+            config = _config(case, *sizes)
             ranks = run_ranks(_measure_case(case, pairs), config, world_size=case.num_ranks, run_dir=Path(folder))
             measured[case] = _summary(case, ranks)
             print(f"{case.name:22} {_in_words(measured[case])}", flush=True)
@@ -140,13 +142,13 @@ def _judge(out: Path | None, measured: dict[Case, dict[str, Any]], pairs: int, *
     )
 
 
-def _config(case: Case, hidden_size: int) -> JobConfig:
+def _config(case: Case, hidden_size: int, num_tokens: int) -> JobConfig:
     config = compose(
         "model=moe_micro",
         "model.num_layers=1",
         f"model.hidden_size={hidden_size}",
         f"model.moe_ffn_hidden_size={2 * hidden_size}",
-        "model.seq_length=1024",
+        f"model.seq_length={num_tokens}",
         f"model.num_moe_experts={len(case.loads)}",
     )
     return replace(config, parallel=replace(config.parallel, expert_model_parallel_size=case.num_ranks))

@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ft.events import Record, SnapshotProblem, WindowCommitted, WindowDelayed
 from megatron_ft.planning.iteration import WindowReport
+from megatron_ft.snapshot.window import Slice
 from megatron_ft.testing import engines
 from megatron_ft.testing.snapshot_servers import wait_until
 from tests.unit.snapshot.server.served import Served
+from transformer_engine_ext.formats import E4M3
+from transformer_engine_ext.quantized import quantize_blocks
 
 pytestmark = pytest.mark.slow  # trains
 
@@ -42,13 +46,14 @@ class Run:
             report=self.output.append,
         )
 
-    def train(self, num_iterations: int) -> None:
-        """Run iterations, and let everything except storage work."""
-        for _ in range(num_iterations):
+    def train(self, num_iterations: int, *, window_iterations: int = 1) -> None:
+        """Run iterations, and let everything except storage work. A window has ``window_iterations`` slices."""
+        for number in range(num_iterations):
             result = self.engine.run_iteration(self.engine.iteration + 1)
             self.snapshots.after_iteration(self.engine.iteration, result.vote, 0.1)
             self.snapshots.settle()
-            self.wait_hashed()
+            if (number + 1) % window_iterations == 0:
+                self.wait_hashed()
 
     def wait_hashed(self) -> None:
         """Wait until the newest window is hashed."""
@@ -67,10 +72,17 @@ class Run:
 @contextlib.contextmanager
 def run_of(folder: Path, *, interval_iterations: int) -> Iterator[tuple[Run, Served]]:
     """Capture snapshots at an interval. Each is to be written to storage, which is blocked."""
-    served = Served(folder)
     target = "megatron_ft.planning.snapshot.dense.DenseInterval"
     policy = {"_target_": target, "interval_iterations": interval_iterations}
-    with engines.engine_of(engines.micro_config({**SNAPSHOTS, "snapshot.policy": policy})) as engine:
+    with run_with(folder, {"snapshot.policy": policy}) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def run_with(folder: Path, overrides: dict[str, Any]) -> Iterator[tuple[Run, Served]]:
+    """Capture snapshots of a job with ``overrides``. Each is to be written to storage, which is blocked."""
+    served = Served(folder)
+    with engines.engine_of(engines.micro_config({**SNAPSHOTS, **overrides})) as engine:
         run = Run(engine, served)
         yield run, served
         run.snapshots.close()
@@ -91,6 +103,39 @@ def test_a_storage_that_never_answers_delays_windows_and_not_training(tmp_path: 
         run.snapshots.finish()
         assert not run.of_kind(SnapshotProblem)
         assert [path.parent.name for path in sorted(Path(served.url).rglob("*.window"))][-1] == "window_0000010.1"
+
+
+def test_each_slice_contains_the_present_codes_of_fp8_weights(tmp_path: Path) -> None:
+    """Codes are no tensors of training: they are computed for each slice, although tensors are found only once."""
+    target = "megatron_ft.planning.snapshot.sparse_window.SparseWindow"
+    overrides = {
+        "precision.params_dtype": "bf16",
+        "precision.fp8": "hybrid",
+        "precision.fp8_recipe": "blockwise",
+        "precision.regime": "fp8_fp32_fp32_fp32",
+        "snapshot.policy": {"_target_": target, "min_window_iterations": 4},
+    }
+    with run_with(tmp_path, overrides) as (run, served):
+        served.persister.start()
+        captured, compared = run.client.captured, []
+
+        def spy(buffer: int, index: int, part: Slice) -> None:
+            view, memory = run.snapshots._opened.view, run.snapshots._memory.buffers[buffer]
+            for piece in part.pieces:
+                name = (piece.parameter, piece.tensor_part)
+                if piece.component == "weight" and view._held[name].is_encoded:
+                    weight = view.live(name, "weight", piece.start, piece.stop).float()
+                    codes = quantize_blocks(weight, E4M3, start=piece.start).codes.view(torch.uint8)
+                    found = memory.narrow(0, part.offset + piece.offset, piece.num_bytes)
+                    compared.append((run.engine.iteration, index, bool(found.equal(codes))))
+            captured(buffer, index, part)
+
+        run.client.captured = spy
+        run.train(8, window_iterations=4)
+        assert {(iteration, index) for iteration, index, _ in compared} == {
+            (first + index, index) for first in (1, 5) for index in range(3)
+        }, "the last slice has only full state"
+        assert all(is_equal for *_, is_equal in compared)
 
 
 def test_a_window_that_another_rank_gave_up_is_never_committed_and_the_next_one_is(tmp_path: Path) -> None:
