@@ -1,6 +1,7 @@
-"""Durations, sizes and counts in a readable form."""
+"""Durations, sizes, counts and names of tensors in a readable form."""
 
 import math
+from collections.abc import Collection
 
 
 def seconds(duration: float) -> str:
@@ -44,3 +45,10 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.1f} TB"
+
+
+def unlike_tensors(missing: Collection[str], unexpected: Collection[str]) -> str:
+    """List the first three names of each kind that has names: ``missing tensors: ['a']; unexpected tensors: ['b']``."""
+    kinds = {"missing tensors": sorted(missing), "unexpected tensors": sorted(unexpected)}
+    shown = {f"{kind}: {names[:3]}": len(names) for kind, names in kinds.items() if names}
+    return "; ".join(f"{text} (the first 3 of {count})" if count > 3 else text for text, count in shown.items())

@@ -142,7 +142,7 @@ class CheckpointFinder:
             try:
                 moved = checkpoints.set_aside(path, kind)
             except OSError as failure:
-                error = f"{path} is {kind} ({reason}), but cannot be renamed: {failure}"
+                error = f"{path} is {kind} ({reason}). Move it to another folder, because renaming it failed: {failure}"
         error = self._collectives.errors(error)
         if error is not None:
             raise CheckpointError(error)

@@ -26,6 +26,7 @@ from megatron_ft.config.checkpoint import CheckpointConfig
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.errors import CheckpointError
 from megatron_ft.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved
+from megatron_ft.formatting import unlike_tensors
 from megatron_ft.mcore.checkpoint.files import (
     RANK_STATE_KEY,
     CheckpointFinder,
@@ -548,10 +549,7 @@ class CheckpointManager:
         everywhere = self._collectives.gather(left)
         unknown = sorted(set.intersection(*map(set, everywhere)))
         if absent or unknown:
-            raise CheckpointError(
-                f"{directory} does not match this model: the checkpoint lacks the weights {sorted(absent)[:3]}, and "
-                f"the model lacks the weights {unknown[:3]} (the first 3 of each are shown)"
-            )
+            raise CheckpointError(f"{directory} does not match this model: {unlike_tensors(absent, unknown)}")
         for number, (chunk, frame) in enumerate(zip(model_chunks, frames, strict=True)):
             others = {key: None for key, shard in frame.items() if isinstance(shard, ShardedObject)}
             tensors = with_histories(chunk, loaded[str(number)])

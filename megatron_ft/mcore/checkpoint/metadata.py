@@ -68,15 +68,15 @@ class _Unpickler(pickle.Unpickler):
             return dict
         if (module, name) == ("builtins", "getattr"):  # some versions of Python pickle enums with it
             return _member
-        raise pickle.UnpicklingError(f"contains {module}.{name}, which torch does not write there and may run code")
+        raise pickle.UnpicklingError(f"contains {module}.{name}: no metadata of torch has it, and it may run code")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("refers to objects outside the file")
+        raise pickle.UnpicklingError("contains a persistent id, which no metadata of torch has")
 
 
 def _member(kind: Any, name: str) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
-        raise pickle.UnpicklingError("reads an attribute, which may run code")
+        raise pickle.UnpicklingError("calls getattr for something other than an enum, which may run code")
     return kind[name]
 
 
@@ -149,7 +149,8 @@ def _require(is_valid: bool, what: str, constraint: str) -> None:
 def _check(directory: Path, found: Metadata) -> None:
     entries, places = found.state_dict_metadata, found.storage_data
     _require(isinstance(places, dict), "storage_data", "must be a mapping")
-    _require(any(isinstance(each, TensorStorageMetadata) for each in entries.values()), "it", "must list tensors")
+    has_tensors = any(isinstance(each, TensorStorageMetadata) for each in entries.values())
+    _require(has_tensors, "list of tensors", "must not be empty")
     sizes: dict[str, int] = {}
     for name, entry in entries.items():
         what = f"{name!r:.200}"
@@ -196,8 +197,10 @@ def _check_place(
     if name not in sizes:
         path = directory / name
         sizes[name] = path.stat().st_size if path.is_file() and not path.is_symlink() else -1
+    _require(sizes[name] >= 0, what, f"its file {name} must exist, and must be a regular file")
     is_range = type(place.offset) is int and type(place.length) is int and place.offset >= 0 and place.length >= 0
-    _require(is_range and place.offset + place.length <= sizes[name], what, f"is at bytes that {name} does not have")
+    _require(is_range, what, f"has a part in {name} without a valid offset and length")
+    _require(place.offset + place.length <= sizes[name], what, f"has a part that extends past the end of {name}")
     needed = prod(part.sizes) * entry.properties.dtype.itemsize
     _require(needed <= place.length, what, f"needs {needed} bytes, but its part of {name} has {place.length}")
 

@@ -20,6 +20,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_ft.errors import CheckpointError
+from megatron_ft.formatting import unlike_tensors
 from megatron_ft.mcore.checkpoint.files import RANK_STATE_KEY, Addresses
 from megatron_ft.mcore.checkpoint.metadata import load_metadata, read_common
 from megatron_ft.mcore.model.parameters import unwrap
@@ -237,10 +238,7 @@ def load_shards(
         if not key.startswith((_RANK_STATE_PREFIX, *ignored)) and not key.endswith(AMAX_HISTORY)
     )
     if absent or unclaimed:
-        raise CheckpointError(
-            f"{directory} does not match this model: the checkpoint lacks the tensors {sorted(absent)[:3]}, and the "
-            f"model lacks the tensors {unclaimed[:3]} (the first 3 of each are shown)"
-        )
+        raise CheckpointError(f"{directory} does not match this model: {unlike_tensors(absent, unclaimed)}")
     return loaded
 
 

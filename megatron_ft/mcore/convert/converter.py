@@ -15,6 +15,7 @@ import xxhash
 
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.errors import CheckpointError, ConfigError
+from megatron_ft.formatting import unlike_tensors
 from megatron_ft.mcore.convert import deepseek, mixtral, qwen_moe
 from megatron_ft.mcore.convert.dense_files import DenseReader
 from megatron_ft.mcore.convert.family import SAME, Family, Rule
@@ -131,8 +132,7 @@ def _check_tensors(reader: DenseReader, rules: Sequence[Rule], model: ModelConfi
     missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or unknown:
         raise CheckpointError(
-            f"{reader.directory}: does not have the tensors of this family: it lacks {missing[:3]}, and the family "
-            f"lacks {unknown[:3]} (the first 3 of each are shown)"
+            f"{reader.directory}: does not have the tensors of this family: {unlike_tensors(missing, unknown)}"
         )
     for name, rule in wanted.items():
         if tuple(found[name].size) != rule.shape(model):

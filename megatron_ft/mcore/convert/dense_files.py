@@ -281,7 +281,7 @@ def _halves(name: str, entry: TensorStorageMetadata, places: list[_StoredPart], 
     pairs = list(zip(entry.chunks, places, strict=True))
     if rest or any(part.offsets[0] < half < part.offsets[0] + part.sizes[0] for part, _ in pairs):
         raise CheckpointError(
-            f"{where}: {name!r:.200} has parts {list(entry.size)} that do not divide it into two halves"
+            f"{where}: {name!r:.200} {list(entry.size)}: its parts must separate the gate half from the linear half"
         )
     for suffix, start in (("_w", 0), ("_v", half)):
         mine = [(part, place) for part, place in pairs if start <= part.offsets[0] < start + half]

@@ -191,8 +191,10 @@ def _layers(given: dict[str, Any]) -> tuple[int, int]:
     pattern, num_layers = given.get("moe_layer_freq", 1), given["num_layers"]
     if isinstance(pattern, int):  # with a number, Megatron-LM's first layer has experts
         # Both values come from a file. A damaged file must not fill the memory with a list.
-        if pattern < 1 or not isinstance(num_layers, int) or not 0 < num_layers <= _MOST_LAYERS:
-            raise ValueError(f"moe_layer_freq={pattern}, num_layers={num_layers!r:.80}: must be sizes of a model")
+        if pattern < 1:
+            raise ValueError(f"moe_layer_freq={pattern}: must be at least 1")
+        if not isinstance(num_layers, int) or not 0 < num_layers <= _MOST_LAYERS:
+            raise ValueError(f"num_layers={num_layers!r:.80}: must be an integer from 1 to {_MOST_LAYERS}")
         pattern = [int(layer % pattern == 0) for layer in range(num_layers)]
     if (found := keys_of_pattern(pattern)) is None:
         raise ValueError(

@@ -102,7 +102,7 @@ def _job_of(path: Path, run_dir: Path | None) -> _Job | None:
     config, notes = derive_placement(read_run_config(found)), list[str]()
     if config.training.device == "auto":
         config = on_device(config, "cpu")
-        notes.append("no rank has reported its device yet; these answers assume cpu")
+        notes.append("training.device=auto: no rank has reported its device yet, so these answers are for cpu")
     try:
         vocab_size = resolve_vocab_size(config)
         settings = settings_of(config, data_fingerprint="", vocab_size=vocab_size)

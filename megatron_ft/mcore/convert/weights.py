@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_ft.errors import CheckpointError, ConfigError
+from megatron_ft.formatting import unlike_tensors
 from megatron_ft.mcore.convert.dense_files import WEIGHTS_ONLY, DenseReader, WeightsWriter
 from megatron_ft.mcore.convert.folder import check_space
 from megatron_ft.mcore.convert.model_tensors import check_tensors
@@ -225,13 +226,12 @@ def _words(factors: Sequence[float]) -> str:
 def _check_same(first: DenseReader, other: DenseReader) -> None:
     found = other_model(manifest_of(first).settings, manifest_of(other).settings)
     if found:
-        differences = "; ".join(f"{each.key}: {each.stored}, here {each.present}" for each in found)
+        differences = "; ".join(f"{each.key} is {each.stored} in the first and {each.present} here" for each in found)
         raise CheckpointError(f"{other.directory}: has another model than {first.directory}: {differences}")
     lacks, adds = (sorted(one.keys() - two.keys()) for one, two in _both(first.weights, other.weights))
     if lacks or adds:
         raise CheckpointError(
-            f"{other.directory}: has other tensors than {first.directory}: it lacks {lacks[:3]}, and adds {adds[:3]} "
-            "(the first 3 of each are shown)"
+            f"{other.directory}: has other tensors than {first.directory}: {unlike_tensors(lacks, adds)}"
         )
     for name, entry in sorted(first.weights.items()):
         kinds = [(tuple(each.size), str(each.properties.dtype)) for each in (entry, other.weights[name])]

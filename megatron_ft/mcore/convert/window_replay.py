@@ -245,10 +245,8 @@ def _differences(config: JobConfig, job: JobConfig) -> Iterator[str]:
 def _words(job: JobConfig, compose: Compose) -> list[str]:
     # Always give ``launch.mode``. Otherwise environment variables of a launcher would change its value.
     words = override_words(to_dict(compose([])), to_dict(job), always=("launch.mode",))
-    composed = to_dict(compose(words))
-    for group, wanted in to_dict(job).items():
-        if composed[group] != wanted:
-            raise ConfigError.of(group, wanted, "cannot be written on a command line, so the job cannot be started")
+    if left := override_words(to_dict(compose(words)), to_dict(job)):
+        raise ConfigError(f"{left[0]}: cannot be given on a command line, so the job cannot be started")
     return words
 
 

@@ -187,7 +187,7 @@ def check_newcomers_data(config: JobConfig, context: RankContext, fingerprints: 
     if context.rank in strangers:
         _end_alone(_other_data(config, context.rank, first))
     # Raise the same type of error as a failed collective, after which the ranks form the next membership.
-    raise RuntimeError(f"the ranks {strangers} cannot join: {error}")
+    raise RuntimeError(f"the ranks {strangers} read other training data than rank {first} and are excluded: {error}")
 
 
 def _end_alone(error: DataError) -> NoReturn:

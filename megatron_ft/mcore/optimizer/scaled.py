@@ -54,7 +54,7 @@ class StateFormat:
         """Return the format of a job, or None if its optimizer state is FP32.
 
         Raises:
-            SoftwareError: the kernel of ``optimizer.update_backend`` cannot be built on this machine.
+            ConfigError, SoftwareError: the kernel of ``optimizer.update_backend`` cannot be used, or cannot be built.
         """
         if config.precision.regime is None:
             return None

@@ -196,7 +196,7 @@ class _Region:
             if slots[0] != slots[1]:
                 raise RecoveryError(
                     f"the window of iteration {window.window.start_iteration} has another placement of experts than "
-                    "the present one"
+                    "the present one, so it cannot be replayed; all ranks must start again"
                 )
 
     @contextmanager
@@ -554,6 +554,6 @@ class KeptLayoutRecovery:
         if other:
             rank, shown = self._context.rank, ", ".join(other[:3])
             raise RecoveryError(
-                f"rank {rank}: the replay computed another state than before the failure; number of values that "
+                f"rank {rank}: the replay computed another state than before the failure; tensors and fields that "
                 f"differ: {len(other)}, for example {shown}"
             )

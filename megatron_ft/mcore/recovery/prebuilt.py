@@ -110,7 +110,7 @@ class Prebuilder:
             free_state(other.engine.model_chunks, other.engine.optimizer)
         if found is None:
             if built:
-                self.why_not = f"parts {sorted(built)} were built in advance, and rank {rank} needs part {part}"
+                self.why_not = f"model parts {sorted(built)} were built in advance, but rank {rank} needs part {part}"
             return None
         groups, has_moved = found.groups.put_back(), found.rank != rank
         if has_moved:

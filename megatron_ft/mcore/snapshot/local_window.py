@@ -225,12 +225,12 @@ class LocalWindow:
             extras = self.header(0, EXTRAS)
             self.header(0, PLACEMENT)
             if (self.at_risk is None) != (self.window.slices[0].captured_at is None):
-                raise ValueError(f"slice 0 must have both {AT_RISK} and captured_at, or neither")
+                raise ValueError(f"slice 0 has only one of {AT_RISK} and captured_at: must have both or neither")
         except (AssertionError, KeyError, TypeError, ValueError) as error:
             raise RecoveryError(f"{where}: its plan or a slice's header cannot be read: {error!r}") from error
         num_slices = sum(step.load is not None for step in replay.steps)
         if num_slices != self.window.num_slices:
-            raise RecoveryError(f"{where}: its plan has {num_slices} slices, but it has {self.window.num_slices}")
+            raise RecoveryError(f"{where}: its plan has {num_slices} slices, the window has {self.window.num_slices}")
         if not isinstance(extras, dict):
             raise RecoveryError(f"{where}: the header of slice 0 has no train state")
         return replay
@@ -241,8 +241,8 @@ class LocalWindow:
             if part.pieces != view.pieces(self.plan, index):
                 start = self.window.start_iteration
                 return (
-                    f"window of iteration {start}: slice {index} was captured with other element ranges than this rank "
-                    "has now"
+                    f"window of iteration {start}: slice {index} has other parts of the parameters than this rank has "
+                    "now; load the window with the parallel layout and the number of ranks of its capture"
                 )
         return None
 
@@ -366,7 +366,7 @@ class Replayer:
         # Compare texts, because NaN then equals NaN, and numbers are equal only if their bits are equal.
         changed = [name for name in before if name not in _OF_THE_JOB and repr(before[name]) != repr(now[name])]
         if changed:
-            what = ", ".join(f"{name}={now[name]!r}, not {before[name]!r}" for name in changed)
+            what = ", ".join(f"{name}={now[name]!r}, but the vote has {before[name]!r}" for name in changed)
             raise RecoveryError(
                 f"the replay of iteration {logged.iteration} had other results than the logged vote: {what}"
             )

@@ -470,8 +470,8 @@ class Snapshotter:
                 return self._memory
             self._report_plan_problem(
                 iteration,
-                "windows no longer fit the allocated memory, so new memory is allocated; the windows in the old memory "
-                "are lost",
+                "no window is in memory until the next one is committed: windows no longer fit the allocated memory, "
+                "so new memory replaces it",
             )
             self._buffers = WindowBuffers(committed=self._buffers.committed)
             self._release_memory()

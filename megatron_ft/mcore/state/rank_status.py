@@ -203,7 +203,10 @@ def choose_holding(
     found = {key: _previous(present, nodes, key) for key in order}
     order = [key for key in order if any(rank is not None for rank in found[key])]
     if not order:
-        raise RecoveryError(f"generation {generation} cannot be formed: each node has a rank without state")
+        raise RecoveryError(
+            f"generation {generation} cannot be formed: no node has the same state on all its ranks, and only such "
+            "state is used; start all ranks again with run.resume=auto"
+        )
     # ``is_whole`` is collective. All ranks have the same ``present``, so they make the same calls in the same order.
     if len(order) > 1:
         order = [key for key in order if is_whole(key, found[key])] or order
@@ -232,6 +235,6 @@ def _check_alike(present: Sequence[RankStatus], key: Key, generation: int) -> No
     if len(set(chosen.values())) > 1:
         digests = ", ".join(f"rank {rank} {digest[:12]}" for rank, digest in chosen.items())
         raise RecoveryError(
-            f"generation {generation}: all ranks must have the same placement, but they have different ones; digests: "
-            f"{digests}"
+            f"generation {generation}: all ranks must have the same placement of experts, but its checksums differ: "
+            f"{digests}; start all ranks again with run.resume=auto"
         )

@@ -105,12 +105,10 @@ class TrainState:
         # Without step counts, the number of groups may differ: a stage of one rank has no separate group for experts.
         steps = () if set(self.group_steps) == {None} else self.group_steps
         groups = groups if steps else []
-        if (len(scalers), len(groups)) != (len(self.grad_scalers), len(steps)):
-            parts = f"{len(groups)} and {len(scalers)}"
-            raise RecoveryError(
-                f"the captured state has {len(steps)} parameter groups and {len(self.grad_scalers)} loss "
-                f"scalers, but the optimizer has {parts}"
-            )
+        numbers = (len(steps), len(groups)), (len(self.grad_scalers), len(scalers))
+        for what, (stored, present) in zip(("parameter groups", "loss scalers"), numbers, strict=True):
+            if stored != present:
+                raise RecoveryError(f"the captured state has {stored} {what}, but the optimizer has {present}")
         for scaler, state in zip(scalers, self.grad_scalers, strict=True):
             scaler.load_state_dict(dict(state))
         for group, step in zip(groups, steps, strict=True):

@@ -131,11 +131,11 @@ def test_buffers_of_integers_must_be_equal(tmp_path: Path, capsys: pytest.Captur
     ("tensors", "model", "message"),
     [
         ({NORM: None}, {}, f"lacks the tensors ['{NORM}'] (the first 3 are shown)"),
-        ({"counts": torch.ones(2)}, {}, "adds ['counts']"),
+        ({"counts": torch.ones(2)}, {}, "unexpected tensors: ['counts']"),
         ({NORM: torch.ones(15, dtype=torch.bfloat16)}, {}, f"{NORM} has the shape [15], but the model of its manifest"),
         ({NORM: torch.ones(16)}, {}, f"{NORM} is torch.float32 [16], but in"),
-        ({}, {"num_attention_heads": 4}, "model.num_attention_heads: 2, here 4"),
-        ({}, {"rotary_base": 7}, "model.rotary_base: 10000, here 7"),
+        ({}, {"num_attention_heads": 4}, "model.num_attention_heads is 2 in the first and 4 here"),
+        ({}, {"rotary_base": 7}, "model.rotary_base is 10000 in the first and 7 here"),
     ],
 )
 def test_checkpoints_that_do_not_fit_are_refused(

@@ -46,5 +46,7 @@ def test_without_survivors_other_data_ends_the_job() -> None:
     with pytest.raises(DataError, match="rank 2 and rank 1 read different data"):
         check_newcomers_data(JobConfig(), context, ["a", "a", "b"], 1)
     worker.can_survive, context.rank = True, 0
-    with pytest.raises(RuntimeError, match=r"ranks \[2\] cannot join: data.train="):
+    with pytest.raises(
+        RuntimeError, match=r"ranks \[2\] read other training data than rank 1 and are excluded: data.train="
+    ):
         check_newcomers_data(JobConfig(), context, ["a", "a", "b"], 1)

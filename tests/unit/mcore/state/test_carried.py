@@ -178,7 +178,9 @@ def test_a_placement_by_which_experts_are_lost_is_passed_over() -> None:
 def test_a_node_takes_part_with_all_its_ranks_or_none() -> None:
     formed, newcomer = presence((3, 1), (4, 0)), presence((4, 2))
     assert choose([formed, formed, newcomer, presence()], nodes=[0, 0, 1, 1]) == ((4, False), (0, 0, None, None))
-    with pytest.raises(RecoveryError, match="generation 7 cannot be formed: each node has a rank without state"):
+    with pytest.raises(
+        RecoveryError, match="generation 7 cannot be formed: no node has the same state on all its ranks"
+    ):
         choose([newcomer, presence()], nodes=[1, 1])
 
 
@@ -186,7 +188,7 @@ def test_a_hot_spare_does_not_hide_the_state_of_its_node() -> None:
     """A node with a hot spare of generation 4 keeps its state of it; a rank that was not a spare then must have it."""
     formed = presence((4, 0))
     assert choose([formed, presence(spared=[4])], nodes=[1, 1]) == ((4, False), (0, None))
-    with pytest.raises(RecoveryError, match="each node has a rank without state"):
+    with pytest.raises(RecoveryError, match="no node has the same state on all its ranks"):
         choose([formed, presence(spared=[3])], nodes=[1, 1])
 
 
@@ -195,7 +197,7 @@ def test_different_placements_are_refused() -> None:
 
     one, other = (RankStatus(holdings=(((3, False), 3, 0, digest),)) for digest in ("a", "b"))
     with pytest.raises(
-        RecoveryError, match="generation 7: all ranks must have the same placement.*: rank 0 a, rank 2 b"
+        RecoveryError, match="generation 7: all ranks must have the same placement.*: rank 0 a, rank 2 b;"
     ):
         choose([one, presence(), other])
 
