@@ -129,7 +129,7 @@ def _check_values(text: str, action: str, values: dict[str, object]) -> None:
     if values.get("phase") not in PHASES:
         raise ConfigError.of(_KEY, text, f"must set phase to one of {', '.join(PHASES)}")
     if action in _REQUIRED and _REQUIRED[action] not in values:
-        raise ConfigError.of(_KEY, text, f"must give {_REQUIRED[action]}")
+        raise ConfigError.of(_KEY, text, f"must give the keyword {_REQUIRED[action]}, because the action is {action}")
     if int(values.get("passes", 1)) < 1:  # type: ignore[call-overload]
         raise ConfigError.of(_KEY, text, "must give `passes` a value of at least 1")
     if not 0 <= int(values.get("code", 0)) <= 255:  # type: ignore[call-overload]

@@ -45,7 +45,7 @@ def parse_json(content: bytes | str) -> JsonValue:
         return json.loads(content)
     except RecursionError:
         # Deeply nested brackets in the input of a peer or a file must not end the process.
-        raise ValueError("nested too deep") from None
+        raise ValueError("the JSON text is nested too deeply") from None
 
 
 def encode(value: Any) -> JsonValue:

@@ -88,7 +88,7 @@ class KernelBackend:
 
     def _message(self, code: int) -> str:
         if self.name == "cpp":
-            return "its formats are those of no regime"
+            return "no precision regime has its combination of number formats"
         self.library.adamw_error.restype = ctypes.c_char_p
         return str(self.library.adamw_error(code).decode())
 

@@ -79,5 +79,5 @@ def _json_text(place: str, line: str, key: str) -> str:
         raise DataError(f"{place}: {key}={text!r:.60}: must be a string")
     # A JSON escape can represent half a surrogate pair. Encoding it would fail much later, without the line number.
     if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise DataError(f"{place}: {key} contains half of a surrogate pair, which UTF-8 cannot represent")
+        raise DataError(f"{place}: {key} contains half of a character (an unpaired surrogate); UTF-8 cannot encode it")
     return text

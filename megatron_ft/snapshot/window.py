@@ -202,7 +202,9 @@ class Slice:
         for iteration in self.captured_at or ():
             _check_integer(f"{where}: captured_at", iteration)
         if self.captured_at is not None and len(self.captured_at) != len(self.pieces):
-            raise CheckpointError(f"{where}: captured_at has {len(self.captured_at)} entries, not {len(self.pieces)}")
+            raise CheckpointError(
+                f"{where}: captured_at has {len(self.captured_at)} entries: must have {len(self.pieces)}, one per piece"
+            )
         if max(self.captured_at or (0,)) > self.iteration:
             raise CheckpointError(f"{where}: captured_at={max(self.captured_at or ())}: exceeds the slice's iteration")
 
@@ -345,7 +347,7 @@ class Window(Origin):
             _check_integer(name, getattr(self, name))
         if not max(1, len(self.slices)) <= self.num_slices:
             raise CheckpointError(
-                f"num_slices={self.num_slices}: must be at least {max(1, len(self.slices))}, for the slices that exist"
+                f"num_slices={self.num_slices}: must be at least 1, and at least {len(self.slices)} (slices present)"
             )
         position = 0
         for index, part in enumerate(self.slices):
@@ -362,10 +364,10 @@ class Window(Origin):
         Raises:
             CheckpointError: ``part`` is not the next slice, or its position is wrong.
         """
-        if index != len(self.slices) or self.captured:
-            raise CheckpointError(
-                f"slice {index}: must be the next; the window has {len(self.slices)} of {self.num_slices} slices"
-            )
+        if self.captured:
+            raise CheckpointError(f"slice {index}: must not be added; the window has all its {self.num_slices} slices")
+        if index != len(self.slices):
+            raise CheckpointError(f"slice {index}: must be slice {len(self.slices)}, the next slice of the window")
         self._check_position(index, part, self.num_bytes)
         if part.end > window_bytes:
             raise CheckpointError(f"slice {index}: ends at byte {part.end}: the buffer has only {window_bytes} bytes")

@@ -48,7 +48,8 @@ class CopyBatch:
             # Check layout and size here, once per batch, because ``memmove`` checks nothing.
             if not source.is_contiguous() or target.dtype is not torch.uint8 or target.numel() != size:
                 raise ValueError(
-                    f"cannot copy {source.dtype}{tuple(source.shape)} to {target.numel()} bytes: other size or layout"
+                    f"cannot copy {source.dtype}{tuple(source.shape)} to {target.numel()} elements of {target.dtype}: "
+                    f"the source must be contiguous, and the target must have {size} elements of torch.uint8"
                 )
         return cls(sources=tuple(sources), targets=tuple(targets), num_bytes=sum(t.numel() for t in targets))
 

@@ -89,7 +89,7 @@ class PeerSessions:
             # Do not hold the lock here: the other thread may need it in order to end.
             other.join(max(0.0, deadline - time.monotonic()))
         if any(other.is_alive() for other in earlier):
-            raise ControlError(f"node={node}: an earlier connection of this node does not end")
+            raise ControlError(f"node={node}: an earlier connection did not end within {REPLACE_SECONDS:g} s")
 
 
 class _PeerSession(threading.Thread):
@@ -232,7 +232,7 @@ class _PeerSession(threading.Thread):
             if copy is not None and copy.windows.window_bytes == window_bytes:
                 return copy
         if not may_take:
-            raise ControlError(f"rank={rank}: sends a window of {window_bytes} bytes, but has requested no memory")
+            raise ControlError(f"rank={rank}: no memory for windows of {window_bytes} bytes; announce with waits=true")
         with ThreadPoolExecutor(1) as pool:
             taken = pool.submit(self._store.take_copy, rank, window_bytes, self._generation)
             while not taken.done():
@@ -304,7 +304,7 @@ def _read_announcement(message: Message, newest_generation: int) -> tuple[HeldWi
     window = Window.from_json(message.get("window"), whole=False)
     # Refuse a future generation: a window is dropped when a newer one commits, so this window would stay too long.
     if window.generation > newest_generation:
-        raise ControlError(f"generation={window.generation}: must be at most {newest_generation}")
+        raise ControlError(f"generation={window.generation}: exceeds {newest_generation}, that of the connection")
     buffer = fields.integer(message, "buffer", most=NUM_COPY_BUFFERS - 1)
     return HeldWindow(**vars(window), buffer=buffer), Slice.from_json(message.get("record"), hashed=False)
 

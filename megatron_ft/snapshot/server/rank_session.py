@@ -94,7 +94,7 @@ class RankSession(threading.Thread):
         if self._end_reason is not None:
             self._store.lifeline.end(self._end_reason)
         if self._own is None and not self._is_agent:
-            raise ControlError(f"its first message was refused: {answer.get('reason')}")
+            raise ControlError(f"the first message of the connection was refused: {answer.get('reason')}")
 
     def _send(self, answer: Message, descriptors: list[int]) -> None:
         # A rank may die right after its last requests. They are still carried out, but not answered.

@@ -113,9 +113,10 @@ class Memory:
         available = _available_bytes()
         # If two threads allocate at the same time, both must not count the same pages as available.
         if num_bytes > available * _USABLE_SHARE - self._missing_bytes:
-            missing = f", and {self._missing_bytes} of them are already being allocated" if self._missing_bytes else ""
+            missing = f", less {self._missing_bytes} bytes for allocations in progress" if self._missing_bytes else ""
             raise ControlError(
-                f"{name}: cannot allocate {num_bytes} bytes: the machine has only {available} bytes available{missing}"
+                f"{name}: cannot allocate {num_bytes} bytes: the machine has {available} bytes available, of which at "
+                f"most {_USABLE_SHARE:.0%} may be used{missing}"
             )
 
     def _give_back(self, num_bytes: int) -> None:
@@ -385,7 +386,7 @@ class Store:
         """
         self.check_generation(settings.origin.generation)
         if own.settings is not settings:
-            raise Refused("another process acts for this rank now", "stale")
+            raise Refused("a newer connection of this rank has replaced this connection", "stale")
 
     def is_current(self, own: OwnRank) -> bool:
         return own.settings.origin.generation == self.own_generation
@@ -504,7 +505,7 @@ class Store:
                 if window.key == key and window.complete:
                     assert memory is not None and memory.segment is not None, "the window has no memory"
                     return memory.segment, memory.offset(window), window
-        raise ControlError(f"window {key.start_iteration} of generation {key.generation}: not complete on this server")
+        raise ControlError(f"this server has no complete window {key.start_iteration} of generation {key.generation}")
 
     def _windows_of(self, rank: int) -> Iterator[tuple[Where, HeldWindow]]:
         own, copy = self.ranks.get(rank), self.copies.get(rank)

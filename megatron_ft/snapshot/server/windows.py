@@ -87,8 +87,8 @@ def _carried(part: Slice, window: HeldWindow, sources: Iterable[HeldWindow]) -> 
         hit = next(((buffer, hashes) for buffer, other, hashes in known if part.has_same(index, other)), None)
         if hit is None or hit[1] is None:
             raise ControlError(
-                f"window {window.start_iteration}: no window in memory has {piece.component!r} of {piece.parameter!r} "
-                f"of iteration {(part.captured_at or ())[index]}"
+                f"window {window.start_iteration}: was captured without {piece.component!r} of {piece.parameter!r}, "
+                f"and no window in memory has its state of iteration {(part.captured_at or ())[index]}"
             )
         found.append(CarriedPiece(index, hit[0], hit[1][index]))
     return found
@@ -162,7 +162,7 @@ def file_of(
         elif not stored.has_same(index, part):
             raise CheckpointError(
                 f"{piece.component!r} of {piece.parameter!r}: its state of iteration {level.captured_at[index]} is "
-                "neither in memory nor in an earlier file; a later window is written with everything"
+                "neither in memory nor in an earlier file. This file is not written; a later one will have all states"
             )
         assert source.hashes is not None, "a committed window has hashes"
         places.append(None if source is part or before is None else before.places[index])

@@ -62,7 +62,7 @@ class Manifest:
         for entry in self.files:
             _check_name(entry.name)
             if entry.name in seen or entry.name == MANIFEST_NAME:
-                raise CheckpointError(f"manifest lists {entry.name!r} twice, or lists itself")
+                raise CheckpointError(f"manifest lists {entry.name!r}: must list each file only once, and not itself")
             seen.add(entry.name)
             if entry.num_bytes < 0 or not _HASH.fullmatch(entry.xxh3_128):
                 raise CheckpointError(f"manifest entry of {entry.name!r} has an invalid size or checksum")
@@ -165,7 +165,10 @@ def parse_object(content: bytes) -> dict[str, Any]:
 def _check_name(name: str) -> None:
     """Check that ``name`` is a relative path inside the checkpoint directory. Raises CheckpointError."""
     if len(name) > 255 or not _NAME.fullmatch(name) or any(set(part) == {"."} for part in name.split("/")):
-        raise CheckpointError(f"file name {name!r:.200} is not a plain path inside the checkpoint")
+        raise CheckpointError(
+            f"file name {name!r:.200}: must be a relative path of 1 to 255 characters, whose names between '/' "
+            "consist of A-Z, a-z, 0-9, '.', '_' and '-', and not only of '.'"
+        )
 
 
 def _check_listing(directory: Path, files: Sequence[FileEntry]) -> None:

@@ -117,7 +117,7 @@ def _check_types(model: Mapping[str, Any], name: str) -> None:
         try:
             decode(each.type, model.get(f"model.{each.name}", each.default), f"model.{each.name}")
         except ValueError as error:
-            raise CheckpointError(f"{name}: its manifest describes no model: {error}") from None
+            raise CheckpointError(f"{name}: its manifest has an invalid model setting: {error}") from None
 
 
 def _listed(found: list[Difference]) -> str:
@@ -302,7 +302,7 @@ def other_window(
         stored = parse_json(window.slices[0].header[SETTINGS])
         found = _differences(stored, settings, ignores_data=ignores_data, allowed=allowed)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{where}: must contain readable settings of the job: {error!r}") from None
+        raise CheckpointError(f"{where}: its record of the job's settings is missing or damaged: {error!r}") from None
     if not found:
         return None
     return (

@@ -78,11 +78,14 @@ class StoredIn:
             keys = tuple(WindowKey(start_iteration=_natural(start), generation=_natural(made)) for start, made in rows)
             pieces = tuple(index if index == -1 else _natural(index) for index in indices)
         except (KeyError, TypeError, ValueError):
-            raise CheckpointError(f"{_STORED_IN}={str(content)[:80]}: must name windows and pieces") from None
+            raise CheckpointError(f"{_STORED_IN}={str(content)[:80]}: must have valid windows and pieces") from None
         is_older = all(key.start_iteration < window.start_iteration for key in keys)
         fits = len(pieces) == len(window.slices[0].pieces) and max(pieces, default=-1) < len(keys)
         if window.num_slices != 1 or not keys or not is_older or not fits:
-            raise CheckpointError(f"{_STORED_IN}: must name an older window or -1 for each piece of the only slice")
+            raise CheckpointError(
+                f"{_STORED_IN}: must be only in a window with one slice, must list earlier windows, and must give for "
+                "each piece the index of such a window, or -1 if the piece is in this file"
+            )
         return cls(windows=keys, pieces=pieces)
 
     def layout(self, part: Slice) -> tuple[list[tuple[int, int]], int]:
@@ -218,7 +221,7 @@ class WindowFile:
                 (other,) = opened.window.slices[:1]
                 if opened.window.num_slices != 1 or not all(part.has_same(index, other) for index in wanted):
                     raise CheckpointError(
-                        f"{self.path}: {opened.path} does not have the pieces that the first file omits"
+                        f"{self.path}: omits pieces that must be in {opened.path}, but it has other pieces or states"
                     )
                 opened._read_own(other, {index: buffer[part.pieces[index].offset :] for index in wanted})
         for index in range(len(part.pieces)):
@@ -231,7 +234,7 @@ class WindowFile:
             positions = dict(self._stored_in.layout(part)[0])
         for index, target in targets.items():
             if index not in positions:
-                raise CheckpointError(f"{self.path}: lacks piece {index}, but the file of a later window leaves it out")
+                raise CheckpointError(f"{self.path}: lacks piece {index}, for which a later window refers to this file")
             size = part.pieces[index].num_bytes
             for _ in self._read(positions[index], positions[index] + size, target[:size]):
                 pass
@@ -398,7 +401,9 @@ def _read_head(source: Source) -> tuple[Window, int, StoredIn | None]:
     check_version(version)
     # Check the length before memory is allocated for it, because no checksum covers it.
     if length > min(size - _HEADER.size, MAX_MANIFEST_BYTES):
-        raise CheckpointError(f"manifest of {length} bytes in a file of only {size}: this length is wrong")
+        raise CheckpointError(
+            f"manifest of {length} bytes: must have at most {MAX_MANIFEST_BYTES}, and fit in the file of {size} bytes"
+        )
     content = _read_bytes(source, _HEADER.size, length)
     if xxhash.xxh3_128_digest(content) != digest:
         raise CheckpointError("manifest does not match its checksum")

@@ -39,7 +39,7 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     [
         ("3", "int: must be a JSON object"),
         ('{"kind":"ranks_ready","seconds":1.0}', "must be one of metrics"),
-        ("[" * 100_000, "nested too deep"),
+        ("[" * 100_000, "the JSON text is nested too deeply"),
         ("\udcff", "utf-8"),
     ],
 )

@@ -172,7 +172,9 @@ def test_formats_of_no_regime_are_refused(kernel: KernelBackend) -> None:
         exp_avg_sq=states("fp8_fp32_fp32_fp32", torch.ones(64))[0].exp_avg_sq,
     )
     assert mixed.master.format is FP32
-    with pytest.raises(BackendError, match=r"^backend=cpp: the update of w failed: its formats are those of no regime"):
+    with pytest.raises(
+        BackendError, match=r"^backend=cpp: the update of w failed: no precision regime has its combination"
+    ):
         update(mixed, torch.ones(64), Hyperparameters(lr=0.1), step=1, backend=kernel)
 
 

@@ -297,7 +297,10 @@ def _tensor(change: Any) -> Any:
 HOSTILE = {
     "no config": (lambda folder: (folder / CONFIG).unlink(), "cannot be read"),
     "config is a list": (lambda folder: (folder / CONFIG).write_text("[]"), "must contain an object"),
-    "config is nested": (lambda folder: (folder / CONFIG).write_text("[" * 100_000), "nested too deep"),
+    "config is nested": (
+        lambda folder: (folder / CONFIG).write_text("[" * 100_000),
+        "the JSON text is nested too deeply",
+    ),
     "another family": (_edit(model_type="llama"), "model_type='llama'"),
     "family is a list": (_edit(model_type=["mixtral"]), "model_type"),
     "huge number of layers": (_edit(num_hidden_layers=10**9), "too few for 1000000000 layers"),

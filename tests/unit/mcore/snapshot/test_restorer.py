@@ -244,4 +244,4 @@ def test_a_window_that_does_not_say_its_settings_is_passed_over(tmp_path: Path, 
     window, _, records = choose(tmp_path)
     assert window is not None and window.window.start_iteration == 20
     (problem,) = [record for record in records if isinstance(record, SnapshotProblem)]
-    assert "must contain readable settings" in problem.error
+    assert "its record of the job's settings is missing or damaged" in problem.error

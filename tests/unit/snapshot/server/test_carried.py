@@ -135,7 +135,9 @@ def test_a_window_whose_pieces_are_nowhere_is_given_up() -> None:
         wait_until(lambda: 11 in client.buffer_states().given_up.values(), "the window is given up")
         (problem,) = client.problems()
         assert problem["what"] == "carry"
-        assert "no window in memory has 'master' of 'decoder.a' of iteration 9" in problem["error"]
+        assert (
+            "without 'master' of 'decoder.a', and no window in memory has its state of iteration 9" in problem["error"]
+        )
         client.abandon(11)
         partial(client, arena, 1, 12, (10, 12))
         wait_replicated(arena, 12)
@@ -209,7 +211,7 @@ def test_a_slice_without_its_earlier_window_is_refused_with_a_kind_of_its_own() 
         wire.send({**announce(window, 0, 0, PAGE), "waits": True, "carries": True})
         assert wire.receive()["op"] == "go"
         wire.send_bytes(memoryview(bytes(HALF)))
-        with pytest.raises(Refused, match="no window in memory has 'master'") as refused:
+        with pytest.raises(Refused, match="without 'master' of .*, and no window in memory has its state") as refused:
             wire.answer()
         assert refused.value.kind == "carry" and isinstance(refused.value, ControlError)
         wire.close()

@@ -160,7 +160,7 @@ def test_the_receiver_refuses_to_lose_its_committed_window() -> None:
     copy.commit(WindowKey(start_iteration=0, generation=1))
     with pytest.raises(ControlError, match="committed"):
         copy.expect(new(2, 0), 0, part(2, 0, hashed=True))
-    with pytest.raises(CheckpointError, match="must be the next; the window has 0"):
+    with pytest.raises(CheckpointError, match="slice 1: must be slice 0, the next slice of the window"):
         copy.expect(new(2, 1), 1, part(2, 1, hashed=True))
     with pytest.raises(ControlError, match="no complete copy"):
         copy.commit(WindowKey(start_iteration=2, generation=1))
@@ -203,7 +203,7 @@ def test_a_slice_twice_is_refused() -> None:
     copy = CopyWindows(WINDOW_BYTES)
     copy.expect(new(0, 0), 0, part(0, 0, hashed=True)).slices.append(part(0, 0, hashed=True))
     copy.expect(new(0, 0), 1, part(0, 1, hashed=True)).slices.append(part(0, 1, hashed=True))
-    with pytest.raises(CheckpointError, match="must be the next"):
+    with pytest.raises(CheckpointError, match="slice 1: must not be added; the window has all its 2 slices"):
         copy.expect(new(0, 0), 1, part(0, 1, hashed=True))
 
 

@@ -61,7 +61,7 @@ def test_a_killed_rank_leaves_its_windows_here_and_with_its_peers() -> None:
         again = nodes.client(0, node=0, peer_nodes=[1], generation=2)
         for node in (0, 1):
             assert fetch(again, 0, 10, node=node) == [content(0, 10, PAGE), content(0, 11, PAGE)]
-        with pytest.raises(KeeperRefused, match="not complete on this server"):
+        with pytest.raises(KeeperRefused, match="this server has no complete window"):
             fetch(again, 0, 12, node=0)
 
 

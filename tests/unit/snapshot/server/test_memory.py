@@ -39,7 +39,7 @@ def test_memory_that_another_thread_allocates_is_not_available(monkeypatch: pyte
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(memory.allocate, "first", 8 * CHUNK)
         assert gate.has_come.wait(60), "timed out"
-        with pytest.raises(ControlError, match="second: .* are already being allocated"):
+        with pytest.raises(ControlError, match="second: .* bytes for allocations in progress"):
             memory.allocate("second", 2 * CHUNK)
         gate.opened.set()
         kept = first.result(60)

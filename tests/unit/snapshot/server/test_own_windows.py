@@ -169,7 +169,7 @@ def test_slices_out_of_order_or_place_are_refused(windows: OwnWindows, index: in
 
 def test_no_slice_after_the_last(windows: OwnWindows) -> None:
     full(windows, 0, 0)
-    with pytest.raises(CheckpointError, match="must be the next"):
+    with pytest.raises(CheckpointError, match="slice 2: must not be added; the window has all its 2 slices"):
         windows.capture(0, 2, part(0, 2))
 
 

@@ -164,7 +164,7 @@ def test_a_request_of_a_process_that_is_replaced_meanwhile_changes_nothing(serve
         clients[0].problems()
 
     about = {"start_iteration": 10, "num_slices": 2, "plan": {}, "buffer": 1}
-    with pytest.raises(Refused, match="another process acts for this rank now"):
+    with pytest.raises(Refused, match="a newer connection of this rank has replaced"):
         served.sessions[0]._answer(Interrupted(greet, "buffer", op="begin", **about), [])
     assert [entry.start_iteration for entry in clients[0].inventory(0)] == [20]
     clients[0].close()

@@ -173,7 +173,7 @@ def test_a_renamed_checkpoint_is_passed_over_by_its_manifest(tmp_path: Path, mak
 
 def test_a_pointer_nested_too_deep_is_named(tmp_path: Path) -> None:
     (tmp_path / "latest").write_bytes(b"[" * 100_000)
-    with pytest.raises(CheckpointError, match=f"{tmp_path}/latest: damaged: nested too deep"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/latest: damaged: the JSON text is nested too deeply"):
         read_latest(tmp_path)
 
 

@@ -158,15 +158,15 @@ def test_a_missing_earlier_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"windows": [[14, 0]], "pieces": [0, -1, -1, -1, -1]}, "must name an older window"),
-        ({"windows": [[10, 0]], "pieces": [0, -1, -1, -1]}, "must name an older window"),
-        ({"windows": [[10, 0]], "pieces": [1, -1, -1, -1, -1]}, "must name an older window"),
-        ({"windows": [[10, 0]], "pieces": [-2, -1, -1, -1, -1]}, "must name windows and pieces"),
-        ({"windows": [[10]], "pieces": [0, -1, -1, -1, -1]}, "must name windows and pieces"),
-        ({"windows": [[True, 0]], "pieces": [0, -1, -1, -1, -1]}, "must name windows and pieces"),
-        ({"windows": 7, "pieces": []}, "must name windows and pieces"),
-        ({}, "must name windows and pieces"),
-        ({"windows": [[11, 0]], "pieces": [-1, -1, -1, 0, -1]}, "does not have the pieces|lacks piece|bytes"),
+        ({"windows": [[14, 0]], "pieces": [0, -1, -1, -1, -1]}, "must list earlier windows, and"),
+        ({"windows": [[10, 0]], "pieces": [0, -1, -1, -1]}, "must list earlier windows, and"),
+        ({"windows": [[10, 0]], "pieces": [1, -1, -1, -1, -1]}, "must list earlier windows, and"),
+        ({"windows": [[10, 0]], "pieces": [-2, -1, -1, -1, -1]}, "must have valid windows and pieces"),
+        ({"windows": [[10]], "pieces": [0, -1, -1, -1, -1]}, "must have valid windows and pieces"),
+        ({"windows": [[True, 0]], "pieces": [0, -1, -1, -1, -1]}, "must have valid windows and pieces"),
+        ({"windows": 7, "pieces": []}, "must have valid windows and pieces"),
+        ({}, "must have valid windows and pieces"),
+        ({"windows": [[11, 0]], "pieces": [-1, -1, -1, 0, -1]}, "omits pieces that must be in|lacks piece|bytes"),
     ],
 )
 def test_records_that_no_writer_makes_are_refused(tmp_path: Path, record: object, message: str) -> None:

@@ -73,5 +73,5 @@ def test_anything_else_is_refused_by_name_and_not_overwritten(tmp_path: Path, co
 
 def test_a_file_nested_too_deep_is_named(tmp_path: Path) -> None:
     (tmp_path / REJECTED_NAME).write_bytes(b"[" * 100_000)
-    with pytest.raises(CheckpointError, match=f"{REJECTED_NAME}: nested too deep"):
+    with pytest.raises(CheckpointError, match=f"{REJECTED_NAME}: the JSON text is nested too deeply"):
         RejectedWindow.read_all(tmp_path)
