@@ -168,7 +168,7 @@ def _others(end: JobResult, first: int | None) -> str:
         lines.append(f"  and {len(delays) - 8} more failed ranks")
     if followed:
         ranks = f"{'ranks' if len(followed) > 1 else 'rank'} {_ranges(followed)}"
-        lines.append(f"  lost a connection to another rank, a consequence (errors in their logs): {ranks}")
+        lines.append(f"  failed as a consequence, because another rank closed a connection (see their logs): {ranks}")
     ours = {rank: about for rank, about in end.details.items() if about["caused_by_us"] and rank != first}
     ended = sorted(_number(rank, about) for rank, about in ours.items())
     if ended:
@@ -214,7 +214,7 @@ def resume_advice(command: Sequence[str], run_dir: Path, *, has_checkpoint: bool
     mode = "must" if has_checkpoint else "auto"
     line = shlex.join([*kept, f"run.dir={run_dir.parent}", f"run.name={run_dir.name}", f"run.resume={mode}"])
     note = "" if has_checkpoint else " (it saved no checkpoint, so it starts at iteration 0)"
-    first = ", first fix the cause that the error names; unchanged, this command fails again" if fails_again else ""
+    first = ", first fix the cause that the error names. Otherwise this command fails again" if fails_again else ""
     return f"To continue this run{note}{first}:\n  {line}"
 
 

@@ -194,7 +194,7 @@ def _check_ephemeral(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
         free = not (first <= high and last >= low)
         # The kernel never gives reserved ports to outgoing connections, even inside the ephemeral range.
         if not free and not any(a <= max(first, low) and min(last, high) <= b for a, b in facts.reserved):
-            what = f"outgoing connections ({low}-{high}) may use {named} before the job does"
+            what = f"another program's outgoing connection (ports {low}-{high}) may occupy {named} before the job does"
             ports = str(first) if first == last else f"{first}-{last}"
             found.append(
                 Finding.warning("ports", what, f"{wide}, or sysctl -w net.ipv4.ip_local_reserved_ports={ports}")

@@ -122,9 +122,8 @@ def _check_flushes(facts: StorageFacts, needs: JobNeeds) -> list[Finding]:
     elif unsafe or "eatmydata" in facts.preloaded:
         cause = f"mounted with {', '.join(unsafe)}" if unsafe else f"LD_PRELOAD={facts.preloaded}"
         what = f"{where}: fsync returns before bytes are safe ({cause})"
-        found.append(
-            Finding.warning("fsync", what, f"mount it without this option or unset LD_PRELOAD; otherwise {elsewhere}")
-        )
+        fix = f"mount the file system without {', '.join(unsafe)}, or {elsewhere}" if unsafe else "unset LD_PRELOAD"
+        found.append(Finding.warning("fsync", what, fix))
     # The median is used, because single syncs may be slow for other reasons.
     elif median < SMALLEST_FLUSH_SECONDS:
         what = f"{where}: fsync seems to have no effect: no storage is so fast ({took})"

@@ -62,8 +62,8 @@ def _links_to(process_ids: Iterable[int]) -> list[str]:
     # A link whose other end is in a third namespace would stay up, so a node would not be cut off completely.
     if len(names) < len(far):
         raise CannotCut(
-            f"only {len(names)} of {len(far)} links of the nodes lead to this network namespace; the others cannot be "
-            "disconnected from it"
+            f"only {len(names)} of {len(far)} links of the nodes end in this network namespace; this process cannot "
+            "disconnect the others"
         )
     return sorted(names)
 

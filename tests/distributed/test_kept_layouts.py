@@ -83,7 +83,7 @@ def test_a_place_that_nobody_can_take_ends_the_job_by_name(runs: Path) -> None:
     agent_process(runs, 2).send_signal(signal.SIGKILL)
     finish(runs, job, ControlError.exit_code)
     assert decisions(runs)[1]["declined"] == (
-        "node 2 (place 2) has no replacement: no spare is left, and the node is not restarted: "
+        "node 2 is lost and has no replacement: no spare is left, and the node is not started again, because "
         "nodes.restart_lost_nodes=false"
     )
 
@@ -114,7 +114,7 @@ def test_all_ranks_start_again_by_place_where_nobody_can_take_one(runs: Path) ->
     eventually(lambda: waiting(runs) == [3, 3], "the spare waits")
     agent_process(runs, 1).send_signal(signal.SIGKILL)
     finish(runs, job)
-    assert decisions(runs)[1]["declined"].startswith("node 0 (place 0) has no replacement: no spare is left")
+    assert decisions(runs)[1]["declined"].startswith("node 0 is lost and has no replacement: no spare is left")
     again = sorted((record["rank"], record["node"]) for record in started(runs)[2])
     assert again == list(enumerate((0, 0, 3, 3, 2, 2)))
     assert {tuple(record["nodes"]) for record in started(runs)[2]} == {(0, 0, 3, 3, 2, 2)}

@@ -151,7 +151,7 @@ def test_an_error_of_the_project_passes_its_exit_code_on(runs: Path) -> None:
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == TrainingStopped.exit_code, output
     assert "loss is NaN at iteration 3" in output
-    assert "first fix the cause that the error names; unchanged, this command fails again" in output
+    assert "first fix the cause that the error names. Otherwise this command fails again" in output
 
 
 def started(runs: Path) -> dict[int, list[dict[str, Any]]]:

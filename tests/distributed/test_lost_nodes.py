@@ -113,7 +113,7 @@ def test_an_error_without_a_death_ends_the_job_with_the_rank_that_had_it(runs: P
     assert RankFailed.exit_code == 7
     assert "RANK 2 FAILED FIRST (node 1, iteration 3, phase replay)" in output
     assert "raised megatron_ft.failpoints.InjectedFault: injected fault (rank 2, iteration 3, forward)" in output
-    assert "does not continue in this process" not in output, "a wait for a lost rank is not a failure of this rank"
+    assert "this process must end" not in output, "a wait for a lost rank is not a failure of this rank"
     (decision,) = decisions(runs)
     assert (decision["declined"], decision["lost_nodes"]) == ("rank 2 raised", [])
 
@@ -167,7 +167,7 @@ def test_ranks_that_do_not_speak_in_time_end_the_job(runs: Path) -> None:
     (decision,) = decisions(runs)
     assert decision["declined"] == "recovery.reconfigure_timeout_seconds=1: timed out waiting for ranks [4]"
     logs = [(runs / "dummy" / "logs" / f"rank-{rank:05d}.log").read_text() for rank in range(6)]
-    reported = f"{ControlError.__name__}: training does not continue in this process: {decision['declined']}"
+    reported = f"{ControlError.__name__}: this process must end: {decision['declined']}"
     assert [rank for rank in range(6) if reported in logs[rank]] == [0, 1, 5], (
         "the rest of the lost node was killed first"
     )

@@ -197,7 +197,7 @@ def test_a_job_without_a_replacement_ends_and_names_it(tmp_path: Path, warm_fork
     faults = [stop(0, 17, "forward"), stop(1, 19, "forward", 1)]
     job = run_killing_nodes(words("pp1", SPARE, faults=faults), forkserver=warm_forkserver, runs=tmp_path)
     assert job.exit_code == ControlError.exit_code
-    assert "node 1 (place 1) has no replacement: no spare is left" in job.output
+    assert "node 1 is lost and has no replacement: no spare is left" in job.output
 
 
 def test_a_job_whose_windows_are_lost_with_their_nodes_does_not_start_at_iteration_0(

@@ -300,7 +300,8 @@ class _ControllerProcess:
         # decide. The folder is checked first: if it is gone, the lease looks stale, and the reason would be wrong.
         self._writes.check_place()
         if self._lease.is_stale:
-            raise ControlError(f"stale epoch {self._lease.epoch}: another controller is in charge now")
+            epoch = self._lease.epoch
+            raise ControlError(f"this controller (epoch {epoch}) was replaced by another, or control/epoch was deleted")
         # A new controller repeats the decisions of the journal, which the file already has in the same order.
         if self._num_decisions >= self._num_recorded:
             line = json.dumps(decision).encode() + b"\n"

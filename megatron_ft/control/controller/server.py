@@ -228,7 +228,7 @@ class _AgentSessions:
         """
         session = self._sessions.get(node)
         if session is None or session.process_id != process_id or session.is_over:
-            raise ControlError(f"node {node} was lost: this process may not register again")
+            raise ControlError(f"node {node}: this agent may not register: it was lost or replaced, or the job ended")
         return session
 
     def find(self, node: int, number: int) -> _AgentSession:
@@ -239,7 +239,7 @@ class _AgentSessions:
         """
         session = self._sessions.get(node)
         if session is None or session.number != number or session.is_over:
-            raise ControlError(f"node {node}: stale session {number}: this agent was lost or replaced")
+            raise ControlError(f"node {node}: session {number} is not valid: its agent was declared lost or replaced")
         return session
 
 
@@ -490,6 +490,7 @@ def _check_report(policy: MembershipPolicy, layouts: Layouts, node: int, content
             raise ControlError(f"rank {rank}: malformed position: {error}") from None
         if (position.rank, position.generation) != (number, generation):
             raise ControlError(
-                f"rank {number} of generation {generation} sends the position of another rank or generation: {position}"
+                f"rank {number} of generation {generation} reported the position of rank {position.rank} of "
+                f"generation {position.generation}"
             )
     return report

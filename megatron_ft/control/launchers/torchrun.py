@@ -138,7 +138,9 @@ def _srun(variables: Mapping[str, str], master_port: int) -> RankEnvironment:
     per_node = _expand_counts(*_read(variables, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     if len(per_node) != len(nodes) or sum(per_node) != world_size:
         raise ConfigError.of(
-            _KEY, "srun", f"nodes: {len(nodes)}, tasks: {world_size}; this contradicts the tasks per node: {per_node}"
+            _KEY,
+            "srun",
+            f"Slurm's variables disagree: nodes: {len(nodes)}, tasks: {world_size}, tasks per node: {per_node}",
         )
     if len(set(per_node)) != 1:
         raise ConfigError.of(
@@ -221,7 +223,7 @@ def _expand_range(piece: str) -> list[str]:
         raise ValueError(f"has a range {piece!r} that is neither a number nor low-high")
     first, last = match.group(1), match.group(2) or match.group(1)
     if not int(first) <= int(last) < int(first) + 1_000_000:
-        raise ValueError(f"has a range {piece!r} whose end is below its start or too far from it")
+        raise ValueError(f"has a range {piece!r}: its end must be at least its start and at most 999999 above it")
     return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
 
 
@@ -247,7 +249,7 @@ def _read(variables: Mapping[str, str], *names: str) -> tuple[str, str]:
     for name in names:
         if variables.get(name):
             return name, variables[name]
-    raise ConfigError.of(" or ".join(names), None, "must be set by the launcher that launch.mode names")
+    raise ConfigError.of(" or ".join(names), None, "must be set: start the job with the launcher named by launch.mode")
 
 
 def _text(variables: Mapping[str, str], *names: str) -> str:

@@ -43,7 +43,7 @@ from megatron_ft.control.membership.state import (
 FIRST_PAUSE_SECONDS = 0.5
 """Pause before a node is started again after a failed start; each further failed start in a row doubles the pause."""
 LONGEST_PAUSE_SECONDS = 30.0
-_NOT_ALIVE = (Phase.FORMING, Phase.STOPPING, Phase.KILLING, Phase.ENDED)
+_NOT_ALIVE = {Phase.FORMING: "starting", Phase.STOPPING: "stopping", Phase.KILLING: "stopping", Phase.ENDED: "over"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class NodeRules:
     def refuse_drain(self, state: State, node: int) -> str | None:
         """Return the reason why a node cannot leave, or None if it can."""
         if state.phase in _NOT_ALIVE or state.interrupted:
-            return f"no node can leave while the job is {'stopping' if state.interrupted else state.phase.value}"
+            return f"no node can leave: the job is {_NOT_ALIVE[Phase.STOPPING if state.interrupted else state.phase]}"
         if not state.nodes.is_member(node):
             return f"node {node} is not a member"
         if keeps_layout(self.policy, state):
@@ -174,11 +174,13 @@ class NodeRules:
     def refuse_add(self, state: State, node: int) -> str | None:
         """Return the reason why a node cannot be added, or None if it can."""
         if state.phase in _NOT_ALIVE or state.interrupted:
-            return f"no node can join while the job is {'stopping' if state.interrupted else state.phase.value}"
+            return f"no node can join: the job is {_NOT_ALIVE[Phase.STOPPING if state.interrupted else state.phase]}"
         if not self.policy.admits_nodes:
+            if self.policy.fewest_nodes < self.policy.most_nodes:
+                return "no node can join: this job ends all processes after a loss (recovery.keep_processes)"
             return (
-                f"recovery.min_nodes={self.policy.min_nodes} and nodes.max_nodes={self.policy.max_nodes} "
-                "fix the number of nodes, so no node can join"
+                f"no node can join: the number of nodes is fixed at {self.policy.most_nodes}; to let nodes join, start "
+                "the job with recovery.min_nodes below or nodes.max_nodes above this number"
             )
         if state.nodes.is_member(node):
             return f"node {node} is a member already"
@@ -326,13 +328,13 @@ class NodeRules:
 
     def why_place_stays_empty(self, state: State) -> str | None:
         """Return the reason why a lost place stays empty, or None if each lost place has or will get a node."""
-        places = _lost_places(state)
-        if len(places) == len(state.members):
+        lost = [state.members[place] for place in _lost_places(state)]
+        if len(lost) == len(state.members):
             return "no node is left: every node of the job is lost"
         coming = self._coming(state) | self._returning(state)
-        if len(coming) >= len(places):
+        if len(coming) >= len(lost):
             return None
-        return self._describe_empty(next(place for place in places if state.members[place] not in coming), state)
+        return self._describe_empty(next(node for node in lost if node not in coming))
 
     def replacements(self, state: State) -> frozenset[int]:
         """Return the nodes that can take a lost place; none in a job that does not keep its layout."""
@@ -353,13 +355,13 @@ class NodeRules:
         # ``count_loss`` ignores losses before long training, so a node with many such losses is still started again.
         return count_loss(state.nodes[node], iteration) > self.policy.max_node_restarts
 
-    def _describe_empty(self, place: int, state: State) -> str:
+    def _describe_empty(self, node: int) -> str:
         why = "nodes.restart_lost_nodes=false"
         if self.policy.restart_lost_nodes:
             most = self.policy.max_node_restarts
             why = f"it was lost, or failed to start, too often in a row (nodes.max_node_restarts={most})"
-        node = state.members[place]
-        return f"node {node} (place {place}) has no replacement: no spare is left, and the node is not restarted: {why}"
+        lost = f"node {node} is lost and has no replacement"
+        return f"{lost}: no spare is left, and the node is not started again, because {why}"
 
     def await_agents(self, state: State, now: Moment) -> Step | None:
         """Return the next step of a job that keeps its layout and whose ranks have all ended: start agents of lost
@@ -393,16 +395,16 @@ class NodeRules:
             state = replace(state, deadline_seconds=now.seconds + timeout_seconds)
         if len(pausing | starting | self._expected(state)) < self.policy.num_nodes - len(members_after_restart(state)):
             return None
-        return Step(state, Decision.WAIT, "waiting for nodes that take the places of lost ones")
+        return Step(state, Decision.WAIT, "waiting for nodes that replace lost nodes")
 
     def why_agents_are_missing(self, state: State, now: Moment) -> str:
         """Return the reason why ``await_agents`` no longer waits: a time limit has passed, or no node can take one of
         the places."""
-        empty = [place for place, node in enumerate(state.members) if node not in state.nodes.registered]
+        lost = [node for node in state.members if node not in state.nodes.registered]
         if state.phase is Phase.REPLACING and state.is_late(now):
             limit = f"launch.start_timeout_seconds={self.policy.start_timeout_seconds:g}"
-            return f"{limit}: timed out waiting for nodes that take the places {empty}"
-        return self._describe_empty(empty[0], state)
+            return f"{limit}: timed out waiting for nodes that replace the lost nodes {lost}"
+        return self._describe_empty(lost[0])
 
     def give_up_late_nodes(self, state: State, now: Moment) -> State:
         """Give up nodes that should have taken a lost place but are late: their agent has not registered, or their old
@@ -429,7 +431,8 @@ class NodeRules:
         state = replace(state, phase=Phase.FILLING, nodes=nodes, reform_by_seconds=None, deadline_seconds=deadline)
         step = self._kill_or_start(state, now)
         if step is None:
-            return Step(state, Decision.WAIT, f"waiting for nodes that fill the places {list(_lost_places(state))}")
+            lost = [state.members[place] for place in _lost_places(state)]
+            return Step(state, Decision.WAIT, f"waiting for nodes that replace the lost nodes {lost}")
         if step.decision is Decision.KILL_NODES:
             return step
         # Each ordered start gets the whole time limit; steps that only wait keep the deadline.

@@ -277,7 +277,7 @@ def _why_not_again(policy: MembershipPolicy, state: State, now: Moment) -> str:
     ):
         return ""
     if state.num_restarts_without_progress >= policy.max_restarts:
-        return f"; the ranks were restarted recovery.max_restarts={policy.max_restarts} times without progress"
+        return f"; the ranks were restarted {policy.max_restarts} times without progress (recovery.max_restarts)"
     return f"; {NodeRules(policy).why_agents_are_missing(state, now)}"
 
 
@@ -329,7 +329,7 @@ def _stop(policy: MembershipPolicy, state: State, event: MachineEvent, now: Mome
     # Ranks may wait at the boundary already, so the next membership begins first and stops at once.
     if state.deadline_seconds is None:
         state = replace(state, deadline_seconds=deadline)
-        return Step(state, Decision.WAIT, "the job was asked to stop during a change of nodes")
+        return Step(state, Decision.WAIT, "asked to stop while nodes join or leave: the job stops after this change")
     return None
 
 

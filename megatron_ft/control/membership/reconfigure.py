@@ -201,7 +201,7 @@ def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
     if ended:
         # A rank that has ended cannot report a position or take part in the next membership, and its state is gone.
         name = name_of(policy, state, ended[0])
-        return f"{name} has already finished, so it cannot take part in another membership"
+        return f"{name} has already finished, so the other ranks cannot continue after this loss"
     return _why_not_in_place(policy, state) if keeps_layout(policy, state) else _why_too_few(policy, state)
 
 

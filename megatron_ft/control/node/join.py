@@ -136,7 +136,8 @@ class _Node:
             if str(error) != self._complaint:
                 self._complaint = str(error)
                 print(
-                    f"node {self.number}: cannot read the launcher's file, so it keeps its present launcher: {error}",
+                    f"node {self.number}: cannot find out whether the job has ended or has a new launcher, so the node "
+                    f"stays with its present launcher: {error}",
                     file=sys.stderr,
                     flush=True,
                 )

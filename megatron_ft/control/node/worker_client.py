@@ -324,7 +324,7 @@ class AgentClient:
         self._report_position(position, _describe(error))
         following = self._await_next()
         if following is None:
-            raise ControlError("training does not continue in this process: this node leaves the job")
+            raise ControlError("this process must end: its node leaves the job")
         return following
 
     def await_membership(self) -> NextMembership:
@@ -332,7 +332,7 @@ class AgentClient:
             raise ControlError(f"rank {self._rank} was started with the job and cannot join it again")
         following = self._await_next()
         if following is None:
-            raise ControlError("this node must leave the job before it has joined")
+            raise ControlError("the job ordered this node to leave before it had joined")
         return following
 
     def membership_is_due(self) -> bool:
@@ -351,7 +351,7 @@ class AgentClient:
         with self._changed:
             self._changed.wait_for(lambda: self._order is not None or self._ended is not None)
             if self._order is None:
-                raise ControlError(f"training does not continue in this process: {self._ended}")
+                raise ControlError(f"this process must end: {self._ended}")
             return self._order
 
     def change(self, position: Position) -> NextMembership | None:
@@ -367,7 +367,7 @@ class AgentClient:
 
     def _check_can_survive(self) -> None:
         if not self._can_survive:
-            raise ControlError("recovery.min_nodes: this job needs all its nodes, so its membership cannot change")
+            raise ControlError("ranks of this job end when nodes change; see recovery.min_nodes and keep_processes")
 
     def _report_position(self, position: Position, about: Record) -> None:
         self._check_can_survive()
@@ -385,7 +385,7 @@ class AgentClient:
             self._changed.wait_for(self._is_due)
             following = self._next.popleft() if self._next else None
         if following is None and not self._leaves:
-            raise ControlError(f"training does not continue in this process: {self._ended}")
+            raise ControlError(f"this process must end: {self._ended}")
         return following
 
     def _is_due(self) -> bool:
@@ -443,8 +443,8 @@ class AgentClient:
         # For a rank that is joining or was a hot spare, both numbers are None.
         is_other = rank is not None and following.previous_ranks[rank] != self._rank
         if is_other or self._identity.node not in following.members:
-            who = f"rank {self._rank} of generation {self._generation}, process {self._identity.number},"
-            raise ControlError(f"{who} does not belong to the membership {following.summary()}")
+            who = f"process {self._identity.number} (rank {self._rank} of generation {self._generation})"
+            raise ControlError(f"{who} does not belong to the membership that it must begin: {following.summary()}")
         self._rank, self._generation, self._is_spare = rank, following.generation, rank is None
         self._next.append(following)
         self._broken = self._order = None

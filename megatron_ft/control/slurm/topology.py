@@ -74,7 +74,8 @@ def _domains_of(hosts: Sequence[str], topology: str) -> list[str]:
         switch = _SWITCH.match(line)
         if switch is None:
             raise _refused(
-                f"needs TopologyPlugin=topology/tree, whose lines begin with SwitchName; Slurm prints: {line}"
+                f"needs TopologyPlugin=topology/tree, with which each line of `{' '.join(_COMMAND)}` begins with "
+                f"SwitchName and Level; this line does not: {line}"
             )
         # Only leaf switches count: a switch of a higher level lists the nodes of all leaves below it.
         if switch["level"] == "0" and switch["nodes"]:

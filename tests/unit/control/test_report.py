@@ -71,7 +71,7 @@ def test_errors_that_follow_from_the_first_failure_are_marked() -> None:
     )
     others = failure_screen(end, RUN, "").split("The other ranks:")[1]
     assert "pair.cc" not in others and "rank 3, 1.000 s later: raised E" in others
-    assert "lost a connection to another rank, a consequence (errors in their logs): ranks 0, 2" in others
+    assert "failed as a consequence, because another rank closed a connection (see their logs): ranks 0, 2" in others
     records = {record.rank: record for record in _failed_records(end, POLICY)}
     assert [rank for rank, record in records.items() if record.is_consequence] == [0, 2]
     assert records[0].error == LOST_PEER, "the record keeps the error"

@@ -49,7 +49,7 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "many ranks for the range": ({}, {"ranks_per_node": 256}, "warning", "512 ranks may need 33768"),
     "a range that is reserved": ({"reserved": ((32768, 60000),)}, {}, "warning", "999 ephemeral ports"),
     "own ports in the range": ({"ephemeral": (1024, 65535)}, {}, "warning", "rendezvous ports 20000-31999"),
-    "own port in the range": ({}, {"master_port": 40000}, "warning", "may use launch.master_port=40000"),
+    "own port in the range": ({}, {"master_port": 40000}, "warning", "may occupy launch.master_port=40000"),
     "gloo's interface": ({"variables": {"GLOO_SOCKET_IFNAME": "eth"}}, {}, "error", "interface eth does not exist"),
     "gloo's second": ({"variables": {"GLOO_SOCKET_IFNAME": "eth0,ib0"}}, {}, "error", "ib0 has no address"),
     "NCCL's interface": ({"variables": {"NCCL_SOCKET_IFNAME": "=eth"}}, {}, "error", "interface eth does not exist"),

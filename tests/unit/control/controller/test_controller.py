@@ -240,9 +240,9 @@ def test_what_is_delivered_twice_counts_once(job: Running) -> None:
             {"node": 1, "process_id": 7, "store": {"address": "10.0.0.1", "ports": [0]}},
             "must be from 1 to 65535",
         ),
-        ("poll", {"node": 1, "after": 0, "wait_seconds": 0}, "stale session 0"),
-        ("deliver", {"node": 1, "first": 0, "items": []}, "stale session 0"),
-        ("deliver", {"node": 0, "session": 1, "first": 0, "items": []}, "stale session 1"),
+        ("poll", {"node": 1, "after": 0, "wait_seconds": 0}, "session 0 is not valid"),
+        ("deliver", {"node": 1, "first": 0, "items": []}, "session 0 is not valid"),
+        ("deliver", {"node": 0, "session": 1, "first": 0, "items": []}, "session 1 is not valid"),
         ("deliver", {"node": 0, "session": "x", "first": 0, "items": []}, "malformed"),
         ("poll", {"node": -1, "after": 0, "wait_seconds": 0}, "nodes 0 to 1"),
         ("poll", {"node": 0, "after": 0}, "malformed"),
@@ -330,8 +330,8 @@ def test_a_rank_fails_with_its_first_error_and_by_its_number_in_the_membership(j
 @pytest.mark.parametrize(
     ("item", "word"),
     [
-        (broken(0, rank=1), "sends the position"),
-        ({**broken(0), "position": broken(0, 1)["position"]}, "sends the position"),
+        (broken(0, rank=1), "reported the position of rank 1 of generation 0"),
+        ({**broken(0), "position": broken(0, 1)["position"]}, "reported the position of rank 0 of generation 1"),
         (broken(0, 1), "not a member of generation 1"),
         (broken(0, completed="4"), "malformed (report broken: )?position"),
         (broken(0, contributed=6), "malformed (report broken: )?position"),
@@ -398,7 +398,7 @@ def test_a_process_that_takes_the_place_of_another_starts_ranks_of_its_own(job: 
     assert job.join(0, process_id=7)["session"] == 0, "the same process may ask twice"
     joined = job.join(0, process_id=8)
     assert joined == {"session": 1, "after": 2, "epoch": 1}, "the loss of its predecessor was reported before"
-    with pytest.raises(RpcError, match="stale session 0"):
+    with pytest.raises(RpcError, match="session 0 is not valid"):
         job.call("deliver", node=0, session=0, first=1, items=[exited(0)])
     assert job.order(1)["op"] == "break"
     job.deliver(1, 1, broken(1))
@@ -451,7 +451,7 @@ def test_a_node_that_does_not_call_is_lost_and_may_not_come_back(job: Running) -
             ("deliver", {"node": 0, "first": 1, "items": []}),
             ("join", {"node": 0, "process_id": 7}),
         ):
-            with pytest.raises(RpcError, match="stale session|may not register") as refusal:
+            with pytest.raises(RpcError, match="session 0 is not valid|may not register") as refusal:
                 job.call(method, **body)
             assert refusal.value.refused
     finally:

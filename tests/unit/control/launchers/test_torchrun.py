@@ -88,7 +88,11 @@ def test_who_started_this_process() -> None:
         ("torchrun", {"LOCAL_RANK": "4"}, "local rank 4"),
         ("torchrun", {"LOCAL_RANK": "2"}, "node by node"),
         ("srun", {"SLURM_STEP_NODELIST": None}, "SLURM_STEP_NODELIST"),
-        ("srun", {"SLURM_STEP_NODELIST": "gpu[07-08]"}, "nodes: 2, tasks: 6; this contradicts"),
+        (
+            "srun",
+            {"SLURM_STEP_NODELIST": "gpu[07-08]"},
+            "variables disagree: nodes: 2, tasks: 6, tasks per node: [2, 2, 2]",
+        ),
         ("srun", {"SLURM_STEP_TASKS_PER_NODE": "3,2,1"}, "same number of tasks on every node"),
         ("srun", {"SLURM_LOCALID": "0"}, "node by node"),
     ],

@@ -87,7 +87,7 @@ def test_who_does_not_come_in_time_is_not_waited_for(policy: MembershipPolicy) -
     lose_cable(job, 1)
     step = job.tick(101.0)
     assert step.decision is Decision.STOP
-    assert "node 1 (place 1) has no replacement" in step.reason
+    assert "node 1 is lost and has no replacement" in step.reason
 
 
 def test_a_dead_rank_of_a_node_that_is_there_is_started_as_ever() -> None:

@@ -190,7 +190,7 @@ def test_too_few_groups_for_a_lane_stop_the_job_with_both_reasons() -> None:
     job.die(2)
     step = job.die(3)
     assert step.decision is STOP
-    assert "node 1 (place 1) has no replacement" in step.reason and "complete groups" in step.reason
+    assert "node 1 is lost and has no replacement" in step.reason and "complete groups" in step.reason
 
 
 def test_all_ranks_start_again_on_fewer_nodes_if_no_agent_can_take_a_place() -> None:

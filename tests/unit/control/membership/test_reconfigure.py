@@ -286,7 +286,7 @@ def test_a_rank_that_has_done_its_work_cannot_go_on() -> None:
     step = job.die(3)
     assert (step.decision, step.reason) == (
         Decision.STOP,
-        "rank 1 has already finished, so it cannot take part in another membership",
+        "rank 1 has already finished, so the other ranks cannot continue after this loss",
     )
 
 

@@ -173,7 +173,7 @@ def test_a_spare_that_registers_while_a_place_waits_takes_it() -> None:
     step = late.tick(100.0)
     assert (step.decision, late.now) == (STOP, 100.0)
     assert step.reason == (
-        "node 2 (place 2) has no replacement: no spare is left, and the node is not restarted: "
+        "node 2 is lost and has no replacement: no spare is left, and the node is not started again, because "
         "nodes.restart_lost_nodes=false"
     )
 
@@ -185,7 +185,7 @@ def test_where_nobody_can_come_the_job_stops_at_once() -> None:
     job.die(0)
     step = job.die(2)
     assert (step.decision, step.state.phase) == (STOP, Phase.STOPPING)
-    assert "node 0 (place 0) has no replacement" in step.reason
+    assert "node 0 is lost and has no replacement" in step.reason
 
 
 def test_a_place_that_nobody_starts_in_is_tried_as_often_as_allowed() -> None:
@@ -199,7 +199,7 @@ def test_a_place_that_nobody_starts_in_is_tried_as_often_as_allowed() -> None:
     step = job.die(2)
     assert step.decision is STOP
     assert step.reason.endswith("too often in a row (nodes.max_node_restarts=2)")
-    assert "node 1 (place 1)" in step.reason
+    assert "node 1 is lost" in step.reason
 
 
 def test_joining_nodes_that_do_not_report_in_time_are_killed_and_tried_again() -> None:

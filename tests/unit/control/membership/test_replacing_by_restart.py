@@ -106,7 +106,8 @@ def test_a_spare_that_registers_late_is_awaited_until_the_time_limit() -> None:
     step = late.tick(1.0)
     assert (step.decision, step.state.outcome) == (END, Outcome.FAILED)
     assert step.reason == (
-        "node 2 was lost: cable; launch.start_timeout_seconds=100: timed out waiting for nodes that take the places [2]"
+        "node 2 was lost: cable; launch.start_timeout_seconds=100: timed out waiting for nodes that replace the lost "
+        "nodes [2]"
     )
 
 
@@ -118,8 +119,8 @@ def test_a_job_without_a_replacement_ends_and_says_why() -> None:
     step = lose(job, 2)
     assert step.decision is END
     assert step.reason == (
-        "node 2 was lost: cable; node 2 (place 2) has no replacement: no spare is left, and the node is not "
-        "restarted: nodes.restart_lost_nodes=false"
+        "node 2 was lost: cable; node 2 is lost and has no replacement: no spare is left, and the node is not "
+        "started again, because nodes.restart_lost_nodes=false"
     )
 
 
@@ -165,7 +166,7 @@ def test_a_loss_while_the_ranks_start_counts_as_a_restart_without_progress() -> 
     assert job.state.num_restarts == 2
     step = lose(job, 0, iteration=20)
     assert step.decision is END, "iteration 20 was reached before"
-    assert step.reason.endswith("; the ranks were restarted recovery.max_restarts=2 times without progress")
+    assert step.reason.endswith("; the ranks were restarted 2 times without progress (recovery.max_restarts)")
 
 
 def test_progress_between_losses_of_nodes_resets_the_number_of_restarts() -> None:

@@ -167,7 +167,7 @@ def test_what_cannot_be_read_ends_no_node_that_has_its_console(
     path = node.run_dir / "control" / "join.json"
     path.chmod(0o644)
     assert [stays._check(launcher.content) for _ in range(3)] == [None] * 3
-    assert capsys.readouterr().err.count("keeps its present launcher") == 1
+    assert capsys.readouterr().err.count("stays with its present launcher") == 1
     path.chmod(0o600)
     assert stays._check(launcher.content) is None
     dataclasses.replace(
