@@ -136,8 +136,8 @@ def device_index(
     index = place // ranks_per_gpu
     if index >= num_visible:
         constraint = (
-            f"must be larger, or the machine must have more GPUs: rank {place} of this machine needs GPU {index} (from "
-            f"0), but the number of visible GPUs is {num_visible}"
+            f"must be larger, or the machine must have more GPUs: process {place} of this machine needs GPU {index} "
+            f"(both counted from 0), but the number of visible GPUs is {num_visible}"
         )
         raise ConfigError.of("launch.ranks_per_gpu", ranks_per_gpu, constraint)
     return index

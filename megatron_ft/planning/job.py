@@ -119,7 +119,7 @@ def with_slots(config: JobConfig, device: str, data: Callable[[], DataSummary]) 
     replicas = f"placement.min_replicas={placement.min_replicas}"
     reason = f"just enough for {replicas}"
     if limit is None:
-        return derived, f"{reason}; limits.{key} could allow more" if most > fewest else reason
+        return derived, f"{reason}; if limits.{key} is set, the number can be larger" if most > fewest else reason
     summary = data()
     for num_slots in range(most, fewest, -1):
         larger = derive_placement(replace(config, placement=replace(placement, num_slots_per_rank=num_slots)))
@@ -140,7 +140,7 @@ def with_prebuilt_parts(config: JobConfig, device: str, data: Callable[[], DataS
         return config, "nodes.num_prebuilt_parts"
     if device == "cuda" or not can_prebuild(config):
         return config, ""
-    number, reason = 1, "limits.host_memory_bytes could allow more"
+    number, reason = 1, "if limits.host_memory_bytes is set, the number can be larger"
     if limit is not None:
         memory = _JobMemory.of(config, data(), device)
         part_bytes = bytes_of_parts(PrebuildPlan.of(config), config, _state_bytes(memory.stages))
@@ -404,10 +404,10 @@ def _fewer_lanes(config: JobConfig) -> tuple[str, ...]:
     if not (config.recovery.keep_layout and config.may_change_layout):
         return ()
     note = (
-        f"recovery.min_nodes={config.recovery.min_nodes}: if no node can take a lost place, the job continues with "
+        f"recovery.min_nodes={config.recovery.min_nodes}: if no node can replace a lost node, the job continues with "
         "fewer lanes (living_state). After that, joining nodes add lanes, but even with all "
-        f"launch.num_nodes={config.launch.num_nodes} nodes the job does not return to its first layout: spares take no "
-        "lost places, and single stages do not replay, until all ranks start again on that many nodes"
+        f"launch.num_nodes={config.launch.num_nodes} nodes the job does not return to its first layout. Until all "
+        "ranks start again on that many nodes, spares do not replace lost nodes, and localized_replay is not possible"
     )
     model = config.model
     if config.snapshot.policy is None or not (model.hidden_dropout or model.attention_dropout):
@@ -415,7 +415,7 @@ def _fewer_lanes(config: JobConfig) -> tuple[str, ...]:
     return (
         note,
         "dropout: after a loss a stage replays, and its ranks first copy their weights and optimizer state, from which "
-        "they would continue with fewer lanes. Until the replay ends, this state takes its memory twice",
+        "they would continue with fewer lanes. Until the replay ends, this state needs twice its memory",
     )
 
 

@@ -79,8 +79,8 @@ class PipelineShape:
             raise ConfigError.of(
                 _MICROBATCHES,
                 self.num_microbatches,
-                f"must be divisible into groups of {self.group_size}; only the last group may be smaller, and it needs "
-                f"at least {self.num_stages} microbatches (the number of stages)",
+                f"must consist of one or more groups of {self.group_size} microbatches. One smaller group may follow, "
+                f"but every group needs at least {self.num_stages} microbatches (the number of stages)",
             )
 
     def origin(self, stage: int, chunk: int, direction: Direction) -> tuple[int, int] | None:

@@ -70,8 +70,8 @@ def _overview(plan: JobPlan) -> str:
         f"DP {sizes.data_parallel_size}, expert DP {sizes.expert_data_parallel_size}"
     )
     microbatches = (
-        f"{plan.num_microbatches} per iteration, {plan.num_microbatches_per_rank} per data-parallel rank, "
-        f"{plan.num_padding_microbatches} of them masked padding"
+        f"{plan.num_microbatches} per iteration, {plan.num_microbatches_per_rank} per data-parallel rank; "
+        f"masked padding microbatches over all ranks: {plan.num_padding_microbatches}"
     )
     return _pairs(
         f"plan of {plan.model}",
@@ -162,7 +162,7 @@ def _upstream_log(report: UpstreamLogReport) -> str:
 
 def _prebuilt(report: PrebuildReport) -> str:
     plan = report.plan
-    head = ("spare", "stages", "fits the places", "bytes")
+    head = ("spare", "stages", "can replace nodes", "bytes")
     rows: list[Sequence[str]] = [head]
     for node in report.spares[:SHOWN_RANKS]:
         for part in plan.of_node(node):

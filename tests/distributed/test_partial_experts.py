@@ -217,7 +217,10 @@ def test_a_lost_node_comes_back_from_the_copies_that_its_peer_put_together(
             "must capture all experts with recovery.keep_layout",
         ),
         (DENSE, "must capture everything with model.num_moe_experts=null"),
-        (("snapshot.policy.leave_out=[weights]",), "must name each once, and at least one, of masters, moments"),
+        (
+            ("snapshot.policy.leave_out=[weights]",),
+            "must be a list of one or more of masters, moments, each at most once",
+        ),
         (("snapshot.policy.num_persisted_experts=1",), "must be null with snapshot.persist_interval_windows=0"),
         (
             ("snapshot.policy.num_persisted_experts=2", "snapshot.persist_interval_windows=1"),

@@ -62,8 +62,10 @@ class StateCopyPlan:
                 wanted = 1 if self.num_state_copies is None else self.num_state_copies
                 whole = self.num_state_copies is None or len(owners) == len(distinct)
                 if len(distinct) < wanted or not whole:
-                    where = f"owners of layer {operator.layer_number}, expert {operator.expert}, shard {shard}"
-                    raise ConfigError.of(where, list(owners), f"must be in {wanted} different failure domains")
+                    part = "non-expert part" if operator.expert == NON_EXPERT else f"expert {operator.expert}"
+                    where = f"failure domains of the owners of layer {operator.layer_number}, {part}, shard {shard}"
+                    constraint = f"must be at least {wanted}" + (", all different" if self.num_state_copies else "")
+                    raise ConfigError.of(where, [domain_of[rank] for rank in owners], constraint)
 
     def bytes_per_rank(self) -> dict[int, int]:
         """Return the bytes of optimizer state that each rank owns."""

@@ -64,9 +64,10 @@ class MigrationPlan:
         for transfer in self.transfers:
             target = (transfer.layer_number, transfer.expert, transfer.target_rank)
             if target not in wanted or target in seen or transfer.source_rank == transfer.target_rank:
+                where = f"expert {transfer.expert} of layer {transfer.layer_number}"
                 raise ConfigError.of(
                     "transfer",
-                    transfer,
+                    f"{where} from rank {transfer.source_rank} to rank {transfer.target_rank}",
                     "must send an expert that the target rank needs, from another rank and only once",
                 )
             seen.add(target)
@@ -115,7 +116,7 @@ class MigrationPlan:
                 for expert in sorted(set(experts) - has):
                     if not owners[expert]:
                         where = f"expert {expert} of layer {plan.layer_numbers[layer]}"
-                        raise ConfigError.of(where, "lost", "must be on at least one surviving rank")
+                        raise ConfigError(f"no surviving rank has {where}, which rank {rank} needs")
                     counts = served[expert]
                     source = min(owners[expert], key=lambda owner: (counts[owner], sent[owner], owner))
                     counts[source] += 1

@@ -125,7 +125,7 @@ def _sweep(masks: Sequence[int], union: int, max_lost: int, odds: Sequence[float
             if not unhit & closing[domain]:
                 _add(following, unhit, [0, *(value * weight for value in weights[:max_lost])])
         if len(following) > MAX_STATES:
-            raise TooManyStates(f"{len(masks)} sets over {len(domains)} domains")
+            raise TooManyStates(f"{len(masks)} sets of {len(domains)} domains need more than {MAX_STATES} states")
         states = following
     return states.get(0, [0])
 

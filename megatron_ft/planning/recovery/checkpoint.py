@@ -26,7 +26,7 @@ class Checkpoint:
         if loss.stored is not None and loss.stored.checkpoint is not None:
             again = loss.stored.again_from(loss.stored.checkpoint)
         elif not again:
-            reason = "checkpoint.save_interval_iterations=0: saved only at the end"
+            reason = "checkpoint.save_interval_iterations=0: no dense checkpoint is saved while the job trains"
             return Declined(strategy=self.name, reason=reason)
         elif loss.stored is not None:
             return Declined(strategy=self.name, reason="the run has no complete checkpoint yet")

@@ -110,7 +110,7 @@ def idle_copies(config: JobConfig) -> tuple[str, ...]:
         if not why_no_replicas(config):
             after = "after the loss of a node the job uses replicas or a dense checkpoint instead"
         copies = f"snapshot.num_peer_copies={config.snapshot.num_peer_copies}"
-        notes.append(f"{copies}: peer copies are only used if a node's own window is damaged; {after}")
+        notes.append(f"{copies}: a running job uses peer copies only if a node's own window is damaged; {after}")
     return tuple(notes)
 
 

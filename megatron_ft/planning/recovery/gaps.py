@@ -52,7 +52,7 @@ class Gap:
         nodes = f"node {listed}" if len(self.nodes) == 1 else f"one of nodes {listed}{more}"
         if not self.changes:
             return f"no change of keys was found for the loss of {nodes}: {' '.join('; '.join(self.obstacles).split())}"
-        return f"{' '.join(self.changes)} would recover the loss of {nodes} by {self.strategy}"
+        return f"with {' '.join(self.changes)} the job would recover from the loss of {nodes} by {self.strategy}"
 
 
 def find_gaps(config: JobConfig, costs: Sequence[Cost], inputs: JobInputs, vocab_size: int | None) -> tuple[Gap, ...]:

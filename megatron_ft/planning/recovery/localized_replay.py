@@ -73,7 +73,7 @@ def _replaying_stages(loss: Loss, facts: RecoveryFacts) -> tuple[int, ...]:
 def _why_not(loss: Loss, facts: RecoveryFacts) -> str:
     config = facts.config
     if not config.recovery.keep_layout:
-        return "recovery.keep_layout=false: no node takes the place of a lost one"
+        return "recovery.keep_layout=false: no other node replaces a lost node"
     if not config.keeps_processes:
         is_chosen = config.recovery.keep_processes is False
         key = "recovery.keep_processes=false" if is_chosen else f"training.device={config.training.device}"
@@ -95,8 +95,8 @@ def _why_not(loss: Loss, facts: RecoveryFacts) -> str:
         return "no window has been committed yet"
     if loss.stored is not None and (start := loss.stored.memory_start or 0) < loss.stored.placed_from:
         # Then the ranks decline, see ``LocalizedPlan``.
-        moved = f"experts have moved before iteration {loss.stored.placed_from}"
-        return f"{moved}, but after the start of the newest committed window (iteration {start})"
+        moved = f"experts moved after the newest committed window started (iteration {start})"
+        return f"{moved} and before iteration {loss.stored.placed_from}, so this window cannot be replayed"
     return ""
 
 
@@ -280,7 +280,8 @@ class LocalizedPlan:
                 receiving=tuple(stage for stage in behind if stage not in reasons),
                 reasons=tuple(why for _, why in sorted(reasons.items()) if why),
             )
-            why = plan._why_no_replay(standings) if may_replay else "recovery.strategies does not contain it"
+            unlisted = "recovery.strategies does not contain localized_replay"
+            why = plan._why_no_replay(standings) if may_replay else unlisted
             if reasons and why:
                 return Declined(strategy=LocalizedReplay.name, reason="; ".join([why, *plan.reasons]))
             # A log contains only the messages of its own rank, so no other rank can replace missing entries.
@@ -295,13 +296,14 @@ class LocalizedPlan:
         if self.window is None:
             return "no window has been committed yet"
         if self.window.start_iteration < self.placed_from:
-            started = f"the start of the newest committed window (iteration {self.window.start_iteration})"
-            return f"experts have moved before iteration {self.placed_from}, but after {started}"
+            started = f"after the newest committed window started (iteration {self.window.start_iteration})"
+            return f"experts moved {started} and before iteration {self.placed_from}, so this window cannot be replayed"
         voter = self.voter(standings)
         unknown = sorted(set(self.iterations) - set(standings[voter].voted))
         if not unknown:
             return ""
-        return f"no rank has all votes since the window: rank {voter} lacks the votes of iterations {_span(unknown)}"
+        lacks = f"rank {voter} has the most, but lacks the votes of iterations {_span(unknown)}"
+        return f"no rank has all votes since the window: {lacks}"
 
     def _why_no_log(self, stage: int, standings: Sequence[Standing]) -> str:
         # Only logs at the edges of a region are read; stages inside it send each other what they compute.

@@ -44,10 +44,11 @@ class Position:
         settled = 0 if self.vote is None else self.vote.iteration
         in_order = self.completed <= self.contributed <= self.completed + 1 and settled <= self.contributed
         if not in_order or (self.vote is not None and settled < self.completed):
+            vote = "no complete vote" if self.vote is None else f"the complete vote of iteration {settled}"
             raise RecoveryError(
                 f"rank {self.rank} reports an impossible position: it has completed iteration {self.completed}, has "
-                f"contributed to the vote of iteration {self.contributed}, and has the complete vote of iteration "
-                f"{settled}; these may differ by at most one iteration, and the vote must be one that it contributed to"
+                f"contributed to the vote of iteration {self.contributed}, and has {vote}; only votes of the completed "
+                "iteration and the next one are possible, and it cannot have a complete vote without contributing to it"
             )
 
     def to_json(self) -> dict[str, Any]:

@@ -90,8 +90,8 @@ def _why_not_memory(loss: Loss, facts: RecoveryFacts) -> str:
         return "snapshot.outlive_job_seconds=0: windows in memory are lost with the job"
     if loss.is_gone and loss.restart is None and facts.config.snapshot.outlive_job_seconds:
         return (
-            "the loss of a node ends the job; a new start uses windows in the memory of other nodes if all "
-            "of these are complete (snapshot.outlive_job_seconds), which is not certain"
+            "the loss of a node ends the job; a new start can use the windows in the memory of other nodes "
+            "(snapshot.outlive_job_seconds), but only if all of them are complete, which is not certain"
         )
     if loss.is_gone and loss.restart is None:
         return "the loss of a node ends the job, and windows in memory are lost with the job"
@@ -114,7 +114,7 @@ def _why_not_persisted(loss: Loss, facts: RecoveryFacts) -> str:
     if is_there:
         return ""
     if not facts.config.snapshot.persist_interval_windows:
-        return "snapshot.persist_interval_windows=0: windows are written to storage only before a stop"
+        return "snapshot.persist_interval_windows=0: a window is written to storage only when the run is asked to stop"
     if loss.stored is not None:
         return "no complete window is on storage yet"
     return ""

@@ -110,11 +110,11 @@ class Loss:
 def why_no_replacement(loss: Loss, facts: RecoveryFacts) -> str:
     """Return the reason why no nodes can replace the lost nodes of a job that keeps its layout; empty if nodes can. A
     node whose ranks have died counts as lost, because its ranks start again only if lost nodes start again."""
-    launch, nodes = facts.config.launch, facts.config.nodes
+    nodes, full, here = facts.config.nodes, f"launch.num_nodes={facts.config.launch.num_nodes}", facts.layout.nodes
     if facts.has_changed_layout:
-        return f"the job has had fewer than launch.num_nodes={launch.num_nodes} nodes, so lost places stay empty"
+        return f"the job has had fewer than {full} nodes since its ranks started, so no node replaces a lost node"
     if not facts.has_places:
-        return f"the job has {len(facts.layout.nodes)} of launch.num_nodes={launch.num_nodes} nodes, so another layout"
+        return f"the job has {len(here)} of {full} nodes, so its layout has changed, and no node replaces a lost node"
     if facts.can_replace(loss.nodes):
         return ""
     if nodes.restart_lost_nodes:
@@ -122,9 +122,10 @@ def why_no_replacement(loss: Loss, facts: RecoveryFacts) -> str:
         return (
             f"nodes.max_node_restarts={nodes.max_node_restarts}: nodes {worn} were lost too often to be started again"
         )
-    left, spares = facts.num_spare_nodes, f"nodes.num_spare_nodes={nodes.num_spare_nodes}"
-    spares = spares if left == nodes.num_spare_nodes else f"{spares}, of which {left} are left,"
-    return f"{spares} is less than the number of lost nodes, {len(loss.nodes)}"
+    left, spares, num_lost = facts.num_spare_nodes, f"nodes.num_spare_nodes={nodes.num_spare_nodes}", len(loss.nodes)
+    if left == nodes.num_spare_nodes:
+        return f"{spares} is less than the number of lost nodes, {num_lost}"
+    return f"{spares}: too few spare nodes are left (left: {left}, needed for the lost nodes: {num_lost})"
 
 
 def _restart(

@@ -218,7 +218,7 @@ class Holdings:
         if len(wrong):
             row = next(iter(self.take(wrong[:1])))
             raise ConfigError.of(
-                f"rank that holds {row.tensor}", row.rank, "must be -1 (storage) exactly if the medium is storage"
+                f"rank that holds {row.tensor}", row.rank, "must be -1 if the medium is storage, and a rank otherwise"
             )
 
 

@@ -71,7 +71,7 @@ class Matched:
         highest = max((int(rows.rank.max()) for rows in (needs, holdings) if len(rows)), default=0)
         if (highest + 1) * max(1, index.num_positions) > np.iinfo(np.int64).max:
             raise ConfigError.of(
-                "number of elements", index.num_positions, f"must be below 2**63 if multiplied by {highest + 1} ranks"
+                "number of elements", index.num_positions, f"must be below 2**63 / {highest + 1} (the number of ranks)"
             )
         sets = _Sets()
         kept: list[Pieces] = []

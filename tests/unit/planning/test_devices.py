@@ -145,6 +145,6 @@ def test_ranks_share_gpus_where_that_is_asked_for() -> None:
 @pytest.mark.parametrize("num_visible", [0, 2, 3])
 def test_a_rank_without_a_gpu_is_an_error(num_visible: int) -> None:
     with pytest.raises(
-        ConfigError, match=r"launch\.ranks_per_gpu=1: must be larger.*rank 3 of this machine needs GPU 3"
+        ConfigError, match=r"launch\.ranks_per_gpu=1: must be larger.*process 3 of this machine needs GPU 3"
     ):
         device_index(node_on_host=3, local_rank=0, ranks_per_node=1, num_visible=num_visible)

@@ -293,7 +293,7 @@ def test_a_plan_states_that_a_replay_takes_memory_for_copies(dropout: float, has
     ).notes
     (note,) = [note for note in found if "fewer lanes (living_state)" in note]
     assert "even with all launch.num_nodes=4 nodes the job does not return to its first layout" in note
-    assert any("takes its memory twice" in note for note in found) is (dropout > 0 and has_windows)
+    assert any("needs twice its memory" in note for note in found) is (dropout > 0 and has_windows)
 
 
 def _slots(*, device: str = "cuda", min_nodes: int | None = None, **limits: int) -> tuple[JobConfig, str]:
@@ -331,7 +331,10 @@ def test_slots_fill_the_stated_memory_and_not_more(device: str) -> None:
 def test_slots_are_just_enough_for_the_replicas_without_stated_memory() -> None:
     derived, reason = _slots()
     assert derived.placement.num_slots_per_rank == 4
-    assert reason == "just enough for placement.min_replicas=2; limits.gpu_memory_bytes could allow more"
+    assert (
+        reason
+        == "just enough for placement.min_replicas=2; if limits.gpu_memory_bytes is set, the number can be larger"
+    )
     small, reason = _slots(gpu_memory_bytes=_needed(derived))
     assert small.placement.num_slots_per_rank == 4
     assert "allows no more" in reason

@@ -131,7 +131,7 @@ def test_loss_and_return_of_a_node() -> None:
 
 def test_an_expert_without_holder_cannot_move() -> None:
     plan = plan_of((((0,), (1,), (2,)),))
-    with pytest.raises(ConfigError, match="expert 1 of layer 1=lost"):
+    with pytest.raises(ConfigError, match="no surviving rank has expert 1 of layer 1, which rank 1 needs"):
         MigrationPlan.between(plan, holdings(plan, [0, None, 2]), 1)
 
 

@@ -79,7 +79,8 @@ def test_the_proposed_words_close_the_gap(words: tuple[str, ...], changes: list[
     assert any(not cost.keeps_processes for cost in plan.losses)
     (gap,) = plan.gaps
     assert (list(gap.changes), gap.strategy, gap.obstacles) == (changes, strategy, ())
-    assert f"{' '.join(changes)} would recover the loss of one of nodes 0, 1, 2, 3 by {strategy}" in render(plan)
+    recovers = "the job would recover from the loss of one of nodes 0, 1, 2, 3"
+    assert f"with {' '.join(changes)} {recovers} by {strategy}" in render(plan)
     assert json.loads(json.dumps(plan.to_json()))["gaps"][0]["changes"] == changes
     without = [word for word in words if word.partition("=")[0] not in {each.partition("=")[0] for each in changes}]
     for node in range(4):
@@ -140,7 +141,8 @@ def test_a_job_that_keeps_all_iterations_has_no_gap() -> None:
 
 def test_many_nodes_are_counted() -> None:
     gap = Gap(nodes=tuple(range(20)), changes=("a=1",), strategy="x", obstacles=())
-    assert gap.summary() == "a=1 would recover the loss of one of nodes 0, 1, 2, 3, 4, 5, 6, 7 and 12 more by x"
+    nodes = "one of nodes 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+    assert gap.summary() == f"with a=1 the job would recover from the loss of {nodes} by x"
 
 
 def test_a_change_of_a_key_is_a_word() -> None:

@@ -101,7 +101,7 @@ def test_a_stage_whose_log_has_a_gap_beside_the_region_replays_too() -> None:
 
 def test_declines_where_no_rank_has_the_votes() -> None:
     found = decide({1}, 3, voted=(5, 6, 8, 9))
-    assert isinstance(found, Declined) and "rank 0 lacks the votes of iterations [7]" in found.reason
+    assert isinstance(found, Declined) and "rank 0 has the most, but lacks the votes of iterations [7]" in found.reason
 
 
 def test_declines_where_several_ranks_have_a_part_of_the_votes() -> None:
@@ -112,7 +112,9 @@ def test_declines_where_several_ranks_have_a_part_of_the_votes() -> None:
         Standing(stage=1, iteration=TARGET, voted=(7, 8, 9), window=WINDOW, logged=LOGGED),
     ]
     found = LocalizedPlan.of(standings, num_stages=2, is_ring=False)
-    assert isinstance(found, Declined) and "rank 2 lacks the votes of iterations 5 to 6" in found.reason
+    assert (
+        isinstance(found, Declined) and "rank 2 has the most, but lacks the votes of iterations 5 to 6" in found.reason
+    )
 
 
 def test_the_first_rank_with_all_votes_sends_them() -> None:
@@ -249,7 +251,8 @@ def test_why_neither_strategy_serves() -> None:
 def test_a_window_with_another_placement_is_not_replayed() -> None:
     moved = dict.fromkeys(range(4), WINDOW.start_iteration + 1)
     found = with_peers({0, 1}, LANES, placed_from=moved)
-    assert isinstance(found, Declined) and "experts have moved before iteration 5" in found.reason
+    why = f"experts moved after the newest committed window started (iteration {WINDOW.start_iteration}) and before"
+    assert isinstance(found, Declined) and f"{why} iteration 5" in found.reason
     assert served({1}, LANES, placed_from=moved).placed_from == 5
     assert served({0, 1}, LANES, placed_from={2: WINDOW.start_iteration}).regions == ((0,),)
 

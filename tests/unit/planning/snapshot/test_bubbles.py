@@ -79,7 +79,7 @@ def test_the_paper_s_pipeline_by_hand() -> None:
 
 def test_invalid_shapes_are_refused() -> None:
     invalid = PipelineShape(num_stages=3, num_microbatches=4, num_chunks=2)
-    with pytest.raises(ConfigError, match="divisible"):
+    with pytest.raises(ConfigError, match="groups of 3 microbatches"):
         StageIdle.of(invalid, 0, PassSeconds(forward_seconds=1.0, backward_seconds=2.0))
 
 

@@ -196,7 +196,7 @@ def test_rows_outside_of_their_tensors_are_refused() -> None:
         TransferPlan.of(fine, want(need(1, 4, 4)))
     with pytest.raises(ConfigError, match="and the rank at least 0"):
         TransferPlan.of(fine, want(need(STORAGE, 0, 4)))
-    with pytest.raises(ConfigError, match="exactly if the medium is storage"):
+    with pytest.raises(ConfigError, match="must be -1 if the medium is storage, and a rank otherwise"):
         TransferPlan.of(have(held(0, 0, 4, medium=Medium.STORAGE)), want())
     with pytest.raises(ConfigError, match="limit_bytes=15: must be at least 16, 4 times the largest item"):
         TransferPlan.of(fine, want(need(1, 0, 4)), limit_bytes=15)
