@@ -463,7 +463,8 @@ def sweep_jobs(options: Options) -> list[SweepJob]:
         jobs.append(SweepJob(overrides=(*passed, *words), swept=swept, config=config))
     folders = [job.run_dir for job in jobs]
     if len(set(folders)) < len(folders):
-        raise ConfigError("run.name: must be another name for each job of the sweep; leave it out, or sweep over it")
+        remedy = "leave it out, or name each job after the swept keys, e.g. 'run.name=lr${optimizer.lr}'"
+        raise ConfigError(f"run.name: must not be the same for two jobs of the sweep; {remedy}")
     return jobs
 
 

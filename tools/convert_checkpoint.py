@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("stopped; the result is not complete; to-hf and from-hf continue if started again", file=sys.stderr)
+        continued = "to continue to-hf or from-hf, start the same command again"
+        print(f"stopped before the result was complete; {continued}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except OSError as error:
         print(f"cannot write the result: {error}", file=sys.stderr)

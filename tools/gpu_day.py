@@ -45,7 +45,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gpu_day", description=head, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("call", choices=sorted(stages.CALLS), help="which stages")
+    parser.add_argument("call", choices=sorted(stages.CALLS), help="group of stages to run")
     parser.add_argument(
         "--budget",
         type=float,
@@ -53,7 +53,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="SECONDS",
         help="time limit of the whole command",
     )
-    parser.add_argument("--stages", nargs="+", metavar="NAME", help="only these")
+    parser.add_argument("--stages", nargs="+", metavar="NAME", help="run only these stages of the group")
     parser.add_argument("--out", type=Path, default=Path("gpu-day"), help="folder for the JSON lines, logs and results")
     parser.add_argument(
         "--results",

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="gpu_site", description=head, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="is replaced")
+    parser.add_argument("folder", type=Path, help="folder to write; existing content is deleted")
     folder: Path = parser.parse_args(arguments).folder
     pins = read_pins(LOCK.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory(prefix="gpu-site-") as place:

@@ -46,13 +46,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for command, run in ((lister, _list), (verifier, _verify), (differ, _diff), (user, _strategies)):
         command.add_argument("path", type=Path, help="directory of a checkpoint or window, or Hugging Face folder")
         if command is not user:
-            command.add_argument("--optimizer", action="store_true", help="also take the tensors of the optimizer")
+            command.add_argument("--optimizer", action="store_true", help="also include the tensors of the optimizer")
         command.add_argument(
             "--trust", action="store_true", help="read checkpoints without a manifest; their files can run code"
         )
         command.add_argument("--json", action="store_true", help="print one JSON document")
         command.set_defaults(run=run)
-    differ.add_argument("other", type=Path, help="the second one")
+    differ.add_argument("other", type=Path, help="checkpoint or folder to compare with path")
     differ.add_argument(
         "--tolerance", type=float, default=0.0, help="allowed difference, relative to the largest value"
     )

@@ -108,7 +108,7 @@ def _problem(ramp: Sequence[int], last: int, micro_batch_size: int) -> str | Non
     if min(start, increment, samples) < 1:
         return "must contain only numbers of at least 1"
     if start % micro_batch_size or increment % micro_batch_size:
-        return f"must begin with two multiples of training.micro_batch_size={micro_batch_size}"
+        return f"the first two numbers must be multiples of training.micro_batch_size={micro_batch_size}"
     if start > last or (last - start) % increment:
-        return f"must reach training.global_batch_size={last} from its first number in steps of its second"
+        return f"the first number, increased in steps of the second, must reach training.global_batch_size={last}"
     return None

@@ -107,7 +107,7 @@ class JobIdentity:
                 return None
             return f"belongs to another run, {run_name} ({run_id}); this run is {self.run_name} ({self.run_id})"
         if not self.takes_format_1:
-            return "belongs to another run: it has format 1, and this run was started by a version that writes format 2"
+            return "belongs to another run: it has format 1, but this run has written format 2 since its start"
         return None if run_id == self.run_name else f"belongs to another run, {run_id}; this run is {self.run_name}"
 
 

@@ -51,7 +51,7 @@ class Answer:
             note = f"; {self.note}" if self.note else ""
             return f"{self.given}: must be written as {' '.join(self.overrides)}{note} (docs/from-megatron-lm.md)"
         if self.kind == "always":
-            return f"{self.given}: must be left out: every job behaves like this: {self.note or 'there is no key'}"
+            return f"{self.given}: must be left out, as every job behaves like this; {self.note or 'there is no key'}"
         if self.kind == "none":
             return f"{self.given}: has no counterpart: {self.note}; leave it out"
         return f"{self.given}: {self.note}"
@@ -156,7 +156,9 @@ def _answer(name: str, values: Sequence[str], given: Given) -> Answer:
         try:
             kind, overrides, note = _SPECIAL[name](values, given)
         except (ValueError, ZeroDivisionError):
-            return Answer(given=text, kind="refused", note="must have a number as its value, above 0 if it divides")
+            rule = "must be a number; all numbers of layers and stages must be whole and above 0"
+            note = "must be numbers with a sum above 0, e.g. 98,2,0" if name == "split" else rule
+            return Answer(given=text, kind="refused", note=note)
         return Answer(given=text, kind=kind, overrides=tuple(overrides), note=note)
     if accepted.startswith("in "):
         if values[0] not in accepted.split()[1:]:

@@ -158,7 +158,7 @@ def _explain_key(key: str, cause: BaseException, given: Mapping[str, Any]) -> Co
     if documented is not None:
         return ConfigError.of(key, value, f"must refer only to keys that exist ({reason})")
     if plain == "experiment" and plain in given:
-        constraint = "must be a file that begins with the line '# @package _global_': its keys are those of all groups"
+        constraint = "must name a file that begins with the line '# @package _global_', as it sets keys of any group"
         return ConfigError.of(key, value, constraint)
     if plain in group_docs():
         return ConfigError.of(key, value, f"must be a mapping of keys to values for the group {plain} ({reason})")

@@ -81,7 +81,7 @@ _AGENTS = (
     Requirement(
         key="launch.master_port",
         value=0,
-        reason="each membership has a rendezvous store on a port of its own",
+        reason="each membership opens a rendezvous store on a new port, so no fixed port can be used",
     ),
 )
 

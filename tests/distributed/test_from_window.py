@@ -204,7 +204,7 @@ def test_a_stop_ends_the_job_and_leaves_nothing(died: JobResult, tmp_path: Path)
                 break
         process.send_signal(signal.SIGTERM)
         rest = process.communicate(timeout=120)[0]
-    assert process.returncode == 130 and "stopped; the result is not complete" in rest, rest
+    assert process.returncode == 130 and "stopped before the result was complete" in rest, rest
     assert list(tmp_path.iterdir()) == []
 
 

@@ -162,7 +162,7 @@ def test_jobs_of_a_sweep_have_names() -> None:
     assert named == ["a-0", "a-1"]
     named = [job.config.run.name for job in sweep_jobs(options("-m", "run.name=lr${optimizer.lr}", "optimizer.lr=1,2"))]
     assert named == ["lr1.0", "lr2.0"]
-    with pytest.raises(ConfigError, match="another name for each job"):
+    with pytest.raises(ConfigError, match="must not be the same for two jobs"):
         sweep_jobs(options("-m", "run.name=${model.name}", "optimizer.lr=1,2"))
 
 

@@ -27,8 +27,8 @@ def check_documents(config: JobConfig) -> None:
         "data.reset_position_ids",
         True,
         "must be false with rotary positions (model.position_embedding_type=rope, model.multi_latent_attention=true): "
-        "they have an effect only by the distance of tokens, which is the same; set data.reset_attention_mask=true to "
-        "separate documents",
+        "they depend only on the distance between tokens, which a reset does not change inside a document; set "
+        "data.reset_attention_mask=true to separate documents",
     )
     if not config.data.reset_attention_mask:
         return

@@ -96,8 +96,8 @@ def _check_nodes(config: JobConfig) -> None:
         not nodes.num_prebuilt_parts or (config.recovery.keep_layout and nodes.num_spare_nodes > 0),
         "nodes.num_prebuilt_parts",
         nodes.num_prebuilt_parts,
-        "must be null or 0 unless recovery.keep_layout=true and nodes.num_spare_nodes is above 0: only then does a "
-        "spare know in advance which parts it may need",
+        "must be null or 0 unless recovery.keep_layout=true and nodes.num_spare_nodes is above 0: only such a job has "
+        "spares that can build model parts in advance",
     )
     at_least(0, "nodes.join_window_seconds", nodes.join_window_seconds)
     at_least(0, "nodes.max_node_restarts", nodes.max_node_restarts)

@@ -66,7 +66,7 @@ def _why_no_fewer_lanes(config: JobConfig) -> str:
     """Return the reason why a job without replica slots cannot continue with fewer lanes after a loss."""
     parallel = config.parallel
     num_expert_ranks = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or 1)
-    windows = "the windows of the lost lane can be loaded only by as many ranks as have captured them"
+    windows = "a window of the lost lane can be loaded only by the number of ranks that captured it"
     if num_expert_ranks * parallel.pipeline_model_parallel_size >= config.world_size:
         return (
             f"one expert-parallel group (parallel.expert_model_parallel_size={parallel.expert_model_parallel_size}) "
@@ -74,8 +74,8 @@ def _why_no_fewer_lanes(config: JobConfig) -> str:
             f"experts of a lost rank; {windows}"
         )
     return (
-        "without replica slots, fewer lanes must be whole expert-parallel groups, which are formed only when ranks "
-        f"start; {windows}"
+        "without replica slots, a job can drop only whole expert-parallel groups, and ranks form these groups only "
+        f"when they start; {windows}"
     )
 
 
@@ -115,8 +115,8 @@ def _check_strategies(config: JobConfig) -> None:
         not recovery.keep_processes or config.keeps_processes,
         "recovery.keep_processes",
         recovery.keep_processes,
-        f"must be null or false with {feature}, recovery.keep_layout={show(layout)}: none of these strategies keeps "
-        "processes",
+        f"must be null or false with {feature}, recovery.keep_layout={show(layout)}: none of these strategies lets "
+        "ranks continue in their processes",
     )
     changes = config.may_change_nodes and not layout
     require(
@@ -134,7 +134,7 @@ def _check_strategies(config: JobConfig) -> None:
     )
     if not changes or config.keeps_processes:
         return
-    fixed = f"with {feature}: only living_state and localized_replay use nodes that join"
+    fixed = f"with {feature} and recovery.keep_layout=false: only living_state uses nodes that join such a job"
     nodes = config.nodes
     for name, value, expected in (
         ("nodes.num_spare_nodes", nodes.num_spare_nodes, 0),
@@ -243,9 +243,9 @@ def _check_slots(config: JobConfig, num_nodes: int, feature: str) -> None:
         num_slots * num_ranks >= num_experts,
         "placement.num_slots_per_rank",
         config.placement.num_slots_per_rank,
-        f"must be large enough that {num_ranks} ranks have at least model.num_moe_experts={num_experts} slots: with "
-        f"{feature} the job may continue on only that many ranks"
-        + (" of a pipeline stage" if topology.pipeline_model_parallel_size > 1 else ""),
+        f"must be large enough that each of model.num_moe_experts={num_experts} experts has a slot: with {feature}, "
+        f"the job may continue with only {num_slots * num_ranks} slots (slots per rank: {num_slots}; ranks of a "
+        f"pipeline stage: {num_ranks})",
     )
 
 
@@ -304,7 +304,7 @@ def _check_partial(config: JobConfig) -> None:
         "snapshot.policy.num_persisted_experts",
         stored,
         "must be null with snapshot.persist_interval_windows=0: windows are then written to storage only before a "
-        "stop, with everything that they have in memory",
+        "stop, with all experts of the window; to write fewer, set snapshot.persist_interval_windows above 0",
     )
     require(
         config.model.num_moe_experts is not None,
@@ -333,8 +333,8 @@ def _check_repayment(config: JobConfig) -> None:
         model.moe_expert_capacity_factor is not None,
         _REPAY,
         share,
-        "must be null with model.moe_expert_capacity_factor=null: without a capacity, experts drop no tokens that they "
-        "could process in addition",
+        "must be null with model.moe_expert_capacity_factor=null: without a capacity, experts already process all of "
+        "their tokens, so they can process no additional ones",
     )
     require(
         not model.moe_pad_expert_input_to_capacity,
@@ -364,7 +364,7 @@ def _check_storage_bandwidth(config: JobConfig) -> None:
         key,
         rate,
         "must be null unless windows leave out experts (snapshot=partial_experts or snapshot=selective_experts): "
-        "otherwise, files have everything",
+        "otherwise, files contain all experts",
     )
     require(
         snapshot.persist_interval_windows > 0,
@@ -377,7 +377,7 @@ def _check_storage_bandwidth(config: JobConfig) -> None:
         stored is None,
         key,
         rate,
-        f"must be null with snapshot.policy.num_persisted_experts={stored}, which is the number of experts of a file",
+        f"must be null with snapshot.policy.num_persisted_experts={stored}, which fixes the number of experts per file",
     )
 
 
@@ -402,8 +402,8 @@ def _check_bubbles(config: JobConfig) -> None:
         config.training.device != "cuda",
         _BUBBLES,
         True,
-        "must be false with training.device=cuda: there only a stream waits for messages, and this version starts "
-        "copies from the CPU",
+        "must be false with training.device=cuda: on CUDA only a stream waits for messages, so the CPU, which starts "
+        "the copies, does not notice these waits",
     )
 
 

@@ -71,7 +71,7 @@ def test_the_fewest_nodes_must_have_a_model_replica_with_slots_for_all_experts()
         validate(job(narrow | {"recovery.min_nodes": 1}))
     with pytest.raises(
         ConfigError,
-        match=r"^placement\.num_slots_per_rank=4: must be large enough that 1 ranks .* of a pipeline stage$",
+        match=r"^placement\.num_slots_per_rank=4: must be large enough .* only 4 slots \(.* of a pipeline stage: 1\)$",
     ):
         validate(job(narrow | {"recovery.min_nodes": 2, "placement.num_slots_per_rank": 4}))
 
@@ -289,7 +289,7 @@ def test_a_kept_layout_may_change_if_a_place_stays_empty() -> None:
         (
             {"recovery.min_nodes": 2},
             "placement.algorithm",
-            "without replica slots, fewer lanes must be whole expert-parallel groups",
+            "without replica slots, a job can drop only whole expert-parallel groups",
         ),
         (
             {"recovery.min_nodes": 2, "parallel.expert_model_parallel_size": 2, "launch.ranks_per_node": 1}
@@ -378,7 +378,8 @@ def test_strategies_are_known_and_possible(changes: dict[str, Any], message: str
         ),
         (
             {"recovery.strategies": ["rollback"], "recovery.keep_processes": True},
-            r"recovery\.keep_processes=true: must be null or false with .*: none of these strategies keeps processes",
+            r"recovery\.keep_processes=true: must be null or false with .*: "
+            "none of these strategies lets ranks continue in their processes",
         ),
         (
             {"recovery.strategies": ["rollback"], "recovery.max_restarts": 0},

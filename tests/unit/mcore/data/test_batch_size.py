@@ -85,7 +85,7 @@ def test_the_length_in_samples_gives_the_iterations_and_the_schedule() -> None:
     [
         ({"rampup_batch_size": [2, 2]}, "must be three numbers"),
         ({"rampup_batch_size": [0, 2, 30]}, "numbers of at least 1"),
-        ({"rampup_batch_size": [3, 2, 30]}, "two multiples of training.micro_batch_size=2"),
+        ({"rampup_batch_size": [3, 2, 30]}, "the first two numbers must be multiples of training.micro_batch_size=2"),
         ({"rampup_batch_size": [2, 4, 30]}, "must reach training.global_batch_size=8"),
         ({"rampup_batch_size": [10, 2, 30]}, "must reach training.global_batch_size=8"),
         ({"rampup_batch_size": [2, 2, 30], "train_samples": None}, "needs training.train_samples"),
