@@ -5,7 +5,8 @@ time the recovery would cost.
     python -m tools.can_recover --config model=moe_tiny placement=spread launch.num_nodes=4 --lose 1
 
 The tool reads placement, windows, checkpoints and measured durations from the run's folder. It verifies every byte of
-dense checkpoints and persisted windows. Exit code 0: the job could continue from some state; 9: it could not.
+the dense checkpoint or persisted window that it uses. Exit code 0: the job could continue from some state; 9: it could
+not.
 """
 
 import argparse

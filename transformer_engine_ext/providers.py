@@ -145,7 +145,8 @@ def provider_for(name: str, recipe: Recipe, device: torch.device) -> Provider:
     """Return the provider ``name``, after a check that it supports ``recipe`` on ``device``.
 
     Raises:
-        ProviderError: there is no such provider, it is not usable on this machine, or it does not support the recipe.
+        ProviderError: there is no such provider, it does not support the recipe on ``device``, or it is
+            ``transformer_engine``, whose layers cannot be captured and restored yet.
     """
     if name == "transformer_engine":
         # Capture and restore of the state of Transformer Engine's layers has not been tested on a GPU yet.

@@ -152,10 +152,10 @@ class PaddingAwareRouter(TopKRouter):
     ) -> torch.Tensor:
         """Attach a load-balancing loss to ``activation`` [T, E], unless the microbatch is padding.
 
-        With per-token losses, Megatron multiplies the loss by ``valid_token_count``. This weight is too small if a rank
-        has only a part of a microbatch's tokens, if data-parallel ranks share one loss, or if the loss is per sequence
-        and a microbatch has several sequences. This method uses a weight that does not depend on how the batch is
-        divided.
+        With per-token losses, Megatron later divides gradients by the tokens of the iteration, so it first multiplies
+        this loss by ``valid_token_count``, the tokens of this rank. That is too few if ranks share the microbatch or
+        the loss, or if each of several sequences has a loss. This method uses the tokens of the whole microbatch, times
+        the microbatches that share the loss. So the gradient does not depend on how the batch is divided.
         """
         if self.is_padding:
             return activation

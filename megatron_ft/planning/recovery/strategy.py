@@ -206,7 +206,7 @@ class Cost:
         """Return the cost of a recovery in which the remaining ranks continue in their processes.
 
         Args:
-            sent_bytes: most bytes that one rank sends or receives; None if they are not planned.
+            sent_bytes: largest number of bytes that one rank sends or receives; None if the transfers are not planned.
             replaces_nodes: whether other nodes take the places of lost nodes.
             values: other fields of the cost.
         """

@@ -200,7 +200,7 @@ class Holdings:
         return replace(kept, rank=new[np.searchsorted(old, kept.rank)], domain_of=domains)
 
     def take(self, rows: npt.NDArray[Any]) -> "Holdings":
-        """Return the rows that ``rows`` selects: an array of row numbers, or a mask."""
+        """Return the selected rows. ``rows`` is an array of row numbers or a boolean mask."""
         if rows.dtype == np.bool_ and rows.all():
             return self
         names = ("rank", "tensor", "start", "stop", "iteration", "medium")
