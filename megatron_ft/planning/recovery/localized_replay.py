@@ -197,8 +197,8 @@ class LocalizedPlan:
         return _neighbours(stage, self.num_stages, self.is_ring)
 
     def serves(self, stage: int) -> tuple[tuple[Direction, int], ...]:
-        """Return (direction, adjacent stage) for each adjacent stage that replays. ``stage`` sends its logged tensors to
-        these stages. The result is empty if ``stage`` itself replays."""
+        """Return (direction, adjacent stage) for each adjacent stage that replays. ``stage`` sends its logged tensors
+        to these stages. The result is empty if ``stage`` itself replays."""
         if self.replays(stage):
             return ()
         return tuple((direction, to) for direction, to in self.neighbours(stage).items() if self.replays(to))
