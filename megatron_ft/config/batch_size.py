@@ -49,11 +49,11 @@ class BatchSchedule:
             iteration, consumed = iteration + 1, consumed + size
 
     def batch_size(self, iteration: int) -> int:
-        """Return the number of samples of ``iteration``, counted from 1."""
+        """Return the number of samples in ``iteration``. The first iteration has number 1."""
         return self._phase(iteration).batch_size
 
     def samples_before(self, iteration: int) -> int:
-        """Return the number of samples of all iterations before ``iteration``, counted from 1."""
+        """Return the number of samples in all iterations before ``iteration``. The first has number 1."""
         phase = self._phase(iteration)
         return phase.samples_before + (iteration - phase.first_iteration) * phase.batch_size
 

@@ -1,11 +1,11 @@
 """Linear layers of Megatron's local spec with FP8 operands (``precision.fp8``).
 
-Weights stay parameters in ``precision.params_dtype``, and each product quantizes its operands. With delayed scaling,
-the scales follow from the largest magnitudes (amax) of earlier iterations; otherwise from the operands alone. Each
-transformer layer has these magnitudes in a buffer. Like a router's bias, the buffer is part of the training state:
-windows, checkpoints, joining ranks and rollbacks contain it. All ranks of a pipeline stage have equal buffers with
-entries for all experts, so a buffer does not depend on the placement. With ``precision.regime``, FP8 codes with one
-scale per 64 elements represent the weights exactly. Embedding, router, norms and output layer are not quantized.
+Weights stay parameters in ``precision.params_dtype``, and each product quantizes its operands. Without delayed
+scaling, the scales follow from the operands alone. With it, they follow from the largest magnitudes (amax) of earlier
+iterations, which each transformer layer keeps in a buffer. Like a router's bias, the buffer is training state: windows
+and checkpoints contain it, joining ranks receive it, and rollbacks restore it. It has entries for all experts and is
+equal on all ranks of a pipeline stage. With ``precision.regime``, weights are rounded so that FP8 codes with one scale
+per 64 elements represent them exactly. Embedding, router, norms and output layer are not quantized.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,8 @@
-"""Assigns peers so that state which other nodes already have is not copied (MoEtion, section 5.1, algorithm 2).
+"""Assigns peers as MoEtion does (section 5.1, algorithm 2). Only for comparison: jobs do not use this module.
 
-In MoEtion every worker captures its whole state, and some parts of it are equal on data-parallel workers. These parts
-need fewer transfers. In this project each rank captures a different part of equal state, so no two nodes capture the
-same bytes, and jobs assign peers without ``already_held``. This module only compares the two methods.
+In MoEtion every worker captures its whole state. Data-parallel workers have some parts in common. For these parts a
+node needs fewer peers, because other nodes already have them. In this project, ranks divide common state, and each
+captures its own part. No two nodes capture the same bytes, so jobs call ``PeerAssignment.of`` without ``already_held``.
 """
 
 from collections.abc import Mapping, Sequence

@@ -39,7 +39,7 @@ class Declined:
 
     @property
     def elements(self) -> tuple[MissingState, ...]:
-        """Return the elements of tensors in ``missing``."""
+        """Return the entries of ``missing`` that are elements of a tensor, not whole operators."""
         return tuple(item for item in self.missing if isinstance(item, MissingState))
 
     @property
