@@ -22,6 +22,7 @@ from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 from megatron_ft.mcore.checkpoint.metadata import describe, read_metadata
 from megatron_ft.mcore.groups import Groups, dissolve_groups
 from megatron_ft.mcore.model.build import build_bare_model
+from megatron_ft.mcore.model.fp8_layers import DelayedScaling
 from megatron_ft.mcore.model.transformer_config import build_transformer_config
 from megatron_ft.mcore.state.train_state import seed_rng
 from megatron_ft.snapshot.storage.run_settings import check_source
@@ -125,6 +126,7 @@ def open_generator(
             report=lambda record: None,
         )
         _load(manager, model, checkpoint)
+        DelayedScaling([model]).begin()  # scales follow from the loaded histories
         yield Generator(model=model.eval(), tokenizer=tokenizer, seq_length=config.model.seq_length, device=device)
     finally:
         del groups

@@ -22,11 +22,14 @@ RUNS = {"one rank": "one", "PP2 TP2, distributed optimizer": "split"}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, warm_forkserver: str) -> dict[str, JobResult]:
-    """Return equal runs in two layouts, by their names."""
+    """Return equal runs in two layouts, and a run with delayed scaling, by their names."""
     folder = tmp_path_factory.mktemp("generate")
     jobs = {}
-    for layout, name in RUNS.items():
-        words = [*SMALL, *LAYOUTS[layout], f"run.name={name}", "optimizer.lr=0.02", "training.train_iterations=6"]
+    for name, own in {
+        **{name: LAYOUTS[layout] for layout, name in RUNS.items()},
+        "delayed": ("precision=fp8_delayed",),
+    }.items():
+        words = [*SMALL, *own, f"run.name={name}", "optimizer.lr=0.02", "training.train_iterations=6"]
         jobs[name] = run_job(words, forkserver=warm_forkserver, runs=folder)
         assert jobs[name].exit_code == 0, jobs[name].output
     return jobs
@@ -68,6 +71,7 @@ def greedy_by_engine(run_dir: Path) -> str:
             report=lambda record: None,
         )
         manager.load_weights(engine.model_chunks, engine.optimizer, run_dir / "checkpoints" / "iter_0000006")
+        engine._start_iteration(0)  # an evaluation
         model, ids = engine.model_chunks[0].eval(), list(PROMPT.encode())
         for _ in range(NUM_TOKENS):
             # The logits of all positions of one whole sample, as in training: causal attention ignores later tokens.
@@ -93,6 +97,13 @@ def test_greedy_text_has_the_largest_logits_in_every_layout(
 
     drawn = [generated(runs["one"].run_dir, capsys, "--temperature", "1.5", "--seed", seed) for seed in "112"]
     assert drawn[0] == drawn[1] and len({text, *drawn}) == 3
+
+
+def test_scales_follow_from_the_history_of_the_checkpoint(
+    runs: dict[str, JobResult], capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines.install()
+    assert generated(runs["delayed"].run_dir, capsys) == greedy_by_engine(runs["delayed"].run_dir)
 
 
 def test_what_cannot_be_loaded_is_refused(
