@@ -128,7 +128,7 @@ def _overlap(first: Integers, last: Integers, other_first: Integers, other_last:
 def _checked(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any]) -> tuple[Integers, Integers]:
     for key, array in (("tokens", tokens), ("replicas", replicas)):
         if np.ndim(array) != 2 or not np.issubdtype(np.asarray(array).dtype, np.integer):
-            raise ConfigError.of(key, np.asarray(array).dtype, "must be an array of integers [experts, ranks]")
+            raise ConfigError.of(key, np.asarray(array).dtype, "must be a 2-D array of integers, [experts, ranks]")
         if np.size(array) and np.min(array) < 0:
             raise ConfigError.of(key, int(np.min(array)), "must be at least 0")
     if np.shape(tokens) != np.shape(replicas):

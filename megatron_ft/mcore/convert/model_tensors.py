@@ -57,7 +57,7 @@ def check_tensors(stored: Mapping[str, Any], model: ModelConfig, where: str) -> 
     missing = [name for name, _ in islice(_missing(stored, model), 3)]
     if missing:
         raise CheckpointError(
-            f"{where}: lacks the tensors {missing} (the first 3 are shown) of the model that its manifest describes; "
+            f"{where}: lacks tensors of the model that its manifest describes (at most 3 are named): {missing}; "
             "use a complete checkpoint"
         )
     for name, shape in tensors_of(model):

@@ -132,9 +132,8 @@ def _prepare(
     for counts in replica_counts:
         layout.check_counts(counts)
         if len(counts) != len(replica_counts[0]):
-            raise ConfigError.of(
-                "experts in replica_counts", len(counts), f"must be {len(replica_counts[0])} in every layer"
-            )
+            lengths = [len(counts) for counts in replica_counts]
+            raise ConfigError.of("replica_counts", lengths, "must have the same number of experts in every layer")
     if loads is None:
         return layout, [None] * len(replica_counts)
     if [len(load) for load in loads] != [len(counts) for counts in replica_counts]:
