@@ -8,15 +8,23 @@ the hashes of the pieces, and ``window_file.py`` writes the description as the m
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
 from megatron_ft.errors import CheckpointError
-from megatron_ft.planning.snapshot.plan import SLICE_ALIGNMENT_BYTES, Piece, WindowKey, align
+from megatron_ft.planning.snapshot.plan import (
+    GRADIENT_ITEM_BYTES,
+    PIECE_ALIGNMENT_BYTES,
+    SLICE_ALIGNMENT_BYTES,
+    UPDATED_COMPONENTS,
+    Piece,
+    WindowKey,
+    align,
+)
 
 WINDOW_FORMAT_VERSION = 2
 """Version of the format. In version 1, ``run_id`` is the name of the run's folder. In version 2, it is the run's random
@@ -83,6 +91,95 @@ def _piece_problem(piece: Piece) -> str | None:
     return None
 
 
+class Gradient(NamedTuple):
+    """Gradient of the parameters of one piece of master weights, reduced over all ranks, unscaled and clipped."""
+
+    piece: int
+    """Index of the piece of master weights in the slice."""
+    learning_rate: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """The AdamW update between two slices of consecutive iterations. If a peer has the first slice, it can compute the
+    state of some parameters in the second slice from their gradients (MoEtion, section 5.2). The gradients (FP32) are
+    in the memory of the window, after the second slice."""
+
+    betas: tuple[float, float]
+    eps: float
+    gradients: tuple[Gradient, ...]
+    """One gradient for each piece of master weights that the update changes."""
+
+    def indices(self, part: "Slice") -> frozenset[int]:
+        """Return the indices, in ``part``, of all pieces that the update changes."""
+        return frozenset(index for pieces in self.pieces(part) for index in pieces.values())
+
+    def pieces(self, part: "Slice") -> list[dict[str, int]]:
+        """Return for each gradient the indices, in ``part``, of the pieces that the update changes, by component."""
+        found: dict[tuple[str, int, int, int], dict[str, int]] = {}
+        for index, piece in enumerate(part.pieces):
+            if piece.component in UPDATED_COMPONENTS:
+                place = (piece.parameter, piece.tensor_part, piece.start, piece.stop)
+                found.setdefault(place, {})[piece.component] = index
+        masters = (part.pieces[gradient.piece] for gradient in self.gradients)
+        return [found[master.parameter, master.tensor_part, master.start, master.stop] for master in masters]
+
+    def ranges(self, part: "Slice") -> list[tuple[int, int]]:
+        """Return the range [first byte, byte after the last) of each gradient, counted from the end of ``part``."""
+        found, position = [], 0
+        for gradient in self.gradients:
+            master = part.pieces[gradient.piece]
+            end = position + GRADIENT_ITEM_BYTES * (master.stop - master.start)
+            found.append((position, end))
+            position = align(end, PIECE_ALIGNMENT_BYTES)
+        return found
+
+    def check(self, part: "Slice", window_bytes: int) -> None:
+        """Check that the update can be applied to ``part``, a slice of a window with ``window_bytes`` bytes of memory.
+        Raises CheckpointError."""
+        masters = [gradient.piece for gradient in self.gradients]
+        if sorted(set(masters)) != masters or not all(0 <= index < len(part.pieces) for index in masters):
+            raise CheckpointError("update: pieces must be different indices of the slice, in ascending order")
+        for index in masters:
+            piece = part.pieces[index]
+            if piece.component != UPDATED_COMPONENTS[0] or not 0 < piece.num_bytes == 4 * (piece.stop - piece.start):
+                raise CheckpointError(f"update: piece {index} must contain one FP32 master weight for each element")
+        for pieces in self.pieces(part):
+            if set(pieces) != set(UPDATED_COMPONENTS):
+                raise CheckpointError(f"update: each parameter must have the pieces {', '.join(UPDATED_COMPONENTS)}")
+            for name, index in pieces.items():
+                piece = part.pieces[index]
+                num_values = 1 if name == UPDATED_COMPONENTS[-1] else piece.stop - piece.start
+                if piece.dtype != "float32" or piece.num_bytes != 4 * num_values or not part.is_captured(index):
+                    raise CheckpointError(f"update: {name!r} of {piece.parameter!r} must be FP32 and captured now")
+        end = max((stop for _, stop in self.ranges(part)), default=0)
+        if part.end + end > window_bytes:
+            raise CheckpointError(f"update: gradients of {end} bytes do not fit into the window after the slice")
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to JSON values."""
+        return {
+            "betas": list(self.betas),
+            "eps": self.eps,
+            "gradients": [list(gradient) for gradient in self.gradients],
+        }
+
+    @classmethod
+    def from_json(cls, content: object) -> "Update":
+        """Read the result of ``to_json``. Raises CheckpointError for anything else."""
+        values = _check_object("update", content, {"betas": list, "eps": float, "gradients": list})
+        numbers = [*values["betas"], values["eps"]]
+        for row in values["gradients"]:
+            if not isinstance(row, list) or len(row) != len(Gradient._fields) or type(row[0]) is not int:
+                raise CheckpointError(f"update: gradient {row!r:.80}: must be a list of {', '.join(Gradient._fields)}")
+            numbers += row[1:]
+        if len(values["betas"]) != 2 or not all(type(number) is float and number >= 0 for number in numbers):
+            raise CheckpointError("update: two betas, eps, learning rates and weight decays must be numbers from 0")
+        gradients = tuple(Gradient(*row) for row in values["gradients"])
+        return cls(**{**values, "betas": tuple(values["betas"]), "gradients": gradients})
+
+
 @dataclass(slots=True, kw_only=True)
 class Slice:
     """The captured part of the state after one iteration."""
@@ -102,6 +199,8 @@ class Slice:
     captured_at: tuple[int, ...] | None = None
     """Iteration of the state from which each piece was captured; None if all were captured at ``iteration``. In a
     window that leaves out experts, the pieces of these experts are copies from earlier windows."""
+    update: Update | None = None
+    """Update with which a peer can compute some pieces; None if it needs all captured pieces. It is not stored."""
 
     @property
     def end(self) -> int:
@@ -136,9 +235,21 @@ class Slice:
             return self.num_bytes
         return sum(piece.num_bytes for index, piece in enumerate(self.pieces) if self.is_captured(index))
 
-    def captured(self, payload: memoryview) -> list[memoryview]:
-        """Return the bytes of each piece that was captured with this slice. ``payload``: the bytes of the slice."""
-        return [payload[piece.offset : piece.end] for index, piece in enumerate(self.pieces) if self.is_captured(index)]
+    def captured(self, payload: memoryview, *, without: Collection[int] = ()) -> list[memoryview]:
+        """Return the bytes of each piece that was captured with this slice. ``payload``: the bytes of the slice.
+        ``without``: indices of pieces to leave out."""
+        return [
+            payload[piece.offset : piece.end]
+            for index, piece in enumerate(self.pieces)
+            if index not in without and self.is_captured(index)
+        ]
+
+    def repeats(self, other: "Slice") -> bool:
+        """Return whether ``update`` can compute pieces of this slice from slice ``other`` of the same generation."""
+        if self.update is None or other.iteration != self.iteration - 1 or len(other.pieces) != len(self.pieces):
+            return False
+        indices = self.update.indices(self)
+        return all(other.pieces[index] == self.pieces[index] and other.is_captured(index) for index in indices)
 
     def has_same(self, index: int, other: "Slice") -> bool:
         """Return whether slice ``other`` has the same bytes of piece ``index`` at the same offset. Both slices must be

@@ -53,6 +53,7 @@ LAYOUTS = {
 EXTENDED = ("EP2",)
 """Layouts whose features another layout also has."""
 DENSE = ("model.num_moe_experts=null", "model.moe_ffn_hidden_size=null", "parallel.expert_model_parallel_size=1")
+NUM_EXPERTS = 8
 PLANNED_TOKENS = NUM_ITERATIONS * 4 * 16 * 2
 
 
@@ -209,6 +210,38 @@ def test_a_lost_node_comes_back_from_the_copies_that_its_peer_put_together(
     )
 
 
+@pytest.mark.parametrize("layout", chosen(LAYOUTS, EXTENDED))
+def test_a_lost_node_comes_back_from_copies_that_its_peer_computed_from_gradients(
+    tmp_path: Path, warm_forkserver: str, layout: str
+) -> None:
+    """Every window has all experts, so the job must end with the bits of an undisturbed job."""
+    # A server can compute the first copy when it has imported torch, which takes as long as many of these iterations.
+    longer = "training.train_iterations=70"
+    words = [
+        *JOB,
+        longer,
+        *PARTIAL,
+        *LAYOUTS[layout],
+        f"snapshot.policy.num_experts={NUM_EXPERTS}",
+        "snapshot.policy.send_gradients=true",
+        "recovery.keep_layout=true",
+        "recovery.keep_processes=false",
+        "nodes.num_spare_nodes=1",
+        "testing.failpoints=['stop(rank=1,at_iteration=63,phase=\"backward\",generation=0)']",
+    ]
+    job = run_killing_nodes(words, forkserver=warm_forkserver, runs=tmp_path / "job")
+    assert job.exit_code == 0, job.output
+    (started,) = of_kind(job, "recovery_started")
+    assert started["strategy"] == "rollback" and started["source"] == "memory" and started["iteration"] >= 10
+    assert not of_kind(job, "snapshot_problem"), "all repeated updates have the bits of the sender"
+    dense = of_kind(job, "snapshot_planned")[0]["dense_bytes"]
+    committed = [event for event in of_kind(job, "window_committed") if event["start_iteration"] > 2]
+    assert min(event["replicated_bytes"] for event in committed if event["replicated_bytes"]) < 0.7 * dense
+    calm = train(tmp_path / "calm", warm_forkserver, *LAYOUTS[layout], longer, snapshots=["snapshot=none"])
+    for iteration, digests in states(calm).items():
+        assert set(states(job)[iteration]) == set(digests), iteration
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -222,6 +255,14 @@ def test_a_lost_node_comes_back_from_the_copies_that_its_peer_put_together(
             "must be a list of one or more of masters, moments, each at most once",
         ),
         (("snapshot.policy.num_persisted_experts=1",), "must be null with snapshot.persist_interval_windows=0"),
+        (
+            ("snapshot.policy.send_gradients=true", "snapshot.policy.interval_iterations=2"),
+            "send_gradients=True: must be false with snapshot.policy.interval_iterations=2",
+        ),
+        (
+            ("snapshot.policy.send_gradients=true", "snapshot.num_peer_copies=0"),
+            "send_gradients=True: must be false with snapshot.num_peer_copies=0",
+        ),
         (
             ("snapshot.policy.num_persisted_experts=2", "snapshot.persist_interval_windows=1"),
             "num_persisted_experts=2: must be null or at least 1 and at most snapshot.policy.num_experts=1",

@@ -298,6 +298,11 @@ def _check_partial(config: JobConfig) -> None:
         config.precision.regime,
         f"must be null with snapshot.policy={target}: this policy cannot leave out scales yet",
     )
+    if policy.get("send_gradients"):
+        key = "snapshot.policy.send_gradients"
+        require(config.snapshot.num_peer_copies > 0, key, True, "must be false with snapshot.num_peer_copies=0")
+        reason = "must be false with training.device=cuda: peers repeat updates on the CPU, which gives other bits"
+        require(config.training.device != "cuda", key, True, reason)
     stored, every = policy.get("num_persisted_experts"), config.snapshot.persist_interval_windows
     require(
         stored is None or every > 0,

@@ -68,6 +68,7 @@ def open_client(
         "persist_every": 0 if stores_fewer_experts(config) else config.snapshot.persist_interval_windows,
         "persist_url": persist_url(config, context.run_dir),
         "num_persisted": config.snapshot.keep_persisted,
+        "send_gradients": bool((config.snapshot.policy or {}).get("send_gradients")),
     }
     return KeeperClient(service["socket"], hello=hello)
 

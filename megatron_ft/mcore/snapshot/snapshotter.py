@@ -290,15 +290,25 @@ class Snapshotter:
         assert self._start is not None, "no window has begun"
         failpoints.hit("capture", iteration)
         index = iteration - self._start
-        captured_at, content = None, {}
-        if self._opened.partial is not None:
+        captured_at, content, update, gradients = None, {}, None, []
+        partial = self._opened.partial
+        if partial is not None:
             pieces, num_layers = self._opened.capture.pieces[index], self._config.model.num_layers
-            captured_at = self._opened.partial.captured_at(self._start, pieces, num_layers)
+            captured_at = partial.captured_at(self._start, pieces, num_layers)
             if captured_at is not None:
-                content[AT_RISK] = self._opened.partial.at_risk(self._start)
-        header = self._encoder(index, vote, content)
+                content[AT_RISK] = partial.at_risk(self._start)
+            # A skipped iteration has no update that peers could repeat.
+            if partial.sends_gradients and self._engine.history.num_consecutive_skips == 0:
+                again = partial.captured_again(self._start, pieces, num_layers)
+                update, gradients = self._opened.view.update_of(pieces, again)
         self._opened.capture.begin_slice(
-            self._buffers.held[self._start], index, iteration=iteration, header=header, captured_at=captured_at
+            self._buffers.held[self._start],
+            index,
+            iteration=iteration,
+            header=self._encoder(index, vote, content),
+            captured_at=captured_at,
+            update=update,
+            gradients=gradients,
         )
         if index == self._opened.plan.num_iterations - 1:
             self._start = None

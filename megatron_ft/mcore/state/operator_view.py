@@ -38,6 +38,7 @@ from megatron_ft.operator_state import (
     operator_of,
 )
 from megatron_ft.planning.snapshot.plan import Piece, WindowPlan, batch_bytes, slice_bytes
+from megatron_ft.snapshot.window import Gradient, Update
 from transformer_engine_ext.formats import E4M3
 from transformer_engine_ext.quantized import QuantizedTensor, quantize_blocks
 
@@ -263,6 +264,8 @@ class _Held:
     is_encoded: bool
     """Whether the weight is captured as FP8 codes and scales."""
     states: dict[tuple[int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
+    masters: dict[tuple[int, int], tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=dict)
+    """By element range, the tensor that torch's optimizer updates, and its parameter group."""
 
 
 class OperatorView:
@@ -336,6 +339,24 @@ class OperatorView:
                 return tensor[(start - first) // per_value : -((first - stop) // per_value)]
         raise KeyError(f"{part}/{component}: rank {self.rank} does not have elements {start} to {stop}")
 
+    def update_of(self, pieces: Sequence[Piece], wanted: Iterable[int]) -> tuple[Update | None, list[torch.Tensor]]:
+        """Return the newest AdamW update and its gradients, for the pieces of master weights with the indices
+        ``wanted``. Each gradient is a flat FP32 view, valid until the next iteration begins. Pieces without a gradient,
+        for instance of frozen parameters, are left out. The update is None if no piece is left."""
+        rows, gradients, options = [], [], {}
+        for index in wanted:
+            piece = pieces[index]
+            for (first, last), (master, group) in self._held[piece.parameter, piece.tensor_part].masters.items():
+                if first <= piece.start and piece.stop <= last and master.grad is not None:
+                    options = group
+                    rows.append(Gradient(index, float(group["lr"]), float(group["weight_decay"])))
+                    gradients.append(master.grad.view(-1)[piece.start - first : piece.stop - first])
+        if not rows:
+            return None, []
+        # All parameter groups of a job have the same ``betas`` and ``eps``.
+        betas, eps = options["betas"], float(options["eps"])
+        return Update(betas=(float(betas[0]), float(betas[1])), eps=eps, gradients=tuple(rows)), gradients
+
     def weight_of(self, piece: Piece, captured: _Captured) -> torch.Tensor:
         """Return the compute weights of ``piece`` in the dtype of the model. ``piece`` must be a piece of compute
         weights or of master weights."""
@@ -380,8 +401,11 @@ def _held(
             weight, is_encoded = parameter.detach().view(-1), has_scales and has_fp8_values(parameter)
             found[part] = _Held(parameter=parameter, weight=weight, is_encoded=is_encoded)
     for member in sub_optimizers(optimizer):
+        group_of = {id(master): group for group in member.optimizer.param_groups for master in group["params"]}
         for parameter, master in masters_of(member):
-            found[parts[parameter]].states[range_of(member, parameter)] = state_tensors(member, master)
+            held, bounds = found[parts[parameter]], range_of(member, parameter)
+            held.states[bounds] = state_tensors(member, master)
+            held.masters[bounds] = master, group_of[id(master)]
     return found
 
 

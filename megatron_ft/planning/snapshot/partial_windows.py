@@ -10,7 +10,7 @@ from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.expert_choice import Counts
 from megatron_ft.planning.snapshot.lost_tokens import Rows, TokenLedger, mean_share
 from megatron_ft.planning.snapshot.partial_experts import ChoiceBasis, ExpertBytes, ExpertPolicy, StorageBasis
-from megatron_ft.planning.snapshot.plan import Piece, WindowPlan
+from megatron_ft.planning.snapshot.plan import UPDATED_COMPONENTS, Piece, WindowPlan
 
 
 class PartialWindows:
@@ -30,6 +30,8 @@ class PartialWindows:
         self._components = frozenset(plan.partial.components)
         # Plans of earlier versions do not have the number.
         self._num_persisted_experts = plan.partial.num_persisted_experts or policy.num_persisted_experts
+        self.sends_gradients = plan.partial.sends_gradients
+        """Whether peers repeat the updates of experts that two consecutive windows capture."""
         self._budget_bytes = plan.basis.budget_bytes
         self._state = ExpertBytes.of(demand, plan.partial.components)
         self._row_of = {layer: row for row, layer in enumerate(self._state.layers)}
@@ -132,6 +134,20 @@ class PartialWindows:
         each piece, and the tokens that a recovery from this file would lose, as [MoE layer][expert]."""
         assert self._stored_at is not None and self._stored_start == start, f"window {start} is not stored"
         return self._of_pieces(self._stored_at, start, pieces, num_layers), self._lost(start, self._stored_at)
+
+    def captured_again(self, start: int, pieces: Sequence[Piece], num_layers: int) -> list[int]:
+        """Return the indices of the master weights in ``pieces`` that belong to experts which both the window ``start``
+        and a window of the iteration before have captured."""
+        before, now = self._captured_at.get(start - 1), self._captured_at[start]
+        if before is None:
+            return []
+        again, found = (before == start - 1) & (now == start), []
+        for index, piece in enumerate(pieces):
+            operator = operator_of(piece.parameter, num_layers)
+            is_master = operator.expert is not None and piece.component == UPDATED_COMPONENTS[0]
+            if is_master and again[self._row_of[operator.layer], operator.expert]:
+                found.append(index)
+        return found
 
     def _of_pieces(self, captured_at: Counts, start: int, pieces: Sequence[Piece], num_layers: int) -> tuple[int, ...]:
         # Computed only once for each layout of pieces, because this call delays training.

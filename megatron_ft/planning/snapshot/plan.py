@@ -121,6 +121,9 @@ class PartialPlan:
     versions."""
     num_persisted_experts: int | None = None
     """Number of experts of each MoE layer whose newer state is written with a file; None to write all."""
+    sends_gradients: bool = False
+    """Whether peers repeat updates of experts (``send_gradients`` of the policy). Then the buffer of a window has room
+    for the gradients of all experts after its slice."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "PartialPlan":
@@ -129,6 +132,7 @@ class PartialPlan:
             components=tuple(content["components"]),
             captured_bytes=content.get("captured_bytes"),
             num_persisted_experts=content.get("num_persisted_experts"),
+            sends_gradients=content.get("sends_gradients", False),
         )
 
 
@@ -308,8 +312,15 @@ def align(num_bytes: int, alignment: int = SLICE_ALIGNMENT_BYTES) -> int:
     return -(-num_bytes // alignment) * alignment
 
 
+UPDATED_COMPONENTS = ("master", "exp_avg", "exp_avg_sq", "step")
+"""Components of the state that an AdamW update changes."""
+GRADIENT_ITEM_BYTES = 4
+"""Bytes of a reduced gradient per parameter. Gradients are FP32, as the master weights that they update."""
+
+
 def window_bytes(plan: WindowPlan, shards: Sequence[StateShard]) -> int:
-    """Return the bytes of a window on the rank with ``shards``: the sum of ``slice_bytes`` over all slices."""
+    """Return the bytes of a window on the rank with ``shards``: the sum of ``slice_bytes`` over all slices, and the
+    room for gradients of experts if ``plan.partial.sends_gradients``."""
     return window_bytes_by_rank(plan, [shards])[0]
 
 
@@ -320,7 +331,11 @@ def window_bytes_by_rank(plan: WindowPlan, shards_by_rank: Sequence[Sequence[Sta
     for index, units in enumerate(plan.slices):
         for unit in units:
             units_of.setdefault(unit.operator, []).append((index, unit))
-    return tuple(_window_bytes(plan.num_iterations, units_of, shards) for shards in shards_by_rank)
+    sends_gradients = plan.partial is not None and plan.partial.sends_gradients
+    return tuple(
+        _window_bytes(plan.num_iterations, units_of, shards) + (_gradient_bytes(shards) if sends_gradients else 0)
+        for shards in shards_by_rank
+    )
 
 
 def _window_bytes(
@@ -338,6 +353,11 @@ def _window_bytes(
         total += align(full[index] + later_frozen)
         later_frozen += frozen[index]
     return total
+
+
+def _gradient_bytes(shards: Iterable[StateShard]) -> int:
+    sizes = (GRADIENT_ITEM_BYTES * shard.num_elements for shard in shards if shard.operator.expert is not None)
+    return align(sum(align(size, PIECE_ALIGNMENT_BYTES) for size in sizes))
 
 
 def _aligned_bytes(num_elements: int, components: Sequence[Component]) -> int:

@@ -14,7 +14,7 @@ from megatron_ft.operator_state import StateShard
 from megatron_ft.planning.snapshot.plan import Piece, WindowPlan, slice_bytes
 from megatron_ft.snapshot.capture.idle_gate import CHUNK_BYTES, CopyTimes, IdleGate
 from megatron_ft.snapshot.server.client import Arena, KeeperClient
-from megatron_ft.snapshot.window import Slice
+from megatron_ft.snapshot.window import Slice, Update
 
 # A batch of copies is prepared once and can be started many times without new allocations. After each start, the caller
 # waits for the batch before it changes the copied tensors.
@@ -368,6 +368,7 @@ class WindowCapture:
         self._client = client
         self._copier = copier
         self._slices = _lay_out(plan, shards)
+        self._buffers = buffers
         # Prepare the batches once for every buffer, so that the time to start a slice does not grow with its pieces.
         self._batches = [[self._batch(part, buffer, source) for part in self._slices] for buffer in buffers]
         self._bytes_under_way: int | None = None
@@ -379,26 +380,45 @@ class WindowCapture:
         return tuple(part.pieces for part in self._slices)
 
     def begin_slice(
-        self, buffer: int, index: int, *, iteration: int, header: Header, captured_at: tuple[int, ...] | None = None
+        self,
+        buffer: int,
+        index: int,
+        *,
+        iteration: int,
+        header: Header,
+        captured_at: tuple[int, ...] | None = None,
+        update: Update | None = None,
+        gradients: Sequence[torch.Tensor] = (),
     ) -> None:
         """Start to copy slice ``index``, which belongs to the state after ``iteration``. Slice 0 begins a window in
         ``buffer``. After the copy, ``header`` is encoded and the slice is reported to the snapshot server.
 
         ``captured_at`` contains the iteration of each piece's state; None means ``iteration`` for all pieces. Only
         pieces with the value ``iteration`` are copied here. The snapshot server copies the others from earlier windows.
+
+        ``gradients`` contains the gradients of ``update``, FP32. They are copied before this method returns, because
+        the next iteration overwrites them.
         """
         assert self._bytes_under_way is None, "a slice is still being copied"
         began = time.perf_counter()
-        part = replace(self._slices[index], iteration=iteration, captured_at=captured_at)
+        part = replace(self._slices[index], iteration=iteration, captured_at=captured_at, update=update)
         batch = self._batches[buffer][index]
         if captured_at is not None:
             batch = batch.take([row for row in range(len(part.pieces)) if part.is_captured(row)])
 
-        def before() -> None:
+        def begin() -> None:
             # Report this before the first byte is overwritten, so that the server stops using the buffer's old window.
             if index == 0:
                 num_slices = self.plan.num_iterations
                 self._client.begin(buffer, start_iteration=iteration, num_slices=num_slices, plan=self._plan_json)
+
+        if update is not None:
+            begin()
+            self._copy_gradients(buffer, part, update, gradients)
+
+        def before() -> None:
+            if update is None:
+                begin()
             if self._encode is not None:
                 self._encode(part.pieces)
 
@@ -424,6 +444,12 @@ class WindowCapture:
         self.figures.idle_bytes += self._copier.times.idle_bytes
         self.figures.idle_seconds += self._copier.times.idle_seconds
         self.figures.stalled_seconds += time.perf_counter() - began
+
+    def _copy_gradients(self, buffer: int, part: Slice, update: Update, gradients: Sequence[torch.Tensor]) -> None:
+        for (start, stop), gradient in zip(update.ranges(part), gradients, strict=True):
+            target = self._buffers[buffer].narrow(0, part.end + start, stop - start)
+            target.view(torch.float32).copy_(gradient)
+            self.figures.num_bytes += stop - start
 
     def _batch(self, part: Slice, buffer: torch.Tensor, source: Source) -> CopyBatch:
         targets = [buffer.narrow(0, part.offset + piece.offset, piece.num_bytes) for piece in part.pieces]

@@ -146,7 +146,8 @@ class KeeperClient:
 
     def captured(self, buffer: int, index: int, part: Slice) -> None:
         """Report that slice ``index`` of a buffer's window is complete and final. Does not wait for the answer."""
-        self._request({"op": "captured", "buffer": buffer, "slice": index, "record": part.to_json()})
+        update = {} if part.update is None else {"update": part.update.to_json()}
+        self._request({"op": "captured", "buffer": buffer, "slice": index, "record": part.to_json(), **update})
 
     def committed(
         self,

@@ -1,12 +1,14 @@
 """Connections from other nodes' snapshot servers, each in a thread that receives slices and sends windows."""
 
+import importlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from typing import Any
 
 import xxhash
 
@@ -16,7 +18,7 @@ from megatron_ft.snapshot.server import wire as fields
 from megatron_ft.snapshot.server.store import PAGE_BYTES, Copy, Store
 from megatron_ft.snapshot.server.windows import NUM_COPY_BUFFERS, HeldWindow
 from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, Wire, is_token
-from megatron_ft.snapshot.window import Slice, Window
+from megatron_ft.snapshot.window import Slice, Update, Window
 
 MAX_UNAUTHENTICATED = 64
 """Largest number of open connections that have not presented the token. If there is one more, the oldest is closed."""
@@ -182,6 +184,8 @@ class _PeerSession(threading.Thread):
         if window_bytes % PAGE_BYTES:
             raise ControlError(f"window_bytes={window_bytes}: must be a multiple of {PAGE_BYTES}")
         incoming, part = _read_announcement(message, self._generation)
+        if part.update is not None:
+            part.update.check(part, window_bytes)
         rank = incoming.rank
         # Check the first slice before memory is allocated; later slices are checked against their window.
         if index == 0:
@@ -200,9 +204,11 @@ class _PeerSession(threading.Thread):
             else:
                 hashes = _receive_hashed(part, payload, self._wire.receive_into)
             # Both ends compute the hashes, so a difference shows that memory or network has changed the bytes.
-            if fields.items(self._wire.receive(), "hashes") != list(hashes):
+            expected = fields.items(self._wire.receive(), "hashes")
+            _check_repeated(part, hashes, expected)
+            if expected != list(hashes):
                 raise Refused(f"slice={index} of window {window.start_iteration}: was damaged in transfer", "hash")
-            part.hashes = hashes
+            part.hashes, part.update = hashes, None
             # Check again: while bytes were received, a newer generation may have begun and freed the memory.
             with self._store.lock:
                 self._check_copy(rank, copy)
@@ -213,14 +219,23 @@ class _PeerSession(threading.Thread):
         self._wire.send({"op": "ack"})
 
     def _receive_captured(self, copy: Copy, window: HeldWindow, part: Slice, payload: memoryview) -> tuple[str, ...]:
-        # Receives the pieces that were captured with the slice, and copies the others from earlier windows in memory.
-        for view in part.captured(payload):
+        # Receives the pieces that were captured with the slice, or gradients from which they are computed. Copies the
+        # other pieces from earlier windows in memory.
+        update = part.update
+        repeated = frozenset() if update is None else update.indices(part)
+        for view in part.captured(payload, without=repeated):
             self._wire.receive_into(view)
+        gradients = [] if update is None else [bytearray(stop - start) for start, stop in update.ranges(part)]
+        for gradient in gradients:
+            self._wire.receive_into(memoryview(gradient))
         try:
             with self._store.lock:
                 carried = copy.carried(window, part)
+                before = None if update is None else copy.preceding(window, part)
             for piece in carried:
                 piece.copy(part, payload)
+            if update is not None and before is not None:
+                _repeat(update, part, before, payload, gradients)
         except ControlError as error:
             raise Refused(str(error), "carry") from error
         return part.hash_pieces(payload, {piece.index: piece.digest for piece in carried})
@@ -306,7 +321,63 @@ def _read_announcement(message: Message, newest_generation: int) -> tuple[HeldWi
     if window.generation > newest_generation:
         raise ControlError(f"generation={window.generation}: exceeds {newest_generation}, that of the connection")
     buffer = fields.integer(message, "buffer", most=NUM_COPY_BUFFERS - 1)
-    return HeldWindow(**vars(window), buffer=buffer), Slice.from_json(message.get("record"), hashed=False)
+    part = Slice.from_json(message.get("record"), hashed=False)
+    if "update" in message:
+        if message.get("carries") is not True:
+            raise ControlError("update: needs carries=true")
+        part.update = Update.from_json(message["update"])
+    return HeldWindow(**vars(window), buffer=buffer), part
+
+
+def load_torch() -> None:
+    """Import torch in a thread. A server that receives gradients needs torch to repeat updates. The first window would
+    otherwise wait for the import."""
+    threading.Thread(target=importlib.import_module, args=("torch",), name="torch", daemon=True).start()
+
+
+def _repeat(
+    update: Update, part: Slice, before: memoryview, payload: memoryview, gradients: Sequence[bytearray]
+) -> None:
+    """Compute the pieces of ``part`` that ``update`` changes, from their state in ``before``, and write them to
+    ``payload``. ``before`` contains the bytes of the slice of the preceding iteration."""
+    # Imported only here, because torch needs more memory than everything else in a server. See ``load_torch``.
+    import torch
+    from torch.optim.adam import adam
+
+    torch.set_num_threads(1)  # the ranks of this node need the other cores
+    for gradient, pieces, content in zip(update.gradients, update.pieces(part), gradients, strict=True):
+        state = {}
+        for component, index in pieces.items():
+            piece = part.pieces[index]
+            payload[piece.offset : piece.end] = before[piece.offset : piece.end]
+            state[component] = torch.frombuffer(payload[piece.offset : piece.end], dtype=torch.float32)
+        # This is the function that ``torch.optim.AdamW`` calls. Its operations are element by element, so the bits do
+        # not depend on how the rank's tensors are cut into pieces.
+        adam(
+            [state["master"]],
+            [torch.frombuffer(content, dtype=torch.float32)],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [state["step"].view(())],
+            decoupled_weight_decay=True,
+            amsgrad=False,
+            beta1=update.betas[0],
+            beta2=update.betas[1],
+            lr=gradient.learning_rate,
+            weight_decay=gradient.weight_decay,
+            eps=update.eps,
+            maximize=False,
+        )
+
+
+def _check_repeated(part: Slice, hashes: Sequence[str], expected: Sequence[Any]) -> None:
+    """Compare the pieces that ``part.update`` has changed with the hashes of the sender. Raises Refused, so that the
+    sender sends the whole slice."""
+    for index in sorted(part.update.indices(part)) if part.update and len(expected) == len(hashes) else ():
+        if hashes[index] != expected[index]:
+            piece = part.pieces[index]
+            raise Refused(f"the repeated update of {piece.component!r} of {piece.parameter!r} has other bits", "carry")
 
 
 def _receive_hashed(part: Slice, payload: memoryview, receive_into: Callable[[memoryview], None]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from megatron_ft.planning.snapshot.plan import align
 from megatron_ft.snapshot.server import wire as fields
 from megatron_ft.snapshot.server.client import FLUSH_SECONDS
 from megatron_ft.snapshot.server.lifeline import Unusable, read_adoption
+from megatron_ft.snapshot.server.peer_session import load_torch
 from megatron_ft.snapshot.server.store import (
     PAGE_BYTES,
     Memory,
@@ -27,7 +28,7 @@ from megatron_ft.snapshot.server.store import (
 from megatron_ft.snapshot.server.windows import HeldWindow, OwnWindows
 from megatron_ft.snapshot.server.wire import Refused, abort, connect, is_token
 from megatron_ft.snapshot.server.workers import Persister
-from megatron_ft.snapshot.window import Origin, Slice, StoredLevel
+from megatron_ft.snapshot.window import Origin, Slice, StoredLevel, Update
 
 _MAX_INQUIRIES = 16
 """Largest number of peers that are asked for their inventories at the same time."""
@@ -144,6 +145,8 @@ class RankSession(threading.Thread):
         settings = _read_settings(message)
         if fields.integer(message, "node", most=fields.MAX_RANK) != self._store.node:
             raise ControlError(f"node={message['node']}: must be {self._store.node}, the node of this server")
+        if message.get("send_gradients") is True:
+            load_torch()
         with self._store.lock:
             self._own, self._settings = self._store.register(settings, self.abort), settings
         return {"op": "welcome"}
@@ -192,7 +195,11 @@ class RankSession(threading.Thread):
         buffer = fields.integer(message, "buffer", most=NUM_BUFFERS - 1)
         index = fields.integer(message, "slice", most=fields.MAX_SLICES)
         part = Slice.from_json(message.get("record"), hashed=False)
+        if "update" in message:
+            part.update = Update.from_json(message["update"])
         with self._changing(own) as windows:
+            if part.update is not None:
+                part.update.check(part, windows.window_bytes)
             windows.capture(buffer, index, part)
         return _OK
 

@@ -31,7 +31,7 @@ from megatron_ft.snapshot.server.windows import (
     OwnWindows,
 )
 from megatron_ft.snapshot.server.wire import Refused
-from megatron_ft.snapshot.window import Origin, Slice
+from megatron_ft.snapshot.window import Origin, Slice, Update
 
 # The snapshot server allocates pages with ``posix_fallocate``, because its other threads can run meanwhile. Mapping
 # with ``MAP_POPULATE``, as ranks do, would block them.
@@ -219,6 +219,12 @@ class OwnRank:
         """Return the position of a window's first byte in the rank's memory file."""
         return self._start(window.buffer)
 
+    def gradients(self, window: HeldWindow, part: Slice, update: Update) -> list[memoryview]:
+        """Return the memory of each gradient of ``update``, which follows the slice ``part``."""
+        assert self.segment is not None, "the window has no memory"
+        start = self.offset(window) + part.end
+        return [self.segment.view[start + first : start + last] for first, last in update.ranges(part)]
+
     def carried(self, window: HeldWindow, part: Slice) -> list["CarriedBytes"]:
         """Return the pieces that ``part`` takes from earlier windows. Raises ControlError if one of them is missing."""
         assert self.windows is not None and self.segment is not None, "the window has no memory"
@@ -282,6 +288,13 @@ class Copy:
         """Return the pieces that ``part`` takes from earlier copies. Raises ControlError if one of them is missing."""
         pieces = self.windows.carried(window, part)
         return [CarriedBytes.of(part, piece, self.segment.view, self._start) for piece in pieces]
+
+    def preceding(self, window: HeldWindow, part: Slice) -> memoryview:
+        """Return the bytes of the slice to which ``part.update`` can be applied. Raises ControlError if it is not
+        here."""
+        found = self.windows.preceding(window, part)
+        start = self.offset(found) + found.slices[0].offset
+        return self.segment.view[start : start + found.slices[0].num_bytes]
 
     def _start(self, buffer: int) -> int:
         return buffer * self.windows.window_bytes

@@ -94,6 +94,11 @@ def _carried(part: Slice, window: HeldWindow, sources: Iterable[HeldWindow]) -> 
     return found
 
 
+def _precedes(other: HeldWindow, window: HeldWindow, part: Slice) -> bool:
+    is_like = other.num_slices == 1 and other.generation == window.generation
+    return is_like and other is not window and part.repeats(other.slices[0])
+
+
 MAX_PARTIAL_FILES = 8
 """Largest number of consecutive files that omit pieces which are in earlier files. So a damaged file makes at most this
 number of later windows unusable."""
@@ -379,6 +384,13 @@ class CopyWindows:
         """Return the pieces that ``part`` takes from earlier copies. Raises ControlError if one of them is missing."""
         return _carried(part, window, self)
 
+    def preceding(self, window: HeldWindow, part: Slice) -> HeldWindow:
+        """Return the window to whose slice ``part.update`` can be applied. Raises ControlError if it is not here."""
+        found = next((other for other in self if other.complete and _precedes(other, window, part)), None)
+        if found is None:
+            raise ControlError(f"window {window.start_iteration}: the window of the preceding iteration is not here")
+        return found
+
     def commit(self, key: WindowKey) -> None:
         """Mark a window as committed, and drop the windows that it supersedes.
 
@@ -491,6 +503,13 @@ class PeerBuffers:
             if is_there and is_like and all(part.has_same(index, other.slices[0]) for index in carried):
                 return True
         return False
+
+    def can_repeat(self, own: OwnWindows, window: HeldWindow, part: Slice) -> bool:
+        """Return whether the peer has the slice from which it can compute pieces of ``part``, a slice of ``window``,
+        with ``part.update``."""
+        earlier = (other for other in own if other.complete and _precedes(other, window, part))
+        found = (self.find(other.key) for other in earlier)
+        return any(held is not None and held.complete for held in found)
 
     def note_sent(self, action: SendSlice | SendCommit) -> None:
         """Record a sent slice or commit as if the peer had accepted it. If the peer refuses it, the connection ends,

@@ -167,30 +167,34 @@ class Sender(threading.Thread):
             # the peer refuses the slice, because the hashes that are sent last do not match or are missing.
             payload = own.view(window, part)
             window_bytes = own.windows.window_bytes
-            is_whole = part.captured_at is None
-            carries = (
-                not is_whole
-                and window not in self._sent_whole
-                and self._buffers[window.rank].has_carried(own.windows, window, part)
-            )
+            is_whole, buffers = part.captured_at is None, self._buffers[window.rank]
+            has_carried = is_whole or buffers.has_carried(own.windows, window, part)
+            may_carry = window not in self._sent_whole and has_carried
+            update = part.update if may_carry and buffers.can_repeat(own.windows, window, part) else None
+            carries = may_carry and (not is_whole or update is not None)
+            gradients = [] if update is None else own.gradients(window, part, update)
         # Before a whole slice is sent, wait for its hashes: the hasher first copies pieces from earlier windows to it.
         if not is_whole and not carries and not self._hashes(work, part):
             return
         rank = window.rank
         # The peer may need minutes to allocate memory; until then the bytes would fill the socket and count as a stall.
         waits = self._accepted_bytes.get(rank) != window_bytes
-        about = announce(window, action.index, action.buffer, window_bytes)
-        wire.send({**about, "waits": waits, "carries": carries}, goes_on=not waits)
+        about = {"waits": waits, "carries": carries}
+        if update is not None:
+            about["update"] = update.to_json()
+        wire.send({**announce(window, action.index, action.buffer, window_bytes), **about}, goes_on=not waits)
         if waits:
             # Answers arrive in order: those of earlier slices come before ``go``.
             while self._unanswered:
                 self._take_answer()
             wire.answer()
             self._accepted_bytes[rank] = window_bytes
-        for view in part.captured(payload) if carries else [payload]:
+        without = frozenset() if update is None else update.indices(part)
+        views = [*part.captured(payload, without=without), *gradients] if carries else [payload]
+        for view in views:
             wire.send_bytes(view, goes_on=True)
         wire.send({"op": "hashes", "hashes": self._hashes(work, part)})
-        self._sent(replace(work, sent_bytes=part.captured_bytes if carries else part.num_bytes))
+        self._sent(replace(work, sent_bytes=sum(view.nbytes for view in views)))
 
     def _hashes(self, work: _Work, part: Slice) -> Sequence[str]:
         # Returns no hashes if the window was dropped or the sender was stopped. Then the peer refuses the bytes.
