@@ -12,15 +12,15 @@ class AlertLimits:
     single_loss_survival: float | None = None
     """Smallest probability that every expert has a replica left after the loss of one failure domain."""
     stall_share: float | None = None
-    """Largest share of the time of an iteration for which training may wait for the capture of a snapshot."""
+    """Largest share of an iteration's duration that training may spend waiting for the capture of a snapshot."""
     windows_behind: float | None = None
-    """Largest number of window intervals that may pass without the commit of a snapshot window."""
+    """Largest time without a commit of a snapshot window. The unit is the time from one window's start to the next."""
     free_disk_share: float | None = None
-    """Smallest free share of the file system that contains the run."""
+    """Smallest allowed share of free space in the file system that contains the run."""
     slowest_rank_over_median: float | None = None
     """Largest ratio of the slowest rank's time to the median rank's time for the same work."""
     lost_token_share: float | None = None
-    """Largest share of tokens whose updates of experts were lost in recoveries, or would be lost in a recovery now."""
+    """Largest share of all tokens whose updates of experts were lost in recoveries, or would be lost in one now."""
 
     def judge(self, figures: "AlertFigures") -> "Iterator[Alert]":
         """Compare each value in ``figures`` with its limit; values that are None or have no limit are left out."""
@@ -93,7 +93,7 @@ class Slowest:
     def of(cls, seconds: Sequence[float]) -> "Slowest | None":
         """Return the slowest rank; None if the times of fewer than two ranks are known.
 
-        With an even number of ranks, the lower median counts: of two ranks, the slower is compared with the faster.
+        The median of an even number of times is the lower of the two middle times.
 
         Args:
             seconds: time of each rank for the same work; 0 if it is not known.

@@ -45,13 +45,13 @@ import numpy.typing as npt
 Integers = npt.NDArray[np.int64]
 
 MAX_TOKENS = 2**31
-"""Number that the tokens of a layer in a microbatch, on all ranks together, must not reach. So products of two counts
-fit in 64 bits."""
+"""Limit for the tokens of one layer and microbatch, on all ranks together. Below this limit, the product of two counts
+fits in 64 bits."""
 MAX_ROUNDS = 64
 """Largest number of rounds, which limits the computing time. The shares after the last round are used even if a load
 is above the limit."""
 RESOLUTION = 2**16
-"""Largest mean load of a rank after ``least_load`` has scaled the loads, which it then rounds to integers."""
+"""Largest mean load of a rank to which ``least_load`` scales loads before it rounds them to integers."""
 _NONE = -1
 
 
@@ -83,7 +83,7 @@ def least_load(loads: Sequence[float], replicas: Integers) -> float:
     ``RESOLUTION`` and the sum of all loads at most ``MAX_TOKENS / 2``.
 
     Args:
-        loads: number of tokens of each expert, ``[E]``, in any unit, not negative.
+        loads: load of each expert, ``[E]``, such as its number of tokens; not negative.
         replicas: copies of each expert on each rank ``[E, N]``; every expert with tokens has at least one copy.
     """
     total = float(np.sum(loads))
@@ -99,7 +99,7 @@ def least_load(loads: Sequence[float], replicas: Integers) -> float:
 
 
 class _Groups:
-    """Groups of (expert, holder) pairs. A group has all pairs of one expert, or all pairs of one rank."""
+    """Groups of pairs (expert, rank with a copy). A group has all pairs of one expert, or all pairs of one rank."""
 
     def __init__(self, group_of: Integers, num_groups: int) -> None:
         self._group_of, self._num_groups = group_of, num_groups
@@ -107,13 +107,13 @@ class _Groups:
         self.sizes = self.sum(np.ones_like(group_of))
 
     def sum(self, values: npt.NDArray[Any]) -> Integers:
-        """Return the sum of ``values`` [P] over each group."""
+        """Return, for each group of pairs, the sum of their ``values`` [P]."""
         total = np.zeros(self._num_groups, dtype=np.int64)
         np.add.at(total, self._group_of, values)
         return total
 
     def split(self, amounts: Integers, weights: npt.NDArray[Any]) -> Integers:
-        """Split the amount of each group by ``weights`` [P]. If all weights of a group are 0, its parts are 0."""
+        """Divide the amount of each group among its pairs in proportion to ``weights`` [P]; 0 if all weights are 0."""
         group, weight = self._group_of[self._order], weights[self._order]
         totals = self.sum(weights)
         end = np.cumsum(weight) - (np.cumsum(totals) - totals)[group]
@@ -125,7 +125,7 @@ class _Groups:
 
 
 class _Flow:
-    """Shares of all (expert, holder) pairs, and the loads and levels that follow from the shares."""
+    """Number of tokens of each pair (expert, rank that computes it), and the loads and levels that follow from them."""
 
     def __init__(self, tokens: Integers, replicas: Integers) -> None:
         self.expert, self.rank = (index.astype(np.int64) for index in np.nonzero(replicas))
@@ -143,7 +143,7 @@ class _Flow:
         self.expert_level = np.zeros_like(totals)
 
     def find_levels(self) -> None:
-        """Compute the levels of ranks and experts (step 3a)."""
+        """Compute the levels of ranks and experts (step 3a of the module docstring)."""
         self.rank_level = np.where(self.load < self.limit, 0, _NONE)
         self.expert_level = np.full_like(self.expert_level, _NONE)
         level = 0
@@ -155,7 +155,7 @@ class _Flow:
             self.rank_level[near & (self.rank_level == _NONE)] = level
 
     def raise_limit(self) -> bool:
-        """Raise the limit if a rank above it has no level (step 3b). Return whether it was raised."""
+        """Raise the load limit if a rank above it has no level (step 3b). Return whether the limit was raised."""
         group = self.load[self.rank_level == _NONE]
         if not (group > self.limit).any():
             return False
@@ -163,7 +163,7 @@ class _Flow:
         return True
 
     def move_down(self, level: int) -> None:
-        """Move tokens from ranks of ``level`` above the limit to ranks of the level below (step 3c)."""
+        """Move tokens from overloaded ranks of ``level`` to the level below (step 3c of the module docstring)."""
         near = self.expert_level[self.expert] == level - 1
         wish = self._wishes(near & (self.rank_level[self.rank] == level))
         want = self._by_expert.sum(wish)
@@ -179,7 +179,7 @@ class _Flow:
         self.load = self._by_rank.sum(self.share)
 
     def _wishes(self, givers: npt.NDArray[np.bool_]) -> Integers:
-        """Return the wish of each pair, ``[P]`` (step 3c); it is 0 for pairs outside of the mask ``givers`` ``[P]``."""
+        """Return the tokens that each pair (expert, rank) gives away if possible, ``[P]``; 0 outside of ``givers``."""
         foreign = np.where(givers, np.maximum(self.share - self._own, 0), 0)
         own = np.where(givers, np.minimum(self.share, self._own), 0)
         above = np.maximum(self.load - self.limit, 0)

@@ -10,12 +10,12 @@ Which = Callable[[str], str | None]
 """Function that returns the path of a command, or None if the command is not installed, like ``shutil.which``."""
 _FIXES = {"cpp": "install a C++17 compiler or name it in CXX", "cuda": "install CUDA or name it in CUDA_HOME"}
 WITHOUT_KERNELS = {"placement.dispatch_backend": "reference", "optimizer.update_backend": "torch"}
-"""Configuration keys that select kernels, with the value of each key for which no kernels are built."""
+"""Configuration keys that select kernels, and for each key the value with which no kernels are built."""
 
 
 def kernels_of(config: JobConfig, device: str) -> dict[str, str]:
-    """Return the kind of kernels, ``cpp`` or ``cuda``, that ranks on ``device`` (``cpu`` or ``cuda``) build, for each
-    key of ``WITHOUT_KERNELS`` that selects kernels."""
+    """Return the configuration keys that make ranks on ``device`` (``cpu`` or ``cuda``) build kernels. The value of
+    each key is the kind of kernels, ``cpp`` or ``cuda``."""
     found = {
         "placement.dispatch_backend": config.placement.kernels_on(device),
         "optimizer.update_backend": config.optimizer.update_backend,
@@ -37,13 +37,13 @@ def find_compiler(kernels: str, variables: Mapping[str, str], which: Which) -> l
 
 
 def no_compiler(kernels: str, variables: Mapping[str, str]) -> str:
-    """Return the start of the error message if no compiler is found. ``or_without`` returns the end."""
+    """Return the start of the error message that no compiler was found. ``or_without`` returns its end."""
     tried = ", ".join(" ".join(command) for command in _commands(kernels, variables))
     return f"no compiler found for {kernels} (tried {tried}); {_FIXES[kernels]}"
 
 
 def or_without(key: str) -> str:
-    """Return the end of the message of ``no_compiler``: the value of ``key`` with which no kernels are built."""
+    """Return the end of the error message of ``no_compiler``: the value of ``key`` with which no kernels are built."""
     return f", or set {key}={WITHOUT_KERNELS[key]}"
 
 

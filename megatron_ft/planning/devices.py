@@ -26,7 +26,7 @@ class DeviceFacts:
 
     def usable_gpus(self) -> int:
         """Return the number of GPUs that PyTorch can use. An invalid entry of ``CUDA_VISIBLE_DEVICES`` hides all GPUs
-        after it."""
+        that are listed after the entry."""
         if not self.has_driver or not self.torch_has_cuda:
             return 0
         if self.visible is None:
@@ -144,13 +144,13 @@ def device_index(
 
 
 def gpus_needed(num_ranks: int, ranks_per_gpu: int) -> int:
-    """Return the number of GPUs that ``num_ranks`` ranks on one machine use."""
+    """Return the number of GPUs that are necessary for ``num_ranks`` ranks on one machine."""
     return -(-num_ranks // ranks_per_gpu)
 
 
 def other_device(choice: DeviceChoice, refused: Mapping[str, str], recovery: RecoveryConfig) -> str:
-    """Return a sentence that states whether the job could run on the device that was not chosen; empty if the choice is
-    certain.
+    """Return a sentence that states whether the job could run on the device that was not chosen. The sentence is empty
+    if the choice is certain.
 
     Args:
         refused: for each possible device, the reason why it cannot run the configuration; empty if it can.

@@ -1,4 +1,4 @@
-"""Describes how all ranks agree on an iteration: the samples and the ballot of each rank, the vote, and the decision.
+"""Describes how all ranks agree on an iteration: its samples, one ballot of each rank, the vote, and the decision.
 
 A vote is complete when every rank has contributed its ballot; before that, the iteration can be rolled back. The vote
 contains the scalars of the iteration that an exact replay needs.
@@ -50,7 +50,7 @@ class BatchPlan:
         )
 
     def validate(self) -> None:
-        """Raise ConfigError unless the global batch is a multiple of the microbatch."""
+        """Check that the global batch size is a multiple of the microbatch size. Raise ConfigError if not."""
         if self.global_batch_size % self.micro_batch_size:
             raise ConfigError.of(
                 "training.global_batch_size",
@@ -60,7 +60,7 @@ class BatchPlan:
 
     @property
     def num_real_microbatches(self) -> int:
-        """Number of microbatches with samples, over all ranks."""
+        """Number of microbatches that contain samples and not padding, over all ranks."""
         return self.global_batch_size // self.micro_batch_size
 
     @property
@@ -84,19 +84,19 @@ class BatchPlan:
         return self.samples_before(iteration) + position * self.micro_batch_size
 
     def at(self, iteration: int) -> "BatchPlan":
-        """Return the plan with the number of samples of ``iteration``, counted from 1."""
+        """Return the plan with the batch size of ``iteration``. Iterations are counted from 1."""
         size = self.global_batch_size if self.schedule is None else self.schedule.batch_size(iteration)
         return self if size == self.global_batch_size else replace(self, global_batch_size=size)
 
     def samples_before(self, iteration: int) -> int:
-        """Return the number of samples of all iterations before ``iteration``, counted from 1."""
+        """Return the number of samples of all iterations before ``iteration``. Iterations are counted from 1."""
         if self.schedule is None:
             return (iteration - 1) * self.global_batch_size
         return self.schedule.samples_before(iteration)
 
 
 def microbatch_position(data_parallel_size: int, data_parallel_rank: int, microbatch: int) -> int:
-    """Return the position, from 0, of a rank's microbatch among all microbatches of the iteration."""
+    """Return the position, from 0, of a rank's microbatch among the microbatches of all ranks in the iteration."""
     # Ranks get microbatches in turn, so padding is in the last microbatches of ranks and not on the last ranks.
     return microbatch * data_parallel_size + data_parallel_rank
 
@@ -104,20 +104,20 @@ def microbatch_position(data_parallel_size: int, data_parallel_rank: int, microb
 # All ranks compute these fields from the same reduced values. Any difference means that replicas have diverged.
 _SAME_ON_ALL_RANKS = ("generation", "iteration", "grad_norm", "loss_scale")
 _FORMER_FIELDS = ("committed_window",)
-"""Fields of votes that were written by earlier versions; no replay needs them."""
+"""Fields that only votes of earlier versions contain. They are ignored when a vote is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowReport:
-    """State of the job's snapshot windows: in a ballot, on one rank; in a vote, on all ranks together.
+    """State of the snapshot windows. A ballot has the state on one rank; a vote combines the states on all ranks.
 
     Fields named ``..._windows`` are bit masks. Bit i stands for the i-th oldest window. All ranks number windows alike.
     """
 
     replicated_windows: int = 0
-    """Windows that are complete on this node and all of its peers; in a vote, windows that every rank reports."""
+    """Windows that are complete on this node and all its peers. In a vote, windows for which all ranks report this."""
     given_up_windows: int = 0
-    """Windows that at least one peer will never receive; in a vote, windows that any rank reports."""
+    """Windows that at least one peer will never receive. In a vote, windows for which a rank reports this."""
     has_free_buffer: int = 1
     """1 if a buffer for the next window is free now or after the next commit; in a vote, 1 if all ranks report 1."""
     unwritten_start: int = -1
@@ -176,7 +176,7 @@ BALLOT_FIELDS = len(fields(Ballot))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Largest memory of any rank, in bytes."""
+    """Largest memory use of any rank in bytes, for each field separately."""
 
     allocated_bytes: int
     """Memory of tensors on a GPU; on a CPU, resident memory of the process."""
@@ -189,7 +189,7 @@ class MemoryUse:
 
     @classmethod
     def largest(cls, ballots: Sequence[Ballot]) -> "MemoryUse":
-        """Take the largest values of all ranks. ``ballots`` are in rank order."""
+        """Return the largest values in the ballots of all ranks. ``ballots`` are in rank order."""
         peaks = [ballot.peak_bytes for ballot in ballots]
         return cls(
             allocated_bytes=max(ballot.allocated_bytes for ballot in ballots),
@@ -208,11 +208,11 @@ class RankFigures:
     idle_seconds: tuple[float, ...] = ()
     """Seconds for which each rank waited for messages of adjacent pipeline stages."""
     memory: MemoryUse | None = None
-    """Largest memory of any rank."""
+    """Largest memory use of any rank."""
 
     @classmethod
     def of(cls, ballots: Sequence[Ballot]) -> "RankFigures":
-        """Take the values from the ballots of all ranks, in rank order."""
+        """Return the values from the ballots of all ranks. ``ballots`` are in rank order."""
         return cls(
             pass_seconds=tuple(ballot.pass_seconds for ballot in ballots),
             idle_seconds=tuple(ballot.idle_seconds for ballot in ballots),
@@ -225,9 +225,9 @@ class Vote(WindowReport):
     """Result of the vote of one iteration, the same on all ranks.
 
     Losses are means over the iteration: ``loss`` over tokens, ``aux_loss`` and ``z_loss`` over microbatches and MoE
-    layers, without their coefficients. ``grad_norm`` is the norm of the gradient before clipping. On every rank,
-    ``stop_requested`` makes this iteration the last one of the run, and ``change_requested`` the last one of its
-    membership.
+    layers, without their coefficients. ``grad_norm`` is the norm of the gradient before clipping. With
+    ``stop_requested``, this iteration is the last one of the run. With ``change_requested``, it is the last one of its
+    membership (the ranks that train together).
     """
 
     generation: int
@@ -312,13 +312,13 @@ def _check_agreement(name: str, values: Sequence[float]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Action for an iteration and its reason."""
+    """Action that follows from the vote of an iteration, and the reason for the action."""
 
     action: str
     """``commit``, ``skip`` (no update) or ``stop``."""
     reason: str = ""
     spike: bool = False
-    """Whether the loss is a spike, regardless of the action."""
+    """Whether the loss is a spike; this is possible with every action."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,11 +328,11 @@ class History:
     losses: tuple[float, ...] = ()
     num_consecutive_skips: int = 0
     tokens: TokenLedger | None = None
-    """Tokens that experts have processed and lost; None if windows have never left out experts."""
+    """Numbers of processed and lost tokens of each expert; None if windows have always contained all experts."""
 
     @property
     def median_loss(self) -> float:
-        """Median of the committed losses; NaN if there are none."""
+        """Median of the losses of recent committed iterations; NaN if there are none."""
         return statistics.median(self.losses) if self.losses else math.nan
 
     def after(
@@ -347,7 +347,7 @@ class History:
 
         Args:
             loads: number of tokens of each expert in the iteration, [MoE layer][expert]; None if they are not counted.
-            repaid: number of these tokens that exceeded the capacity of their expert; None if no token did.
+            repaid: number of these tokens that experts processed beyond their capacity; None if there are none.
         """
         # Losses of skipped iterations are left out: spikes would raise the median, and hide later spikes.
         if decision.action != "commit":
@@ -362,8 +362,8 @@ class History:
         return replace(self, tokens=(self.tokens or TokenLedger.empty(lost)).after_loss(lost))
 
     def owed(self, layers: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """Return the number of lost tokens that each expert has not repaid (``TokenLedger.owed``), by layer.
-        ``layers`` are the MoE layers whose tokens are counted."""
+        """Return the number of lost tokens for which each expert has not yet processed additional tokens, by layer
+        number. ``layers`` are the MoE layers whose tokens are counted."""
         return {} if self.tokens is None else dict(zip(layers, self.tokens.owed(), strict=True))
 
     def to_json(self) -> dict[str, Any]:

@@ -40,8 +40,8 @@ from megatron_ft.planning.upstream_log import UpstreamLogReport
 from megatron_ft.topology import Topology
 
 SLOTS_RATIO = 1.5
-"""Largest number of replica slots per rank by default, divided by the number that ``placement.min_replicas`` requires.
-With this ratio the busiest rank has hardly more tokens than the mean (claim ``balance``), so more copies would not make
+"""Largest ratio of the derived number of replica slots per rank to the number that ``placement.min_replicas`` requires.
+With this ratio, the busiest rank has hardly more tokens than the mean (claim ``balance``), so more slots would not make
 training faster."""
 
 
@@ -54,7 +54,7 @@ class StagePlan:
     parameters: RankParameters
     memory: RankMemory
     saving_bytes: int
-    """Host memory for the copy of the state that the rank writes in a save of a dense checkpoint."""
+    """Host memory for the copy of the state that a rank writes when it saves a dense checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class _JobMemory:
         return max(stage.memory.total_bytes for stage in self.stages)
 
     def fits(self, limits: LimitsConfig, device: str) -> bool:
-        """Return whether no limit is exceeded."""
+        """Return whether the memory is within ``limits``. Device memory is checked only on GPUs."""
         pairs = [(self.host_bytes_per_node, limits.host_memory_bytes)]
         if device == "cuda":
             pairs.append((self.device_bytes, limits.gpu_memory_bytes))
@@ -133,8 +133,8 @@ def with_slots(config: JobConfig, device: str, data: Callable[[], DataSummary]) 
 
 
 def with_prebuilt_parts(config: JobConfig, device: str, data: Callable[[], DataSummary]) -> tuple[JobConfig, str]:
-    """Return ``config`` with the number of model parts that a spare builds in advance, and the reason for this number.
-    The arguments are those of ``with_slots``."""
+    """Return ``config`` with the number of model parts (weights of one pipeline stage and tensor-parallel coordinate)
+    that a spare builds in advance, and the reason for it. The arguments are those of ``with_slots``."""
     nodes, limit = config.nodes, config.limits.host_memory_bytes
     if nodes.num_prebuilt_parts is not None:
         return config, "nodes.num_prebuilt_parts"
@@ -185,7 +185,7 @@ class JobPlan:
     tokens_per_iteration: int
     data: DataSummary
     placement: PlacementReport | None = None
-    """First placement; None without replica slots."""
+    """Placement of experts at the start of the job; None without replica slots."""
     num_slots_per_rank: int | None = None
     """Number of replica slots of a rank in each layer; None without replica slots."""
     slots_reason: str = ""
@@ -195,7 +195,7 @@ class JobPlan:
     upstream_log: UpstreamLogReport | None = None
     """Estimated size of the upstream log; None without ``recovery.keep_layout`` or with one pipeline stage."""
     prebuilt: PrebuildReport | None = None
-    """Parts of the model that spares build in advance; None if they build nothing."""
+    """Parts of the model that spares build in advance; None if spares build nothing."""
     num_prebuilt_parts: int | None = None
     """Value of ``nodes.num_prebuilt_parts``; derived if the key is null."""
     routing: str | None = None
@@ -217,7 +217,7 @@ class JobPlan:
     windows_serve: str = ""
     """Failures after which the job can recover from its snapshot windows; empty without snapshots."""
     gpu_memory_advice: str = ""
-    """Changes that would lower the memory of a rank, and that the configuration does not have yet."""
+    """Suggested changes of the configuration that would lower the GPU memory of a rank."""
 
     @property
     def device_bytes(self) -> int:
@@ -388,7 +388,7 @@ def _losses(
 
 
 def _formats(precision: PrecisionConfig) -> str:
-    """Return all formats in words, such as ``bf16; linear layers in fp8 (hybrid, tensorwise)``."""
+    """Return the number formats of a job as text, such as ``bf16; linear layers in fp8 (hybrid, tensorwise)``."""
     parts = [precision.params_dtype]
     if precision.fp8 is not None:
         parts.append(f"linear layers in fp8 ({precision.fp8}, {precision.fp8_recipe})")

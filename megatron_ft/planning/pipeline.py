@@ -120,10 +120,10 @@ def order(shape: PipelineShape, stage: int) -> tuple[Pass, ...]:
 
 @cache
 def sends(shape: PipelineShape, stage: int, direction: Direction) -> tuple[tuple[int, int], ...]:
-    """Return (microbatch, own chunk) of each tensor that a stage sends in one iteration and direction, in order.
+    """Return (microbatch, chunk) of each tensor that a stage sends in one iteration and direction, in order.
 
     The last chunk of the model sends nothing forward, and the first chunk sends nothing backward. With interleaving,
-    the last stage also sends forward to the first, and the first backward to the last. A single stage sends nothing.
+    the last stage sends activations to the first, which sends gradients back. One stage alone sends nothing.
     """
     return tuple(
         (microbatch, chunk)
@@ -134,9 +134,9 @@ def sends(shape: PipelineShape, stage: int, direction: Direction) -> tuple[tuple
 
 @cache
 def receives(shape: PipelineShape, stage: int, direction: Direction) -> tuple[tuple[int, int], ...]:
-    """Return (microbatch, own chunk) of each tensor that a stage receives in one iteration and direction, in order.
+    """Return (microbatch, chunk) of each tensor that a stage receives in one iteration and direction, in order.
 
-    The chunk is a chunk of the receiving stage, which uses the tensors in the same order.
+    The chunk is a chunk of the receiving stage. The stage uses the tensors in the order in which it receives them.
     """
     neighbour = (stage - 1 if direction == "forward" else stage + 1) % shape.num_stages
     received = []

@@ -262,7 +262,7 @@ def _ranks(plan: JobPlan) -> str:
 
 
 def _render_placement(report: PlacementReport, slots_reason: str, why_unused: str = "") -> str:
-    """Return the report as text: slots, survival and bytes, then the slots in the first MoE layer of each stage.
+    """Return the placement report as text: slots, survival and bytes, then the slots in each stage's first MoE layer.
 
     Args:
         slots_reason: reason for the number of slots per rank; may be empty.

@@ -38,7 +38,7 @@ class RoutingTrace:
     dropped_layers: int
     """Number of layers at the end of the file that the model does not use."""
     dropped_experts: int
-    """Number of least loaded experts in each layer of the file that the model does not use."""
+    """Number of least loaded experts that the model does not use, in each layer of the file."""
 
     @classmethod
     def of(cls, model: ModelConfig, recorded: ExpertLoads) -> "RoutingTrace":
@@ -88,11 +88,11 @@ class RoutingTrace:
 
     @property
     def num_records(self) -> int:
-        """Number of records, after which the trace starts over."""
+        """Number of records. After the last record, the first record is used again."""
         return int(self.tokens.shape[0])
 
     def record_of(self, iteration: int) -> int:
-        """Return the number of the record for an iteration (from 1). Evaluation, with iteration 0, uses that of 1."""
+        """Return the number of the record for an iteration (from 1). Evaluation (iteration 0) uses record ``start``."""
         return (self.start + max(iteration, 1) - 1) % self.num_records
 
     def loads(self, iteration: int, layer_number: int) -> list[float]:
@@ -101,7 +101,7 @@ class RoutingTrace:
         return loads
 
     def wrap(self, train_iterations: int) -> str | None:
-        """Return a note if the run has more iterations than records from ``start`` on; None otherwise."""
+        """Return a note if the run has more iterations than records from ``start`` to the last one; None otherwise."""
         last = self.num_records - self.start
         if train_iterations <= last:
             return None

@@ -113,7 +113,7 @@ def iterations_kept(window_iterations: int, commit_lag_iterations: int, interval
 
 
 def pipeline_shape(config: JobConfig) -> PipelineShape:
-    """Return the sizes of a job's pipeline."""
+    """Return the sizes that determine the pipeline schedule of a job."""
     topology = _topology(config)
     return PipelineShape(
         num_stages=topology.pipeline_model_parallel_size,
@@ -139,7 +139,7 @@ def _tensor_bytes(config: JobConfig) -> int:
 
 
 def num_entries(config: JobConfig, stage: int) -> int:
-    """Return the number of tensors, also of padding microbatches, that a rank of ``stage`` logs in one iteration."""
+    """Return the number of tensors, including padding, that a rank of ``stage`` logs in one iteration."""
     shape = pipeline_shape(config)
     return len(sends(shape, stage, "forward")) + len(sends(shape, stage, "backward"))
 
@@ -150,12 +150,12 @@ def _iteration_log_bytes(config: JobConfig, stage: int) -> int:
 
 
 def log_bytes(config: JobConfig, stage: int, num_iterations: int) -> int:
-    """Return the bytes that a rank of ``stage`` logs in ``num_iterations``."""
+    """Return the bytes that a rank of ``stage`` logs in ``num_iterations`` iterations."""
     return _iteration_log_bytes(config, stage) * num_iterations
 
 
 def _node_log_bytes(config: JobConfig, node: int, num_iterations: int) -> int:
-    """Return the bytes that all ranks of ``node`` together log in ``num_iterations``."""
+    """Return the bytes that all ranks of ``node`` together log in ``num_iterations`` iterations."""
     topology, places = _topology(config), config.rank_places
     # Ranks of a node may belong to several stages, whose logs differ in size.
     stages = [topology.coordinates(rank).pp for rank, place in enumerate(places) if place == node]
@@ -163,13 +163,13 @@ def _node_log_bytes(config: JobConfig, node: int, num_iterations: int) -> int:
 
 
 def largest_node_bytes(config: JobConfig, num_iterations: int) -> int:
-    """Return the largest ``_node_log_bytes`` of all nodes; every rank computes the same value."""
+    """Return the largest ``_node_log_bytes`` of all nodes. Every rank computes the same value."""
     # All ranks check the same value, so they fail together. Otherwise some would wait in a collective for failed ranks.
     return max(_node_log_bytes(config, node, num_iterations) for node in range(config.launch.num_nodes))
 
 
 def largest_rank_bytes(config: JobConfig, num_iterations: int) -> int:
-    """Return the ``log_bytes`` of the stage with the largest log."""
+    """Return the ``log_bytes`` of a rank in the stage with the largest log."""
     stages = range(config.parallel.pipeline_model_parallel_size)
     return max(log_bytes(config, stage, num_iterations) for stage in stages)
 

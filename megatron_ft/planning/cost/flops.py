@@ -30,20 +30,20 @@ class TokenFlops:
     """Floating-point operations of the forward and backward pass for one token, over all layers."""
 
     attention: int
-    """Projections of queries, keys and values, and of the output."""
+    """Operations of the projections of queries, keys and values, and of the output projection."""
     scores: int
-    """Products of queries and keys, and of attention weights and values, over half of the sequence."""
+    """Products of queries and keys, and of attention weights and values. Half of them count (causal attention)."""
     dense_mlp: int
     experts: int
-    """The ``moe_router_topk`` experts of each MoE layer. Dropped tokens are not subtracted."""
+    """Operations of the ``moe_router_topk`` experts of each MoE layer, including those of dropped tokens."""
     shared_experts: int
     gates: int
-    """Gates of routers and of shared experts. Megatron-LM does not count them."""
+    """Operations of the gates of routers and of shared experts. Megatron-LM does not count them."""
     head: int
 
     @classmethod
     def of(cls, model: ModelConfig, vocab_size: int) -> "TokenFlops":
-        """Count the operations of ``model`` if all parameters are trained. ``vocab_size`` includes padding."""
+        """Count the operations for one token if all parameters are trained. ``vocab_size`` includes padding."""
         num_moe = sum(is_moe_layer(model, layer) for layer in range(1, model.num_layers + 1))
         hidden, shared = model.hidden_size, model.moe_shared_expert_intermediate_size
         attention, scores = _latent_attention(model) if model.multi_latent_attention else _attention(model)
@@ -61,12 +61,12 @@ class TokenFlops:
 
     @property
     def total(self) -> int:
-        """Return the operations of one token."""
+        """Return the number of operations for one token."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 def _attention(model: ModelConfig) -> tuple[int, int]:
-    """Return the number of weights of the projections, and the number of multiplications for a pair of tokens."""
+    """Return the number of weights of attention's projections, and of multiplications for one pair of tokens."""
     channels = head_channels(model)
     queries = model.num_attention_heads * channels
     keys = (model.num_query_groups or model.num_attention_heads) * channels
@@ -96,8 +96,8 @@ PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"L40S", {"fp8": 733.0, "bf16": 362.0, "fp16": 362.0, "fp32": 91.6}),
     (r"V100-SXM2", {"fp16": 125.0, "fp32": 15.7}),
 )
-"""Peak rates in TFLOP/s by pattern of the device's name and by number format of products, from NVIDIA's data sheets:
-tensor cores without sparsity, and FP32 without TF32, which PyTorch does not use by default."""
+"""Peak rates of GPUs in TFLOP/s by pattern of the device's name and by number format, from NVIDIA's data sheets. They
+are rates without sparsity, and for FP32 without TF32, which PyTorch does not use by default."""
 
 
 def peak_tflops(given: float | None, device_name: str | None, precision: PrecisionConfig) -> float | None:
@@ -125,7 +125,7 @@ class Throughput:
 
     @classmethod
     def of(cls, config: JobConfig, vocab_size: int, device_name: str | None) -> "Throughput":
-        """Create the object for a job. ``vocab_size`` includes padding; ``device_name`` is None on CPUs."""
+        """Create the ``Throughput`` of a job. ``vocab_size`` includes padding; ``device_name`` is None on CPUs."""
         return cls(
             flops_per_sample=TokenFlops.of(config.model, vocab_size).total * config.model.seq_length,
             peak_tflops=peak_tflops(config.telemetry.peak_tflops, device_name, config.precision),
@@ -133,8 +133,8 @@ class Throughput:
         )
 
     def figures(self, num_samples: int, num_tokens: int, seconds: float, *, world_size: int) -> dict[str, float]:
-        """Return the metrics of an iteration with ``num_samples`` samples and ``num_tokens`` tokens in the loss. On
-        CPUs, each rank counts as a GPU. If the peak rate is unknown, ``mfu`` is left out."""
+        """Return the metrics of an iteration with ``num_samples`` samples, of which ``num_tokens`` tokens count in the
+        loss. On CPUs, each rank counts as a GPU. If the peak rate is unknown, ``mfu`` is left out."""
         num_gpus = world_size / self.ranks_per_gpu
         rate = self.flops_per_sample * num_samples / seconds / num_gpus / 1e12
         found = {"tokens_per_second_per_gpu": num_tokens / seconds / num_gpus, "tflops_per_gpu": rate}

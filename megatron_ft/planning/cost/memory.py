@@ -32,7 +32,7 @@ class RankParameters:
         pipeline_stage: int,
         num_slots_per_rank: int | None = None,
     ) -> "RankParameters":
-        """Count the parameters of each rank of a pipeline stage, over all its virtual chunks.
+        """Count the parameters of one rank of a pipeline stage, over all virtual chunks of the stage.
 
         With replica slots, each rank is counted with ``num_slots_per_rank`` experts per layer, as if all its slots had
         different experts.
@@ -101,13 +101,13 @@ class RankMemory:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes without activations."""
+        """Bytes on the rank's device without activations."""
         of_rank = self.weights_bytes + self.gradients_bytes + self.master_bytes + self.moments_bytes
         return of_rank + self.copies_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Bytes with the estimate of activations."""
+        """Bytes on the rank's device, including the estimate of activations."""
         return self.state_bytes + self.activations_bytes
 
     @classmethod
@@ -134,8 +134,8 @@ class RankMemory:
 
 
 def optimizer_bytes(config: JobConfig, num_parameters: int) -> tuple[int, int]:
-    """Return the bytes of master weights and of both moments of ``num_parameters`` parameters, with scales. FP32
-    weights have no separate master weights."""
+    """Return the bytes of master weights, and of both moments, of ``num_parameters`` parameters. Scales of
+    low-precision formats are included. FP32 weights have no separate master weights."""
     formats = config.precision.optimizer_formats
     if formats is None:
         value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
@@ -156,8 +156,8 @@ def expert_state_bytes(config: JobConfig) -> int:
 
 
 def _copies_bytes(config: JobConfig, num_parameters: int) -> int:
-    """Return the bytes of copied state and of its gradients. A copy has its own master weights, also with FP32
-    weights."""
+    """Return the bytes of copied optimizer state and of its gradients. A copy has its own master weights, even if the
+    weights of the model are FP32."""
     if config.precision.regime is None:
         return num_parameters * 4 * FP32_BYTES
     return sum(optimizer_bytes(config, num_parameters)) + num_parameters * FP32_BYTES
@@ -171,8 +171,8 @@ def _updated_here(config: JobConfig, parameters: RankParameters, topology: Topol
 
 
 def _copied_here(config: JobConfig, parameters: RankParameters, topology: Topology) -> int:
-    """Return the average number of parameters whose optimizer state a rank copies for other ranks. Each expert counts
-    as if it had ``placement.min_replicas`` replicas, even if it has more."""
+    """Return the number of parameters whose optimizer state a rank copies for other ranks, as a mean over ranks. Each
+    expert counts as if it had ``placement.min_replicas`` replicas, even if it has more."""
     placement, stage_size = config.placement, topology.stage_size
     if placement.state_copies is None:
         return 0
@@ -210,10 +210,10 @@ def _activation_bytes(config: JobConfig, topology: Topology, pipeline_stage: int
 
 
 def _microbatches_in_flight(topology: Topology, pipeline_stage: int) -> int:
-    """Return the largest number of microbatches between forward and backward pass on a stage (Megatron's 1F1B).
+    """Return the largest number of microbatches that a stage has in flight in Megatron's 1F1B schedule.
 
     An interleaved schedule warms up with (PP - stage - 1) * 2 + (VPP - 1) * PP forward passes of single chunks. This
-    number plus one, divided by VPP and rounded up, is the number of microbatches.
+    number plus one, divided by VPP and rounded up, is the result.
     """
     pp, vpp = topology.pipeline_model_parallel_size, topology.virtual_pipeline_model_parallel_size
     if vpp == 1:
@@ -222,9 +222,9 @@ def _microbatches_in_flight(topology: Topology, pipeline_stage: int) -> int:
 
 
 def saving_bytes(config: JobConfig, parameters: RankParameters, topology: Topology) -> int:
-    """Return the bytes of state that a rank of a stage copies to host memory and then writes when it saves a dense
-    checkpoint. Data-parallel ranks divide the state among themselves. With ``checkpoint.fully_parallel=false``, one of
-    them writes all weights; the result is the bytes of this rank."""
+    """Return the bytes of state that one rank copies to host memory and writes when a dense checkpoint is saved.
+    Data-parallel ranks divide the state among themselves. With ``checkpoint.fully_parallel=false``, one of these ranks
+    writes all weights; the result is for this rank."""
     value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
     dense = topology.data_parallel_size * topology.context_parallel_size
     expert = topology.expert_data_parallel_size

@@ -1,4 +1,4 @@
-"""Computes the time of an iteration of a pipeline by simulation; each stage has one device.
+"""Computes the duration of a pipeline's iteration by simulation. Each stage has one device.
 
 A stage runs its passes in the order of ``planning.pipeline.order``. A pass starts as soon as the stage is free and the
 input has arrived. If only some stages replay, they read the tensors of other stages from logs, and do not wait for
@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from megatron_ft.planning.pipeline import Direction, Pass, PipelineShape, order, receives
 
 Place = tuple[int, int]
-"""Stage and chunk in which a pass runs."""
+"""Pipeline stage, and chunk (group of adjacent layers on the stage), in which a pass runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSeconds:
-    """Time of one microbatch in one chunk of a stage."""
+    """Time of the forward and backward pass of one microbatch in one chunk (group of layers) of a stage."""
 
     forward_seconds: float
     backward_seconds: float
-    """Time of the backward pass. It includes weight gradients only if the stage computes them."""
+    """Time of the backward pass, without weight gradients if a replay does not compute them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
-    """Compute times of one stage."""
+    """Compute times of one pipeline stage."""
 
     chunks: tuple[PassSeconds, ...]
     update_seconds: float = 0.0
@@ -44,10 +44,10 @@ class IterationSeconds:
     makespan_seconds: float
     """Time from the start of the iteration until the last stage has updated its weights."""
     busy_seconds: float
-    """Compute time, summed over the stages."""
+    """Compute time of the iteration, summed over the stages that run it."""
     num_executions: int
-    """Number of microbatches times number of stages. The forward and backward passes of a microbatch through all chunks
-    of a stage count as one execution."""
+    """Number of microbatches times number of stages that run. The forward and backward passes of a microbatch through
+    all chunks of a stage count as one execution."""
 
     def __add__(self, other: "IterationSeconds") -> "IterationSeconds":
         # Stages synchronize at the end of each replayed iteration, so iterations do not overlap.
@@ -102,8 +102,8 @@ class StageCopy:
     seconds: float
     """Duration of the copy if nothing else runs."""
     at_once_seconds: float
-    """Part of ``seconds`` that runs from the start of the iteration, even while the stage computes. The rest runs while
-    the stage waits for a message or after its last message (``snapshot.copy_in_bubbles``)."""
+    """Part of ``seconds`` that is copied first, even while the stage computes. The remaining part is copied while the
+    stage waits for a message or after its last message (``snapshot.copy_in_bubbles``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +178,7 @@ class _Run:
         self._sent: dict[tuple[Direction, int, Place], float] = {}
         """Arrival time of the output of each pass."""
         self.waits: dict[int, list[Wait]] = {stage: [] for stage in own}
-        """Times in which each stage waits for the input of a pass."""
+        """Intervals in which each stage waits for the input of a pass."""
         self.copy_seconds = [copy.seconds for copy in copies]
         """Seconds of the copy of each stage that have not run yet."""
         self.idle_copy_seconds = [0.0 for _ in copies]

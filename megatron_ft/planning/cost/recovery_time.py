@@ -1,9 +1,9 @@
 """``RecoveryTimes``: predicts the seconds from a failure until the ranks train again, from measured constants.
 
-A prediction counts the detection, the forming of the next membership or the start of new processes, the bytes that
-ranks send each other, and the iterations that run again. It does not count reading from storage, because no key states
-the speed of storage. The detection time applies if the end of a process or node closes its connections. A machine that
-vanishes without closing them is detected later, after ``detector.vanished_seconds``.
+A prediction includes the time to detect the failure, to form process groups or start new processes, to send state
+between ranks, and to run iterations again. It does not include reading from storage, because no configuration key
+states the speed of storage. The detection time applies if the end of a process or node closes its connections. A
+machine that vanishes without closing them is detected later, after ``detector.vanished_seconds``.
 """
 
 from dataclasses import dataclass
@@ -16,29 +16,29 @@ class RecoveryWork:
     num_ranks: int
     """Number of ranks after the recovery."""
     state_bytes: int
-    """Bytes of state, without activations, that the rank with the most state builds again."""
+    """Largest number of bytes of state, without activations, that any rank builds again."""
     restarts_processes: bool
     """Whether all ranks start again in new processes."""
     tries_processes: bool = False
-    """Whether remaining ranks first try to continue in their processes. All ranks then start again only when the
-    remaining ranks have found that state is missing and have ended."""
+    """Whether the remaining ranks first try to continue in their processes. They end when they find that state is
+    missing. All ranks then start again in new processes."""
     replaces_nodes: bool
-    """Whether other nodes take the places of lost nodes while the remaining ranks wait."""
+    """Whether other nodes replace the lost nodes while the remaining ranks wait."""
     starts_ranks: bool = False
-    """Whether new processes on the same nodes take the places of ranks that died, while the remaining ranks wait."""
+    """Whether new processes on the same nodes replace the ranks that died, while the remaining ranks wait."""
     sent_bytes: int | None
-    """Largest number of bytes that one rank sends or receives; None if the transfers are not planned."""
+    """Largest number of bytes that any rank sends or receives; None if the transfers are not planned."""
     again_iterations: int | None
     """Number of iterations that run again; None if it is not known."""
     again_unknown: tuple[str, ...] = ()
-    """Missing inputs, without which ``again_iterations`` is not known."""
+    """Missing inputs, because of which ``again_iterations`` is not known; otherwise empty."""
     is_localized: bool = False
     """Whether only the pipeline stages that lost a rank run iterations again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Predicted time of a recovery, or the reasons why it is not known."""
+    """Predicted duration of a recovery, or the inputs that are missing for a prediction."""
 
     seconds: float | None
     """Seconds from the failure until ranks train again after the newest committed iteration."""
@@ -56,7 +56,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryTimes:
-    """Constants of predictions, measured on CPUs. The comments name the committed results in ``benchmarks/results``."""
+    """Measured constants for predictions, from CPUs. The comments name the results in ``benchmarks/results``."""
 
     # kill-to-commit_cpu_2026-11-23: median of the time from the kill to the next commit (0.76 s), less an iteration
     # (0.33 s) and the forming of the membership.
@@ -67,22 +67,22 @@ class RecoveryTimes:
     """Seconds to form process groups of a few ranks and to build a small model."""
     # control-plane-scale_cpu_2026-11-22: 0.87 s until the last of 1,024 ranks has its order.
     forming_rank_seconds: float = 0.00085
-    """Additional seconds for each rank of the next membership."""
+    """Seconds to add to ``forming_seconds`` for each rank of the next membership."""
     # faults-from-outside_cpu_2026-11-23: ranks with 475 MB of state form a membership in 1.23 s instead of 0.31 s.
     built_bytes_per_second: float = 5e8
-    """Bytes of state that a rank builds again in a second."""
+    """Bytes of state per second that a rank builds again."""
     # faults-from-outside_cpu_2026-11-23: whole nodes in jobs that keep their layout take 0.70 s instead of 0.39 s.
     replacement_seconds: float = 0.31
-    """Seconds until a spare or restarted node has taken the place of a lost node."""
+    """Additional seconds if a spare or restarted node replaces a lost node."""
     # The value for a replaced node is used, because no result measures the start of a single rank yet.
     rank_start_seconds: float = 0.31
-    """Seconds until a new process on a node that lives has taken the place of a rank that died."""
+    """Additional seconds if a new process on the same node replaces a rank that died."""
     # trace-replay_cpu_2026-11-21: 8.3 s from the start of all processes to the end of an iteration of 0.8 s.
     restart_seconds: float = 7.5
     """Seconds from the start of new processes for all ranks until they train."""
     # The time for which the job waits for further errors after the first one (2 s), and the forming of a membership.
     abandon_seconds: float = 2.4
-    """Additional seconds before a restart if remaining ranks try to continue in their processes first."""
+    """Additional seconds if remaining ranks first try to continue in their processes, and all ranks then restart."""
     # recovery-speed_cpu_2026-11-21: median of the time of the replay of one stage, divided by that of all stages.
     localized_share: float = 0.72
     """Duration of an iteration that only some stages run again, divided by its duration if all stages run it."""

@@ -22,14 +22,14 @@ from megatron_ft.planning.placement.layout import Counts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """Numbers of replicas in one layer, and the minimum that every expert has."""
+    """Number of replicas of each expert in one layer, and the minimum that every expert has."""
 
     replica_counts: tuple[int, ...]
     """Number of replicas of each expert, by expert id."""
     min_replicas: int
-    """Minimum that every expert has."""
+    """Minimum number of replicas that every expert has."""
     requested_min_replicas: int
-    """Minimum that was requested; larger than ``min_replicas`` if there are too few slots."""
+    """Minimum number of replicas that was requested; larger than ``min_replicas`` if there are too few slots."""
 
     @property
     def lowered(self) -> bool:
@@ -97,7 +97,7 @@ def allocate(
 
 
 def integer_loads(loads: Sequence[float]) -> list[int]:
-    """Scale loads to integers with exactly the same proportions.
+    """Return integers in exactly the same proportions as ``loads``.
 
     Raises:
         ConfigError: a load is negative or not finite.
@@ -127,7 +127,7 @@ def base_counts(replica_counts: Sequence[int], floor: int, num_slots: int) -> tu
 
 
 def base_capacities(capacities: Sequence[int], num_base: int) -> tuple[int, ...]:
-    """Divide ``num_base`` slots for base copies among domains, in proportion to ``capacities`` and rounded up."""
+    """Divide ``num_base`` slots for base copies among failure domains in proportion to ``capacities``, rounded up."""
     total = sum(capacities)
     return tuple(-(-capacity * num_base // total) for capacity in capacities)
 
@@ -201,7 +201,7 @@ def _choose_domains(
     free: list[int],
     capacities: Sequence[int],
 ) -> list[int]:
-    """Return up to ``number`` domains for copies of an expert: the first in ``queue`` that are not ``holders``.
+    """Return up to ``number`` domains for copies of an expert: the first in ``queue`` that are not in ``holders``.
 
     Entries of ``queue`` are pairs (load per slot, domain with a free slot).
     """
@@ -223,8 +223,8 @@ def _choose_domains(
 
 
 def _fill_up(result: Counts, free: list[int], loads: npt.NDArray[np.float64]) -> None:
-    """Fill each free slot with an expert with the fewest copies in the slot's domain: a second copy in a domain helps
-    less than the first copy of another expert. Among these experts, the one with the most tokens per copy is chosen."""
+    """Fill each free slot with an expert that has the fewest copies in the slot's domain. Of several, take the one with
+    the most tokens per copy. A first copy in a domain helps more than a second copy of another expert."""
     for domain, slots in enumerate(free):
         for _ in range(slots):
             fewest = np.nonzero(result[:, domain] == result[:, domain].min())[0]
@@ -233,7 +233,7 @@ def _fill_up(result: Counts, free: list[int], loads: npt.NDArray[np.float64]) ->
 
 
 def match_domains(base: Sequence[Counts], held: Sequence[Counts], capacities: Sequence[int]) -> list[Counts]:
-    """Return ``base`` with equally large domains exchanged, alike in all layers, so that the fewest base copies move.
+    """Exchange domains of ``base`` that have equal numbers of slots, alike in all layers, so that few base copies move.
 
     Args:
         base: base copies of each layer, ``[L][E, D]``.

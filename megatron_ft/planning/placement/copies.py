@@ -33,14 +33,14 @@ class _OperatorCopies:
         return length * shard // len(self.owners), length * (shard + 1) // len(self.owners)
 
     def shard_bytes(self, shard: int) -> int:
-        """Return the bytes of one copy of a shard."""
+        """Return the bytes of one copy of an optimizer shard."""
         first, last = self.shard_range(shard, self.num_bytes)
         return last - first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateCopyPlan:
-    """Owners of all optimizer state."""
+    """Owners of each shard of the optimizer state, for every operator."""
 
     num_state_copies: int | None
     """Number of copies of every shard; None if each computing rank has the whole state of its operators."""
@@ -151,7 +151,7 @@ class StateCopyPlan:
 
 
 class _Ring:
-    """Chooses owners cyclically from the ranks of a stage. Raises ConfigError if there are too few failure domains."""
+    """Chooses owners of shards cyclically from a stage's ranks. Raises ConfigError if failure domains are too few."""
 
     def __init__(self, ranks: Sequence[int], domains: Sequence[str], num_copies: int | None) -> None:
         self.ranks, self.domains, self.num_copies = ranks, domains, num_copies

@@ -1,4 +1,4 @@
-"""``Layout``: the slots of ranks and failure domains. It assigns the replicas of a domain to the ranks in it."""
+"""``Layout``: the slots of ranks and failure domains. It assigns the replicas of a domain to the domain's ranks."""
 
 import heapq
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +16,7 @@ from megatron_ft.topology import Cluster
 Counts = npt.NDArray[np.int64]
 """Number of replicas of each expert in each failure domain, ``[E, D]``."""
 Holdings = tuple[tuple[frozenset[int], ...], ...]
-"""Experts whose state each rank has, ``[layer][rank]``, in a plan's order of ranks; joining ranks have none."""
+"""Experts whose state each rank has, ``[layer][rank]``, in the rank order of a plan; empty for joining ranks."""
 OtherHoldings = Mapping[int, Sequence[frozenset[int]]]
 """Experts of a stage that are on ranks of other stages, by rank and layer."""
 
@@ -145,7 +145,7 @@ class Layout:
 
 
 def _take(experts: list[int], held: frozenset[int], most: int) -> list[int]:
-    """Remove one replica of each expert in ``held`` from ``experts``, but at most ``most`` replicas; return these."""
+    """Remove one replica of each expert in ``held`` from ``experts``, at most ``most`` in all, and return these."""
     taken: list[int] = []
     for expert in sorted(held):
         if expert in experts and len(taken) < most:

@@ -33,7 +33,7 @@ class Losses:
         return np.asarray((self.masks & wide) == wide)
 
     def score(self, counts: Counts) -> float:
-        """Return the total weight of those losses after which every expert in ``counts`` ``[E, D]`` has a replica."""
+        """Return the total weight of the losses after which every expert in ``counts`` ``[E, D]`` has a replica."""
         return float(self.values[~self.dead(support_masks(counts)).any(axis=0)].sum())
 
 

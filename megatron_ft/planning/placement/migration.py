@@ -41,7 +41,7 @@ class MigrationPlan:
 
     @property
     def most_bytes_of_a_rank(self) -> int:
-        """Largest number of bytes that one rank sends, or that one rank receives, whichever is larger."""
+        """Largest number of bytes that any rank sends or receives; sent and received bytes are not added."""
         received: dict[int, int] = {}
         for transfer in self.transfers:
             received[transfer.target_rank] = received.get(transfer.target_rank, 0) + transfer.num_bytes
@@ -84,7 +84,7 @@ class MigrationPlan:
         expert_bytes: int | Sequence[int],
         others: OtherHoldings | None = None,
     ) -> "MigrationPlan":
-        """Plan the transfers of experts to ranks that need and lack them. The holders of an expert send equally often.
+        """Plan the transfers of experts to ranks that need but do not have them. The holders of an expert take turns.
 
         The sender is the holder that has sent this expert least often; ties are resolved by the fewest bytes sent so
         far, then by rank.
@@ -205,7 +205,7 @@ class _Replacing:
         return cls(held=held, wanted=wanted, holders=holders, open=left)
 
     def next_step(self) -> Step:
-        """Choose for as many ranks as possible one open transfer and the expert that it overwrites."""
+        """Choose one remaining transfer, and the expert that it overwrites, for as many ranks as possible."""
         step = []
         senders: set[int] = set()
         overwritten: Counter[tuple[int, int]] = Counter()
@@ -227,7 +227,7 @@ class _Replacing:
         return min((rank for rank in holders if rank not in senders), default=None)
 
     def _dropped(self, transfer: Transfer, overwritten: Mapping[tuple[int, int], int]) -> int | None:
-        """Return the expert that the receiving rank overwrites; None if no candidate has another copy."""
+        """Return the expert that the receiving rank overwrites; None if no other rank has a copy of any candidate."""
         layer, key = transfer.layer_number, (transfer.layer_number, transfer.target_rank)
 
         def left(expert: int) -> int:
@@ -238,7 +238,7 @@ class _Replacing:
         return most if left(most) > 1 else None
 
     def make(self, step: Step) -> None:
-        """Record ``step`` as made."""
+        """Record that the transfers of ``step`` have been made."""
         for replacement in step:
             transfer = replacement.transfer
             rank, layer, expert = transfer.target_rank, transfer.layer_number, transfer.expert
@@ -269,7 +269,7 @@ def remap(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int]
     """Permute the ranks of ``plan`` so that as few bytes as possible move, in all layers together.
 
     Two kinds of exchanges are made: of ranks within a domain, and of whole domains with equal numbers of ranks. Neither
-    changes survival. Both are solved exactly as linear assignment problems.
+    exchange changes the survival of experts. Each is solved exactly as a linear assignment problem.
     """
     mapping = _mapping(plan, held, expert_bytes)
     slots: Slots = tuple(tuple(by_rank[part] for part in mapping) for by_rank in plan.slots)
@@ -307,7 +307,7 @@ def _mapping(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[i
 
 def _inner(costs: Costs, actual: Sequence[int], part: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
     """Give the slots of the positions ``part`` to the ranks at the positions ``actual`` so that the fewest bytes move.
-    Return the number of these bytes, and for each rank the pair (its position, position whose slots it gets)."""
+    Return the number of moved bytes, and for each rank its position and the position whose slots it gets."""
     block = costs[np.ix_(actual, part)]
     pairs = _assign(block)
     return int(sum(block[row, column] for row, column in pairs)), [(actual[r], part[c]) for r, c in pairs]

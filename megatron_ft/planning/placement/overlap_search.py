@@ -28,7 +28,7 @@ from megatron_ft.planning.placement.plan import Slots
 from megatron_ft.planning.placement.survival import SurvivalObjective, TooManyStates
 
 WORTH_MOVING = 0.02
-"""Extra copies move only if the busiest rank of a layer then has fewer tokens by more than this fraction."""
+"""Extra copies move only if this lowers the tokens of a layer's busiest rank by more than this fraction."""
 MAX_BALANCED_RANKS = 256
 """Largest number of ranks for which the search computes balanced shares."""
 MAX_SEARCHED_DOMAINS = 62
@@ -64,7 +64,7 @@ class OverlapSearch(PlacementBase):
     num_exhaustive_slots: int = 15
     """Largest number of slots of a layer that is solved by enumeration."""
     num_losses: int = 1024
-    """An exchange is evaluated for at most this number of losses (sets of lost domains), smallest sets first."""
+    """Largest number of losses (sets of lost domains) for which an exchange is evaluated, smallest sets first."""
     num_kicks: int = 4
     """Number of times that the search starts again from the best placement, after random exchanges."""
     seed: int = 0
@@ -306,7 +306,7 @@ def search_base(
 def _cheaper(
     kept: tuple[tuple[int, ...], ...], fresh: tuple[tuple[int, ...], ...], loads: Sequence[float]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return ``fresh`` if it saves more than ``WORTH_MOVING`` of the busiest rank's tokens compared with ``kept``,
+    """Return the placement ``fresh`` if it saves more than ``WORTH_MOVING`` of the busiest rank's tokens in ``kept``,
     otherwise ``kept``."""
     # Even shares never give the busiest rank fewer tokens than balanced shares, and they are cheaper to compute.
     if len(kept) <= MAX_BALANCED_RANKS:

@@ -33,7 +33,7 @@ class PlacementPlan:
     layer_numbers: tuple[int, ...]
     """Megatron's layer numbers, counted from 1."""
     slots: Slots
-    """Expert ids ``[layer][rank][slot]``, ascending; empty slots are left out, so the lists of ranks may be shorter."""
+    """Expert ids ``[layer][rank][slot]``, ascending. Empty slots are left out, so a rank's list can be shorter."""
     algorithm: str
 
     @classmethod
@@ -126,7 +126,7 @@ class PlacementPlan:
             yield from self.expert_domains(layer)
 
     def replacing(self, slots: Slots, algorithm: str | None = None) -> "PlacementPlan":
-        """Return a valid plan for the same ranks and layers with the new ``slots``."""
+        """Return a validated plan for the ranks and layers of this plan with the given ``slots``."""
         plan = dataclasses.replace(self, slots=slots, algorithm=algorithm or self.algorithm)
         plan.validate()
         return plan

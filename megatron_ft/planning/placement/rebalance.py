@@ -37,17 +37,17 @@ class _Rebalance:
     pays: bool
     reason: str
     gain: float
-    """Fraction of the busiest ranks' tokens that the new placement saves; see ``critical_tokens``."""
+    """Fraction of ``critical_tokens`` (tokens of the layers' busiest ranks) that the new placement saves."""
     moved_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RebalancePolicy:
-    """Decides whether to carry out a migration."""
+    """Decides whether ranks carry out a planned migration of experts."""
 
     interval_iterations: int
     min_gain: float
-    """Smallest fraction of the busiest ranks' tokens that a new plan must save."""
+    """Smallest fraction of ``critical_tokens`` (tokens of the layers' busiest ranks) that a new plan must save."""
     bytes_per_saved_token: float
     """Largest number of bytes that may move for each token that the busiest ranks save until the next rebalance."""
     shares: str = BALANCED

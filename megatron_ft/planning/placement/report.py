@@ -1,4 +1,4 @@
-"""Report about a job's first placement: slots, survival of the state, and bytes of its copies."""
+"""Report about a job's first placement: slots, survival of the state, and bytes of the copies of the state."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -44,23 +44,23 @@ class PlacementReport:
     expert_copies_bytes: int | None
     """Bytes of ``num_state_copies`` copies of the optimizer state of experts."""
     non_expert_state_bytes: int
-    """Bytes of the optimizer state of all other parameters on all ranks, without ``non_expert_copies_bytes``."""
+    """Bytes of the optimizer state of non-expert parameters on all ranks, without ``non_expert_copies_bytes``."""
     non_expert_copies_bytes: int | None
-    """Bytes of ``num_state_copies`` copies of the optimizer state of all other parameters."""
+    """Bytes of ``num_state_copies`` copies of the optimizer state of non-expert parameters."""
     rebalance_interval_iterations: int
-    """Number of iterations from one plan of the placement to the next; 0 if it is planned only once."""
+    """Number of iterations between two plans of the placement; 0 if the placement is planned only once."""
     staged_bytes: int
-    """Bytes of one expert. A rank needs this much additional memory during a rebalance."""
+    """Bytes of the state of one expert. A rank needs this much additional memory during a rebalance."""
     most_moved_bytes: int
     """Most bytes that a rebalance can move. ``overlap_search`` does not move base copies (``allocation.py``)."""
     most_received_bytes: int
     """Largest number of bytes that one rank receives in a rebalance that moves ``most_moved_bytes``."""
     rebalance_seconds: float | None
-    """Predicted time for which training waits in a rebalance that moves ``most_moved_bytes``; None without
+    """Predicted time for which training waits during a rebalance that moves ``most_moved_bytes``. It is None without
     ``topology.link_bytes_per_second``."""
 
     def validate(self) -> None:
-        """Check every plan.
+        """Check the placement of every stage, and that every expert has a replica.
 
         Raises:
             ConfigError: a plan is inconsistent.
@@ -187,7 +187,7 @@ def plan_shard_copies(config: JobConfig, stage: int, num_bytes: int = 0) -> Stat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """State of one pipeline stage: its number of bytes, and the failure domains that hold its parts."""
+    """State of one pipeline stage: its number of bytes, and the failure domains that hold each part of the state."""
 
     plan: PlacementPlan
     num_tensor_parts: int
@@ -217,7 +217,7 @@ class _Stage:
 
     @property
     def num_held(self) -> int:
-        """Number of sets of expert weights; several slots of a rank with the same expert share one set."""
+        """Number of sets of expert weights on all ranks. Several slots of a rank with the same expert share one set."""
         return sum(len(set(experts)) for by_rank in self.plan.slots for experts in by_rank)
 
     @property
@@ -227,7 +227,7 @@ class _Stage:
         return self.dense_state_bytes * num_whole
 
     def weight_holders(self) -> Iterator[Domains]:
-        """Yield the failure domains that hold each expert, and each tensor-parallel part of all other weights."""
+        """Yield the failure domains that hold each expert, and each tensor-parallel part of the non-expert weights."""
         yield from self.plan.all_expert_domains()
         yield from self._dense_holders()
 
@@ -249,7 +249,7 @@ class _Stage:
             yield from (held | {domain_of[rank] for rank in owners} for owners in operator.owners)
 
     def copies_bytes(self, *, experts: bool) -> int:
-        """Return the bytes of all copies of optimizer state: of experts, or of all other parameters."""
+        """Return the bytes of all copies of optimizer state, either of experts or of non-expert parameters."""
         assert self.copies is not None, "no state copies are requested"
         return sum(
             operator.shard_bytes(shard) * len(owners)

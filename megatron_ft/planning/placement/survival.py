@@ -27,16 +27,16 @@ from megatron_ft.planning.placement.plan import PlacementPlan
 # Each state has a list of weights, so more states would take too much memory.
 MAX_STATES = 4096
 NEGLIGIBLE = 1e-4
-"""Losses of n domains are left out if their weight from ``lost_ratio``, before normalization, is at most this."""
+"""Losses of n domains are left out if their ``lost_ratio`` weight, before normalization, is at most this."""
 
 
 class TooManyStates(Exception):
-    """Sets of domains overlap so much that counting would need more than ``MAX_STATES`` states."""
+    """Error: sets of domains overlap so much that counting would need more than ``MAX_STATES`` states."""
 
 
 def minimal_masks(masks: Iterable[int]) -> list[int]:
-    """Remove each mask that contains another mask: the state of the removed mask survives whenever the state of the
-    contained mask survives."""
+    """Remove each mask (set of domains that hold a part of the state) that contains another mask. If the part with the
+    contained mask survives, the part with the removed mask survives too."""
     kept: list[int] = []
     by_size = sorted(set(masks), key=lambda mask: (mask.bit_count(), mask))
     for _, of_size in groupby(by_size, key=int.bit_count):
@@ -50,7 +50,7 @@ def surviving_weights(
 ) -> list[float]:
     """Return, for 0, 1, ... ``max_lost`` lost domains, the total weight of the losses that all of ``masks`` survive.
 
-    A set survives if at least one of its domains is not lost. The weight of a loss is the product of the ``odds`` of
+    A mask survives if at least one of its domains is not lost. The weight of a loss is the product of the ``odds`` of
     the lost domains; without ``odds`` it is 1, and losses are counted in integers.
 
     Raises:
@@ -188,14 +188,14 @@ class SurvivalObjective:
             raise ConfigError.of("failure_rates", list(self.failure_rates), f"must have {num_domains} entries")
 
     def odds(self) -> tuple[float, ...] | None:
-        """Return the odds of failure ``q / (1 - q)`` of each domain; None if all are equal."""
+        """Return the odds of failure ``q / (1 - q)`` of each domain; None if all domains have equal odds."""
         return tuple(rate / (1 - rate) for rate in self.failure_rates) or None
 
     def weights(self, num_domains: int) -> tuple[float, ...]:
         """Return the weights of losing 0, 1, ... domains, up to the last weight that is not 0; their sum is 1.
 
-        If ``lost_weights`` has weights only for more domains than are left, the largest loss that leaves a domain gets
-        all weight.
+        If ``lost_weights`` has weights only for more lost domains than exist, the loss of all domains but one gets all
+        weight.
         """
         geometric = (self.lost_ratio**lost for lost in range(1, num_domains + 1))
         chosen = self.lost_weights or tuple(weight for weight in geometric if weight > NEGLIGIBLE)

@@ -1,6 +1,6 @@
 """Recovery strategies ``checkpoint`` and ``start_over``: all ranks load a dense checkpoint, or start at iteration 0.
 
-Both strategies come last. They need no living rank, and any number of ranks can load a dense checkpoint.
+Both strategies are tried last. They need no living rank. Any number of ranks can load a dense checkpoint.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class StartOver:
     reads: ClassVar[tuple[SavedKind, ...]] = ()
 
     def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
-        """Return the cost of the loss of all iterations so far; this strategy never declines."""
+        """Return the cost: all iterations so far are lost. This strategy is always possible."""
         again = facts.config.training.train_iterations if loss.stored is None else loss.stored.iteration
         is_automatic = loss.restart is not None and not _has_unusable_state(loss, facts)
         return Cost.of_restart(self.name, loss, facts, again, is_recoverable=False, is_automatic=is_automatic)

@@ -1,5 +1,5 @@
-"""Asks each recovery strategy for the cost of a loss, and chooses the best strategy. Computes the costs in a
-``dry_run``."""
+"""Asks each recovery strategy for its cost after a loss of nodes, and chooses the best strategy. Also computes the
+costs that a ``dry_run`` prints."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -35,11 +35,11 @@ def cost_of_loss(
     place: Place | None = None,
     stored: Stored | None = None,
 ) -> Cost:
-    """Return the cost of losing all nodes in ``lost`` at the same time, with the best strategy that does not decline.
+    """Return the cost of losing all nodes in ``lost`` at the same time, with the best possible strategy.
 
     First, the strategies that keep the surviving processes and all committed iterations are compared. The best of these
-    has the shortest predicted time. If all of these decline, ranks load saved state with the first strategy in
-    ``STRATEGIES`` that does not decline. ``Loss`` describes the arguments.
+    has the shortest predicted time. If none of them is possible, ranks load saved state with the first strategy in
+    ``STRATEGIES`` that is possible. ``Loss`` describes the arguments.
 
     Raises:
         ConfigError: ``lost`` contains a node that is not present.
@@ -71,8 +71,8 @@ def _cost_by(strategy: Strategy, loss: Loss, facts: RecoveryFacts) -> Cost | Dec
 
 
 def costs_of_nodes(facts: RecoveryFacts, inputs: JobInputs) -> tuple[Cost, ...]:
-    """Return the cost of losing each present node alone. If the job restarts ranks, the cost of the death of all ranks
-    follows. If snapshot servers outlive the job, the cost of the death of all processes of the job follows."""
+    """Return the cost of losing each present node alone; then, if the job restarts ranks, of the death of all ranks;
+    then, if snapshot servers outlive the job, of the death of all processes of the job."""
     wanted = placer(facts.config, inputs)
     gone = tuple(
         cost_of_loss(facts, [node], place=wanted if position < MAX_PLANNED_NODES else None)

@@ -26,7 +26,7 @@ class HeldOperator:
     """Ranks that hold each part of the operator's state."""
 
     def lives_on(self, ranks: frozenset[int]) -> bool:
-        """Whether ``ranks`` together hold every part of the state."""
+        """Whether ``ranks`` together hold every part of the operator's state."""
         return not any(held.isdisjoint(ranks) for held in self.holders)
 
 
@@ -112,7 +112,7 @@ class RecoveryFacts:
         )
 
     def missing_on(self, ranks: frozenset[int]) -> tuple[OperatorId, ...]:
-        """Return the operators whose complete state is not on ``ranks``."""
+        """Return the operators whose state is not completely on ``ranks``."""
         # Many operators share one tuple of holders, so each tuple is checked only once. Tuples are identified by their
         # ids, because hashing a tuple would take as long as checking it.
         lives = {id(held.holders): held for held in self.operators}
@@ -155,8 +155,8 @@ class RecoveryFacts:
         return self.config.snapshot.windows_per_file
 
     def window_bound(self, num_windows: int) -> int | None:
-        """Return the largest number of iterations that run again from the newest usable window, if only every
-        ``num_windows``-th window is usable. Return None if the size of a window is not measured yet."""
+        """Return the largest number of iterations that a recovery from the newest usable window runs again, if only
+        every ``num_windows``-th window is usable. Return None if the size of a window is not measured yet."""
         if self.snapshot is None or self.snapshot.window_iterations is None:
             return None
         interval = self.snapshot.interval_iterations
@@ -179,7 +179,7 @@ class RecoveryFacts:
         return tuple(members[place] for place in self.snapshot.peers[members.index(node)])
 
     def without_copies(self, lost: Iterable[int], remaining: Iterable[int]) -> list[int]:
-        """Return the nodes in ``lost`` whose windows are on no node in ``remaining``."""
+        """Return the nodes in ``lost`` for whose windows no node in ``remaining`` has copies."""
         left = set(remaining)
         return [node for node in lost if not left & set(self.peers_of(node))]
 

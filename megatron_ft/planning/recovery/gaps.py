@@ -29,7 +29,7 @@ _ON_REPLACED_RANKS = "living_state on replaced nodes"
 """Name of the strategy ``living_state`` with ``recovery.keep_layout``: new processes receive the lost ranks' state."""
 _REQUIREMENTS = {**REQUIREMENTS, _ON_REPLACED_NODES: KEPT_LAYOUT, _ON_REPLACED_RANKS: LIVING_PLACES}
 _STRATEGY = {_ON_REPLACED_NODES: "rollback", _ON_REPLACED_RANKS: "living_state"}
-"""Names of the strategies of those entries of ``_REQUIREMENTS`` that have other names."""
+"""Name of the recovery strategy for each key of ``_REQUIREMENTS`` that is not itself the name of a strategy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ def _badness(cost: Cost) -> float:
 
 
 def _changes(config: JobConfig, name: str) -> tuple[KeyChange, ...] | str:
-    """Return the changes with which the strategy ``name`` can recover a lost node, or why no changes are possible."""
+    """Return the changes with which the strategy ``name`` can recover a lost node, or a text why there are none."""
     changed, changes = config, list[KeyChange]()
     if not config.recovery.may_use(_STRATEGY.get(name, name)):
         # Only this key is changed: ``recovery=auto`` would also replace other keys of the group.
@@ -128,7 +128,7 @@ def _changes(config: JobConfig, name: str) -> tuple[KeyChange, ...] | str:
 
 
 def _switches(config: JobConfig, name: str) -> Iterator[KeyChange]:
-    """Yield the further changes of keys that the strategy ``name`` needs after its requirements are met."""
+    """Yield the changes of keys that the strategy ``name`` still needs after its requirements are met."""
     num_nodes, recovery, placement = config.launch.num_nodes, config.recovery, config.placement
     num_domains = len(set(config.member_domains))
     match name:

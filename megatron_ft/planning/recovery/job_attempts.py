@@ -120,8 +120,8 @@ def why_hopeless(attempts: Sequence[Attempt], max_fruitless: int) -> str | None:
 
 
 def _num_fruitless(attempts: Sequence[Attempt]) -> int:
-    """Return the number of consecutive newest attempts that reached no later iteration than the attempts before
-    them."""
+    """Return the number of newest consecutive attempts without progress. An attempt makes progress if it reaches a
+    later iteration than all attempts before it."""
     count, reached = 0, 0
     for attempt in attempts:
         count = 0 if attempt.iteration > reached else count + 1

@@ -1,4 +1,4 @@
-"""Chooses the parallel layout of the living processes after a loss: only the number of lanes can change.
+"""Chooses the layout of the living processes after a loss. Only the number of lanes (model replicas) can change.
 
 A process has the same number in every membership. A number that the former layout does not contain belongs to a process
 that has joined since.
@@ -23,7 +23,7 @@ class LaneLimits:
     most: int
     """Largest number of lanes, which is the number in the configuration."""
     multiple: int = 1
-    """The number of lanes must be a multiple of this number. Without expert slots, it is the number of lanes that one
+    """Number that must divide the number of lanes. Without expert slots, it is the number of lanes that one
     expert-parallel group of Megatron spans."""
     fewest: int = 1
     """Smallest number of lanes with a slot for every expert."""
@@ -31,7 +31,7 @@ class LaneLimits:
     """EP times expert TP; None if experts are placed in slots. Ranks of a stage hold the same experts if their numbers
     differ by a multiple of this product."""
     optimizer_bytes: tuple[int, int] = (1, 1)
-    """Bytes of a stage's non-expert and expert optimizer state. Groups get lanes so that few bytes move."""
+    """Bytes of a stage's non-expert and expert optimizer state. TP·CP groups get lanes so that few bytes move."""
 
     @classmethod
     def of(
@@ -73,7 +73,7 @@ class MembershipLayout:
     processes: tuple[int, ...]
     """Process of each rank."""
     spares: tuple[int, ...]
-    """Processes of ``nodes`` without a rank."""
+    """Processes on ``nodes`` that have no rank."""
     ranks_per_node: int
 
     @classmethod
@@ -94,7 +94,7 @@ class MembershipLayout:
         return tuple(process % self.ranks_per_node for process in self.processes)
 
     def rank_of(self, process: int) -> int | None:
-        """Return the rank of a process; None if it has none."""
+        """Return the rank of a process; None if the process has no rank."""
         return self._ranks.get(process)
 
     def processes_without(self, lost: frozenset[int]) -> frozenset[int]:
@@ -120,8 +120,8 @@ class JobLayouts:
 
     A layout depends only on the nodes and on the *base*, the newest layout whose ranks all had received their state.
     Memberships that were abandoned while they were formed have no influence. So the layout is the same whether nodes
-    were lost or left according to ``testing.membership_schedule``. A stage gives groups to other stages only if it has
-    more groups than lanes, so the loss of one node takes state from one stage only.
+    were lost or left according to ``testing.membership_schedule``. A stage gives TP·CP groups to other stages only if
+    it has more groups than lanes. So the loss of one node takes state from one stage only.
     """
 
     num_nodes: int
@@ -492,7 +492,7 @@ class _PrefixMaximum:
         self._size = size
 
     def below(self, place: int) -> tuple[int, int]:
-        """Return (largest value, its source) at indices below ``place``; (0, -1) if there are no values."""
+        """Return the largest value at indices below ``place``, and the source of the value; (0, -1) without values."""
         found = bisect_left(self._places, place)
         return self._values[found - 1] if found else (0, -1)
 

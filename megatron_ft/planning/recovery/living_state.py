@@ -160,7 +160,7 @@ class StageHolders:
     previous_ranks: tuple[int | None, ...]
     """Previous rank of each rank of the stage, in order; None if the rank has no state of this stage."""
     owned: Holdings | None = None
-    """Experts that each of these ranks has; None if these are the experts of the previous placement."""
+    """Experts that each rank of ``previous_ranks`` has; None if they are the experts of the previous placement."""
     others: OtherHoldings
     """Experts of this stage that are on ranks which have changed to another stage."""
 
@@ -299,7 +299,7 @@ def plan_drain(
 
 
 def share_out(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[int, tuple[str, ...]]:
-    """Divide the tensors for joining ranks among the sending ``ranks``, so that all send about equally many bytes.
+    """Divide the tensors for joining ranks among the sending ``ranks``, so that each sends about as many bytes.
 
     Args:
         sizes: bytes of each tensor, by its name.

@@ -106,9 +106,9 @@ class Standing:
 
     stage: int
     iteration: int | None
-    """The rank has the state after this iteration, which is the same for all ranks with state; None without state."""
+    """Iteration whose state the rank has, the same for all ranks with state; None for a rank without state."""
     is_overwritten: bool = False
-    """Whether a replay that failed has overwritten the rank's tensors. The rank still has the rest of its state."""
+    """Whether a failed replay has overwritten the rank's tensors. The rank still has its non-tensor state."""
     is_copied: bool = False
     """Whether the rank has a copy of its state from before the replay (``LocalizedPlan.may_copy``)."""
     has_whole_weights: bool = True
@@ -116,7 +116,7 @@ class Standing:
     window: WindowKey | None = None
     """Newest window that the rank knows to be committed; another rank may know a newer window from the last vote."""
     holds: tuple[str, ...] = ()
-    """Units of state that the rank has (see ``units_of``); ignored if ``has_state`` is false."""
+    """Parts of the state that the rank has (units, see ``units_of``); ignored if ``has_state`` is false."""
     has_first_generators: bool = True
     """Whether no random numbers have been drawn since the rank's model was built. If so, the random number generators
     of a new process in the place of this rank have the same state."""
@@ -157,7 +157,7 @@ class LocalizedPlan:
     target: int
     """Iteration after which all ranks continue."""
     placed_from: int = 0
-    """The largest ``Standing.placed_from`` of all ranks."""
+    """Largest ``Standing.placed_from`` of all ranks: first iteration with the present placement of experts."""
     regions: tuple[tuple[int, ...], ...]
     """Groups of adjacent stages that replay jointly, ascending within each group; empty if no stage replays."""
     receiving: tuple[int, ...] = ()
@@ -176,7 +176,7 @@ class LocalizedPlan:
 
     @property
     def iterations(self) -> range:
-        """Iterations that a region runs again."""
+        """Iterations that each region (adjacent stages that replay together) runs again."""
         start = self.target if self.window is None else self.window.start_iteration
         return range(start + 1, self.target + 1)
 
@@ -189,7 +189,7 @@ class LocalizedPlan:
         return self.region_of(stage) is not None
 
     def lacks_copies(self, stage: int, standings: Sequence[Standing]) -> bool:
-        """Whether ranks of ``stage`` must receive their copies of optimizer state again: a replay discards copies."""
+        """Whether ranks of ``stage`` must receive their state copies again, because a replay discards state copies."""
         return self.replays(stage) or not all(found.has_copies for found in standings if found.stage == stage)
 
     def neighbours(self, stage: int) -> Mapping[Direction, int]:

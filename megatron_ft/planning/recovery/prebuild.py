@@ -15,10 +15,10 @@ from megatron_ft.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrebuildPlan:
-    """The parts that each spare node builds in advance. Places are the positions of nodes in the layout."""
+    """Parts of the model that each spare builds in advance. A place is the position of a node in the layout."""
 
     parts: tuple[tuple[int, ...], ...]
-    """Places of the nodes of each part, ascending. Parts with more nodes come first; ties are ordered by place."""
+    """Places of the nodes that need each part, ascending. Parts with more nodes come first, then by place."""
     stages: tuple[tuple[int, ...], ...]
     """Pipeline stages of each part."""
     num_built: int
@@ -30,7 +30,7 @@ class PrebuildPlan:
         self.validate()
 
     def validate(self) -> None:
-        """Check that each place is in one part."""
+        """Check that each place (position of a node in the layout) is in exactly one part."""
         places = sorted(place for part in self.parts for place in part)
         assert places == list(range(self.num_nodes)), f"parts {self.parts} must contain each of {self.num_nodes} places"
         assert 0 <= self.num_built <= len(self.parts), f"num_built={self.num_built} must be from 0 to {len(self.parts)}"
@@ -64,12 +64,12 @@ class PrebuildPlan:
         return tuple((first + offset) % num_parts for offset in range(self.num_built))
 
     def part_of(self, place: int) -> int:
-        """Return the number of the part that contains ``place``."""
+        """Return the number of the part that contains ``place`` (position of a node in the layout)."""
         return next(number for number, part in enumerate(self.parts) if place in part)
 
     def assign(self, places: Iterable[int], spares: Sequence[int]) -> Mapping[int, int]:
-        """Choose a node of ``spares`` for each of ``places``. If possible, it is a spare that builds the part of this
-        place in advance; other places get the remaining spares in the given order. There must be enough spares."""
+        """Choose a spare for each of ``places``. If possible, the spare is one that builds the part of its place in
+        advance. Other places get the remaining spares in the given order. There must be enough spares."""
         left, found = list(spares), {}
         waiting = list(places)
         for place in tuple(waiting):
@@ -101,7 +101,7 @@ class PrebuildReport:
     part_bytes: tuple[int, ...]
     """Bytes of weights, gradients, master weights and moments of the ranks of a node, for each part."""
     reason: str
-    """Reason for the number of parts."""
+    """Reason for the number of parts that each spare builds."""
 
     @classmethod
     def of(cls, config: JobConfig, state_bytes: Sequence[int], reason: str) -> "PrebuildReport | None":
@@ -139,7 +139,7 @@ def bytes_of_parts(plan: PrebuildPlan, config: JobConfig, state_bytes: Sequence[
 
 
 def extra_bytes(part_bytes: Sequence[int], num_built: int) -> int:
-    """Return the most bytes of unused parts if a spare has built ``num_built`` parts and uses one of them."""
+    """Return the most bytes that unused parts can have if a spare has built ``num_built`` parts and uses one."""
     return sum(sorted(part_bytes, reverse=True)[: max(0, num_built - 1)])
 
 

@@ -1,4 +1,4 @@
-"""``ReplayPlan``: turns a window into dense state by loading slices and running iterations again."""
+"""``ReplayPlan``: restores the complete state from a window by loading slices and running iterations again."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class _ReplayStep:
     """Step of a replay: it loads a slice, if one is left, and then runs an iteration again."""
 
     load: int | None
-    """Number of the slice to load; None after the last slice, when the state is dense."""
+    """Number of the slice to load; None if all slices were loaded in earlier steps."""
     active: tuple[OperatorId, ...]
     """Operators with at least one part whose full state has been loaded."""
     frozen: tuple[OperatorId, ...]

@@ -45,7 +45,7 @@ class StoredWindow:
 
     @property
     def last_iteration(self) -> int:
-        """Iteration of the dense state that a replay of the window restores."""
+        """Iteration whose complete state a replay of the window restores."""
         return self.start_iteration + self.num_slices - 1
 
     @classmethod
@@ -66,7 +66,7 @@ class RecoverySource:
 
     kind: Literal["memory", "persisted", "checkpoint", "nothing"]
     iteration: int
-    """Iteration of the dense state after the recovery; 0 for ``nothing``."""
+    """Iteration whose state the ranks have after the recovery; 0 for ``nothing``."""
     places: tuple[StoredWindow, ...] = ()
     """Window that each rank loads, by rank; empty for ``checkpoint`` and ``nothing``."""
     declined: tuple[str, ...] = ()

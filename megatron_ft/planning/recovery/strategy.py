@@ -1,4 +1,4 @@
-"""``Strategy``: a way to recover a job from a loss of nodes. It computes the ``Cost`` of the recovery, or declines.
+"""``Strategy``: a way to recover a job from a loss of nodes. It computes the ``Cost`` of the recovery, if possible.
 
 A strategy is a frozen dataclass in a file of its own. ``costs.STRATEGIES`` lists all strategies in the order in which
 they are tried. ``dry_run``, ``tools/can_recover`` and the doctor call the same method ``cost``.
@@ -84,7 +84,7 @@ class Loss:
         place: Place | None = None,
         stored: Stored | None = None,
     ) -> "Loss":
-        """Describe the loss of ``nodes`` for a job. The other arguments are described at the fields.
+        """Describe the loss of ``nodes`` for a job. The fields of ``Loss`` describe the other arguments.
 
         Raises:
             ConfigError: ``nodes`` contains a node that is not present.
@@ -108,8 +108,8 @@ class Loss:
 
 
 def why_no_replacement(loss: Loss, facts: RecoveryFacts) -> str:
-    """Return the reason why no nodes can replace the lost nodes of a job that keeps its layout; empty if nodes can. A
-    node whose ranks have died counts as lost, because its ranks start again only if lost nodes start again."""
+    """Return the reason why no other node can replace the lost nodes of a job that keeps its layout; empty if one can.
+    A node whose ranks have died counts as lost, because its ranks start again only if lost nodes start again."""
     nodes, full, here = facts.config.nodes, f"launch.num_nodes={facts.config.launch.num_nodes}", facts.layout.nodes
     if facts.has_changed_layout:
         return f"the job has had fewer than {full} nodes since its ranks started, so no node replaces a lost node"
@@ -170,7 +170,7 @@ class Cost:
     loses_updates: bool = False
     """Whether updates of experts are lost, because windows leave out experts. Then ``is_bitwise`` is false."""
     update_loss: str = ""
-    """Bound of the updates that are lost, in words; empty if ``loses_updates`` is false."""
+    """Text that states a bound of the lost updates; empty if ``loses_updates`` is false."""
     keeps_processes: bool
     """Whether the surviving ranks continue in their processes with their state."""
     medium: Medium | None = None
@@ -185,7 +185,7 @@ class Cost:
     """Predicted seconds from the failure until ranks have replayed all committed iterations and train again (see
     ``RecoveryTimes``). If iterations run again, this is an upper bound. None if it is not known."""
     work: RecoveryWork | None = None
-    """Work from which ``seconds`` is predicted; None if the job does not continue by itself."""
+    """Amount of work from which ``seconds`` is predicted; None if the job does not continue by itself."""
     why_no_seconds: tuple[str, ...]
     """Missing inputs without which ``seconds`` cannot be predicted, e.g. ``snapshot.iteration_seconds=null``."""
     is_recoverable: bool = True
@@ -295,8 +295,8 @@ class Cost:
 
     @property
     def description(self) -> str:
-        """Return the name of the strategy, with the medium of the window or the stages that replay, and who starts the
-        job again."""
+        """Return the name of the strategy, with the location of the window or the stages that replay. If the job ends,
+        add who starts it again."""
         text = self.strategy if self.medium is None else f"{self.strategy} ({self.medium})"
         text += f" (stage {', '.join(map(str, self.stages))})" if self.stages else ""
         return text if self.is_automatic else f"{text}, by {self.restarted_by}"
@@ -324,7 +324,7 @@ class Cost:
 
     @property
     def meaning(self) -> str:
-        """Describe in words which run has equal results, or how much the recovery loses."""
+        """Describe the run to which the results are equal, or how much the recovery loses."""
         if self.loses_updates:
             return self.update_loss
         if self.is_bitwise:

@@ -1,4 +1,4 @@
-"""Determines which recovery strategies can use one checkpoint or window on storage, and why the others cannot.
+"""Determines which recovery strategies can use a checkpoint or window on storage, and why other strategies cannot.
 
 If the configuration of a job is known, each strategy is asked for the cost of a loss of all processes, with the
 checkpoint or window as the only saved state. Otherwise, only the kind and the defects of the saved state count.
@@ -28,7 +28,7 @@ class Use:
     """Name of the strategy or key, e.g. ``rollback`` or ``checkpoint.load``."""
     is_possible: bool
     reason: str
-    """Use that ranks make of the checkpoint or window, or reason why they cannot use it; without a full stop."""
+    """Description of how ranks use the checkpoint or window, or reason why they cannot; without a full stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class SavedState:
     what: str
     """Name of the saved state in texts, e.g. ``a dense checkpoint``."""
     iteration: int = 0
-    """Iteration of the dense state that ranks have after the recovery."""
+    """Iteration whose complete state ranks have after the recovery."""
     start_iteration: int = 0
     """Iteration of the first slice of a window."""
     num_ranks: int | None = None

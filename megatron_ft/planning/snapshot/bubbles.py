@@ -1,4 +1,4 @@
-"""Idle time of pipeline stages (bubbles), and how much of a snapshot can be copied during it (MoEtion, section 5.3).
+"""Idle time of pipeline stages (bubbles), and the bytes of a snapshot that are copied in it (MoEtion, section 5.3).
 
 A stage is idle while it waits for a message of another stage. A copy during this time does not compete with
 computation. The formulas apply to Megatron's 1F1B schedules with equal stages and messages that take no time. For other
@@ -30,7 +30,7 @@ class StageIdle:
 
     @property
     def total_seconds(self) -> float:
-        """Time of the iteration in which the stage computes nothing. It is the same for all stages."""
+        """Idle time of the stage in the iteration. It is the same for all stages."""
         return self.receive_seconds + self.after_seconds
 
     @classmethod
@@ -56,19 +56,19 @@ class StageIdle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleProfile:
-    """Measured times of one stage in an iteration, and the rates at which the stage copies slices."""
+    """Measured times of one stage in an iteration, and the rates at which the stage copies snapshot slices."""
 
     idle_seconds: float
     """Time in which the rank waits for messages of adjacent stages."""
     tail_seconds: float
     """Time from the end of the rank's last wait until the copy of a slice must be complete."""
     idle_bytes_per_second: float
-    """Rate of copies while the rank waits."""
+    """Bytes per second that the rank copies while it waits for messages."""
     busy_bytes_per_second: float
-    """Rate of copies while the rank computes."""
+    """Bytes per second that the rank copies while it computes."""
 
     def bytes_at_once(self, num_bytes: int) -> int:
-        """Return how many of the ``num_bytes`` of a slice are copied without waiting for a bubble.
+        """Return how many of a slice's ``num_bytes`` are copied without waiting for a bubble (idle time of the stage).
 
         All other bytes fit into the bubbles and into the time after the last bubble. Algorithm 4 of MoEtion divides the
         parameters in the same way, but does not use the time after the last bubble.

@@ -17,7 +17,7 @@ Indices = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitBytes:
-    """Bytes of each unit (``plan.Unit``) on each rank, without alignment."""
+    """Bytes of each unit (operator or part of it, ``plan.Unit``) on each rank, without alignment."""
 
     full: Matrix
     """Bytes of the full state, ``[units, ranks]``."""
@@ -25,11 +25,11 @@ class UnitBytes:
     """Bytes of compute weights only, ``[units, ranks]``."""
 
     def take(self, rows: Sequence[int]) -> "UnitBytes":
-        """Select the units ``rows``, in that order."""
+        """Return the rows ``rows`` of the table, in that order."""
         return UnitBytes(full=self.full[list(rows)], frozen=self.frozen[list(rows)])
 
     def distinct_ranks(self) -> "UnitBytes":
-        """Return a table with one column for each group of ranks that capture equally many bytes of every unit."""
+        """Return the table with only one column for all ranks that capture the same bytes of every unit."""
         # Data-parallel ranks often capture equal sizes, and every step of a packing costs time for each column.
         columns = np.concatenate([self.full, self.frozen]).T
         first = sorted({column.tobytes(): rank for rank, column in reversed(list(enumerate(columns)))}.values())
@@ -40,7 +40,7 @@ class UnitBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """State that every rank has to capture."""
+    """Shards of state that every rank has to capture."""
 
     shards_by_rank: tuple[tuple[StateShard, ...], ...]
     """Shards of each rank; the index is the rank."""
@@ -66,7 +66,7 @@ class Demand:
         """Largest number of bytes by which a part exceeds its equal share when an operator is split into parts,
         ``[operators, ranks]``.
 
-        Ranges are rounded to whole elements, and components that are not per element are captured with every part.
+        Ranges are rounded to whole elements. Components that are not per element are captured with every part.
         """
         values, found = self._table.values, np.zeros((len(self.operators), self.num_ranks), dtype=np.int64)
         # A range of quantized state is rounded to whole blocks.

@@ -1,8 +1,8 @@
-"""Assigns peers as MoEtion does (section 5.1, algorithm 2). Only for comparison: jobs do not use this module.
+"""Assigns peers as MoEtion does (section 5.1, algorithm 2). Jobs do not use this module; it is for comparison.
 
-In MoEtion every worker captures its whole state. Data-parallel workers have some parts in common. For these parts a
-node needs fewer peers, because other nodes already have them. In this project, ranks divide common state, and each
-captures its own part. No two nodes capture the same bytes, so jobs call ``PeerAssignment.of`` without ``already_held``.
+In MoEtion every worker captures its whole state. Data-parallel workers have some parts in common. A node needs fewer
+peers for common parts, because other nodes have them. In this project, ranks divide common state, and each captures its
+own part. No two nodes capture the same bytes, so jobs call ``PeerAssignment.of`` without ``already_held``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ def is_divided(kind: Kind, sharding: Sharding) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyPlan:
-    """Nodes to which each node sends its state, by kind."""
+    """Nodes to which each node sends copies of its state, for each kind of state."""
 
     by_kind: Mapping[Kind, PeerAssignment]
     sent_bytes: tuple[int, ...]
@@ -68,8 +68,8 @@ class CopyPlan:
 
 
 def _nodes_with_equal_parts(topology: Topology, node_of: Sequence[int], kind: Kind) -> dict[int, frozenset[int]]:
-    """Return, for each node, the other nodes that have equal state of ``kind``: another node counts if it has, for each
-    rank of the node, a rank of the same data-parallel group."""
+    """Return, for each node, the other nodes whose state of ``kind`` is equal. The state of another node is equal if
+    that node has, for each rank of the first node, a rank of the same data-parallel group."""
     groups: dict[tuple[int, ...], set[int]] = {}
     keys: dict[int, set[tuple[int, ...]]] = {}
     for rank, place in topology.ranks():

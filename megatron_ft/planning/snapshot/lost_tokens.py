@@ -18,9 +18,9 @@ class TokenLedger:
     restores the ledger of the iteration from which training continues."""
 
     processed: Rows
-    """Tokens of committed iterations."""
+    """Tokens that each expert has processed in committed iterations."""
     lost: Rows
-    """Tokens whose updates were lost in recoveries, summed over recoveries."""
+    """Tokens of each expert whose updates were lost in recoveries, summed over recoveries."""
     repaid: Rows
     """Additional tokens of committed iterations that experts processed beyond their capacity because of lost tokens."""
 
@@ -35,7 +35,7 @@ class TokenLedger:
 
         Args:
             loads: number of tokens of each expert in this iteration, [MoE layer][expert].
-            repaid: number of these tokens that exceeded the capacity of the expert; None if no token did.
+            repaid: number of these tokens that experts processed beyond their capacity; None if there are none.
         """
         return TokenLedger(
             processed=_sum(self.processed, loads),
@@ -48,8 +48,8 @@ class TokenLedger:
         return replace(self, lost=_sum(self.lost, lost))
 
     def owed(self) -> Rows:
-        """Return the number of lost tokens that an expert has not repaid, as [MoE layer][expert]: its lost tokens
-        minus ``repaid``, the additional tokens that it has processed since."""
+        """Return the lost tokens of each expert for which it has not processed additional tokens since, as [MoE
+        layer][expert]: ``lost`` minus ``repaid``, but at least 0."""
         return tuple(
             tuple(max(0, lost - repaid) for lost, repaid in zip(*rows, strict=True))
             for rows in zip(self.lost, self.repaid, strict=True)

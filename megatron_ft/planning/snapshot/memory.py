@@ -14,7 +14,7 @@ class PeerAssignment:
     """Peers of every node, which store copies of the node's windows."""
 
     peers: tuple[tuple[int, ...], ...]
-    """Peers of each node, nearest on the ring first."""
+    """Peers (nodes that store copies) of each node, nearest on the ring of nodes first."""
     failure_domains: tuple[str, ...]
     """Failure domain of each node."""
     num_copies: int
@@ -24,7 +24,7 @@ class PeerAssignment:
     capture the same bytes."""
 
     def sources_of(self, node: int) -> tuple[int, ...]:
-        """Return the nodes of which ``node`` stores copies."""
+        """Return the nodes for which ``node`` stores copies of windows."""
         return tuple(source for source, peers in enumerate(self.peers) if node in peers)
 
     def held_by(self, node: int) -> tuple[int, ...]:
@@ -101,7 +101,7 @@ class PeerAssignment:
 
 
 class _Ring:
-    """Peers of all nodes while copies are assigned."""
+    """Peers (nodes that store copies) of every node, during the assignment of copies."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ def _alternating(domains: Sequence[str]) -> list[int]:
 
 
 NUM_BUFFERS = 3
-"""Number of buffers of each rank, in the memory of its node."""
+"""Number of window buffers of each rank, in the memory of its node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,11 +272,11 @@ class WindowBuffers:
         return WindowBuffers(held=held, committed=committed)
 
     def free(self, pinned: Set[int] = frozenset()) -> int | None:
-        """Return the number of a buffer that has no held window and is not ``pinned``; None if no buffer is free."""
+        """Return the number of a buffer that contains no window and is not in ``pinned``; None if no buffer is free."""
         return min(self._unheld() - pinned, default=None)
 
     def begin(self, start_iteration: int, pinned: Set[int] = frozenset()) -> "WindowBuffers":
-        """Return the windows with a new window of ``start_iteration`` in a free buffer."""
+        """Return the windows plus a new one that starts at ``start_iteration``, in a free buffer."""
         buffer = self.free(pinned)
         assert buffer is not None, (
             f"no buffer is free for the window of iteration {start_iteration}; buffer of each window: {self.held}"
@@ -284,7 +284,7 @@ class WindowBuffers:
         return WindowBuffers(held={**self.held, start_iteration: buffer}, committed=self.committed)
 
     def abandon(self, start_iteration: int) -> "WindowBuffers":
-        """Return the windows without the window of ``start_iteration``, which will not be completed."""
+        """Return the windows without the one that starts at ``start_iteration``, which will not be completed."""
         held = {start: buffer for start, buffer in self.held.items() if start != start_iteration}
         return WindowBuffers(held=held, committed=self.committed)
 
@@ -298,7 +298,7 @@ def _bits(flags: Iterable[bool]) -> int:
 
 # These constants must match those of the snapshot server (``snapshot/server``), which planning does not import.
 NUM_OWN_BUFFERS = 3
-"""Number of buffers for a rank's own windows: one committed, one being replicated, one being captured."""
+"""Number of buffers for windows of one rank: for one committed, one replicating and one capturing window."""
 NUM_COPY_BUFFERS = 2
 """Number of buffers for copies of another node's rank: one committed, one being received."""
 STATUS_BYTES = 4096
@@ -312,18 +312,18 @@ another order of operators."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMemory:
-    """Bytes of memory for windows on one node."""
+    """Bytes of host memory for windows on one node."""
 
     own_bytes: int
-    """Windows of the node's own ranks."""
+    """Bytes of the windows of the node's own ranks."""
     copies_bytes: int
-    """Copies of other nodes' windows."""
+    """Bytes of the copies of other nodes' windows."""
     device_bytes: int = 0
     """Additional memory on devices; always 0, because slices are copied directly from the state."""
 
     @property
     def total_bytes(self) -> int:
-        """Total host memory."""
+        """Host memory for windows on the node, in bytes."""
         return self.own_bytes + self.copies_bytes
 
 

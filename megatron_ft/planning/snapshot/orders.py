@@ -1,8 +1,8 @@
-"""Order of operators within a window: popular operators come last, so that they stay frozen longest in a replay.
+"""Order of operators within a window: experts with many tokens come last, so they stay frozen longest in a replay.
 
-A frozen operator computes no weight gradients, so a replay is cheaper the longer busy operators stay frozen (MoEvement,
-section 3.5). Operators other than routed experts process every token and come after the experts (figure 6). They are
-ordered from the last layer to the first, because a backward pass ends at the first active operator (appendix E).
+An operator is frozen until its full state is loaded. It then computes no weight gradients, so replays are cheaper
+(MoEvement, 3.5). Operators other than routed experts process every token and come after the experts (figure 6). They
+are ordered from the last layer to the first, because a backward pass ends at the first active operator (appendix E).
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ class OperatorOrder(Protocol):
 
     @property
     def uses_activations(self) -> bool:
-        """Whether the order depends on activations."""
+        """Whether the order depends on ``Activations``, the numbers of tokens of experts."""
 
     def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
-        """Return ``operators`` in capture order. Without ``activations``, all experts count as equally popular."""
+        """Return ``operators`` in capture order. Without ``activations`` (token counts), all experts count alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardCount:
-    """Orders experts by their numbers of tokens in all records (MoEvement, section 3.5)."""
+    """Orders experts by their numbers of tokens, summed over all records (MoEvement, section 3.5)."""
 
     uses_activations: ClassVar[bool] = True
 
@@ -66,7 +66,7 @@ class CapacityAware:
     uses_activations: ClassVar[bool] = True
 
     def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
-        """Return the ordered operators. Raises ConfigError unless every expert has a capacity above 0."""
+        """Return the ordered operators. Raises ConfigError if the capacity of an expert is missing or not above 0."""
         num_experts = 1 + max((operator.expert for operator in operators if operator.expert is not None), default=-1)
         if len(self.capacities) != num_experts or not all(capacity > 0 for capacity in self.capacities):
             constraint = f"must be {num_experts} numbers above 0, one for each expert"

@@ -72,13 +72,13 @@ class Activations:
 
     @property
     def totals(self) -> tuple[tuple[int, ...], ...]:
-        """Tokens over all records, as [layer][expert]."""
+        """Number of tokens of each expert, summed over all records, as [layer][expert]."""
         return tuple(
             tuple(sum(column) for column in zip(*rows, strict=True)) for rows in zip(*self.tokens, strict=True)
         )
 
     def collapsed(self) -> "Activations":
-        """Return the same activations with ``totals`` as the only record."""
+        """Return activations that have ``totals`` as their only record."""
         return Activations(layers=self.layers, tokens=(self.totals,))
 
     @classmethod
@@ -91,14 +91,14 @@ class Activations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanBasis:
-    """Inputs from which a plan was made; a new plan is made if the present values differ too much from them."""
+    """Measurements from which a plan was made. A new plan is made if present measurements differ too much."""
 
     budget_bytes: int
     """Bytes that a rank can capture within one iteration."""
     peak_bytes: int
     """Bytes of the largest slice on any rank."""
     activations: Activations | None = None
-    """Activations as one record; None if the order does not depend on them."""
+    """Token counts of experts as one record; None if the order of operators does not depend on them."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "PlanBasis":
@@ -109,18 +109,18 @@ class PlanBasis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialPlan:
-    """Number of experts that a window captures, and components of all other experts that the window leaves out. The
+    """Number of experts that a window captures, and the components that it does not capture of all other experts. The
     experts are chosen when the window begins."""
 
     num_experts: int
     """Number of experts of each MoE layer that a window captures, on average over layers."""
     components: tuple[str, ...]
-    """Components of the other experts that are copied from an earlier window; the rest is captured."""
+    """Components of the other experts that are copied from an earlier window; all other components are captured."""
     captured_bytes: int | None = None
     """Largest number of bytes that a window with these experts captures on any rank; None in windows of earlier
-    versions."""
+    versions of the program."""
     num_persisted_experts: int | None = None
-    """Number of experts of each MoE layer whose newer state is written with a file; None to write all."""
+    """Number of experts of each MoE layer whose newer state a window's file contains; None for all experts."""
     sends_gradients: bool = False
     """Whether peers repeat updates of experts (``send_gradients`` of the policy). Then the buffer of a window has room
     for the gradients of all experts after its slice."""
@@ -282,8 +282,8 @@ _NUM_BATCHES, _LEAST_BATCH_BYTES = 128, 1 << 18
 
 
 def batch_bytes(largest_slice_bytes: int) -> int:
-    """Return the size in bytes of the batches in which a slice is sent. Ranks send slices when they restore a window.
-    ``largest_slice_bytes`` is the size of the slice on the rank with the largest part."""
+    """Return the size in bytes of the batches in which ranks send a slice when they restore a window.
+    ``largest_slice_bytes`` is the size of the slice on the rank where it is largest."""
     # The bytes of a batch are copied before the send, so they must be few. But each batch costs one collective.
     return align(max(_LEAST_BATCH_BYTES, largest_slice_bytes // _NUM_BATCHES))
 
@@ -325,8 +325,8 @@ def window_bytes(plan: WindowPlan, shards: Sequence[StateShard]) -> int:
 
 
 def window_bytes_by_rank(plan: WindowPlan, shards_by_rank: Sequence[Sequence[StateShard]]) -> tuple[int, ...]:
-    """Return ``window_bytes`` of each rank. The plan is read once for all ranks, so the time for a rank is proportional
-    to its own shards, and not to the operators of the job."""
+    """Return ``window_bytes`` of each rank. The plan is read once for all ranks. So the time for one rank is
+    proportional to the number of its shards, and not to the number of operators of the job."""
     units_of: dict[OperatorId, list[tuple[int, Unit]]] = {}
     for index, units in enumerate(plan.slices):
         for unit in units:
@@ -371,8 +371,8 @@ class ReorderTrigger:
     """Decides when the popularity of experts has changed so much that a new order of operators is made (MoEvement,
     3.5).
 
-    The frequency of an expert is its share of its layer's tokens. The trigger compares it with its value when the
-    present order was made, not with its last value. So a slow drift triggers a new order, and oscillation does not.
+    The frequency of an expert is its share of its layer's tokens. The trigger compares the present frequency with the
+    frequency when the present order was made. So a slow drift triggers a new order, and oscillation does not.
     """
 
     min_change: float = 0.10
@@ -381,7 +381,7 @@ class ReorderTrigger:
     """Share of all experts that must have changed; a value above 1 keeps the first order for the whole run."""
 
     def fires(self, before: Activations | None, now: Activations | None) -> bool:
-        """Return whether the order that was made from ``before`` is outdated for ``now``."""
+        """Return whether an order made from the token counts ``before`` is outdated for the token counts ``now``."""
         if now is None:
             return False
         # This check precedes that of ``before``: the first order is kept even if it was made without activations.

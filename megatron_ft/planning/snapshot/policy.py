@@ -1,4 +1,4 @@
-"""Interface of snapshot policies, which make the same ``WindowPlan`` on every rank from demand and measurements."""
+"""Interface of snapshot policies. They make the same ``WindowPlan`` on every rank from measurements and state sizes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,14 +18,14 @@ class SnapshotContext:
     iteration_seconds: float
     """Time of an iteration, during which a slice is captured."""
     activations: Activations | None = None
-    """Activations of experts; None if they have not been counted yet."""
+    """Token counts of experts; None if tokens have not been counted yet."""
     previous: WindowPlan | None = None
     """Plan that is in use; None if there is no plan yet."""
     storage_bytes_per_second: float | None = None
     """Bytes that a rank can write to storage per second; None if the number of experts in files does not depend on this
     value."""
     windows_per_file: int = 1
-    """Number of windows of which one is written to storage."""
+    """Number n if every n-th window is written to storage."""
 
     def file_budget_bytes(self, interval_iterations: int) -> int | None:
         """Return the bytes that a rank can write until its next file is due, if a window begins every
@@ -68,11 +68,11 @@ class SnapshotPolicy(Protocol):
 
     @property
     def replan_drift(self) -> float:
-        """Relative change of the budget, or of the largest slice, above which ``replan`` makes another plan."""
+        """Relative change of ``budget_bytes`` or of the largest slice above which ``replan`` makes another plan."""
 
     @property
     def trigger(self) -> ReorderTrigger | None:
-        """Change of activations after which ``replan`` makes a new order; None for orders without activations."""
+        """Change of token counts after which ``replan`` makes a new order; None for orders without token counts."""
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
         """Plan windows that capture every operator of ``demand`` once.
@@ -85,8 +85,8 @@ class SnapshotPolicy(Protocol):
 def replan(policy: SnapshotPolicy, demand: Demand, context: SnapshotContext, previous: WindowPlan) -> WindowPlan:
     """Return ``previous``, or a new plan if ``previous`` is outdated; the ``reason`` of a new plan states the cause.
 
-    A plan is outdated if it has other operators than ``demand``, if the budget or the largest slice has changed by more
-    than the policy's ``replan_drift``, or if the policy's ``trigger`` fires.
+    A plan is outdated if it has other operators than ``demand``, if ``budget_bytes`` or the largest slice has changed
+    by more than the policy's ``replan_drift``, or if the policy's ``trigger`` fires.
     """
     why = why_outdated(policy, demand, context, previous)
     if why is None:

@@ -33,7 +33,7 @@ def estimate_demand(config: JobConfig, topology: Topology, tokenizer_vocab_size:
 
     A shard has the id of its operator, not the names of parameters. Every parameter is counted once. With the
     distributed optimizer, a rank captures its part of each gradient bucket, in the order of Megatron's buffers; buckets
-    are assumed to end only with an operator. Otherwise operators are split evenly over the ranks that have them.
+    are assumed to end only with an operator. Without it, operators are split evenly over the ranks that have them.
     Experts in replica slots are split over all ranks of the stage, and a tied embedding over the first and last stage.
     """
     operators = operators_of(config.model, tokenizer_vocab_size)
@@ -50,11 +50,11 @@ def estimate_demand(config: JobConfig, topology: Topology, tokenizer_vocab_size:
 
 
 _Components = tuple[tuple[Component, ...], tuple[Component, ...]]
-"""Components of an active and of a frozen operator."""
+"""State components that a slice contains of an operator in full, and of an operator with compute weights only."""
 
 
 def _components(precision: PrecisionConfig, *, is_fp8: bool) -> _Components:
-    """Return the components of an operator. ``is_fp8`` means that its weights hold FP8 values."""
+    """Return the state components of an operator. ``is_fp8`` means that the operator's weights are FP8 values."""
     formats = zip(("master", "exp_avg", "exp_avg_sq"), precision.optimizer_formats or ("fp32",) * 3, strict=True)
     full = [part for name, found in formats for part in _scaled(name, *STATE_DTYPES[found], found != "fp32")]
     step = Component(name="step", dtype="float32", item_bytes=FP32_BYTES, per_element=False)
@@ -225,9 +225,9 @@ class SnapshotReport:
     """Number of experts of each layer whose newer state is written to storage with a window. None if all experts of the
     window are written, or if no window is written during training."""
     stored_bytes: int | None = None
-    """Largest number of bytes that any rank writes with ``stored_experts``; None if ``stored_experts`` is None."""
+    """Largest number of bytes that any rank writes for a window with ``stored_experts``; None without this value."""
     update_loss: str = ""
-    """Bound of the updates that a recovery from a window loses, in words; empty if it loses none."""
+    """Text that states a bound of the updates that a recovery from a window loses; empty if it loses none."""
 
     @property
     def host_bytes(self) -> int:

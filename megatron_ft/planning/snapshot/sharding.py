@@ -2,8 +2,8 @@
 
 Ranks of this project capture equal ranges of elements (``estimate_demand``), which no division by modules can improve.
 For comparison, this module has the paper's baseline, equal sharding of experts and of other modules (equation 8), and
-adaptive sharding of other modules (equation 9). All of them assume data parallelism with expert parallelism: rank ``r``
-has the ``r % expert_size``-th group of consecutive experts of each layer, and all other modules.
+adaptive sharding of other modules (equation 9). All divisions assume data parallelism with expert parallelism: rank
+``r`` has the ``r % expert_size``-th group of consecutive experts of each layer, and all other modules.
 """
 
 from collections.abc import Sequence

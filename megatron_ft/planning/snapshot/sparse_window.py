@@ -1,4 +1,4 @@
-"""Sparse windows: each iteration captures one slice of the operators. A window has the fewest slices without stalls."""
+"""Sparse windows: each iteration captures one slice of the state. A window has the fewest slices without stalls."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -143,11 +143,11 @@ class SparseWindow:
     """Relative change above which a new plan is made: the change of the bytes that an iteration can capture, or of the
     largest slice."""
     reorder: ReorderTrigger = field(default_factory=ReorderTrigger)
-    """Change of expert activations that requires a new plan."""
+    """Change of the token counts of experts that requires a new plan."""
 
     @property
     def trigger(self) -> ReorderTrigger | None:
-        """``reorder``, or None if the order does not depend on activations."""
+        """Value of ``reorder``; None if the order of operators does not depend on the token counts of experts."""
         return self.reorder if self.order.uses_activations else None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:

@@ -33,7 +33,7 @@ class Declined:
     reason: str
     """Reason as a clause, without a full stop."""
     strategy: str = ""
-    """Name of the recovery strategy that declines; empty for other planners."""
+    """Name of the recovery strategy that is not possible; empty if the result is that of another planner."""
     missing: tuple[OperatorId | MissingState, ...] = ()
     """State that no living rank has: whole operators, or elements of their tensors."""
 

@@ -16,7 +16,7 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.state.tensors import Column, StateTensor, TensorIndex
 
 STORAGE = -1
-"""Rank number of storage, which every rank can read without the help of another rank."""
+"""Rank number that stands for storage. Every rank can read storage without the help of another rank."""
 
 
 class Medium(IntEnum):
@@ -105,7 +105,7 @@ class Needs:
         return int(((self.stop - self.start) * self.index.item_bytes[self.tensor]).sum())
 
     def validate(self) -> None:
-        """Check that the elements of every row are inside their tensor and that its rank is at least 0.
+        """Check that the elements of every row are inside their tensor and that the row's rank is at least 0.
 
         Raises:
             ConfigError: elements are outside of their tensor or a rank is negative; the message names the row.

@@ -28,9 +28,9 @@ from megatron_ft.planning.state.tensors import Column, StateTensor, TensorIndex
 # Values of Megatron: for elements of at least 16 bits, buckets begin at multiples of 256 bytes and parameters at
 # multiples of 128 bytes.
 BUCKET_MULTIPLE = 128
-"""The size of every bucket is a multiple of this number of elements and of the number of data-parallel ranks."""
+"""Alignment of bucket sizes in elements. Bucket sizes are also multiples of the number of data-parallel ranks."""
 PARAMETER_MULTIPLE = 64
-"""Every parameter starts at a multiple of this number of elements."""
+"""Alignment of parameters in a buffer, in elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -311,7 +311,7 @@ class ModelState:
 
 
 BufferKey = tuple[int, int, bool, str]
-"""Pipeline stage, chunk, whether the parameters belong to experts, and dtype of the weights."""
+"""Key of a buffer: pipeline stage, chunk, whether the parameters belong to experts, and dtype of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

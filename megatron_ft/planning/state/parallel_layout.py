@@ -82,7 +82,7 @@ class ParallelLayout:
         return np.array(self.stages[stage], dtype=np.int64).reshape(-1, self.group_size)
 
     def places(self) -> dict[int, tuple[int, int, int]]:
-        """Return the stage, the lane and the position in its group for every rank that trains."""
+        """Return, for every rank that trains, its stage, its lane and its position in the TP·CP group."""
         return {
             rank: (stage, lane, place)
             for stage, groups in enumerate(self.stages)

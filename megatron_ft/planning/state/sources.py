@@ -16,7 +16,7 @@ from megatron_ft.planning.state.intervals import distinct, expand, split, union
 from megatron_ft.planning.state.tensors import Column, TensorIndex
 
 ENOUGH_SENDERS = 64
-"""Further holders of an element are not added to a set of possible senders that has more ranks than this."""
+"""Number of ranks above which a set of possible senders of an element gets no further ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,7 +31,7 @@ class Pieces:
     medium: Column
     """``Medium`` of the elements; -1 if no rank has them."""
     senders: Column
-    """Index in ``Matched.sets`` of the possible senders; -1 if the rank itself or no rank has the elements."""
+    """Index in ``Matched.sets`` of the possible senders; -1 if the rank itself has the elements or no rank has them."""
 
     @classmethod
     def of(cls, rank: Column, start: Column, stop: Column, iteration: int, medium: int, senders: Column) -> "Pieces":
@@ -136,7 +136,7 @@ class _Sets:
         return found
 
     def union(self, numbers: tuple[int, ...]) -> int:
-        """Return the number of the union of the sets with ``numbers``, or of the largest set if it has enough ranks."""
+        """Return the number of the union of the sets ``numbers``, or of the largest of them if it is large enough."""
         largest = max(numbers, key=lambda number: len(self.ranks[number]))
         if len(numbers) == 1 or len(self.ranks[largest]) > ENOUGH_SENDERS:
             return largest

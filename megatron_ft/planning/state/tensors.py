@@ -13,7 +13,7 @@ from megatron_ft.operators import OperatorId
 
 Column = npt.NDArray[np.int64]
 TensorKey = tuple[str, int, str]
-"""Name of the parameter in the whole model, number of the tensor-parallel part, and kind of state."""
+"""Key of a tensor: parameter name in the whole model, number of the tensor-parallel part, and kind of state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,13 +37,13 @@ class _Shares:
     senders: tuple[Column, ...]
     """Sending ranks of each set, ascending."""
     amounts: tuple[Column, ...]
-    """Bytes that each of these ranks sends, all above 0; their sum is the demand of the set."""
+    """Bytes that each sending rank sends, all above 0; their sum is the number of bytes that the set must send."""
     slack: int
     """Largest number of bytes by which a sender's total may exceed the total of another rank of its set."""
 
     @classmethod
     def of(cls, demands: Sequence[int], sets: Sequence[Column], *, min_piece_bytes: int) -> "_Shares":
-        """Distribute the demand of each set over its ranks.
+        """Distribute the bytes that each set of possible senders must send (its demand) over the ranks of the set.
 
         At most ``demand // min_piece_bytes`` ranks of a set send, but at least one, because many small pieces cost more
         than a busier sender. Sets with one rank are assigned first. Every other demand is then spread over the least
