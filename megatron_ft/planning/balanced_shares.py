@@ -48,8 +48,8 @@ MAX_TOKENS = 2**31
 """Limit for the tokens of one layer and microbatch, on all ranks together. Below this limit, the product of two counts
 fits in 64 bits."""
 MAX_ROUNDS = 64
-"""Largest number of rounds, which limits the computing time. The shares after the last round are used even if a load
-is above the limit."""
+"""Largest number of rounds in which tokens move between ranks, to limit the computing time. The result of the last
+round is used even if a load is above the limit."""
 RESOLUTION = 2**16
 """Largest mean load of a rank to which ``least_load`` scales loads before it rounds them to integers."""
 _NONE = -1

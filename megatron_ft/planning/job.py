@@ -1,4 +1,4 @@
-"""``JobPlan``: the complete plan of a job before anything runs."""
+"""``JobPlan``: the complete plan of a job, which is made before the job runs."""
 
 import dataclasses
 import math

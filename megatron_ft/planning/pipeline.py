@@ -27,7 +27,7 @@ class LogKey:
     """Iteration, from 1."""
     microbatch: int
     chunk: int
-    """Chunk of the sender."""
+    """Chunk (group of layers) of the sending stage."""
     direction: Direction
     generation: int
     """Number of the membership that sent the tensor last. Later memberships may use the tensor if its iteration is

@@ -1,8 +1,8 @@
 """Estimates the memory of the upstream log, which contains tensors that stages have sent to their neighbours.
 
 A tensor is needed as long as a neighbouring stage may replay the tensor's iteration. A replay starts from the first
-slice of the newest committed window. While window n is captured, the newest committed window is at best window n
-- 1. So the log covers two windows, plus the iterations until all ranks know the commit (MoEvement, section 3.4).
+slice of the newest committed window. While a window is captured, the newest committed window is at best the window
+before it. So the log covers two windows, plus the iterations until all ranks know the commit (MoEvement, section 3.4).
 Tensors have the sizes that Megatron sends.
 """
 

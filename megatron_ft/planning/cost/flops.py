@@ -116,7 +116,7 @@ def peak_tflops(given: float | None, device_name: str | None, precision: Precisi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """Computes rates of an iteration from its duration."""
+    """Computes throughput figures (tokens/s, TFLOP/s, MFU) of an iteration from its duration."""
 
     flops_per_sample: int
     peak_tflops: float | None

@@ -39,7 +39,7 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationSeconds:
-    """Times of one iteration, for the stages that run it."""
+    """Simulated times of one iteration. In a replay, only some stages run the iteration."""
 
     makespan_seconds: float
     """Time from the start of the iteration until the last stage has updated its weights."""
@@ -96,8 +96,8 @@ class IterationSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCopy:
-    """Copy of a snapshot slice by one thread of a stage during an iteration. The computation of the stage and the copy
-    share one core: while both run, each gets half of the core."""
+    """Copy of a snapshot slice by one thread of a stage during an iteration. The copy and the stage's computation share
+    one core. While the stage computes, the copy gets half of the core."""
 
     seconds: float
     """Duration of the copy if nothing else runs."""
@@ -108,11 +108,11 @@ class StageCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopiedIteration:
-    """Times of an iteration during which every stage copies a slice."""
+    """Simulated times of an iteration during which every stage copies a snapshot slice."""
 
     makespan_seconds: float
     """Time from the start of the iteration until the last stage has updated its weights. A stage ends its copy before
-    its update."""
+    it updates its weights."""
     idle_copy_seconds: tuple[float, ...]
     """Seconds of each stage's copy that ran while the stage waited for messages."""
     late_copy_seconds: tuple[float, ...]
@@ -131,7 +131,7 @@ class CopiedIteration:
 
         Args:
             stages: times of every stage of the pipeline.
-            copies: copy of each stage.
+            copies: copy of a snapshot slice by each stage.
             send_seconds: time from the end of a pass until its tensor arrives.
         """
         assert len(copies) == shape.num_stages, f"{len(copies)} copies for a pipeline of {shape.num_stages} stages"
@@ -180,14 +180,14 @@ class _Run:
         self.waits: dict[int, list[Wait]] = {stage: [] for stage in own}
         """Intervals in which each stage waits for the input of a pass."""
         self.copy_seconds = [copy.seconds for copy in copies]
-        """Seconds of the copy of each stage that have not run yet."""
+        """Seconds of each stage's copy that have not run yet."""
         self.idle_copy_seconds = [0.0 for _ in copies]
         self._at_once = [copy.at_once_seconds for copy in copies]
         self._last_received = [self._last_received_pass(stage) for stage, _ in enumerate(copies)]
         self._logged = dict(self._log())
 
     def to_the_end(self) -> dict[int, float]:
-        """Run all passes and return the end time of each stage."""
+        """Simulate all passes and return the end time of each stage."""
         waiting = {stage: list(reversed(order(self._shape, stage))) for stage in self._own}
         free = dict.fromkeys(self._own, 0.0)
         while any(waiting.values()):

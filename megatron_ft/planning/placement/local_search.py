@@ -20,7 +20,7 @@ Masks = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Losses:
-    """Weighted sets of lost domains that guide a search."""
+    """Weighted sets of lost domains. A search maximizes the weight of the sets that a placement survives."""
 
     masks: Masks
     """Sets of lost domains, ``[M]``; bit d of an entry is set if domain d is lost."""

@@ -52,7 +52,7 @@ class PlacementReport:
     staged_bytes: int
     """Bytes of the state of one expert. A rank needs this much additional memory during a rebalance."""
     most_moved_bytes: int
-    """Most bytes that a rebalance can move. ``overlap_search`` does not move base copies (``allocation.py``)."""
+    """Most bytes that a rebalance can move. ``overlap_search`` does not move base copies (copies for survival)."""
     most_received_bytes: int
     """Largest number of bytes that one rank receives in a rebalance that moves ``most_moved_bytes``."""
     rebalance_seconds: float | None

@@ -24,7 +24,7 @@ class TradeoffPoint:
     worst_imbalance: float
     """Tokens of the busiest rank divided by the mean of all ranks, in the layer in which this ratio is largest."""
     survival: tuple[Survival, ...]
-    """Joint survival of all layers, for each number of lost domains."""
+    """Probability that every expert of all layers survives, for each number of lost domains."""
 
 
 def tradeoff(

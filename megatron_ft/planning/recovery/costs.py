@@ -71,8 +71,8 @@ def _cost_by(strategy: Strategy, loss: Loss, facts: RecoveryFacts) -> Cost | Dec
 
 
 def costs_of_nodes(facts: RecoveryFacts, inputs: JobInputs) -> tuple[Cost, ...]:
-    """Return the cost of losing each present node alone; then, if the job restarts ranks, of the death of all ranks;
-    then, if snapshot servers outlive the job, of the death of all processes of the job."""
+    """Return a sequence of costs: of losing each present node alone, of the death of all ranks (if the job restarts
+    ranks), and of the death of all its processes (if snapshot servers outlive the job)."""
     wanted = placer(facts.config, inputs)
     gone = tuple(
         cost_of_loss(facts, [node], place=wanted if position < MAX_PLANNED_NODES else None)

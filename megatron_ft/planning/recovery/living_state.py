@@ -248,7 +248,7 @@ def plan_replicas(
         num_slots_per_rank: number of expert slots of a rank in the next membership.
         expert_bytes: bytes of the state of one expert, equal in all layers or one value for each layer.
         owned: experts whose state each rank of the next membership has, ``[layer][rank]``; None if these are the
-            experts of ``plan``. The two differ after an interrupted migration.
+            experts of ``plan``. ``owned`` and ``plan`` differ after an interrupted migration.
         others: ranks that leave the stage and hold experts of it.
     """
     if missing := lost_experts(plan, previous_ranks, owned, others):
@@ -299,7 +299,7 @@ def plan_drain(
 
 
 def share_out(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[int, tuple[str, ...]]:
-    """Divide the tensors for joining ranks among the sending ``ranks``, so that each sends about as many bytes.
+    """Divide the tensors for joining ranks among the sending ``ranks``, so that all send about equally many bytes.
 
     Args:
         sizes: bytes of each tensor, by its name.

@@ -126,7 +126,7 @@ def _check_alike(name: str, values: Sequence[object]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextMembership:
-    """Membership number ``generation``. Its ranks are numbered without gaps, in Megatron's order (``layout.py``).
+    """Next ranks that train together. They are numbered without gaps, in Megatron's order (``layout.py``).
 
     With ``keeps_layout``, joining ranks get the numbers of the ranks that they replace. Processes of ``members``
     without a rank are *hot spares*: they wait for the next membership.
@@ -141,7 +141,7 @@ class NextMembership:
     """Number of each rank's process on its node, from 0. If empty, the ranks of a node are its first processes, in
     order."""
     members: tuple[int, ...] = ()
-    """All nodes of the membership; if empty, the nodes of the ranks."""
+    """All nodes of the membership. An empty tuple stands for the nodes of the ranks."""
     keeps_layout: bool = False
     """Whether the ranks keep the layout of the previous membership, so that surviving ranks keep their numbers and
     their state in place. Otherwise every rank determines which state it needs in the new layout."""

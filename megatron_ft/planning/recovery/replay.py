@@ -83,7 +83,7 @@ class ReplayPlan:
 
         Args:
             votes: logged votes by iteration, for all iterations to run.
-            until: last iteration to run, not before the last iteration of the window; None for this iteration.
+            until: last iteration to run, not before the window's last iteration; None for the window's last iteration.
 
         Raises:
             RecoveryError: the vote of an iteration is missing, or ``until`` is before the last iteration of the window.

@@ -70,7 +70,7 @@ class RecoverySource:
     places: tuple[StoredWindow, ...] = ()
     """Window that each rank loads, by rank; empty for ``checkpoint`` and ``nothing``."""
     declined: tuple[str, ...] = ()
-    """Reasons why other candidates are not used."""
+    """Reasons why other saved state is not used."""
 
     def validate(self) -> None:
         """Assert that all ranks load the same window, or no window if ``kind`` is not a window."""

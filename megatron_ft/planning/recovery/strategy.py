@@ -324,7 +324,7 @@ class Cost:
 
     @property
     def meaning(self) -> str:
-        """Describe the run to which the results are equal, or how much the recovery loses."""
+        """Describe with which run the results agree, or how much the recovery loses."""
         if self.loses_updates:
             return self.update_loss
         if self.is_bitwise:

@@ -20,8 +20,8 @@ KINDS: tuple[Kind, ...] = ("weights", "optimizer", "expert_weights", "expert_opt
 
 
 def is_divided(kind: Kind, sharding: Sharding) -> bool:
-    """Return whether data-parallel ranks have different parts of the state ``kind``. Gradients are not captured, so
-    ``zero1`` and ``zero2`` are alike."""
+    """Return whether data-parallel ranks have different parts of the state of kind ``kind``. Gradients are not
+    captured, so ``zero1`` and ``zero2`` give the same result."""
     return sharding == "zero3" or (sharding != "none" and kind.endswith("optimizer"))
 
 
@@ -44,7 +44,7 @@ class CopyPlan:
         sharding: Sharding,
         node_bytes: Mapping[Kind, Sequence[int]],
     ) -> "CopyPlan":
-        """Assign peers for each kind of state. Nodes with equal state come first, in the order of the ring.
+        """Assign peers for each kind of state. Nodes that have equal state are chosen first, in the order of the ring.
 
         Args:
             node_of: node of each rank.

@@ -298,7 +298,7 @@ def _bits(flags: Iterable[bool]) -> int:
 
 # These constants must match those of the snapshot server (``snapshot/server``), which planning does not import.
 NUM_OWN_BUFFERS = 3
-"""Number of buffers for windows of one rank: for one committed, one replicating and one capturing window."""
+"""Number of buffers for the windows of one rank: one is committed, one is being replicated, one is being captured."""
 NUM_COPY_BUFFERS = 2
 """Number of buffers for copies of another node's rank: one committed, one being received."""
 STATUS_BYTES = 4096

@@ -115,7 +115,7 @@ class PartialPlan:
     num_experts: int
     """Number of experts of each MoE layer that a window captures, on average over layers."""
     components: tuple[str, ...]
-    """Components of the other experts that are copied from an earlier window; all other components are captured."""
+    """Components of not chosen experts that are copied from an earlier window. Their other components are captured."""
     captured_bytes: int | None = None
     """Largest number of bytes that a window with these experts captures on any rank; None in windows of earlier
     versions of the program."""

@@ -25,7 +25,7 @@ class SnapshotContext:
     """Bytes that a rank can write to storage per second; None if the number of experts in files does not depend on this
     value."""
     windows_per_file: int = 1
-    """Number n if every n-th window is written to storage."""
+    """Number of windows from one window on storage to the next; 1 if every window is written."""
 
     def file_budget_bytes(self, interval_iterations: int) -> int | None:
         """Return the bytes that a rank can write until its next file is due, if a window begins every

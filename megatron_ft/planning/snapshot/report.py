@@ -50,7 +50,7 @@ def estimate_demand(config: JobConfig, topology: Topology, tokenizer_vocab_size:
 
 
 _Components = tuple[tuple[Component, ...], tuple[Component, ...]]
-"""State components that a slice contains of an operator in full, and of an operator with compute weights only."""
+"""State components of an operator: those of its full state, and those of its compute weights alone."""
 
 
 def _components(precision: PrecisionConfig, *, is_fp8: bool) -> _Components:

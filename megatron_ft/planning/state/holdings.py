@@ -20,7 +20,7 @@ STORAGE = -1
 
 
 class Medium(IntEnum):
-    """Kinds of places that contain elements, fastest first."""
+    """Kinds of places that can contain tensor elements (in memory or on storage), fastest first."""
 
     LIVE = 0
     """Weights and optimizer state with which the rank trains."""
@@ -65,7 +65,7 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Needs:
-    """Rows of ``Need`` as columns of equal length, in any order. Rows of one rank may overlap."""
+    """Needs of all ranks as columns of equal length, with one row for each ``Need``. Rows of one rank may overlap."""
 
     index: TensorIndex
     rank: Column
@@ -115,7 +115,7 @@ class Needs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Holdings:
-    """Rows of ``Holding`` as columns of equal length, in any order."""
+    """Holdings of all ranks as columns of equal length, with one row for each ``Holding``."""
 
     index: TensorIndex
     rank: Column

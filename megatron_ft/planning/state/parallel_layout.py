@@ -28,7 +28,7 @@ class ParallelLayout:
     stages: tuple[tuple[Group, ...], ...]
     """TP·CP groups as ``[stage][lane]``. Every stage must have the same number of lanes."""
     spares: tuple[int, ...] = ()
-    """Ranks that do not train, ascending."""
+    """Hot spares: ranks that do not train, ascending."""
 
     @classmethod
     def regular(
