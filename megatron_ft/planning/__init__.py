@@ -1,1 +1,1 @@
-"""Decisions: pure functions from configurations and counts to frozen plans. No torch, clocks or files."""
+"""Decisions as pure functions, which make immutable plans from configurations and counts. No torch, clocks or files."""

@@ -53,7 +53,7 @@ class Alert:
     value: float
     limit: float
     is_beyond: bool
-    """Whether ``value`` violates ``limit``; a value that is equal to its limit does not."""
+    """Whether ``value`` violates ``limit``; a value equal to its limit does not violate it."""
 
 
 _LOWEST = ("single_loss_survival", "free_disk_share")

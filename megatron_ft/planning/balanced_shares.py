@@ -155,7 +155,7 @@ class _Flow:
             self.rank_level[near & (self.rank_level == _NONE)] = level
 
     def raise_limit(self) -> bool:
-        """Raise the load limit if a rank above it has no level (step 3b). Return whether the limit was raised."""
+        """Raise the load limit if necessary (step 3b of the module docstring). Return whether the limit was raised."""
         group = self.load[self.rank_level == _NONE]
         if not (group > self.limit).any():
             return False
@@ -179,7 +179,7 @@ class _Flow:
         self.load = self._by_rank.sum(self.share)
 
     def _wishes(self, givers: npt.NDArray[np.bool_]) -> Integers:
-        """Return the tokens that each pair (expert, rank) gives away if possible, ``[P]``; 0 outside of ``givers``."""
+        """Return the tokens that each pair (expert, rank) can give away, ``[P]``; 0 where ``givers`` is false."""
         foreign = np.where(givers, np.maximum(self.share - self._own, 0), 0)
         own = np.where(givers, np.minimum(self.share, self._own), 0)
         above = np.maximum(self.load - self.limit, 0)

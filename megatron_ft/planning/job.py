@@ -102,8 +102,8 @@ def with_slots(config: JobConfig, device: str, data: Callable[[], DataSummary]) 
     """Return ``config`` with all derived values of the placement, and the reason for the number of replica slots per
     rank.
 
-    If ``placement.num_slots_per_rank`` is null, the number is the smallest that ``placement.min_replicas`` allows. If
-    the configuration also states the memory of the device, the number is the largest that fits, up to ``SLOTS_RATIO``
+    If ``placement.num_slots_per_rank`` is null, the number of slots is the smallest that ``placement.min_replicas``
+    allows. If the memory of the device is also configured, the number is the largest that fits, up to ``SLOTS_RATIO``
     times the smallest. If the job may continue without a node, the number must also fit the remaining nodes.
 
     Args:
@@ -193,7 +193,7 @@ class JobPlan:
     snapshot: SnapshotReport | None = None
     """Estimated size and memory of the snapshot windows; None without snapshots."""
     upstream_log: UpstreamLogReport | None = None
-    """Estimated size of the upstream log; None without ``recovery.keep_layout`` or with one pipeline stage."""
+    """Estimated size of the upstream log (sent tensors); None without ``recovery.keep_layout`` or with one stage."""
     prebuilt: PrebuildReport | None = None
     """Parts of the model that spares build in advance; None if spares build nothing."""
     num_prebuilt_parts: int | None = None
@@ -209,7 +209,7 @@ class JobPlan:
     device_reason: str = ""
     """Reason for the choice of ``device``."""
     other_device: str = ""
-    """Text that states whether the job could run on the other device; empty if the choice of ``device`` is certain."""
+    """Text that states whether the job could run on the device not chosen; empty if the choice is certain."""
     is_refused_there: bool = False
     """Whether the job would be refused on the device that was not chosen."""
     why_no_replicas: str = ""

@@ -21,7 +21,7 @@ _MICROBATCHES = "microbatches per rank (training.global_batch_size)"
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class LogKey:
-    """Key of a tensor in the upstream log of the rank that sent it."""
+    """Key of a tensor in the upstream log, in which a rank keeps the tensors that it sent to other stages."""
 
     iteration: int
     """Iteration, from 1."""

@@ -32,7 +32,7 @@ class StageSeconds:
     """Time of the gradient reduction and the optimizer step that follow the last pass of an iteration."""
 
     def busy_seconds(self, num_microbatches: int) -> float:
-        """Return the compute time of an iteration."""
+        """Return the compute time of the stage in an iteration with ``num_microbatches`` microbatches."""
         passes = sum(chunk.forward_seconds + chunk.backward_seconds for chunk in self.chunks)
         return num_microbatches * passes + self.update_seconds
 
@@ -46,8 +46,8 @@ class IterationSeconds:
     busy_seconds: float
     """Compute time of the iteration, summed over the stages that run it."""
     num_executions: int
-    """Number of microbatches times number of stages that run. The forward and backward passes of a microbatch through
-    all chunks of a stage count as one execution."""
+    """Number of microbatches times number of stages that run them. The forward and backward passes of a microbatch
+    through all chunks of a stage count as one execution."""
 
     def __add__(self, other: "IterationSeconds") -> "IterationSeconds":
         # Stages synchronize at the end of each replayed iteration, so iterations do not overlap.

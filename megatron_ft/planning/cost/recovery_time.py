@@ -20,7 +20,7 @@ class RecoveryWork:
     restarts_processes: bool
     """Whether all ranks start again in new processes."""
     tries_processes: bool = False
-    """Whether the remaining ranks first try to continue in their processes. They end when they find that state is
+    """Whether the remaining ranks first try to continue in their processes. The ranks end when they find that state is
     missing. All ranks then start again in new processes."""
     replaces_nodes: bool
     """Whether other nodes replace the lost nodes while the remaining ranks wait."""
@@ -61,13 +61,13 @@ class RecoveryTimes:
     # kill-to-commit_cpu_2026-11-23: median of the time from the kill to the next commit (0.76 s), less an iteration
     # (0.33 s) and the forming of the membership.
     detection_seconds: float = 0.14
-    """Seconds from the end of a process until the remaining ranks report their positions."""
+    """Seconds from the end of a process until the remaining ranks report their progress."""
     # kill-to-commit_cpu_2026-11-23: median of ``reforming_seconds`` if 3 of 4 ranks remain.
     forming_seconds: float = 0.29
     """Seconds to form process groups of a few ranks and to build a small model."""
     # control-plane-scale_cpu_2026-11-22: 0.87 s until the last of 1,024 ranks has its order.
     forming_rank_seconds: float = 0.00085
-    """Seconds to add to ``forming_seconds`` for each rank of the next membership."""
+    """Seconds to add to ``forming_seconds`` for each rank that trains after the recovery."""
     # faults-from-outside_cpu_2026-11-23: ranks with 475 MB of state form a membership in 1.23 s instead of 0.31 s.
     built_bytes_per_second: float = 5e8
     """Bytes of state per second that a rank builds again."""

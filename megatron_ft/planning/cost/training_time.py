@@ -1,9 +1,9 @@
 """Computes the effective training time ratio (ETTR), which is the share of wall time that is useful training.
 
-If failures are a Poisson process of rate 1 / MTBF (MoEvement, section 2.4), then ``ETTR = 1 / (1 + T_ckpt / (T_iter *
-interval)) * 1 / (1 + E[R] / MTBF)``. ``T_ckpt`` is the stall of a snapshot, ``T_iter`` the time of an iteration, and
-``E[R]`` the mean cost of a failure in time. The first factor counts the cost of snapshots, the second factor the cost
-of failures. Start-up, evaluations and queueing are not included.
+If failures are a Poisson process of rate 1 / MTBF (MoEvement, section 2.4), then
+``ETTR = 1 / (1 + T_ckpt / (T_iter * interval)) * 1 / (1 + E[R] / MTBF)``. ``T_ckpt`` is the stall of a snapshot,
+``T_iter`` the time of an iteration, and ``E[R]`` the mean cost of a failure in time. The first factor counts the cost
+of snapshots, the second factor the cost of failures. Start-up, evaluations and queueing are not included.
 """
 
 import math

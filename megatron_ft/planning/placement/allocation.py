@@ -33,7 +33,7 @@ class Allocation:
 
     @property
     def lowered(self) -> bool:
-        """Whether there were too few slots for the requested minimum."""
+        """Whether there were too few slots for the requested minimum number of replicas."""
         return self.min_replicas < self.requested_min_replicas
 
     def validate(self) -> None:
@@ -114,7 +114,7 @@ def integer_loads(loads: Sequence[float]) -> list[int]:
 
 
 def base_counts(replica_counts: Sequence[int], floor: int, num_slots: int) -> tuple[int, ...]:
-    """Return the number of base copies of each expert, ``[E]``: ``floor``, or more if ``num_slots`` slots allow more.
+    """Return each expert's number of base copies, ``[E]``: ``floor``, or more if ``num_slots`` slots allow more.
 
     Experts with the fewest base copies get more first. ``replica_counts`` limits the base copies of each expert.
     """

@@ -26,7 +26,7 @@ class Layout:
     """Ranks that have slots, and the failure domain of each rank."""
 
     ranks: tuple[int, ...]
-    """Global ranks."""
+    """Global ranks that have slots."""
     domains: tuple[str, ...]
     """Failure domains in order of their first rank."""
     domain_of: tuple[int, ...]

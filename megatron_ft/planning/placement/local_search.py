@@ -28,7 +28,7 @@ class Losses:
     """Weight of each set, ``[M]``."""
 
     def dead(self, held: Masks) -> Bools:
-        """Return bools ``[..., M]``: whether lost set m contains all domains of a mask in ``held`` ``[...]``."""
+        """Return bools ``[..., M]``: whether experts in the domains ``held`` (masks ``[...]``) are lost in loss m."""
         wide = held[..., None]
         return np.asarray((self.masks & wide) == wide)
 

@@ -1,5 +1,5 @@
-"""Placement by search. Base copies are placed for survival, which is at least as high as with maximum rank overlap.
-Extra copies are placed by load."""
+"""Placement by search. Base copies, equally many of each expert, are placed for survival, which is at least as high as
+with maximum rank overlap. Extra copies are placed by load."""
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -359,7 +359,7 @@ def _fill(columns: list[Column], first: int, left: list[int], num_domains: int) 
 def _align(layers: Sequence[Counts], capacities: Sequence[int], losses: Losses) -> list[Counts]:
     """Exchange domains of equal capacity in one layer after another, as long as the joint survival of layers grows.
 
-    An exchange does not change how often its layer survives, but it changes how often all layers survive together.
+    An exchange changes only the joint survival of layers, and not the survival of its layer alone.
     """
     result = [layer.copy() for layer in layers]
     lethal = [_lethal(layer, losses) for layer in result]

@@ -144,7 +144,7 @@ class PlacementPlan:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "PlacementPlan":
-        """Read and check a plan.
+        """Read a plan from JSON values and check it.
 
         Raises:
             ConfigError: the plan is inconsistent.

@@ -179,13 +179,13 @@ class RecoveryFacts:
         return tuple(members[place] for place in self.snapshot.peers[members.index(node)])
 
     def without_copies(self, lost: Iterable[int], remaining: Iterable[int]) -> list[int]:
-        """Return the nodes in ``lost`` for whose windows no node in ``remaining`` has copies."""
+        """Return the nodes in ``lost`` whose windows have no copy on a node in ``remaining``."""
         left = set(remaining)
         return [node for node in lost if not left & set(self.peers_of(node))]
 
     def ranks_without(self, lost: Collection[int]) -> frozenset[int]:
         """Return the ranks that continue without the nodes ``lost``. If no layout exists without these nodes, return
-        all ranks on other nodes."""
+        all ranks on the remaining nodes."""
         remaining = [node for node in self.nodes if node not in lost]
         living = _ranks_on(self.layout, remaining)
         if self.min_nodes is None or self.can_replace(lost):
@@ -206,7 +206,7 @@ class RecoveryFacts:
         return tuple(rank // stage_size for rank in sorted(_ranks_on(self.layout, nodes)))
 
     def stages_with(self, operators: Iterable[OperatorId]) -> frozenset[int]:
-        """Return the pipeline stages of ``operators``."""
+        """Return the pipeline stages that contain ``operators``."""
         topology = Topology.of(self.config.parallel, len(self.layout.rank_nodes))
         stage_of = _stage_of_layers(self.config, topology)
         return frozenset(stage_of[operator.layer] for operator in operators)

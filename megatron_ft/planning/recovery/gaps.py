@@ -1,7 +1,7 @@
 """``Gap``: nodes whose loss ends the job or costs committed iterations, and changes of keys that improve the recovery.
 
-Candidate changes follow from the tables of requirements. Each candidate is applied to the configuration, which is then
-validated as usual. After that, ``cost_of_loss`` computes the costs of the same losses again.
+Candidate changes follow from the requirements of recovery strategies. Each candidate is applied to the configuration,
+which is then validated as usual. After that, ``cost_of_loss`` computes the costs of the same losses again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ class Gap:
     """Nodes whose loss ends the job or costs committed iterations, and the changes that improve the recovery most."""
 
     nodes: tuple[int, ...]
-    """Nodes to which the gap applies. Each node is lost alone."""
+    """Nodes whose loss the gap describes; each node is lost alone."""
     changes: tuple[str, ...]
     """Arguments of the command that improve the recovery, e.g. ``recovery.min_nodes=3``; empty if none were found."""
     strategy: str
@@ -171,7 +171,7 @@ def _try(
     inputs: JobInputs,
     vocab_size: int | None,
 ) -> list[Cost] | str:
-    """Return the cost of losing each of ``nodes`` alone after ``changes``, or why this configuration is invalid."""
+    """Return the cost of losing each of ``nodes`` alone after ``changes``, or why the new configuration is invalid."""
     changed = config
     for change in changes:
         changed = change.apply(changed)

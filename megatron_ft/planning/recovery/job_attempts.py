@@ -12,8 +12,7 @@ from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES
 
 # A single failure may be a coincidence.
 MOST_FAILURES = 2
-"""A host with at least this many failures in the newest ``MEMORY`` attempts is used only if there are too few other
-hosts."""
+"""Number of failures, in the newest ``MEMORY`` attempts, from which a host is used only if other hosts are too few."""
 MEMORY = 10
 """Number of newest attempts whose failures count. Older failures are ignored, because any machine fails at times."""
 

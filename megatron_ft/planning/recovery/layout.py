@@ -379,7 +379,7 @@ def _formed(former: ParallelLayout, left: Iterable[int], node_of: Mapping[int, i
 def _arranged(
     former: ParallelLayout, groups: Sequence[_Group], num_lanes: int, limits: LaneLimits, alive: Collection[int]
 ) -> ParallelLayout:
-    """Assign a stage and a lane to each group: its former stage and lane if possible, otherwise free ones."""
+    """Assign a stage and a lane to each TP·CP group: its former stage and lane if possible, otherwise free ones."""
     stages: list[list[Group | None]] = []
     pool = [group for group in groups if group.stage is None]
     surplus: list[_Group] = []
@@ -398,7 +398,7 @@ def _arranged(
 
 
 def _lanes_of(members: Sequence[_Group], overlap: "_Overlap") -> tuple[list[Group | None], list[_Group]]:
-    """Assign lanes to the former groups of a stage. Return the group of each lane, and the groups without a lane.
+    """Assign lanes to the former TP·CP groups of a stage. Return the group of each lane, and the groups without a lane.
 
     Lanes whose numbers differ by a multiple of ``LaneLimits.multiple`` have the same experts. Weights of experts have
     more bytes than shards of optimizer state, so a group gets a lane with the experts that it already has, if possible.
@@ -455,7 +455,7 @@ def _in_order(before: Sequence[int], overlap: "_Overlap", offset: int) -> dict[i
 
 @dataclass(frozen=True, slots=True)
 class _Overlap:
-    """Computes how much of its optimizer shards a group keeps if it moves from a former lane to a new lane."""
+    """Computes how much of its optimizer shards a TP·CP group keeps if it moves from a former lane to a new lane."""
 
     num_before: int
     num_lanes: int
@@ -463,7 +463,7 @@ class _Overlap:
     limits: LaneLimits
 
     def weight(self, lane: int, new: int) -> int:
-        """Return the bytes of state that both lanes have, times a factor that is the same for all pairs of lanes."""
+        """Return the bytes of state that the two lanes have in common, times a factor that is equal for all pairs."""
         dense_bytes, expert_bytes = self.limits.optimizer_bytes
         dense = _shared(lane, self.num_before, new, self.num_lanes)
         every = self.limits.num_expert_ranks
@@ -484,7 +484,7 @@ def _shared(part: int, num_parts: int, other: int, num_others: int) -> int:
 
 
 class _PrefixMaximum:
-    """Finds in O(log n) the largest value at an index below a given one. Stored values ascend with their indices."""
+    """Finds in O(log n) the largest value at an index below a given index. Stored values ascend with their indices."""
 
     def __init__(self, size: int) -> None:
         self._places: list[int] = []

@@ -1,4 +1,4 @@
-"""Recovery strategy ``living_state``: the surviving ranks have all state, and continue without going back.
+"""Recovery strategy ``living_state``: the surviving ranks have all state, and no iteration runs again.
 
 The strategy needs every part of the state on several ranks. All ranks of a model part have its non-expert state, or
 other nodes have copies of its optimizer shards; experts have replicas or expert-data-parallel peers. In a job that

@@ -147,7 +147,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalizedPlan:
-    """Plan that brings all ranks to the state after ``target``."""
+    """Plan that brings all ranks to the state after iteration ``target``."""
 
     num_stages: int
     is_ring: bool

@@ -90,7 +90,7 @@ def choose_target(positions: Sequence[Position]) -> Target:
     """Choose the iteration after which the survivors of one generation continue.
 
     Raises:
-        RecoveryError: no rank with state survives, or positions contradict each other.
+        RecoveryError: no rank with state survives, or the reports of ranks contradict each other.
     """
     if not positions:
         raise RecoveryError("no rank survives")
@@ -126,10 +126,10 @@ def _check_alike(name: str, values: Sequence[object]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextMembership:
-    """Next ranks that train together. They are numbered without gaps, in Megatron's order (``layout.py``).
+    """Next membership: the ranks that train together, numbered without gaps in Megatron's order (``layout.py``).
 
-    With ``keeps_layout``, joining ranks get the numbers of the ranks that they replace. Processes of ``members``
-    without a rank are *hot spares*: they wait for the next membership.
+    With ``keeps_layout``, joining ranks get the numbers of the ranks that they replace. Processes on ``members`` that
+    have no rank are *hot spares*: they wait for the next membership.
     """
 
     generation: int
@@ -148,7 +148,7 @@ class NextMembership:
     target: Target
     master_addr: str
     master_port: int
-    """Port of this generation's TCP store, which runs on its rank 0."""
+    """Port of the TCP store of this generation (membership). The store runs on rank 0."""
     reason: str
     """Reason for the end of the previous membership."""
 
@@ -174,7 +174,7 @@ class NextMembership:
         return tuple(rank for rank, previous in enumerate(self.previous_ranks) if previous is None)
 
     def validate(self) -> None:
-        """Assert that every rank has a process of its own on a member, and that at least one rank has state."""
+        """Assert that every rank has a process of its own on a node of the membership, and that a rank has state."""
         staying = [previous for previous in self.previous_ranks if previous is not None]
         assert staying, "no rank has state"
         assert len(staying) == len(set(staying)), "two ranks had the same number"

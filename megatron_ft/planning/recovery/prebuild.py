@@ -20,7 +20,7 @@ class PrebuildPlan:
     parts: tuple[tuple[int, ...], ...]
     """Places of the nodes that need each part, ascending. Parts with more nodes come first, then by place."""
     stages: tuple[tuple[int, ...], ...]
-    """Pipeline stages of each part."""
+    """Pipeline stages whose layers each part contains."""
     num_built: int
     """Number of parts that each spare builds; 0 if spares build nothing in advance."""
     num_nodes: int

@@ -42,7 +42,7 @@ class ReplayPlan:
 
     @property
     def iterations(self) -> tuple[int, ...]:
-        """Iterations that run again."""
+        """Iterations that the replay runs again."""
         return tuple(step.vote.iteration for step in self.steps if step.vote is not None)
 
     def validate(self) -> None:

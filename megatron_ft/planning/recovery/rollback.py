@@ -2,7 +2,7 @@
 
 The window is in the memory of the nodes, or on storage if it is no longer in memory. From memory, each rank loads its
 part from its own node or, if that node was replaced, from a peer of the lost node. Windows in memory survive the end of
-the job only if snapshot servers outlive it. A window can only be loaded by as many ranks as captured it.
+the job only if snapshot servers outlive the job. A window can only be loaded by as many ranks as captured it.
 """
 
 from dataclasses import dataclass

@@ -142,7 +142,7 @@ def _restart(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Cost of the recovery from a loss by one strategy."""
+    """Cost of the recovery from a loss of nodes by one strategy."""
 
     lost_nodes: tuple[int, ...]
     is_gone: bool
@@ -174,7 +174,7 @@ class Cost:
     keeps_processes: bool
     """Whether the surviving ranks continue in their processes with their state."""
     medium: Medium | None = None
-    """Location of the window that is loaded, for a rollback."""
+    """Location of the window that a rollback loads; None for other strategies."""
     stages: tuple[int, ...] = ()
     """Pipeline stages that replay while other stages keep their state; empty if all stages replay or none does."""
     restarted_by: str = "hand"
@@ -351,7 +351,7 @@ class Strategy(Protocol):
     """A way to recover a job from a loss of nodes."""
 
     name: ClassVar[str]
-    """Name in events, in ``tools/can_recover`` and in ``dry_run``."""
+    """Name of the strategy in events, in ``tools/can_recover`` and in ``dry_run``."""
     requirements: ClassVar[tuple[Requirement, ...]]
     """Values that keys must have so that a job can use the strategy."""
     reads: ClassVar[tuple[SavedKind, ...]]

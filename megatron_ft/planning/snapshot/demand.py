@@ -126,11 +126,11 @@ class Demand:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ShardTable:
     operators: Indices
-    """Row of each shard's operator, ``[shards]``."""
+    """Row number of each shard's operator, ``[shards]``."""
     values: Matrix
-    """``[shards, 9]``: number of elements; rank; bytes of the full state per element, and per shard; bytes of the
-    compute weights per element, and per shard; elements per block, which is 1 without scales; bytes of the full state
-    per block; bytes of the compute weights per block."""
+    """Table ``[shards, 9]`` with the columns: number of elements; rank; bytes of the full state per element, and per
+    shard; bytes of the compute weights per element, and per shard; elements per block, which is 1 without scales; bytes
+    of the full state per block; bytes of the compute weights per block."""
 
 
 def _shard_table(shards_by_rank: Sequence[Sequence[StateShard]], known: Sequence[OperatorId]) -> _ShardTable:

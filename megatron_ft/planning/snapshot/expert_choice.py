@@ -61,8 +61,8 @@ class RoundRobin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadAware:
-    """Chooses, in each layer, the experts with the most tokens at risk (MoC-System, section 3.2, load-aware
-    selection)."""
+    """Chooses, in each layer, the experts with the most tokens at risk, which are the tokens since their last capture
+    (MoC-System, section 3.2, load-aware selection)."""
 
     def choose(self, number: int, num_experts: int, at_risk: Counts, num_groups: int) -> Mask:
         return _top(at_risk, np.full(len(at_risk), num_experts))

@@ -1,7 +1,7 @@
 """Counts lost tokens. A token is lost if the router assigned it to an expert, and its update of this expert was lost.
 
 A recovery loses updates if its window leaves out an expert. The recovery then restores an older state of this expert
-than of the rest of the model, and the updates of the expert between the two iterations are lost.
+than of the rest of the model, and the updates of the expert between the two states are lost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,8 +48,8 @@ class TokenLedger:
         return replace(self, lost=_sum(self.lost, lost))
 
     def owed(self) -> Rows:
-        """Return the lost tokens of each expert for which it has not processed additional tokens since, as [MoE
-        layer][expert]: ``lost`` minus ``repaid``, but at least 0."""
+        """Return each expert's lost tokens minus the additional tokens that it has processed to make up for them
+        (``repaid``), but at least 0, as [MoE layer][expert]."""
         return tuple(
             tuple(max(0, lost - repaid) for lost, repaid in zip(*rows, strict=True))
             for rows in zip(self.lost, self.repaid, strict=True)

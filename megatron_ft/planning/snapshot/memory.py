@@ -219,8 +219,8 @@ class BufferStates:
     pinned: frozenset[int] = frozenset()
     """Numbers of the buffers that are being written to storage and must not be changed or reused."""
     knows_commits: bool = True
-    """Whether the server has processed every commit. A commit that it has not processed may still pin a buffer, which
-    then cannot be reused until it is on storage."""
+    """Whether the server has processed every commit. Otherwise a commit may still pin a buffer, and the buffer then
+    cannot be reused until its window is on storage."""
     failed_start: int = -1
     """Start iteration of the newest window whose write to storage has failed; -1 if none has failed."""
 

@@ -40,7 +40,7 @@ class TimeDecayed:
     """Orders experts by the moving average ``A(t) = decay * A(t-1) + (1 - decay) * tokens(t)`` (appendix B)."""
 
     decay: float = 0.9
-    """Weight of the past (alpha in the paper), from 0 (newest record only) to below 1."""
+    """Weight of earlier records (alpha in the paper), from 0 (newest record only) to below 1."""
     uses_activations: ClassVar[bool] = True
 
     def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
@@ -62,7 +62,7 @@ class CapacityAware:
     """Orders experts by their tokens divided by their capacity, for experts of different capacities (appendix B)."""
 
     capacities: tuple[float, ...]
-    """Capacity of each expert, by expert id, above 0, in any unit; the same in all layers."""
+    """Capacity of each expert, by expert id, the same in all layers; above 0. Only the ratios of capacities matter."""
     uses_activations: ClassVar[bool] = True
 
     def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:

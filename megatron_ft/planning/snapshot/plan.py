@@ -17,7 +17,7 @@ PIECE_ALIGNMENT_BYTES = 64
 
 
 SLICE_ALIGNMENT_BYTES = 4096
-"""Slices, and the payload of a window in its file, begin at multiples of this number of bytes."""
+"""Alignment of slices, and of the payload of a window in its file, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -117,10 +117,10 @@ class PartialPlan:
     components: tuple[str, ...]
     """Components of not chosen experts that are copied from an earlier window. Their other components are captured."""
     captured_bytes: int | None = None
-    """Largest number of bytes that a window with these experts captures on any rank; None in windows of earlier
+    """Largest number of bytes that a window with ``num_experts`` captures on any rank; None in windows of earlier
     versions of the program."""
     num_persisted_experts: int | None = None
-    """Number of experts of each MoE layer whose newer state a window's file contains; None for all experts."""
+    """Number of experts of each MoE layer whose state a file updates, compared with the previous file; None for all."""
     sends_gradients: bool = False
     """Whether peers repeat updates of experts (``send_gradients`` of the policy). Then the buffer of a window has room
     for the gradients of all experts after its slice."""
@@ -378,7 +378,7 @@ class ReorderTrigger:
     min_change: float = 0.10
     """Relative change of an expert's frequency above which the expert counts as changed."""
     min_share: float = 0.25
-    """Share of all experts that must have changed; a value above 1 keeps the first order for the whole run."""
+    """Share of all experts that must have changed for a new order; above 1 keeps the first order for the whole run."""
 
     def fires(self, before: Activations | None, now: Activations | None) -> bool:
         """Return whether an order made from the token counts ``before`` is outdated for the token counts ``now``."""

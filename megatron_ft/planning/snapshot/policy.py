@@ -104,7 +104,7 @@ def make_plan(
     reason: str,
     activations: Activations | None = None,
 ) -> WindowPlan:
-    """Create a plan with the given ``slices``, and validate it. Its reason includes the largest slice and the stall."""
+    """Create a plan with ``slices`` and validate it. Its ``reason`` states the largest slice and the stall."""
     bare = WindowPlan(slices=tuple(tuple(units) for units in slices), interval_iterations=interval_iterations)
     bare.validate(demand.operators)
     by_slice = demand.slice_bytes(bare).max(axis=1)

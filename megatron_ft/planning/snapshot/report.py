@@ -222,8 +222,8 @@ class SnapshotReport:
     """Largest number of bytes that a window with ``captured_experts`` experts captures on any rank; None if
     ``captured_experts`` is None."""
     stored_experts: int | None = None
-    """Number of experts of each layer whose newer state is written to storage with a window. None if all experts of the
-    window are written, or if no window is written during training."""
+    """Number of experts of each layer whose state a window's file updates, compared with the previous file. None if all
+    experts of the window are written, or if no window is written during training."""
     stored_bytes: int | None = None
     """Largest number of bytes that any rank writes for a window with ``stored_experts``; None without this value."""
     update_loss: str = ""

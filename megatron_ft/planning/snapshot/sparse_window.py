@@ -18,7 +18,7 @@ Rows = npt.NDArray[np.intp]
 _BLOCK = 256
 """Number of units for which ``_fill`` first checks whether all of them fit into a slice."""
 _RESOLUTION = 1024
-"""The search for the smallest budget stops at a relative error of ``1 / _RESOLUTION``."""
+"""Reciprocal of the relative error at which the search for the smallest budget stops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,8 @@ class _Packing:
         """Find the packing into at most ``max_slices`` slices with the smallest budget above ``low_bytes``, by
         bisection.
 
-        ``high`` is a known packing, and the result is never worse. The search stops at a relative error of 1 / 1024. It
-        may miss the optimum, because a larger budget can give a worse packing.
+        ``high`` is a known packing, and the result is never worse than ``high``. The search stops at a relative error
+        of 1 / 1024. The search may miss the optimum, because a larger budget can give a worse packing.
         """
         low = low_bytes
         # Bandwidth and iteration time are measured less exactly than this relative error, so finer steps are useless.
@@ -107,8 +107,8 @@ def _least_peak_bytes(table: UnitBytes, num_slices: int) -> int:
 def _num_parts(table: UnitBytes, rounding_bytes: Matrix, budget_bytes: int, max_parts: int) -> list[int]:
     """Return the number of equal parts of each unit. One part must fit into a slice that has all other units frozen.
 
-    A part may be as large as the budget minus the frozen bytes, but at least an eighth of the frozen bytes. With a
-    lower budget, training stalls anyway, and smaller parts would only make the window longer.
+    A part may be as large as the budget minus the frozen bytes (compute weights), but at least an eighth of these
+    bytes. If the budget is lower, training stalls anyway, and smaller parts would only make the window longer.
 
     Args:
         rounding_bytes: largest number of bytes by which a part of a unit exceeds an equal share, ``[units, ranks]``.

@@ -243,7 +243,7 @@ class Parameter:
     """Type of the compute weight; Megatron has separate buffers for each type."""
     weight_bytes: int = 2
     is_shared_embedding: bool = False
-    """Whether two stages share the parameter as their embedding; it then has a separate bucket."""
+    """Whether two stages share the parameter as their embedding. A shared parameter has a separate bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,7 +316,7 @@ BufferKey = tuple[int, int, bool, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """Division of state over the ranks of a stage."""
+    """Rules for the division of state over the ranks of a stage."""
 
     is_distributed: bool = True
     """Whether the distributed optimizer divides optimizer state over data-parallel ranks; otherwise every rank has the

@@ -60,7 +60,7 @@ class Matched:
 
     @classmethod
     def of(cls, needs: Needs, holdings: Holdings) -> "Matched":
-        """Find which needed elements each rank has itself, and the ranks that can send each of the other elements.
+        """Find the needed elements that each rank has, and the ranks that can send the needed elements that it lacks.
 
         Only holdings of the needed iteration are used. A rank's own holdings in memory are used before holdings of
         other ranks. Among holdings of other ranks and of storage, those on the fastest medium are used.

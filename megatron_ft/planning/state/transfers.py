@@ -203,7 +203,7 @@ def _all_at_once(source: Column, target: Column, sizes: Column, num_ranks: int) 
 
 
 MIN_PIECE_BYTES = 1 << 20
-"""An additional sender is used only if it sends at least this many bytes; a smaller message is not worth its cost."""
+"""Smallest number of bytes for which an additional sender is used; a smaller message is not worth its cost."""
 STAGING_BYTES = 256 << 20
 """Default limit of the bytes that a rank sends and receives together in one round."""
 
@@ -381,9 +381,9 @@ class TransferPlan:
         """Plan the transfers that give every rank its needed elements. Return ``Declined`` if some needed elements are
         on no rank.
 
-        Elements that a rank already has are not moved. Any other element comes from the fastest medium that contains
-        it, and from the holders with the fewest bytes to send. The planning time grows with the numbers of rows and
-        transfers, not with the number of pairs of ranks.
+        Elements that a rank already has are not moved. Any other needed element comes from the fastest medium that
+        contains it, and from the holders with the fewest bytes to send. The planning time grows with the numbers of
+        rows and transfers, not with the number of pairs of ranks.
 
         Args:
             holdings: elements that living ranks and storage hold; rows of iterations without ``needs`` are ignored.
