@@ -20,7 +20,7 @@ class AlertLimits:
     slowest_rank_over_median: float | None = None
     """Largest ratio of the slowest rank's time to the median rank's time for the same work."""
     lost_token_share: float | None = None
-    """Largest share of all tokens whose updates of experts were lost in recoveries, or would be lost in one now."""
+    """Largest share of all tokens whose updates of experts recoveries have lost, or would lose now."""
 
     def judge(self, figures: "AlertFigures") -> "Iterator[Alert]":
         """Compare each value in ``figures`` with its limit; values that are None or have no limit are left out."""

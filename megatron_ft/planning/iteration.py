@@ -115,9 +115,9 @@ class WindowReport:
     """
 
     replicated_windows: int = 0
-    """Windows that are complete on this node and all its peers. In a vote, windows for which all ranks report this."""
+    """Windows complete on this node and its peers (nodes with copies). In a vote, windows that all ranks report."""
     given_up_windows: int = 0
-    """Windows that at least one peer will never receive. In a vote, windows for which a rank reports this."""
+    """Windows that at least one peer will never receive. In a vote, windows that any rank reports."""
     has_free_buffer: int = 1
     """1 if a buffer for the next window is free now or after the next commit; in a vote, 1 if all ranks report 1."""
     unwritten_start: int = -1

@@ -69,7 +69,7 @@ class OverlapSearch(PlacementBase):
     """Number of times that the search starts again from the best placement, after random exchanges."""
     seed: int = 0
     balance: bool = True
-    """Whether the loads of domains are evened out, if loads are given."""
+    """Whether the search also evens out the loads of failure domains; this requires ``loads``."""
     survival_share: float = 0.0
     """Share of the slots whose copies are placed for survival instead of balance, if loads are given: 0 for only the
     ``min_replicas`` base copies of every expert, 1 for all copies."""
@@ -323,7 +323,7 @@ def _mask(held: np.ndarray) -> int:
 def placements(replica_counts: Sequence[int], num_slots: int, num_domains: int, floor: int) -> Iterator[Counts]:
     """Yield the counts ``[E, D]`` of every placement with each expert in ``floor`` domains, or in as many as possible.
 
-    All domains have ``num_slots`` slots. Of placements that differ only in the order of domains, one is yielded.
+    All domains have ``num_slots`` slots. Of placements that differ only in the order of domains, only one is yielded.
     """
     num_experts = len(replica_counts)
     left = [*replica_counts, num_slots * num_domains - sum(replica_counts)]

@@ -232,8 +232,8 @@ class _Stage:
         yield from self._dense_holders()
 
     def state_holders(self) -> Iterator[Domains]:
-        """Yield the failure domains that hold each shard of optimizer state. Ranks with a replica of an expert have all
-        optimizer state of this expert."""
+        """Yield the failure domains that hold each shard of optimizer state. Each rank with a replica of an expert has
+        the whole optimizer state of this expert."""
         domain_of = dict(zip(self.plan.ranks, self.plan.domains, strict=True))
         if not self.sharded:
             yield from self._dense_holders()

@@ -151,7 +151,7 @@ class RecoveryFacts:
 
     @property
     def num_written_windows(self) -> int:
-        """Return how many windows are captured for each window that is written to storage, at least 1."""
+        """Return n if every n-th captured window is written to storage; at least 1."""
         return self.config.snapshot.windows_per_file
 
     def window_bound(self, num_windows: int) -> int | None:

@@ -157,7 +157,7 @@ class LocalizedPlan:
     target: int
     """Iteration after which all ranks continue."""
     placed_from: int = 0
-    """Largest ``Standing.placed_from`` of all ranks: first iteration with the present placement of experts."""
+    """First iteration with the present placement of experts: the largest ``Standing.placed_from`` of all ranks."""
     regions: tuple[tuple[int, ...], ...]
     """Groups of adjacent stages that replay jointly, ascending within each group; empty if no stage replays."""
     receiving: tuple[int, ...] = ()

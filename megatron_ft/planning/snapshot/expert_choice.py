@@ -34,8 +34,8 @@ class ExpertChoice(Protocol):
 class Sequential:
     """Chooses the experts in turn, ``num_experts`` per layer (MoC-System, section 3.2 and figure 4).
 
-    Each layer is one turn ahead of the layer before it. Experts that follow each other in the turns are on different
-    ranks, so the chosen experts of a window are distributed over ranks.
+    Each layer is one turn ahead of the layer before it. Within a turn, consecutive experts are in different groups, and
+    so on different ranks.
     """
 
     def choose(self, number: int, num_experts: int, at_risk: Counts, num_groups: int) -> Mask:

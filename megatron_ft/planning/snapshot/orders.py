@@ -37,7 +37,7 @@ class HardCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeDecayed:
-    """Orders experts by the moving average ``A(t) = decay * A(t-1) + (1 - decay) * tokens(t)`` (appendix B)."""
+    """Orders experts by ``A(t) = decay * A(t-1) + (1 - decay) * tokens(t)`` (moving average; MoEvement, appendix B)."""
 
     decay: float = 0.9
     """Weight of earlier records (alpha in the paper), from 0 (newest record only) to below 1."""
@@ -59,7 +59,7 @@ class TimeDecayed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityAware:
-    """Orders experts by their tokens divided by their capacity, for experts of different capacities (appendix B)."""
+    """Orders experts by their tokens divided by their capacity, if their capacities differ (MoEvement, appendix B)."""
 
     capacities: tuple[float, ...]
     """Capacity of each expert, by expert id, the same in all layers; above 0. Only the ratios of capacities matter."""
@@ -78,7 +78,7 @@ class CapacityAware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackToFront:
-    """Orders operators from the output head to the embedding; meant for dense models (appendix E)."""
+    """Orders operators from the output head to the embedding; meant for dense models (MoEvement, appendix E)."""
 
     uses_activations: ClassVar[bool] = False
 
