@@ -201,11 +201,11 @@ class Groups:
     pg_collection: ProcessGroupCollection
     vote: dist.ProcessGroup
     transports: Transports
-    """The connections that these groups use."""
+    """Network connections of these process groups."""
     store: dist.Store
     """Store of the generation, through which ranks exchange their addresses."""
     handles: tuple[Handle, ...]
-    """Groups that ``reconnect`` connects again; the last one is ``vote``. With NCCL, ``vote`` is the only one."""
+    """Groups whose connections ``reconnect`` makes again. The last is ``vote``; with NCCL, there is no other."""
     is_shared: bool
     """Whether groups of the same ranks share connections. Groups do not share connections if gradients are reduced
     during the backward pass, because these reductions would delay other collectives."""
@@ -309,9 +309,9 @@ class Groups:
         )
 
     def move(self, parallel: ParallelConfig, *, rank: int, world_size: int, timeout_seconds: float) -> "Groups":
-        """Return the groups of ``rank``. They reuse the handles of these groups, which must not be connected. A model
-        that references the handles then works as the model of ``rank``. So the model must have the layers, the
-        tensor-parallel part and the experts of ``rank``."""
+        """Return the process groups of ``rank``. They reuse the handles of the present groups, which must not be
+        connected. A model with references to the handles then works as the model of ``rank``. So the model must have
+        the layers, the tensor-parallel part and the experts of ``rank``."""
         # Ranks with the same model part have the same kinds of groups, created in the same order as their handles.
         _forget_groups()
         with reusing(self.handles):

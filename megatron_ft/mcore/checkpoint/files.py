@@ -1,8 +1,8 @@
 """Finds and verifies checkpoints on all ranks together, and writes each rank's files in a thread of the rank.
 
-Megatron's own background writer forks processes, and needs a manager process for their results. If the rank is killed,
-these processes continue to run. A fork also copies locks that threads of gloo and gRPC hold at this moment. So this
-module copies the tensors when the save begins, and a thread of the rank writes the copies while training continues.
+This module copies the tensors when a save begins. A thread of the rank writes the copies while training continues. No
+process is forked. Megatron's own background writer forks processes, which continue to run if the rank is killed. A fork
+also copies locks that threads of gloo and gRPC hold at that moment.
 """
 
 import io
@@ -52,8 +52,8 @@ class CheckpointFinder:
         *,
         allow_other_data: bool = False,
     ) -> None:
-        """Create a finder. It calls ``report_damage`` with iteration, directory and reason for each checkpoint that it
-        renames."""
+        """Create a finder. The finder renames damaged checkpoints. For each of them, it calls ``report_damage`` with
+        iteration, directory and reason."""
         self._collectives = collectives
         self._allow_other_data = allow_other_data
         self._identity = identity
@@ -108,7 +108,7 @@ class CheckpointFinder:
         self.foreign = {}
 
     def differences(self, directory: Path, manifest: Manifest) -> tuple[str, ...]:
-        """List the differences between this job and the checkpoint in ``directory``, perhaps of another run."""
+        """List the differences between this job and the job that saved the checkpoint in ``directory``."""
         notes = [self._not_own(directory, manifest)]
         if manifest.format_version == 1:
             notes.append(
@@ -167,9 +167,9 @@ class CheckpointFinder:
         return manifest
 
     def check(self, directory: Path, *, trust: bool) -> Manifest | None:
-        """Return the manifest of ``directory``. Verify the files, unless the preceding call of this object has verified
-        them. With ``trust``, return None for a directory without a manifest, and verify nothing. Raise CheckpointError
-        if files are damaged, or if there is no manifest and ``trust`` is false."""
+        """Return the manifest of ``directory``. Verify the files first, except if the previous method call on this
+        object has verified them. With ``trust``, return None for a directory without a manifest, and verify nothing.
+        Raise CheckpointError if files are damaged, or if there is no manifest and ``trust`` is false."""
         if not checkpoints.has_manifest(directory, trust=trust):
             return None
         # Use an earlier verification only once, because the files may change later.
@@ -224,7 +224,7 @@ class _PlanningStrategy(TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [])
 
     def _copies(self, items: list[tuple[Any, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
-        """Copy the tensors that training may change. Megatron has already copied views, and tensors on a GPU."""
+        """Copy each tensor whose memory training changes. Megatron has already copied views and GPU tensors."""
         return [(item, tensor.detach().clone() if _storage(tensor) in self.given else tensor) for item, tensor in items]
 
 
@@ -239,13 +239,13 @@ def _on_host(writer: Any) -> Any:
 
 
 _Sources = dict[tuple[str, tuple[int, ...]], torch.Tensor]
-"""Saved tensors by name, and by the index of their first element in the tensor of the whole model."""
+"""Saved tensors by (name, index of the first element in the whole model's tensor)."""
 
 
 class Planner:
     """Plans saves with Megatron. With ``fully_parallel``, the ranks of ``dp_cp_group`` divide the writing among
-    themselves. As long as the saved tensors stay in the same memory, later saves use the plan and the memory of the
-    copies again. Such a save plans nothing, and copies its tensors during the next iteration."""
+    themselves. A later save reuses the plan and the memory of its copies, as long as the saved tensors stay at the same
+    addresses. It plans nothing, and copies most tensors during the next iteration."""
 
     def __init__(self, dp_cp_group: dist.ProcessGroup, *, fully_parallel: bool) -> None:
         self._base = _PlanningStrategy(BACKEND, BACKEND_VERSION, thread_count=1)
@@ -254,15 +254,15 @@ class Planner:
             self._strategy = FullyParallelSaveStrategyWrapper(self._base, dp_cp_group, do_cache_distribution=True)
         self._planned: PlannedWrite | None = None
         self._batch: CopyBatch | None = None
-        """Tensors of the newest plan with their copies, except tensors in ``_at_once``; None until ``repeat`` is
-        called."""
+        """Copies that training does not wait for: all tensors of the newest plan except those in ``_at_once``. None
+        until ``repeat`` is called."""
         self._at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Pairs (copy, source) of the tensors that ``repeat`` copies immediately."""
+        """Pairs (copy, source) of the tensors that ``repeat`` copies before it returns."""
         self._sources: _Sources = {}
         self._addresses: Addresses = ()
 
     def can_repeat(self, addresses: Addresses) -> bool:
-        """Return whether the newest plan of this rank can be used again for tensors with these addresses."""
+        """Return whether a save of tensors at these memory addresses can use the newest plan of this rank again."""
         return self._planned is not None and self._addresses == addresses
 
     def plan(self, shards: dict[str, Any], directory: Path, addresses: Addresses) -> PlannedWrite:
@@ -307,8 +307,8 @@ class Planner:
         return replace(self._planned, files=files), self._batch
 
     def _with_targets(self, planned: PlannedWrite, buffers: frozenset[int]) -> CopyBatch:
-        """Return the batch of all copies that can be made while training runs. List the other copies in ``_at_once``.
-        If the state is on a GPU, the copies are in pinned memory."""
+        """Return the batch of all copies that can be made while training runs. List the copies that cannot in
+        ``_at_once``. If the state is on a GPU, the copies are in pinned memory."""
         sources, targets, self._at_once = [], [], []
         for _, items in planned.files:
             for place, (item, copy) in enumerate(items):
@@ -329,7 +329,7 @@ class Planner:
 
 
 def _renewed(item: Any, data: Any, own: ShardedObject) -> Any:
-    """Return the content of ``item`` for a later save: the present bytes of the state that only this rank has."""
+    """Return the bytes of ``own`` as new content if ``item`` is this rank's own state, otherwise return ``data``."""
     if not item.index.fqn.startswith(f"{RANK_STATE_KEY}/"):
         return data
     content = io.BytesIO()
@@ -362,7 +362,7 @@ class Job:
     """Jobs of abandoned saves of this process, which may still be writing in a later membership."""
 
     def __init__(self, errors: type[BaseException] = BaseException) -> None:
-        """Create the job. If the job raises an exception of type ``errors``, its text becomes ``error``."""
+        """Create the job. If it raises an exception of type ``errors``, ``error`` is the text of that exception."""
         self.error: str | None = None
         self._errors = errors
         self._ended = threading.Event()
@@ -416,8 +416,8 @@ class Job:
 
 
 class WriteJob(Job):
-    """Writes the files of a :class:`PlannedWrite`, and ``whole_files``: names and contents of additional files. When
-    ``done`` is true, ``entries`` and ``results`` are final."""
+    """Writes the files of a :class:`PlannedWrite`, and the files ``whole_files`` (name and content of each).
+    ``entries`` and ``results`` are final when ``done`` is true."""
 
     def __init__(self, planned: PlannedWrite, directory: Path, whole_files: dict[str, bytes]) -> None:
         self.planned = planned
@@ -474,7 +474,7 @@ class MetadataJob(Job):
         directory: directory of the checkpoint.
         planned: plan of rank 0.
         written: ``WriteJob.results`` and ``WriteJob.entries`` of every rank, in rank order.
-        manifest_of: makes the manifest from the entries of all files.
+        manifest_of: function that makes the manifest from the entries (names, sizes and checksums) of all files.
     """
 
     def __init__(
@@ -509,7 +509,7 @@ class MetadataJob(Job):
 
 
 class FileSystemJob(Job):
-    """Calls ``change``, a function that changes files. If ``change`` raises OSError, its text becomes ``error``."""
+    """Calls ``change``, which changes files. If it raises OSError, ``error`` is the text of the exception."""
 
     def __init__(self, change: Callable[[], None]) -> None:
         self._change = change
@@ -520,7 +520,7 @@ class FileSystemJob(Job):
 
 
 class _Capture(FileSystem):
-    """File system in memory, for the only file that the writer's ``finish`` writes."""
+    """In-memory file system for the metadata file, the only one that the storage writer's ``finish`` writes."""
 
     content = b""
 

@@ -62,7 +62,7 @@ from transformer_engine_ext.recipes import AMAX_HISTORY
 _WEIGHTS = ("embedding.", "decoder.", "output_layer.")
 _EXTRA_STATE = "._extra_state"
 _NOT_USED = ("rng_state", "rerun_state_machine")
-"""Objects in checkpoints of Megatron-LM that no load uses."""
+"""Keys of objects in Megatron-LM's checkpoints that a load ignores."""
 
 
 def _torch_bytes(content: dict[str, Any]) -> bytes:
@@ -136,8 +136,8 @@ class CheckpointManager:
         report: Callable[[dict[str, Any]], None],
         generation: int = 0,
     ) -> None:
-        """Create the manager of one rank. ``dp_cp_group`` contains the ranks with the same dense weights. ``report``
-        sends an event to the sinks; only rank 0 calls it."""
+        """Create the manager of one rank. ``dp_cp_group`` contains the ranks with the same dense (non-expert) weights
+        as this rank. ``report`` sends an event to the sinks; only rank 0 calls it."""
         self.folder = run_dir / "checkpoints"
         self._config = config
         self._identity = identity
@@ -155,7 +155,7 @@ class CheckpointManager:
         self._pending: _Pending | None = None
         self._copier: Copier | None = None
         self._before_update: list[Callable[[], None]] = []
-        """List of functions that the engine calls before an update. The newest save has added ``settle`` to it."""
+        """Functions that the engine calls before an update of the weights. The newest save has added ``settle``."""
         self._cleaning: FileSystemJob | None = None
         self._resumed_from: str | None = None
         self._finder = CheckpointFinder(
@@ -284,8 +284,8 @@ class CheckpointManager:
         return self.folder / name
 
     def _prepare(self, state: DenseState, directory: Path) -> tuple[WriteJob, CopyBatch]:
-        """Return the job that writes this rank's files, and the copies that must be made before the job is
-        submitted."""
+        """Return the job that writes this rank's files, and the batch of tensor copies. The copies must be complete
+        before the job is submitted."""
         addresses = state.addresses()
         # The engine's scheduler is at the start of the iteration. A checkpoint of Megatron has the position at its end.
         adamw.set_position(state.scheduler, state.consumed_samples)
@@ -365,8 +365,8 @@ class CheckpointManager:
         checkpoints.move_latest(self.folder, directory, iteration)
 
     def _complete(self, pending: _Pending, began: float) -> None:
-        """Report the checkpoint if it is published, and begin to delete older checkpoints. ``began`` is the time at
-        which the call of ``poll`` began."""
+        """Report the checkpoint if its publication (flush and ``latest``) has ended, and begin to delete older
+        checkpoints. ``began`` is the time at which the call of ``poll`` began."""
         published = pending.publication is not None and pending.publication.done
         outcome = self._collectives.from_first([pending.publication.error] if published else None)
         if outcome is None:
@@ -437,8 +437,8 @@ class CheckpointManager:
             checkpoints.delete(self.folder / name)
 
     def _in_use(self, complete: list[str]) -> tuple[str, ...]:
-        """Return the name of the checkpoint from which this run resumed, if it is one of the two newest in
-        ``complete``; else nothing. ``complete`` lists the names of complete checkpoints, oldest first."""
+        """Return the name of the checkpoint from which this run resumed, if this checkpoint is one of the last two in
+        ``complete``. Otherwise return an empty tuple. ``complete`` lists complete checkpoints, oldest first."""
         # No later checkpoint has been read back. If the next one is damaged on disk, a restart needs this one.
         return tuple(name for name in complete[-2:] if name == self._resumed_from)
 

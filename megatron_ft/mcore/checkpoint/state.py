@@ -35,8 +35,8 @@ OURS_KEY = "megatron_ft"
 
 @dataclass(kw_only=True)
 class DenseState:
-    """Complete state of one rank. A save reads it. A load changes model and optimizer in place, and sets the other
-    fields."""
+    """Complete training state of one rank. A save reads it. A load changes model, optimizer and scheduler in place, and
+    sets ``host``, ``extra`` and ``consumed_samples``."""
 
     model_chunks: list[torch.nn.Module]
     """Model chunks of this rank, in the order of virtual pipeline stages. They may be wrapped for data parallelism."""
@@ -45,19 +45,19 @@ class DenseState:
     scheduler: OptimizerParamScheduler
     """Scheduler of learning rate and weight decay."""
     host: TrainState
-    """State besides parameters and optimizer state."""
+    """State besides the tensors of model and optimizer, e.g. the iteration and random number generators."""
     consumed_samples: int = 0
     """Number of consumed samples."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Other state that is the same on all ranks: numbers, strings, lists, dicts and CPU tensors."""
+    """Additional state that is the same on all ranks: numbers, strings, lists, dicts and CPU tensors."""
     before_update: list[Callable[[], None]] | None = None
-    """Functions that are called before parameters and optimizer state change. A save adds a function that waits for its
-    copies, and copies the state until then. With None, a save copies the state at once."""
+    """Functions that the engine calls before it updates the state. A save can then copy the state during the iteration:
+    it adds a function that waits for the copies. With None, a save copies the state at once."""
 
     def build_shards(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
         """Build Megatron's sharded description of model and optimizer, with the keys ``model`` and ``optimizer``. With
-        several model chunks, the keys are ``model0``, ``model1`` and so on. The shards contain the present tensors,
-        except if ``is_loading``."""
+        several model chunks, the keys are ``model0``, ``model1`` and so on. The description contains the present
+        tensors only if ``is_loading`` is false."""
         model = {
             f"model{index}" if len(self.model_chunks) > 1 else "model": unwrap(chunk).sharded_state_dict(
                 metadata=metadata
@@ -139,8 +139,8 @@ _OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def layout_of(directory: Path, *, weights_only: bool) -> dict[str, bool]:
-    """Return the metadata that makes Megatron describe tensors as in a checkpoint of another project. In Megatron-LM's
-    checkpoints, one tensor contains a weight of all experts, or of all layers and experts.
+    """Return Megatron's metadata for loading a checkpoint of another project: whether each layer and each expert has
+    tensors of its own. In Megatron-LM's checkpoints, one tensor can contain a weight of all layers or experts.
 
     Raises:
         CheckpointError: the checkpoint cannot be read. Or, if ``weights_only`` is false, it has no optimizer state, or
@@ -180,9 +180,9 @@ def other_shape(frame: dict[str, Any], directory: Path) -> str | None:
 
 
 def leave_histories(shards: dict[str, Any], directory: Path) -> None:
-    """Remove from ``shards``, Megatron's description of a model chunk, each history of delayed scaling that the
-    checkpoint lacks or has in another shape. These histories stay empty. This happens in jobs whose recipe was changed
-    on purpose, and with checkpoints of weights."""
+    """Remove histories of delayed scaling (FP8) from ``shards``, Megatron's description of a model chunk, if the
+    checkpoint lacks them or has them in another shape. The model then starts with empty histories. This happens if a
+    user has changed the FP8 recipe, and with checkpoints of weights."""
     histories = [name for name in shards if name.endswith(AMAX_HISTORY)]
     stored = load_metadata(directory).state_dict_metadata if histories else {}
     for name in histories:
@@ -192,7 +192,7 @@ def leave_histories(shards: dict[str, Any], directory: Path) -> None:
 
 
 def with_histories(chunk: torch.nn.Module, loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``loaded``, the tensors of a model chunk, plus the chunk's present histories that ``loaded`` lacks."""
+    """Return ``loaded``, the tensors of a model chunk, with the chunk's own FP8 amax histories where it has none."""
     present = unwrap(chunk).state_dict()
     return {**{name: found for name, found in present.items() if name.endswith(AMAX_HISTORY)}, **loaded}
 

@@ -50,11 +50,11 @@ from transformer_engine_ext.recipes import AMAX_HISTORY
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _STACKED_LAYERS, _STACKED_EXPERTS = re.compile(r"decoder\.layers\.(?!\d)"), re.compile(r"\.experts\.experts\.(?!\d)")
-"""Patterns in the names of tensors that contain a weight of all layers, or of all experts."""
+"""Patterns in the names of stacked tensors. Such a tensor contains a weight of all layers, or of all experts."""
 _GATED = re.compile(r"\.linear_fc1\.(?:weight|bias)$")
-"""Pattern at the end of the names of weights that contain both halves of a gated unit."""
+"""Pattern at the end of the names of tensors that contain both the gate half and the up half of a gated MLP."""
 _MOST_STACKED = 1 << 20
-"""Largest number of layers times experts in one tensor."""
+"""Largest allowed number of weights (layers times experts) in one stacked tensor."""
 EMBEDDING, ROUTER = "embedding.word_embeddings.weight", ".mlp.router.weight"
 WEIGHTS_ONLY = "weights"
 """Group of settings in a manifest. A manifest with this group belongs to a checkpoint that contains only weights."""
@@ -69,7 +69,7 @@ class DenseReader:
     """Verified manifest; None for a checkpoint of another project, which the user trusts."""
     metadata: Metadata
     _newest: tuple[tuple[str, tuple[int, ...]], Values] | None = field(default=None, init=False, repr=False)
-    """The part of a stacked tensor that was read last: its key (name, offsets) and its values."""
+    """Cache of one part of a stacked tensor, the last one read: its key (name, offsets) and its values."""
 
     @classmethod
     def open(cls, directory: Path, *, trust: bool = False) -> "DenseReader":
@@ -98,8 +98,8 @@ class DenseReader:
         return cls(directory=directory, manifest=manifest, metadata=metadata)
 
     def model(self) -> ModelConfig:
-        """Return the model of the checkpoint. The manifest describes it or, in a checkpoint of Megatron-LM, the stored
-        arguments. Raise CheckpointError if neither does."""
+        """Return the model of the checkpoint. The manifest describes the model. A checkpoint of Megatron-LM has stored
+        arguments instead. Raise CheckpointError if the checkpoint has no description."""
         if self.manifest is None:
             model = model_of_arguments(self.directory)
             self._check_model(model, f"{self.directory}: its arguments describe another kind of model")
@@ -172,7 +172,7 @@ class DenseReader:
         return tensor_of(self.values(name))
 
     def values(self, name: str) -> Values:
-        """Return where a tensor is stored if its rows follow one another in files; otherwise return the tensor itself.
+        """Return a tensor's place in files if its rows are stored one after another; otherwise return the tensor.
 
         Raises:
             CheckpointError: a part of the tensor cannot be read.
@@ -230,16 +230,16 @@ class DenseReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredPart:
-    """A stored part of a tensor or, with ``index``, the elements of the part that belong to one layer and expert."""
+    """A part of a tensor in the files. With ``index``, only the elements of one layer and expert."""
 
     name: str
     part: ChunkStorageMetadata
     index: tuple[int, ...] = ()
-    """Indices of layer and expert in the first dimensions of the part; empty for the whole part."""
+    """Index of the layer or expert (or both) in the part's first dimensions; empty for the whole part."""
 
 
 _Resolved = tuple[str, TensorStorageMetadata, list[_StoredPart]]
-"""A tensor: its name; its shape, dtype and parts; and where each part is stored."""
+"""Name of a tensor; its shape, dtype and parts; and where the checkpoint's files store each part."""
 
 
 def _unstacked(name: str, entry: TensorStorageMetadata, where: str) -> Iterator[_Resolved]:
@@ -297,7 +297,7 @@ def _halves(name: str, entry: TensorStorageMetadata, places: list[_StoredPart], 
 
 
 def _joined(entry: TensorStorageMetadata, parts: list[tuple[ChunkStorageMetadata, Values]]) -> StoredValues | None:
-    """Return where a tensor is stored if each stored part consists of whole rows, otherwise None."""
+    """Return the place of a tensor's values in files. Return None if a stored part does not consist of whole rows."""
     spans, num_rows = list[Span](), 0
     for part, stored in sorted(parts, key=lambda each: tuple(each[0].offsets)):
         is_next = tuple(part.offsets[:1]) in ((), (num_rows,)) and part.sizes[1:] == entry.size[1:]
@@ -312,7 +312,7 @@ def _joined(entry: TensorStorageMetadata, parts: list[tuple[ChunkStorageMetadata
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frame:
-    """Bytes that ``torch.save`` writes before and after the values of a contiguous tensor."""
+    """A contiguous tensor as ``torch.save`` writes it: the bytes before the values and the bytes after them."""
 
     head: bytes
     value_bytes: int
@@ -332,7 +332,7 @@ def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> _Frame:
 
 
 class _Sparse(io.RawIOBase):
-    """File in memory. A range that is skipped instead of written needs no memory."""
+    """File in memory. A byte range that the writer skips with ``seek`` occupies no memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,7 +360,7 @@ class _Sparse(io.RawIOBase):
         return len(data)
 
     def frame(self, value_bytes: int) -> _Frame:
-        """Return the bytes before and after the only skipped range. The range must have ``value_bytes`` bytes."""
+        """Return the bytes before and after the range that was skipped. This range must have ``value_bytes`` bytes."""
         found = _Frame(head=bytes(self._before), value_bytes=value_bytes, tail=bytes(self._after))
         assert found.num_bytes == self._position, f"torch skipped other bytes than the {value_bytes} of the values"
         return found
@@ -452,7 +452,7 @@ class WeightsWriter:
 
 
 def _number(file: WrittenFile) -> int:
-    """Return the number in the file name."""
+    """Return the number of a checkpoint file, which is a part of its name."""
     return int(file.entry.name.strip("_").split("_")[0])
 
 

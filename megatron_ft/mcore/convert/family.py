@@ -69,10 +69,10 @@ SAME, QUERY_KEY_VALUE = Same(), QueryKeyValue()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Names and shape of one tensor, or of one tensor for each layer or expert."""
+    """Rule for one tensor, or for one tensor per layer or expert: its names, its shape and its conversion."""
 
     ours: str
-    """Name in a dense checkpoint. ``{layer}`` stands for the layer, from 0, and ``{expert}`` for the expert."""
+    """Name in a dense checkpoint. ``{layer}`` stands for a layer's number, from 0; ``{expert}`` for an expert's."""
     theirs: tuple[str, ...]
     """Names of the tensors in a Hugging Face folder."""
     shape: Callable[[ModelConfig], Shape]
@@ -248,11 +248,11 @@ def scaled_rope(config: Mapping[str, Any]) -> str:
 
 
 YARN: Mapping[str, str] = {name: name for name in YARN_KEYS} | {"rotary_scaling_factor": "factor"}
-"""Maps keys of ``model`` for ``rope_type=yarn`` to entries of ``rope_scaling`` in ``config.json``."""
+"""Maps the keys of ``model`` for YaRN (``rope_type=yarn``) to the keys of ``rope_scaling`` in ``config.json``."""
 
 
 def rope_settings(model: ModelConfig) -> dict[str, Any] | None:
-    """Return the entry ``rope_scaling`` of ``config.json``; None without scaling."""
+    """Return the entry ``rope_scaling`` of ``config.json``; None if rotary embeddings are not scaled."""
     if model.rope_type is None:
         return None
     found = {theirs: getattr(model, ours) for ours, theirs in YARN.items() if getattr(model, ours) is not None}

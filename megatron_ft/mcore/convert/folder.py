@@ -157,7 +157,7 @@ class FolderPlan:
     def of(
         cls, tensors: Sequence[tuple[str, tuple[int, ...]]], dtype: torch.dtype, most_file_bytes: int
     ) -> "FolderPlan":
-        """Divide tensors among files of at most ``most_file_bytes``. A tensor that is larger gets a file of its own."""
+        """Plan files of at most ``most_file_bytes`` for ``tensors``. A larger tensor gets a file of its own."""
         groups: list[list[tuple[str, tuple[int, ...]]]] = []
         room = 0
         for name, shape in tensors:
@@ -187,7 +187,7 @@ class FolderPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Number of bytes of all tensors in all files of the plan."""
         return sum(map(self.bytes_of, self.files))
 
     def summary(self) -> str:

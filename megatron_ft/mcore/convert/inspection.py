@@ -31,7 +31,7 @@ class TensorRow:
     norm: float | None = None
     """Euclidean norm of the values; None if it was not computed."""
     iteration: int | None = None
-    """Iteration after which the values were captured; None if all values in the source are of one iteration."""
+    """Iteration after which the values were captured. None if all tensors of the source are from the same iteration."""
 
 
 class Source(Protocol):
@@ -48,7 +48,7 @@ class Source(Protocol):
         """Return the values of a tensor. Raise CheckpointError if they cannot be read."""
 
     def check(self) -> None:
-        """Check what belongs to no tensor and was not checked before. Raise CheckpointError if it is damaged."""
+        """Check data that belong to no tensor, unless checked before. Raise CheckpointError if they are damaged."""
 
 
 class DenseSource:
@@ -103,8 +103,8 @@ class FolderSource:
 class WindowSource:
     """Pieces of a window on storage: element ranges of parameters, each from one rank. All files are verified.
 
-    Names are ``<parameter>[<start>:<stop>].<component>``, followed by ``@tp<n>`` for tensor-parallel parts after part
-    0, and by ``/slice<n>`` for slices after slice 0.
+    A piece has the name ``<parameter>[<start>:<stop>].<component>``. ``@tp<n>`` is added for tensor-parallel ranks
+    above 0, and ``/slice<n>`` for slices above 0.
     """
 
     def __init__(self, path: Path, *, with_optimizer: bool) -> None:
@@ -117,7 +117,7 @@ class WindowSource:
             self.world_size = opened.window.world_size
         window = self._folder.verify(self._key, self.world_size)
         self.windows: list[Window] = []
-        """Description of each rank's part."""
+        """Description of the window's part that each rank captured, in rank order."""
         self._places: dict[str, tuple[int, int, int]] = {}
         self._rows: list[TensorRow] = []
         for rank in range(self.world_size):
@@ -130,7 +130,7 @@ class WindowSource:
 
     @property
     def leaves_out_experts(self) -> bool:
-        """Return whether the window leaves out experts, and has older state of them from earlier windows instead."""
+        """Return whether some experts in the window have older state, which earlier windows captured."""
         return any(window.leaves_out_experts for window in self.windows)
 
     def _take(self, rank: int, index: int, part: Slice, *, with_optimizer: bool) -> None:
@@ -201,8 +201,8 @@ class TensorDifference:
     name: str
     reason: str
     largest: float | None = None
-    """Largest difference of two values at the same index, divided by the largest magnitude in both tensors. None if
-    shapes differ or a tensor is missing."""
+    """Largest difference of two values at the same index, divided by the largest magnitude in the two tensors. None if
+    the shapes differ or a tensor is missing."""
 
 
 def differences(one: Source, other: Source, *, tolerance: float = 0.0) -> list[TensorDifference]:

@@ -20,8 +20,8 @@ _TOKENIZERS = {
 
 
 def megatron_arguments(model: ModelConfig, manifest: Manifest, *, weights_only: bool) -> argparse.Namespace:
-    """Return the arguments of Megatron-LM, by name, that describe ``model`` and the job that saved the checkpoint.
-    Megatron-LM compares some of them with its command line. ``--use-checkpoint-args`` takes the others from here.
+    """Return Megatron-LM's arguments for ``model`` and the job that saved the checkpoint. Megatron-LM compares some
+    with its command line. With ``--use-checkpoint-args``, it takes the others from the checkpoint.
 
     Args:
         weights_only: whether the checkpoint has no optimizer state.

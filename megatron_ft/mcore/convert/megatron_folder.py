@@ -22,7 +22,7 @@ from megatron_ft.snapshot.storage.files import fsync_directory, write_atomically
 from megatron_ft.snapshot.storage.manifest import Manifest
 
 _WEIGHTS_METADATA = {"singleton_local_shards": True, "non_homogeneous_layers": True}
-"""Metadata for Megatron-LM about the tensors of a checkpoint of weights, which itself has no such metadata."""
+"""Metadata on the form of tensors, which Megatron-LM needs and a checkpoint of only weights does not have."""
 
 
 def export_to_megatron(checkpoint: Path, out: Path, *, progress: Callable[[str], None] = print) -> Path:

@@ -14,7 +14,7 @@ from megatron_ft.operators import head_channels, is_moe_layer
 Shape = tuple[int, ...]
 Named = Iterator[tuple[str, Shape]]
 _FUSED_NORM, _SEPARATE_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
-"""Names of the norm before an MLP or MoE layer. Transformer Engine uses the second name in every MoE layer."""
+"""Beginnings of the names of the norm before an MLP or MoE layer: with the norm fused into the MLP, and as a module."""
 
 
 def tensors_of(model: ModelConfig) -> Named:

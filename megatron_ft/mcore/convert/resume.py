@@ -1,7 +1,7 @@
-"""The record of a conversion that can be continued: the source of the conversion, and which files are complete.
+"""Record of a conversion that can be continued: the source of the conversion, and the files that are complete.
 
-Conversions between checkpoints and Hugging Face folders, in both directions, update the record after each file. An
-interrupted conversion continues from it. In a finished folder, the record lists the checksums of the files.
+A conversion between a checkpoint and a Hugging Face folder, in either direction, updates the record after each file. An
+interrupted conversion continues from the record. In a finished folder, it lists the checksums of the files.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ RECORD = "megatron_ft_conversion.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenTensor:
-    """Tensor in a file of a checkpoint of weights."""
+    """Description of one tensor in a file of a checkpoint that contains only weights."""
 
     name: str
     dtype: str
@@ -39,7 +39,7 @@ class WrittenFile:
 
     entry: FileEntry
     tensors: tuple[WrittenTensor, ...] = ()
-    """Tensors in a file of a checkpoint, of which only this record has the offsets; empty for other files."""
+    """For a file of a checkpoint: its tensors, with their offsets. Empty for other files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class ConversionRecord:
 
     folder: Path
     source: Mapping[str, Any]
-    """JSON object that identifies everything on which the content of the files depends."""
+    """Source of the conversion: a JSON object with everything that determines the content of the files."""
     files: list[WrittenFile] = field(default_factory=list)
     """Complete files."""
 

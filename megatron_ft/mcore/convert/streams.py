@@ -38,7 +38,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredValues:
-    """Values of a tensor in files, row after row, in this machine's byte order. ``spans`` lists them in order."""
+    """Place of a tensor's values in files. ``spans`` lists byte ranges, row after row, in this machine's byte order."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class StoredValues:
         return replace(self, shape=shape, spans=tuple(spans))
 
     def at(self, index: tuple[int, ...]) -> "StoredValues":
-        """Return the elements with the given indices in the first dimensions. All values must be in one span."""
+        """Return the elements with the given indices in the first dimensions. The tensor must be stored in one span."""
         (span,), shape, position = self.spans, self.shape[len(index) :], 0
         for size, number in zip(self.shape, index, strict=False):
             position = position * size + number
@@ -92,7 +92,7 @@ class StoredValues:
 
 
 Values = torch.Tensor | StoredValues
-"""A tensor in memory or in files; both have ``shape`` and ``dtype``."""
+"""Values of a tensor, in memory or in files. Both forms have ``shape`` and ``dtype``."""
 
 
 def tensor_of(values: Values) -> torch.Tensor:
@@ -116,11 +116,11 @@ def chunks_of(values: Values) -> Iterator[memoryview]:
 
 
 class VerifiedFiles:
-    """Writes the files of a folder one after the other. A thread flushes a file, reads it again, and gives it its name
-    if the content is the same. Meanwhile the next file is written. At most one file waits for the thread.
+    """Writes and verifies the files of a folder, one after the other. A thread flushes each file and reads it again. If
+    the content is correct, it gives the file its final name. Meanwhile the next file is written, but no third one.
 
-    Use this as a context manager. Its end waits for the thread. The thread calls ``completed`` for each file that has
-    got its name.
+    This class is a context manager. The end of its ``with`` block waits for the thread. The thread calls ``completed``
+    for each file that has its final name.
     """
 
     def __init__(self, directory: Path, completed: Callable[[FileEntry], None]) -> None:

@@ -39,7 +39,7 @@ _KEYS = ("checkpoint.load", "checkpoint.load_weights")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uses:
-    """Answers about a checkpoint, window or folder."""
+    """Answers to the question which strategies and keys can use a checkpoint, window or Hugging Face folder."""
 
     title: str
     """Description in one line."""

@@ -74,8 +74,8 @@ def continue_weights(
     num_bytes: int,
     most_file_bytes: int = MOST_FILE_BYTES,
 ) -> Manifest:
-    """Write a checkpoint of weights like ``write_weights``, but continue an interrupted call with the same ``source``:
-    verify and keep the files that this call has completed. Until the end, files are in the folder ``.NAME.partial``.
+    """Write a checkpoint of weights like ``write_weights``. If an earlier call with the same ``source`` was
+    interrupted, verify and keep its complete files. Until the end, files are in the folder ``.NAME.partial``.
 
     Args:
         tensors: function that is called with the names of the complete tensors, and returns all other tensors.

@@ -45,8 +45,8 @@ from megatron_ft.snapshot.window import Window
 
 _CHUNK_BYTES = 4 << 20
 _ADVICE = "To continue this run"
-"""First words of the advice at the end of a failed job's output. The advice is not shown, because it names a folder
-that is removed."""
+"""First words of the advice with which a failed job ends its output: how to continue its run folder. This command
+removes that folder, so it does not show the advice."""
 Compose = Callable[[list[str]], JobConfig]
 
 
@@ -56,9 +56,9 @@ class _Found:
 
     key: WindowKey
     windows: tuple[Window, ...]
-    """Description of each rank's part."""
+    """Description of the window's part that each rank captured, in rank order."""
     files: tuple[tuple[str, str], ...]
-    """Directory and name of each file that a replay reads. Some pieces may be in files of earlier windows."""
+    """Directory and name of each file that a replay reads. Files of earlier windows can be among them."""
 
     @property
     def first(self) -> Window:
@@ -72,7 +72,7 @@ class _Found:
         return elements * (12 + item_bytes)  # master weights and two moments in FP32
 
     def leaves_out(self) -> bool:
-        """Return whether the window leaves out experts, and has older state of them from earlier windows instead."""
+        """Return whether some experts in the window have older state, which earlier windows captured."""
         return any(window.leaves_out_experts for window in self.windows)
 
 
@@ -173,8 +173,8 @@ def _verify(folder: WindowFolder, key: WindowKey, run_id: RunId, run_dir: Path) 
 
 
 def _job(config: JobConfig, window: Window, work: Path, name: str, default: JobConfig) -> JobConfig:
-    """Return the configuration of the job that replays: the run's configuration, with the values that applied when the
-    window was captured. Settings that matter only for training are reset."""
+    """Return the configuration of the job that replays ``window``: the run's configuration with the values from the
+    time of the capture. Settings that matter only for further training are reset."""
     config = _as_captured(config, window)
     launch, placement, topology = config.launch, config.placement, config.topology
     num_nodes, rest = divmod(window.world_size, launch.ranks_per_node)
@@ -273,7 +273,7 @@ def _elsewhere(config: JobConfig, run_dir: Path, url: str, found: _Found, words:
 
 
 def _take(backend: Backend, found: _Found, folder: Path, progress: Progress) -> None:
-    """Put the files of the window into ``folder``: links if the file system is the same, otherwise copies."""
+    """Link the files of the window into ``folder``. Copy files that cannot be linked."""
     left = [file for file in found.files if not _link(backend, *file, folder)]
     if not left:
         return

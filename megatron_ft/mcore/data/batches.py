@@ -17,7 +17,7 @@ from megatron_ft.config.job import DataConfig, TrainingConfig
 from megatron_ft.planning.iteration import BatchPlan
 
 _COUNTED = 3
-"""Index of ``DocumentRules.counted`` in a packed microbatch."""
+"""Index of the loss mask (``DocumentRules.counted``) in the tensor of a packed microbatch."""
 
 
 class Samples(Protocol):
@@ -63,7 +63,7 @@ class DocumentRules:
         return ends.cumsum(dim=1) - ends
 
     def positions(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return each token's position in its row, or in its document if ``resets_positions``: int64, as ``tokens``."""
+        """Return token positions in the row, or in the document if ``resets_positions``: int64, shape of ``tokens``."""
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         if not self.resets_positions:
             return positions
@@ -107,8 +107,8 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReader:
-    """Reads the microbatches of one rank. With context parallelism, a rank gets two chunks of every sequence.
-    Megatron's layout selects these chunks, so that all ranks have equal work in causal attention."""
+    """Reads the microbatches of one rank. With context parallelism (CP), a rank reads two chunks of every sequence.
+    Megatron's CP layout selects the chunks, so that causal attention is equal work for all CP ranks."""
 
     samples: Samples
     plan: BatchPlan
@@ -158,7 +158,7 @@ class BatchReader:
             yield from (self._unpacked(self._packed(first), first is None) for first in samples)
 
     def num_loss_tokens(self, iteration: int) -> int:
-        """Return the number of tokens of this rank's microbatches of ``iteration`` that count in the loss."""
+        """Return the number of tokens that count in the loss, in this rank's microbatches of ``iteration``."""
         firsts = [first for first in self._first_samples(iteration) if first is not None]
         if self.rules is None or not self.rules.masks_loss:
             return len(firsts) * self.plan.micro_batch_size * self.seq_length // self.context_parallel_size
@@ -182,9 +182,9 @@ class BatchReader:
             under_way = following
 
     def _packed(self, first_sample: int | None) -> torch.Tensor:
-        """Return tokens, labels and positions as one host tensor: int64 [3, micro_batch_size, length]. With ``rules``,
-        the tensor also contains counted tokens and documents (5 instead of 3). ``length`` is the number of tokens of a
-        sequence that this rank has. ``first_sample`` is None for padding."""
+        """Return one microbatch as a host tensor, int64 [3, micro_batch_size, length]: tokens, labels and positions.
+        With ``rules``, the first size is 5: counted tokens (loss mask) and documents are added. ``length`` is the
+        number of tokens of a sequence on this rank. ``first_sample=None`` makes padding."""
         size = self.plan.micro_batch_size
         if first_sample is None:
             rows = torch.zeros((size, self.seq_length + 1), dtype=torch.int64)
@@ -257,8 +257,8 @@ def sum_of_losses(is_padding: bool, counted: torch.Tensor | None, losses: torch.
         counted: 1 for tokens that count, 0 for others, in the shape of ``losses``; None if all tokens count.
 
     Returns:
-        (loss_sum, num_tokens, report): sum of losses, int32 number of tokens, and both as float64 [2]. All are zero for
-        a padding microbatch.
+        (loss_sum, num_tokens, report): sum of the losses that count; int32 number of tokens that count; and these two
+            values as float64 [2]. A padding microbatch returns zeros.
     """
     if is_padding:
         counted = torch.zeros_like(losses)
@@ -271,8 +271,8 @@ def sum_of_losses(is_padding: bool, counted: torch.Tensor | None, losses: torch.
 
 
 def attention_mask(documents: torch.Tensor) -> torch.Tensor:
-    """Return where attention is forbidden, for ``documents`` [rows, length]: bool [rows, 1, length, length]. A token
-    may attend to itself and to earlier tokens of its document."""
+    """Return a mask that is true where attention is forbidden: bool [rows, 1, length, length]. A token may attend to
+    itself and to earlier tokens of its document. ``documents`` [rows, length] are document numbers."""
     length = documents.shape[1]
     later = torch.ones((length, length), dtype=torch.bool, device=documents.device).triu(diagonal=1)
     return (later | (documents[:, :, None] != documents[:, None, :]))[:, None]

@@ -24,8 +24,8 @@ from megatron_ft.snapshot.storage.files import write_atomically
 
 
 class Samples:
-    """The samples of a split. Every index from 0 on has a sample, because the samples repeat in each epoch. A sample
-    depends only on ``data.seed``, the sources and the index, not on the parallel layout or the length of the run."""
+    """The samples of the split ``train`` or ``valid``. Every index from 0 has a sample, because samples repeat in each
+    epoch. A sample depends only on ``data.seed``, sources and index, not on parallel layout or length of the run."""
 
     def __init__(self, plan: SplitPlan, vocab_size: int, *, eod: int, mmap: bool = True) -> None:
         self.plan = plan

@@ -102,7 +102,7 @@ def _choose_transformer_impl(requested: str, device: str, software: _Software, *
 
 
 def _check_provider(context_parallel_size: int, transformer_impl: str) -> None:
-    """Raise ConfigError for features that the chosen ``transformer_impl`` does not have."""
+    """Raise ConfigError if the job needs context parallelism, but does not use Transformer Engine."""
     if transformer_impl == "transformer_engine":
         return
     if context_parallel_size > 1:

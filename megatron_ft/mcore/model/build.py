@@ -46,7 +46,7 @@ class _ReleasableDataParallel(DistributedDataParallel):
 
 
 def forget_iteration(model_chunks: list[torch.nn.Module]) -> None:
-    """Set training mode and reset the reduction state of ``model_chunks`` after a failure. Gradients stay."""
+    """Reset ``model_chunks`` after a failure: training mode, state of gradient reduction. Gradients are kept."""
     for chunk in model_chunks:
         chunk.train()
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Linear layers of Megatron's local spec with FP8 operands (``precision.fp8``).
 
-Weights stay parameters in ``precision.params_dtype``, and each product quantizes its operands. Without delayed
-scaling, the scales follow from the operands alone. With it, they follow from the largest magnitudes (amax) of earlier
+Weights stay parameters in ``precision.params_dtype``, and each product quantizes its operands. Without delayed scaling,
+the scales depend only on the operands. With delayed scaling, they depend on the largest magnitudes (amax) of earlier
 iterations, which each transformer layer keeps in a buffer. Like a router's bias, the buffer is training state: windows
 and checkpoints contain it, joining ranks receive it, and rollbacks restore it. It has entries for all experts and is
 equal on all ranks of a pipeline stage. With ``precision.regime``, weights are rounded so that FP8 codes with one scale
@@ -29,7 +29,7 @@ class _Fp8Product:
     """Mixin with which a linear layer of Megatron computes its matrix product with FP8 operands."""
 
     scalers: LinearScalers
-    """Scalers of this layer. Layers share one object, except with delayed scaling."""
+    """Computes the scales of this layer's operands. All layers share one object, except with delayed scaling."""
     provider: Provider
     weight: torch.nn.Parameter
 

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek) with Megatron's local layers, on any device.
 
-Without Transformer Engine, such a layer of Megatron-Core 0.16.1 does not work: its core attention does not accept
-widths of heads, and needs values and queries of equal width. With tensor parallelism, Megatron also splits the down
+Without Transformer Engine, such a layer of Megatron-Core 0.16.1 does not work: its core attention has no parameter for
+the width of heads, and needs values and queries of equal width. With tensor parallelism, Megatron also splits the down
 projections, but does not sum the gradient of the rotated part of the keys over the ranks, so this gradient is wrong.
 Here every tensor-parallel rank has the whole down projections, as with Transformer Engine.
 """
@@ -51,7 +51,7 @@ class _WholeLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the outputs and no bias, like Megatron's layers. ``inputs`` has the shape [..., num_inputs]."""
+        """Return the outputs, and None instead of a bias, like Megatron's layers. ``inputs`` is [..., num_inputs]."""
         return functional.linear(inputs, self.weight), None
 
 

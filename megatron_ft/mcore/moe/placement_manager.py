@@ -66,13 +66,13 @@ class PreviousPlacement:
     plans: list[PlacementPlan]
     """Placement of each stage before the migration."""
     state: NamedState
-    """During the migration, all tensors of this rank; afterwards, only the tensors of experts that this rank no longer
-    has. Always empty if ``is_in_place``."""
+    """Tensors of this rank from before the migration. During the migration, all of them; afterwards, only those of
+    experts that this rank no longer has. Always empty if ``is_in_place``."""
     host: TrainState | None = None
-    """State of this rank besides tensors, from before the migration. It is kept only during the migration, because a
-    migration that fails leaves the engine without usable state. None after the migration."""
+    """State of this rank besides tensors, from before the migration. It is used if the migration fails, because the
+    engine then has no usable state. None after the migration."""
     is_evacuation: bool = False
-    """Whether the migration moved all experts to the ranks that remain in the job, before other ranks leave it."""
+    """Whether the migration moved all experts to the ranks that stay in the job, because other ranks will leave."""
     copies: StateCopies | None = None
     """Copies of optimizer state for other ranks, from before the migration; None if newer copies exist."""
     is_in_place: bool = False
@@ -146,7 +146,7 @@ class PlacementManager:
         self.plans = first_plans(config, self._requests, self._inputs) if before is None else before.plans
 
     def follow(self, holders: Sequence[StageHolders]) -> tuple[MigrationPlan, ...] | Declined:
-        """Plan and adopt the placements of this membership, from those of the previous membership. ``holders``
+        """Plan and adopt the placement of every stage for this membership, based on the previous placement. ``holders``
         describes, for each stage, which ranks have experts from the previous membership.
 
         The result depends only on the configuration, the previous placements and ``holders``. Return the migrations of
@@ -170,7 +170,7 @@ class PlacementManager:
         return tuple(found)
 
     def evacuation(self, staying: Collection[int]) -> "Change | None":
-        """Plan migrations that move all experts to the ranks ``staying``, before all other ranks leave.
+        """Plan migrations that move all experts to the ranks ``staying``, before all other ranks leave the job.
 
         Return None if the ranks that stay already have all experts. Every stage needs enough staying ranks for all of
         its experts.
@@ -197,7 +197,7 @@ class PlacementManager:
         )
 
     def replicas(self, plan: PlacementPlan | None = None) -> Replicas:
-        """Return the ``Replicas`` of this rank's model for ``plan``; None is the current plan of this rank's stage."""
+        """Return the ``Replicas`` of this rank's model for ``plan``; with None, for the stage's current placement."""
         return Replicas(plan=self.plans[self._stage] if plan is None else plan, backend=self._backend)
 
     def copy_plan(self) -> StateCopyPlan | None:

@@ -1,7 +1,7 @@
 """An MoE layer in which each expert can have any number of copies, and a class that sums the gradients of the copies.
 
 ``Replicas`` describes the placement of one pipeline stage for the model. ``MixtureLayer`` is Megatron's own layer with
-a failpoint.
+a point for injected faults (failpoint).
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ class _SharedExpert:
     holders: tuple[int, ...]
 
     def pieces(self) -> list[int]:
-        """Return, for each rank in ``holders``, the number of gradient elements that it sums."""
+        """Return, for each rank in ``holders``, the number of gradient elements that this rank sums."""
         total, count = sum(parameter.numel() for parameter in self.parameters), len(self.holders)
         return [total * (number + 1) // count - total * number // count for number in range(count)]
 
@@ -166,7 +166,7 @@ class MixtureLayer(MoELayer):
 
     def start_iteration(self, iteration: int, owed: Sequence[int] = ()) -> None:
         """Set the number of the iteration, which failpoints and forced routing need. 0 means an evaluation. ``owed``
-        has one entry per expert: the number of lost tokens that the expert has not repaid (``PaddingAwareRouter``)."""
+        has one entry per expert: the lost tokens that it has not repaid by additional tokens."""
         self.iteration = iteration
         self.router.start_iteration(iteration, owed)
 
@@ -217,9 +217,9 @@ class _ReplicaExperts(SequentialMLP):
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor | None = None,
     ) -> tuple[list[torch.Tensor], None]:
-        """Run each expert on its rows [rows, H] in ``pieces``, and return the outputs of each expert. The other
-        arguments are ignored: ``pieces`` already has ``tokens_per_expert`` rows, and the ranks that sent the tokens
-        apply the probabilities."""
+        """Run each expert on its tokens. ``pieces`` has a tensor [rows, H] for each expert. Return the outputs in this
+        form. Other arguments are ignored: ``pieces`` already has ``tokens_per_expert`` rows, and the ranks that sent
+        the tokens apply the probabilities."""
         outputs = []
         # Run experts without rows, too, because a bucket is reduced only if all its parameters have gradients.
         for expert, rows in zip(self.local_experts, pieces, strict=True):
@@ -391,7 +391,7 @@ class ReplicaMixtureLayer(MixtureLayer):
             )
 
     def replace(self, dropped: int, expert: int) -> None:
-        """Record that the tensors of expert ``dropped`` now contain ``expert``. Call ``use`` to redirect the tokens."""
+        """Record that ``dropped``'s tensors now contain ``expert``. Only a call of ``use`` then redirects tokens."""
         place = self.local_expert_indices.index(dropped)
         self.local_expert_indices[place] = self.experts.expert_ids[place] = expert
 

@@ -70,7 +70,7 @@ class PaddingAwareRouter(TopKRouter):
         self._owing: torch.Tensor | None = None
 
     def start_iteration(self, iteration: int, owed: Sequence[int] = ()) -> None:
-        """Reset ``load`` and ``repaid`` at the start of ``iteration``, except for 0, which means an evaluation.
+        """Reset ``load`` and ``repaid`` at the start of ``iteration``. 0 means an evaluation, which resets nothing.
 
         Args:
             owed: number of lost tokens minus the additional tokens processed since the loss, for each expert.
@@ -152,10 +152,10 @@ class PaddingAwareRouter(TopKRouter):
     ) -> torch.Tensor:
         """Attach a load-balancing loss to ``activation`` [T, E], unless the microbatch is padding.
 
-        With per-token losses, Megatron later divides gradients by the tokens of the iteration, so it first multiplies
-        this loss by ``valid_token_count``, the tokens of this rank. That is too few if ranks share the microbatch or
-        the loss, or if each of several sequences has a loss. This method uses the tokens of the whole microbatch, times
-        the microbatches that share the loss. So the gradient does not depend on how the batch is divided.
+        With per-token losses, Megatron later divides gradients by the tokens of the iteration. It therefore multiplies
+        this loss by the tokens of this rank. That is too few if ranks share the microbatch or the loss, or if each of
+        several sequences has a loss. This method multiplies by the tokens of the whole microbatch, times the
+        microbatches that share the loss. So the gradient does not depend on how the batch is divided.
         """
         if self.is_padding:
             return activation

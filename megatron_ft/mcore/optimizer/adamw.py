@@ -41,11 +41,11 @@ class Master:
     unique_name: str
     """Key of stochastic rounding: ``name``, followed by the number of the tensor-parallel part if it is above 0."""
     start: int
-    """Number of the first element of ``tensor`` in the flattened parameter."""
+    """Index of the first element of ``tensor`` in the flattened parameter."""
     tensor: torch.Tensor
     state: dict[str, Any]
     parts: dict[str, torch.Tensor]
-    """Result of ``state_tensors``."""
+    """Master weight, moments and step count by component, from ``state_tensors``."""
     weight_decay: float
 
 
@@ -148,7 +148,7 @@ def weight_of(
 def follow_parameters(
     optimizer: MegatronOptimizer, model_chunks: Sequence[torch.nn.Module], pg_collection: ProcessGroupCollection
 ) -> None:
-    """Copy the mark ``shared`` and the names of parameters to masters again, because experts have changed places."""
+    """Copy names and the mark ``shared`` of parameters to their masters, after experts were moved in place."""
     names = scaled.names_of(model_chunks, pg_collection)
     for member in sub_optimizers(optimizer):
         for parameter, master in masters_of(member):
@@ -279,8 +279,8 @@ def _install_member(member: MegatronOptimizer, frame: dict[str, Any], step: int,
 
 @contextmanager
 def _steps_put_away(member: MegatronOptimizer) -> Iterator[None]:
-    """Remove the step counts during a load. Megatron's load expects a stored tensor for each entry of the optimizer's
-    state, but a checkpoint has no such tensor for step counts."""
+    """Remove the step counts while the block runs. Megatron's load expects a stored tensor for each entry of the
+    optimizer's state, but a checkpoint has no tensors of step counts."""
     states = list(member.optimizer.state.values())
     steps = [state.pop("step", None) for state in states]
     try:
@@ -312,8 +312,8 @@ def _own_steps(member: MegatronOptimizer, step: int) -> None:
 
 
 GroupKeys = list[list[Any]]
-"""Keys of the parameter groups of all ranks, in one list for each time that Megatron gathers keys. A key has two
-elements: the override of the configuration or None; and whether the parameters are expert parameters."""
+"""Keys of the parameter groups of all ranks: one list for each time that Megatron gathers keys. A key has two elements:
+the override of the configuration, or None; and whether the group has expert parameters."""
 
 
 @contextmanager
@@ -504,7 +504,7 @@ def _unscale(part: Any, scaler: Any) -> None:
 
 
 def grad_scalers(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the loss scalers of all parts. Only a run in FP16 has loss scalers."""
+    """Return the loss scalers of the dense and the expert optimizer. Only a run in FP16 has loss scalers."""
     scalers = (getattr(part, "grad_scaler", None) for part in _parts(optimizer))
     return [scaler for scaler in scalers if scaler is not None]
 

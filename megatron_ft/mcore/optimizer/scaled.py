@@ -81,8 +81,8 @@ class StateFormat:
         return compute_weights(self.regime, master, start).decode(parameter.dtype)
 
     def round_weight(self, parameter: torch.Tensor) -> None:
-        """Round a whole compute weight, as if it came from a master before the first update. The result is the same on
-        every rank, without communication."""
+        """Round a whole compute weight as the first update would: to the master's format, then to the weight's. The
+        result is the same on every rank, without communication."""
         master = quantize_blocks(parameter.detach().reshape(-1).float(), self.regime.master)
         parameter.detach().copy_(self.weight(parameter, master, 0).view_as(parameter))
 
@@ -111,7 +111,7 @@ def has_fp8_values(parameter: torch.Tensor) -> bool:
 
 
 class _Scaled:
-    """Base of both optimizers of this module."""
+    """Base class of ``ScaledOptimizer`` and ``ScaledDistributedOptimizer``."""
 
     format: ClassVar[StateFormat]
     optimizer: Any
@@ -125,7 +125,7 @@ class _Scaled:
         raise NotImplementedError
 
     def start_of(self, parameter: torch.nn.Parameter) -> int:
-        """Return the first element of ``parameter`` that this rank updates."""
+        """Return the index of the first element of ``parameter`` that this rank updates."""
         raise NotImplementedError
 
     def target_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -139,7 +139,7 @@ class _Scaled:
         return {**found, "step": self.optimizer.state[held]["step"].view(-1)}
 
     def rename(self, names: Mapping[torch.nn.Parameter, str]) -> None:
-        """Use other names for stochastic rounding and checkpoints, after experts have changed places."""
+        """Change the names that are the keys of stochastic rounding and of checkpoints. Needed when experts move."""
         self.format = replace(self.format, names=names)  # type: ignore[misc]
         self.optimizer.rename(
             {id(held): ParameterRange(name=names[p], start=self.start_of(p)) for p, held in self.pairs()}

@@ -74,7 +74,7 @@ def shards_of_range(
     Args:
         whole: Megatron's description of the whole parameter, whose ``data`` is the parameter.
         start: first element of the range.
-        stop: end of the range (exclusive).
+        stop: index after the last element of the range.
         data: values of the range, one-dimensional; None for shards that a load fills.
         is_shared: whether other ranks have other ranges of this parameter. If so, each rank writes its own range.
     """

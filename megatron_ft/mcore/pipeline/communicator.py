@@ -23,11 +23,11 @@ from megatron_ft.snapshot.capture.idle_gate import IdleGate
 # Gloo's collectives accept tensors on a GPU. Gloo's sends and receives do not, because sockets need host memory.
 
 Received = tuple[torch.Tensor | None, torch.Tensor | None, Any]
-"""(tensor from the previous stage, tensor from the next stage, requests to wait for)."""
+"""Result of ``_communicate``: (tensor from the previous stage, tensor from the next stage, open requests)."""
 
 
 class _StagedCommunicator(P2PCommunicator):
-    """Communicator that works like Megatron's if the group can send from the device. Otherwise it copies tensors
+    """Communicator that works like Megatron's if the group can send tensors on the device. Otherwise it copies tensors
     through host memory."""
 
     def __init__(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig) -> None:
@@ -106,7 +106,7 @@ class _LoggingCommunicator(_StagedCommunicator):
         self._idle = None if _is_nccl(pp_group) else idle
 
     def keep(self, to_next: torch.Tensor | None, to_previous: torch.Tensor | None) -> None:
-        """Log the tensors that are about to be sent to the next and the previous stage; None if there is no tensor."""
+        """Log the tensors that this rank now sends to the next and the previous stage; None for no tensor."""
         if self.log is not None and to_next is not None:
             self.log.append("forward", to_next)
         if self.log is not None and to_previous is not None:
@@ -132,7 +132,7 @@ class _LoggingCommunicator(_StagedCommunicator):
 
 
 class Boundaries:
-    """Connection of a rank to the adjacent pipeline stages. The log stays when the process groups are replaced."""
+    """Connection of a rank to adjacent pipeline stages. Its log of messages stays when process groups are replaced."""
 
     def __init__(self) -> None:
         self.idle = IdleGate()
@@ -237,7 +237,7 @@ TAGS: dict[Direction, int] = {"forward": 1_001, "backward": 1_002}
 def _route(group: dist.ProcessGroup, direction: Direction) -> tuple[dist.ProcessGroup, int]:
     """Return process group and tag for messages with logged tensors in ``direction``. NCCL does not support tags, and
     matches sends and receives between two ranks of a group by their order. With two pipeline stages and several chunks,
-    messages of both directions come from the same rank. So with NCCL each direction uses another group."""
+    messages of both directions come from the same rank. So with NCCL each direction has a group of its own."""
     if not _is_nccl(group):
         return group, TAGS[direction]
     return (group if direction == "forward" else _world_group()), 0
