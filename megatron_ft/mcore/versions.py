@@ -12,7 +12,7 @@ import torch
 from packaging.version import Version
 
 RELEASE = Version(importlib.metadata.version("megatron-core")).release
-"""Numbers of the installed release, e.g. (0, 16, 1)."""
+"""Version of the installed Megatron-Core release as a tuple, e.g. (0, 16, 1)."""
 _HAS_0_17, _HAS_0_18, _HAS_0_19 = ((0, minor) <= RELEASE for minor in (17, 18, 19))
 
 NOT_NEWS = (
@@ -26,14 +26,14 @@ NOT_NEWS = (
     "GPTModel IS DEPRECATED",
     "No CUDA runtime is found",
 )
-"""Beginnings of warnings of Megatron and torch that do not concern users of this project."""
+"""Beginnings of warnings from Megatron and torch that are hidden, because they do not concern users."""
 LOGGERS = (
     "megatron.core.transformer.transformer_layer",
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.distributed.distributed_data_parallel",
     "megatron.core.models.gpt.gpt_model",
 )
-"""Loggers of Megatron that emit the warnings in ``NOT_NEWS``."""
+"""Loggers of Megatron that emit the warnings in ``NOT_NEWS``, which are hidden."""
 
 
 def submodules_of(spec: Any) -> Any:

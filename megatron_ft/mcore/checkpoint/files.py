@@ -101,8 +101,8 @@ class CheckpointFinder:
             return path
 
     def set_foreign_aside(self) -> None:
-        """Rename the checkpoints in ``foreign``. Otherwise this run would treat them as its own when it names new
-        checkpoints and when it deletes old ones."""
+        """Rename the checkpoints of other runs, which ``foreign`` lists. Otherwise this run would treat them as its own
+        when it names new checkpoints and when it deletes old ones."""
         for path, reason in self.foreign.items():
             self._set_aside(path, reason, "foreign")
         self.foreign = {}
@@ -205,7 +205,7 @@ class PlannedWrite:
 
 Addresses = tuple[int, ...]
 RANK_STATE_KEY = "rank_state"
-"""Key of the object in a checkpoint that contains the random number generators of each rank."""
+"""Key under which a checkpoint stores the states of each rank's random number generators."""
 
 
 class _PlanningStrategy(TorchDistSaveShardedStrategy):
@@ -485,7 +485,7 @@ class MetadataJob(Job):
         manifest_of: Callable[[tuple[FileEntry, ...]], Manifest],
     ) -> None:
         self.num_bytes = 0
-        """Bytes of all files."""
+        """Size of all files of the checkpoint in bytes."""
         self._manifest = Path()
         self._directory, self._planned, self._written, self._manifest_of = directory, planned, written, manifest_of
         super().__init__()

@@ -151,7 +151,7 @@ class CheckpointManager:
             keep_last=config.keep_last, keep_every_iterations=config.keep_every_iterations
         )
         self._common: dict[str, Any] = {}
-        """State in the newest save that is the same on all ranks. Only rank 0 writes it."""
+        """State from the newest save. It is the same on all ranks, and only rank 0 writes it."""
         self._pending: _Pending | None = None
         self._copier: Copier | None = None
         self._before_update: list[Callable[[], None]] = []

@@ -28,14 +28,14 @@ from megatron_ft.snapshot.storage.manifest import Manifest
 
 _FAMILIES = (mixtral.FAMILY, qwen_moe.QWEN2, qwen_moe.QWEN3, deepseek.DEEPSEEK, deepseek.DEEPSEEK_2)
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _FAMILIES}
-"""Maps each ``model_type`` in ``config.json`` to its family."""
+"""Maps ``model_type`` in ``config.json`` to the family of the model (table of conversion rules)."""
 _IGNORED = ("_extra_state",)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json")
 _TOKENIZER_FILES += ("vocab.json", "merges.txt", "added_tokens.json", "generation_config.json")
 
 
 def family_named(name: str) -> Family:
-    """Return the family whose ``model_type`` is ``name``. Raise ConfigError if it is not known."""
+    """Return the family whose ``model_type`` is ``name``. Raise ConfigError if there is no such family."""
     if name not in FAMILIES:
         raise ConfigError.of("--family", name, f"must be one of {', '.join(FAMILIES)}")
     return FAMILIES[name]

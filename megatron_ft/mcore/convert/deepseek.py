@@ -51,7 +51,7 @@ _MLP_RULES = (
 
 
 def _latent_rules() -> tuple[Rule, ...]:
-    """Return the rules of latent attention and of the norms in each layer."""
+    """Return the conversion rules of latent attention and of each layer's norms."""
     ours, theirs = f"{LAYER}.self_attention", f"{THEIR_LAYER}.self_attn"
 
     def heads(model: ModelConfig, *widths: int) -> int:

@@ -372,7 +372,7 @@ class WeightsWriter:
 
     directory: Path
     most_file_bytes: int
-    """A new file begins when a file has reached this size."""
+    """Size in bytes at which a file ends and a new file begins."""
     record: ConversionRecord | None = None
     """Record to which each complete file is added; None if an interrupted conversion cannot be continued."""
     files: list[WrittenFile] = field(default_factory=list, init=False)

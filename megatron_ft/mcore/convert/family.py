@@ -81,7 +81,7 @@ class Rule:
     kind: str = "all"
     """Kind of layers that have the tensor, if its name contains ``{layer}``: ``all``, ``moe`` or ``dense``."""
     when: Callable[[ModelConfig], bool] = lambda model: True
-    """Function that returns whether a model has the tensor."""
+    """Function of a model that returns whether the model has this tensor."""
 
     def named(self, model: ModelConfig) -> "Iterator[Rule]":
         """Yield one rule for every layer and expert of a model, with the numbers filled in."""
@@ -116,7 +116,7 @@ class Family:
     model: Callable[[Mapping[str, Any]], dict[str, Any]]
     """Function that converts ``config.json`` to keys of ``model``. Raises KeyError if an entry is missing."""
     refused: Callable[[Mapping[str, Any]], str] = lambda config: ""
-    """Function that returns why a model with this ``config.json`` cannot be converted; empty if it can."""
+    """Function that returns the reason why a model with this ``config.json`` cannot be converted, or an empty text."""
 
     def tensors(self, model: ModelConfig) -> tuple[Rule, ...]:
         """Return one rule for each tensor of a model, with the numbers of layers and experts filled in."""
@@ -170,7 +170,7 @@ class Family:
         return valid_model(asdict(model))
 
     def tensors_of(self, model: ModelConfig, num_stored: int, where: str) -> tuple[Rule, ...]:
-        """Return ``tensors(model)``. ``num_stored`` is the number of tensors in the source that ``where`` names.
+        """Return one rule for each tensor of ``model``, like ``tensors``. ``num_stored`` tensors are in ``where``.
 
         Raises:
             CheckpointError: the model has more layers or experts than there are tensors.
@@ -190,9 +190,9 @@ _SIZES = (
     *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "n_routed_experts"),
     *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
-"""Entries of ``config.json`` that are sizes."""
+"""Entries of ``config.json`` whose value must be a size, for example a number of layers."""
 _OPTIONAL_SIZES = ("head_dim", "q_lora_rank", "n_shared_experts", "first_k_dense_replace")
-"""Entries of ``config.json`` that are null, 0 or a size."""
+"""Entries of ``config.json`` whose value may be null, 0 or a size."""
 _MOST = 2**31 - 1
 """Largest size in ``config.json`` that is accepted."""
 _COMMON: Mapping[str, Any] = {

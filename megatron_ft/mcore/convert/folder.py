@@ -210,7 +210,7 @@ class FolderWriter:
     plan: FolderPlan
 
     def write(self, file: PlannedFile, tensors: Iterable[tuple[str, Values]], files: VerifiedFiles) -> None:
-        """Write one file, and let ``files`` verify it.
+        """Write one file. ``files`` verifies it in a thread, while the next file is written.
 
         Args:
             tensors: name and values of exactly the tensors of the file, in its order, in the dtype of the plan.

@@ -39,7 +39,7 @@ class Source(Protocol):
 
     path: Path
     title: str
-    """Description in one line."""
+    """Description of the source in one line."""
 
     def rows(self) -> Iterator[TensorRow]:
         """Yield all tensors in order of their names."""

@@ -56,7 +56,7 @@ class ConversionRecord:
     source: Mapping[str, Any]
     """Source of the conversion: a JSON object with everything that determines the content of the files."""
     files: list[WrittenFile] = field(default_factory=list)
-    """Complete files."""
+    """Files that the conversion has completed."""
 
     @classmethod
     def read(cls, folder: Path) -> "ConversionRecord | None":

@@ -1,7 +1,7 @@
 """Answers which recovery strategies and configuration keys can use a checkpoint, a window or a Hugging Face folder.
 
-Files are verified first. The answers of strategies are for the next job of a run: the run that contains the checkpoint
-or window, or a given run. Without a run, only manifest and metadata are considered.
+Files are verified first. Answers about strategies are for the next job of a run: the run that contains the checkpoint
+or window, or a given run. Without a run, only the manifest and the metadata are checked.
 """
 
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ class Uses:
     """Answers to the question which strategies and keys can use a checkpoint, window or Hugging Face folder."""
 
     title: str
-    """Description in one line."""
+    """Description of the checkpoint, window or folder in one line."""
     uses: tuple[Use, ...]
     damage: str | None = None
     """Error of the verification; None if all files are intact."""
@@ -133,7 +133,7 @@ def _identity_of(run_dir: Path, settings: Any) -> JobIdentity:
 
 
 def _state_by_name(path: Path) -> SavedState | None:
-    """Return what an unreadable ``path`` is, by the names of its files; None if it is not a known kind of directory."""
+    """Return the kind of saved state in ``path``, judged only by file names; None if it is not a known kind."""
     if (path / CONFIG).is_file() and not (path / MANIFEST_NAME).exists():
         return SavedState(kind=None, what=_FOLDER)
     if is_window(path):

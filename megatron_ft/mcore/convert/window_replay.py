@@ -62,7 +62,7 @@ class _Found:
 
     @property
     def first(self) -> Window:
-        """Rank 0's part."""
+        """Rank 0's part of the window."""
         return self.windows[0]
 
     def dense_bytes(self, item_bytes: int) -> int:

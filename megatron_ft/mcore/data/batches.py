@@ -88,7 +88,7 @@ class Microbatch:
     counted: torch.Tensor | None = None
     """1 for tokens that count in the loss, 0 for others: int64, shape of ``tokens``; None if all tokens count."""
     documents: torch.Tensor | None = None
-    """Number of each token's document, on all stages; None if attention does not depend on documents."""
+    """Document number of each token, set on all pipeline stages; None if attention does not depend on documents."""
 
     @classmethod
     def unpack(

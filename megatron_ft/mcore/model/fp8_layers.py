@@ -29,7 +29,7 @@ class _Fp8Product:
     """Mixin with which a linear layer of Megatron computes its matrix product with FP8 operands."""
 
     scalers: LinearScalers
-    """Computes the scales of this layer's operands. All layers share one object, except with delayed scaling."""
+    """Scalers, which compute the scales of the operands. All layers share them, except with delayed scaling."""
     provider: Provider
     weight: torch.nn.Parameter
 
@@ -129,7 +129,7 @@ def add_histories(chunk: Any, precision: PrecisionConfig, num_experts: int) -> N
 
 
 class DelayedScaling:
-    """The histories of delayed scaling of all layers of this rank. With other recipes, the methods do nothing."""
+    """Histories of delayed scaling (FP8) of all layers of this rank. With other recipes, the methods do nothing."""
 
     def __init__(self, model_chunks: Sequence[torch.nn.Module]) -> None:
         self._layers = list(_histories(model_chunks))

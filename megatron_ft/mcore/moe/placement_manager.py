@@ -53,7 +53,7 @@ class Change:
 
     @property
     def moved_bytes(self) -> int:
-        """Number of bytes that the ranks of all stages send."""
+        """Number of bytes that the ranks of all stages send to carry out this change."""
         return sum(migration.num_bytes for migration in self.migrations)
 
 

@@ -81,7 +81,7 @@ SHARDING_METADATA = {
 
 
 def sub_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the optimizers in ``optimizer`` that have parameters, in order."""
+    """Return the optimizers in ``optimizer``, in order, without those that have no parameters."""
     return [member for member in _chain(optimizer) if member.optimizer is not None]
 
 

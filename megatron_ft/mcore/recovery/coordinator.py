@@ -101,9 +101,9 @@ class Coordinator:
         return worker.change(position_of(self.trainer.engine, self.trainer.context.rank))
 
     def _form(self, following: NextMembership) -> bool:
-        """Form the membership ``following``. If ranks are lost meanwhile, form the next membership that can be formed.
-        Return False if this rank's node leaves while this process is a hot spare. Raise RankLost if this process has
-        too little memory, or if an import failed."""
+        """Form the membership ``following``. If ranks are lost meanwhile, form a later membership without them. Return
+        False if this rank's node leaves while this process is a hot spare (has no rank). Raise RankLost if this process
+        has too little memory, or if an import failed."""
         context = self.trainer.context
         while True:
             if following.rank_on(context.node, context.local_rank) is None:

@@ -164,8 +164,8 @@ class KeptLayoutTrainer(Trainer):
         return None if placement is None else PlacementState(plans=placement.plans, loads=placement.loads)
 
     def _reopen_snapshot_client(self) -> KeeperClient | None:
-        """Connect to this node's snapshot server in a new membership. All ranks must call this, because they exchange
-        the addresses of the snapshot servers: only its own ranks know the address of a joining node."""
+        """Connect to this node's snapshot server in a new membership, and exchange the addresses of all snapshot
+        servers. All ranks must call this, because only the ranks of a joining node know the address of its server."""
         if self.config.snapshot.policy is None:
             return None
         context, service = self.context, self.context.sidecars[SNAPSHOT_SERVICE]
@@ -197,7 +197,7 @@ class KeptLayoutTrainer(Trainer):
 
     @property
     def _part(self) -> int:
-        """Model part of this rank."""
+        """Model part (pipeline stage and tensor-parallel coordinate) of this rank."""
         return self.topology.model_parts[self.context.rank]
 
     @property

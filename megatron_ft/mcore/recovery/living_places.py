@@ -1,8 +1,8 @@
 """Sends state of living ranks to the ranks that replace lost ranks. Living ranks keep their own state in place.
 
-``LocalizedPlan`` names the stages whose ranks receive state. A unit of state is, for example, an expert or an optimizer
-shard. Each rank has reported its units, and joining ranks list the tensors that they need. From this, all ranks compute
-the same ``TransferPlan``: each element is sent once, and the ranks that have a unit share the work.
+``LocalizedPlan`` names the stages whose ranks receive state. Each rank has reported its units of state, for example
+experts or an optimizer shard. Joining ranks list the tensors that they need. From these reports and lists, all ranks
+compute the same ``TransferPlan``. Each element is sent once, and all ranks that have a unit of state send a part of it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,7 +51,7 @@ class LivingPlaces:
         engine: engine of this rank, with model and optimizer.
         collectives: collectives over all ranks of the job.
         standings: progress and state that each rank has reported, by rank.
-        has_replicas: whether experts have replicas. If so, each expert is a unit.
+        has_replicas: whether experts have replicas. If so, each expert is a separate unit of state.
         copies: copies of other ranks' optimizer state on this rank.
     """
 

@@ -63,8 +63,8 @@ class Prebuilder:
         """Reason why ``take`` has returned None."""
 
     def build(self) -> None:
-        """Build an engine for each model part of this node, until a membership with this node has begun. An engine that
-        is being built at that time is completed, because the membership often needs it.
+        """Build an engine for each model part that is planned for this node. Begin no further engine after a membership
+        with this node has begun. Complete an engine in progress, because the membership often needs it.
 
         Raises:
             RankLost: an engine could not be built, so this node cannot join.

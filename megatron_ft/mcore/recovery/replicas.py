@@ -50,7 +50,7 @@ class ElasticTrainer(KeptLayoutTrainer):
     """A trainer that continues in other memberships, of any layout, in the same process."""
 
     evacuated: Shards | None = None
-    """Shards of leaving ranks that this rank has received for the next membership."""
+    """Optimizer shards that this rank has received from leaving ranks, for the next membership."""
     spared: tuple[int, ...] = ()
     """Generations in which this process was a hot spare."""
 
@@ -185,8 +185,8 @@ class ElasticTrainer(KeptLayoutTrainer):
     def _present(
         self, carried: Carried | None, groups: Groups
     ) -> tuple[list[RankStatus], list[str], list[Moved | None], list[dict[str, Any] | None]]:
-        """Gather four lists with one entry per rank: the status of the rank; the fingerprint of its samples; its model
-        part and experts, or None if its holdings show these; and its ``Shards.statement``, or None without shards."""
+        """Gather four lists with one entry per rank: the rank's status; the fingerprint of its samples; its model part
+        and experts, or None if its holdings (records of its state) show these; and its ``Shards.statement`` or None."""
         status = RankStatus.of(() if carried is None else carried.holdings, self.spared).to_json()
         has_moved = carried is not None and carried.has_moved
         experts = [carried.part, list(by_expert(carried.state))] if carried is not None and has_moved else None
@@ -236,7 +236,7 @@ class ElasticTrainer(KeptLayoutTrainer):
     def _shard_move(
         self, carried: Carried | None, stated: Sequence[dict[str, Any] | None], iteration: int
     ) -> ShardMove | None:
-        """Return the move of the distributed optimizer's shards; None if each rank has all of the optimizer state.
+        """Return the shards of the distributed optimizer of all ranks; None if each rank has the whole state.
 
         Raises:
             RecoveryError: the ranks together lack a part of the state.
@@ -258,7 +258,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         """Send state to ranks that lack it, then build and fill model and optimizer. All ranks must call this.
 
         Args:
-            carried: this rank's state; None on a rank that does not have the holding of ``move``.
+            carried: this rank's state; None on a rank without the state from which ``move`` starts.
             shards: move of the distributed optimizer's shards; None without a distributed optimizer.
         """
         host, held, shapes = move.share(carried, groups)
@@ -361,7 +361,7 @@ class ElasticTrainer(KeptLayoutTrainer):
             self.is_save_due = False
 
     def drain_experts(self, leaving: Sequence[int]) -> None:
-        """Move state, so that the nodes except ``leaving`` have every expert and every shard of the optimizer state.
+        """Move experts and optimizer shards, so that the nodes that stay have all of them when ``leaving`` have left.
         All ranks must call this."""
         placement, engine = self.placement, self.engine
         assert placement is not None, "a node can leave a job only if the job has expert replicas"
@@ -379,7 +379,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         self.report_placement("evacuation")
 
     def _ranks_without(self, leaving: Sequence[int]) -> frozenset[int]:
-        """Return the ranks whose processes also have a rank in the next membership, when ``leaving`` have left."""
+        """Return the ranks whose processes have a rank in the next membership, which lacks the nodes ``leaving``."""
         size = self.job.launch.ranks_per_node
         processes = [node * size + local for node, local in zip(self.nodes, self.context.local_ranks, strict=True)]
         now = MembershipLayout.of(self.members, processes, size)
@@ -402,8 +402,8 @@ class ElasticTrainer(KeptLayoutTrainer):
     def carry(self, target: Target, *, in_place: bool = False) -> Carried | None:
         """Return this rank's state after the iteration of ``target``; None if the rank has no state. Call this before
         the process groups are destroyed. If the membership has committed no iteration, the result contains the state
-        with which the rank began the membership. If the rank had also received the state for the new placement, the
-        result contains both.
+        with which the rank began the membership, and, if the rank has received it, the state for the placement of the
+        membership.
 
         Args:
             in_place: whether the next membership keeps the layout. The tensors then stay in the engine; otherwise they

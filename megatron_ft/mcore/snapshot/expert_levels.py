@@ -19,7 +19,7 @@ from megatron_ft.planning.snapshot.lost_tokens import Rows
 from megatron_ft.snapshot.window import Slice, Window
 
 Expert = tuple[int, int]
-"""Row of an MoE layer and id of an expert, as in ``TokenLedger``."""
+"""Key of an expert: the number of its MoE layer among all MoE layers, as in ``TokenLedger``, and its id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class RankLevels:
     stored: Mapping[Expert, int]
     """Iteration after which the state in the file was captured, for each expert of which the rank has a part."""
     in_memory: Mapping[Expert, tuple[ExpertState, ...]]
-    """Versions of these experts' states in memory."""
+    """Versions of the states of these experts in the rank's memory, possibly several per expert."""
 
     def to_json(self) -> list[Any]:
         """Convert to JSON values: a row for each expert."""
@@ -149,7 +149,7 @@ def take_newer_experts(
 
 
 def _left_out(window: LocalWindow, part: Slice) -> dict[Expert, list[int]]:
-    """Return the indices of the pieces whose state in the file is older than the file, by expert."""
+    """Return, by expert, the indices of pieces that the window copied from an earlier window."""
     operators = [unit.operator for unit in window.plan.active(0)]
     layers = sorted({operator.layer for operator in operators if operator.expert is not None})
     row_of = {layer: row for row, layer in enumerate(layers)}

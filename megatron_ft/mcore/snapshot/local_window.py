@@ -171,9 +171,9 @@ class LocalWindow:
     slices: tuple[memoryview, ...]
     """The bytes of each slice."""
     stored: StoredWindow
-    """Place of the bytes. If ``stored.where`` is ``own``, the bytes are in buffer ``stored.buffer`` of this rank's
-    memory on its node. Otherwise ``stored.buffer`` is the buffer of the rank's newest committed window; None if the
-    rank has no such window. In both cases the buffer must not be overwritten."""
+    """Location of the bytes. If ``stored.where`` is ``own``, the bytes are in buffer ``stored.buffer`` of this rank's
+    memory on its node. Otherwise ``stored.buffer`` is the buffer of this rank's newest committed window, or None if
+    there is no such window. In both cases the buffer must not be overwritten."""
     from_memory: frozenset[tuple[int, int]] = frozenset()
     """Experts (row of the MoE layer, id) whose state was replaced by newer state from memory, in a window from a
     file."""
@@ -398,7 +398,7 @@ class Replayer:
 
 EXTRAS, PLACEMENT, CONFIG, VOTE, PLAN = "extras", "placement", "config", "vote", "plan_in_force"
 AT_RISK = "tokens_at_risk"
-"""Names of entries in the header of a slice; ``SETTINGS`` is another. The values are JSON texts, because a manifest is
+"""Names of values in the header of a slice; ``SETTINGS`` is one more. The values are JSON texts, because a manifest is
 strict JSON and cannot contain NaN."""
 
 

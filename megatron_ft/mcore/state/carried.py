@@ -1,5 +1,5 @@
-"""Passes state from one membership to the next. A rank keeps its own state, and sends parts of it to joining ranks. If
-the rank changes to another model part, it receives the state of that part."""
+"""Passes state from one membership to the next. A rank keeps its own state, and sends parts of this state to joining
+ranks. A rank that changes to another model part receives the state of that part."""
 
 import math
 import random
@@ -41,7 +41,7 @@ class Carried:
     """A rank's state between two memberships. It does not reference process groups."""
 
     holdings: tuple[Holding, ...]
-    """Records of the placements whose tensors are in ``state`` and ``former``, oldest record first."""
+    """Records of what this rank has: one per placement whose tensors are in ``state`` or ``former``, oldest first."""
     part: int = 0
     """Model part to which ``state`` and ``host`` belong, see ``Topology.model_parts``."""
     state: NamedState
@@ -57,8 +57,8 @@ class Carried:
     batch: BatchPlan
     """Batch plan with which the iteration in ``finished`` ran."""
     shards: Shards | None = None
-    """Optimizer state of the non-expert parameters, for all model parts of this rank; ``state`` then lacks these
-    parameters. None if the optimizer is not sharded or ranks cannot change. Valid for all ``holdings``."""
+    """Optimizer state of the non-expert parameters, for all model parts of this rank. ``state`` then lacks these
+    parameters. All ``holdings`` use the same shards. None if the optimizer is not sharded or ranks cannot change."""
     kept: WindowKey | None = None
     """Newest committed window that this rank knows; None before the first commit."""
     plan: WindowPlan | None = None
@@ -72,8 +72,8 @@ class Carried:
     digests: dict[str, str] | None = None
     """Digest of each tensor before a replay that may have overwritten the engine's tensors; None if they are intact."""
     before_replay: tuple[NamedState, Shards | None] | None = None
-    """Copies of the tensors and shards, made before a replay and kept until all ranks have finished it. If another rank
-    is lost during the replay, the job continues from them with fewer lanes. None if no copies were made."""
+    """Copies of tensors and shards, made before a replay and kept until all ranks have finished it. If a rank is lost
+    in the replay, the job continues from the copies with fewer model replicas. None without copies."""
 
     def after(self, before: "Carried | None") -> "Carried":
         """Combine this state with ``before``, the state with which the rank began the membership. Both states are after
@@ -95,7 +95,7 @@ class Carried:
         )
 
     def of_part(self, part: int) -> tuple[NamedState, TrainState]:
-        """Return the tensors and the other state of a model part."""
+        """Return the tensors and the ``TrainState`` that this rank has of a model part."""
         return (self.state, self.host) if part == self.part else self.former[part]
 
 
@@ -108,7 +108,7 @@ class MembershipStart:
     carried: Carried | None
     """State from the previous membership; None on a joining rank."""
     changes: tuple[str, ...] = ()
-    """Value of ``Holding.changes`` for this membership: it includes the change that began the membership."""
+    """Changes of membership for ``Holding.changes``; the last one is the change that began this membership."""
     is_formed: bool = False
     """Whether this rank has received all state that the placement of this membership assigns to it."""
 
@@ -125,8 +125,8 @@ def hand_over(
     parts: Sequence[int],
     group: dist.ProcessGroup,
 ) -> NamedState:
-    """Send the non-expert state of each model part to the ranks that need it and lack it. The ranks that have the state
-    of a part each send a share. All ranks of ``group`` must call this.
+    """Send the non-expert state of each model part to the ranks that need it and lack it. All ranks that have the state
+    of a model part divide the sending among themselves. All ranks of ``group`` must call this.
 
     Args:
         state: this rank's tensors, which belong to its former model part; not used on a rank without state.
@@ -194,15 +194,15 @@ def seed_newcomer(seed: int, iteration: int, groups: Groups) -> None:
 
 @dataclass(frozen=True, kw_only=True)  # no slots, for ``cached_property``
 class MembershipMove:
-    """The ranks of a new membership, and the state that they have, all from the one holding with ``key``."""
+    """The ranks of a new membership, and the holding ``key`` (record of a rank's state) from which they continue."""
 
     key: Key
     previous: Previous
     former: tuple[int | None, ...]
-    """Model part that each rank has in the holding; None for a rank without state."""
+    """Model part whose state each rank has, according to the holding; None for a rank without state."""
     topology: Topology
     moved: tuple[Moved | None, ...]
-    """Newest model part and experts of each rank after a migration; None for a rank with the holding's experts."""
+    """Model part and experts of each rank if a migration has changed them after the holding; otherwise None."""
     joining: tuple[int, ...]
     """Nodes whose ranks have no state. Nodes that were hot spares in the previous membership are left out."""
 
@@ -213,7 +213,7 @@ class MembershipMove:
 
     @cached_property
     def staying(self) -> frozenset[int]:
-        """Ranks that keep their model part."""
+        """Ranks of the new membership that keep the model part of their state."""
         return frozenset(
             rank for rank, (old, new) in enumerate(zip(self.former, self.parts, strict=True)) if old == new
         )
@@ -225,8 +225,8 @@ class MembershipMove:
 
     @property
     def reporting_rank(self) -> int:
-        """The new rank whose number in the chosen holding was the lowest. If it was the reporting rank there, it knows
-        which results it has reported."""
+        """The rank that reports events: among the ranks with state, the one with the lowest former rank number. If it
+        was the reporting rank before, it knows which results it has reported."""
         known = [(former, rank) for rank, former in enumerate(self.previous) if former is not None]
         return min(known)[1]
 
@@ -239,21 +239,21 @@ class MembershipMove:
         return self.staying.issuperset(group) and len(before) == 1
 
     def keeps_stage(self, rank: int) -> bool:
-        """Return whether the state of a rank in the holding belongs to the pipeline stage that the rank has now."""
+        """Return whether a rank's state is of the same pipeline stage as the rank's new model part."""
         return self._stage(self.former[rank]) == self._stage(self.parts[rank])
 
     def _stage(self, part: int | None) -> int | None:
         return None if part is None else part // self.topology.tensor_model_parallel_size
 
     def holders(self, plans: Sequence[PlacementPlan]) -> list[StageHolders]:
-        """Return the ranks that have the experts of each stage. ``plans`` are the placements in the holding."""
+        """Return, by stage, which ranks have which experts. ``plans`` are the placements in the chosen holding."""
         found = enumerate(zip(self.moved, self.former, strict=True))
         # ``moved`` describes the newest model part of a rank. It does not apply if the holding is of an earlier part.
         changed = {rank: moved[1] for rank, (moved, part) in found if moved is not None and moved[0] == part}
         return stage_holders(plans, self.previous, self.topology, changed)
 
     def is_whole(self, carried: Carried | None, groups: Groups) -> bool:
-        """Return whether the ranks that have the holding together have every expert and every model part. All ranks
+        """Return whether the ranks with the chosen holding together have every expert and every model part. All ranks
         must call this. ``carried`` is the state of this rank."""
         # The first rank with the holding has the placement, so it decides for all ranks.
         first, missing = first_of(self.previous), None
@@ -268,9 +268,9 @@ class MembershipMove:
         return not Collectives(groups.vote).from_rank(first, missing)
 
     def share(self, carried: Carried | None, groups: Groups) -> tuple[TrainState, Holding, dict[int, list[Shape]]]:
-        """Return (train state of this rank's model part, holding with ``key``, shapes). The shapes are those of all
-        tensors of each model part; empty if no rank lacks state. ``carried`` is this rank's state. All ranks must call
-        this."""
+        """Return (train state of this rank's model part, holding with ``key``, shapes). The shapes describe all tensors
+        of each model part; they are empty if every rank has state. ``carried`` is this rank's state. All ranks must
+        call this."""
         me = groups.vote.rank()
         # All ranks have equal ``staying`` and ``parts``, so all of them skip the exchange, or none does.
         if len(self.staying) == len(self.parts):
@@ -292,7 +292,7 @@ class MembershipMove:
 
 
 def first_of(previous: Previous) -> int:
-    """Return the first rank of the new membership that has the chosen holding."""
+    """Return the lowest rank of the new membership that has the chosen holding, and so has state."""
     return next(rank for rank, former in enumerate(previous) if former is not None)
 
 

@@ -410,8 +410,8 @@ def _held(
 
 
 def _code_buffers(shards: Iterable[StateShard], held: Mapping[Part, _Held]) -> dict[Part, tuple[int, QuantizedTensor]]:
-    """Allocate codes and scales for the weights that this rank captures in FP8. Return them with the number of their
-    first element."""
+    """Allocate codes and scales for the weights that this rank captures in FP8. Return them by weight, with the index
+    of their first element in the weight."""
     ranges: dict[Part, tuple[int, int]] = {}
     for shard in shards:
         part = (shard.parameter, shard.tensor_part)
@@ -425,7 +425,7 @@ def _code_buffers(shards: Iterable[StateShard], held: Mapping[Part, _Held]) -> d
 
 
 def _range_of(buffer: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
-    """Return elements [start, stop) as views; ``start`` must be a multiple of the block size."""
+    """Return codes and scales of elements [start, stop) as views. ``start`` must be a multiple of the block size."""
     scales = buffer.scales[start // SCALE_BLOCK_ELEMENTS : -(-stop // SCALE_BLOCK_ELEMENTS)]
     return replace(buffer, codes=buffer.codes[start:stop], scales=scales)
 

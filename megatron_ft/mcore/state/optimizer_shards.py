@@ -304,7 +304,7 @@ def _by_parameter(pieces: Sequence[_Piece]) -> dict[tuple[int, str], list[_Piece
 
 
 def _parts(pieces: Sequence[_Piece], start: int, stop: int) -> Iterator[tuple[int, int, _Piece]]:
-    """Divide [start, stop) into ranges that are each inside one of ``pieces``, which may overlap."""
+    """Divide [start, stop) into ranges, each inside one of ``pieces``. Pieces may overlap each other."""
     while start < stop:
         piece = next(piece for piece in pieces if piece.start <= start < piece.stop)
         end = min(stop, piece.stop)

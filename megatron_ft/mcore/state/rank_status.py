@@ -74,7 +74,7 @@ def resolve_iteration(engine: TrainingEngine, target: Target) -> IterationResult
 
 
 Key = tuple[int, bool]
-"""``generation`` and ``is_evacuation`` of a holding. A newer holding has a greater key."""
+"""Key of a holding (record of a rank's state): ``generation`` and ``is_evacuation``. Newer means greater."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class Holding:
     part: int = 0
     """Model part of this rank in this membership, see ``Topology.model_parts``."""
     nodes: tuple[int, ...]
-    """Nodes of this membership."""
+    """Nodes of the membership that uses the placement."""
     placement: PlacementState | None
     """Placement of the experts; None if Megatron assigns experts to ranks."""
     changes: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class Holding:
 
     @property
     def key(self) -> Key:
-        """Key that identifies the holding, the same on all ranks that have it."""
+        """Key of the holding: (generation, is_evacuation). All ranks with the same holding have the same key."""
         return self.generation, self.is_evacuation
 
     def to_json(self) -> dict[str, Any]:
@@ -126,12 +126,12 @@ class Holding:
 
 
 Previous = tuple[int | None, ...]
-"""Rank that each rank of the new membership has in the chosen holding; None for a rank without this holding."""
+"""For each rank of the new membership, its rank number in the chosen holding; None if it lacks this holding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """Summary of the holdings of a rank, which the ranks exchange."""
+    """Summary of a rank's holdings (records of its state). The ranks exchange their summaries."""
 
     holdings: tuple[tuple[Key, int, int, str], ...] = ()
     """One row (key, rank, part, digest of the placement) per ``Holding``; empty on a rank without state."""
@@ -174,7 +174,7 @@ def choose_holding(
     *,
     is_whole: Callable[[Key, Previous], bool],
 ) -> tuple[Key, Previous]:
-    """Choose the holding from which a membership continues. The result is the same on every rank.
+    """Choose the holding (record of state) from which a membership continues. The result is equal on all ranks.
 
     The first choice is the newest holding that every rank with state has. If no holding is common to these ranks, the
     oldest holding is chosen, because only some ranks have received the whole state of later memberships. A holding with

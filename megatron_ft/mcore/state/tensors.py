@@ -201,7 +201,7 @@ def by_expert(state: Iterable[str]) -> dict[_ExpertId, list[str]]:
 
 
 SavedExperts = dict[_ExpertId, list[torch.Tensor]]
-"""Copies of the tensors of each expert, sorted by name."""
+"""Copies of tensors by expert. Each list is in the order of the tensors' names."""
 
 
 class ExpertPlaces:
@@ -261,17 +261,17 @@ class ExpertPlaces:
         return num_received
 
     def put(self, layer: int, dropped: int, expert: int, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Overwrite the place of the expert ``dropped`` of ``layer`` with ``tensors``, the state of ``expert``. Return
-        this place."""
+        """Overwrite the tensors of expert ``dropped`` in ``layer`` with ``tensors``, the state of ``expert``. Return
+        the overwritten tensors."""
         place = self._places[layer, expert] = self._places.pop((layer, dropped))
         _copy(place, tensors)
         return place
 
     def sort(self, layer: int, experts: Sequence[int]) -> None:
-        """Exchange the experts of ``layer`` between places on this rank, so that their ids are in ascending order.
+        """Exchange the contents of this rank's expert tensors in ``layer``, so that expert ids are in ascending order.
 
         Args:
-            experts: present id of the expert in each place, in the order of the places.
+            experts: present id of the expert in each place (set of tensors), in the order of the places.
         """
         order, current = sorted(experts), list(experts)
         places = [self._places[layer, expert] for expert in experts]

@@ -103,7 +103,7 @@ class TrainingEngine:
         self.before_update: list[Callable[[], None]] = []
         """Functions that are called before master weights, moments and compute weights change."""
         self.window_report: Callable[[], WindowReport] = WindowReport
-        """Function that returns the state of this rank's windows, for the ballot."""
+        """Function that returns the state of this rank's windows, which is a part of the rank's ballot (its vote)."""
         self.boundaries = Boundaries()
         self.num_forward_passes = 0  # one pass: one microbatch through one chunk
         self._router = router_builder(config)

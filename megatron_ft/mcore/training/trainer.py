@@ -108,7 +108,7 @@ class Trainer:
         self.ended = False
         """Whether the run has reached its last iteration, or a stop for which the ranks have voted."""
         self.rounded_off = 0
-        """Newest iteration for which ``round_off`` is complete."""
+        """Newest iteration for which ``round_off`` (evaluation, checkpoint, digests) is complete."""
         self.abandoned_saves: list[Path] = []
         """Directories of saves that were abandoned at the end of a membership and are not reported yet."""
         self.is_save_due = False
