@@ -60,9 +60,9 @@ class CheckpointFinder:
         self._report_damage = report_damage
         self._verified: tuple[Path, Manifest] | None = None
         self.foreign: dict[Path, str] = {}
-        """Checkpoints that ``newest`` skipped, with the reason: they are of another run, or have a wrong name."""
+        """Checkpoints that ``newest`` skipped, with the reason: another run, or a wrong iteration in the name."""
         self._reasons: dict[str, str] = {}
-        """Reason for each checkpoint that this process has renamed, by its new name; only rank 0 has entries."""
+        """Maps a renamed checkpoint (its new name) to the reason for the renaming; only rank 0 has entries."""
 
     def newest(self, folder: Path) -> Path | None:
         """Return the newest undamaged checkpoint of this run in ``folder``, or None if there is none.
@@ -187,7 +187,7 @@ class PlannedWrite:
     """Plan of the files that this rank writes, with copies of the tensors."""
 
     files: list[tuple[str, list[tuple[Any, Any]]]]
-    """Name of each file, and its content as a list of (write item, bytes or CPU tensor)."""
+    """For each file: its name, and its content as a list of (write item, bytes or CPU tensor)."""
     writer: Any
     """Megatron's storage writer, which makes the metadata at the end of the save."""
     metadata: Metadata | None
@@ -266,7 +266,7 @@ class Planner:
         return self._planned is not None and self._addresses == addresses
 
     def plan(self, shards: dict[str, Any], directory: Path, addresses: Addresses) -> PlannedWrite:
-        """Plan the save of ``shards`` into ``directory``, and copy this rank's part. All ranks must call this.
+        """Plan the save of ``shards`` into ``directory``, and copy this rank's tensors. All ranks must call this.
 
         Args:
             addresses: addresses of all storages in which the saved tensors may be.
@@ -289,8 +289,8 @@ class Planner:
 
     @torch.no_grad()
     def repeat(self, own: ShardedObject, buffers: frozenset[int]) -> tuple[PlannedWrite, CopyBatch]:
-        """Return (newest plan, batch of copies of this rank's tensors). The caller must carry out the batch before the
-        state changes, and before it writes the files.
+        """Return (newest plan, batch of copies of this rank's tensors). The caller must make the copies in the batch
+        before the state changes, and before it writes the files.
 
         Args:
             own: object with the state that only this rank has; its present value is saved.
@@ -359,7 +359,7 @@ class Job:
     _queue: ClassVar["queue.SimpleQueue[Job]"]
     _thread: ClassVar[threading.Thread | None] = None
     _abandoned: ClassVar[list["Job"]] = []
-    """Jobs of abandoned saves of this process, which may still be writing in a later membership."""
+    """Jobs of this process's abandoned saves. These jobs may still be writing files in a later membership."""
 
     def __init__(self, errors: type[BaseException] = BaseException) -> None:
         """Create the job. If it raises an exception of type ``errors``, ``error`` is the text of that exception."""
@@ -491,7 +491,7 @@ class MetadataJob(Job):
         super().__init__()
 
     def commit(self) -> None:
-        """Complete the checkpoint: give the manifest its name. Raises OSError if the file system fails."""
+        """Complete the checkpoint: give the manifest its final name. Raises OSError if the file system fails."""
         os.rename(self._manifest, self._directory / MANIFEST_NAME)
 
     def _run(self) -> None:

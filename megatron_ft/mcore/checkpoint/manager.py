@@ -108,11 +108,11 @@ class _Pending:
     num_bytes: int | None = None
     """Size of the whole checkpoint in bytes; None until the manifest is complete."""
     publication: FileSystemJob | None = None
-    """Job of rank 0 that flushes the manifest, and makes ``latest`` name the checkpoint, after the commit."""
+    """Job of rank 0 after the commit, which flushes the manifest and makes ``latest`` name the checkpoint."""
 
     @property
     def jobs(self) -> list[Job]:
-        """Jobs of this save on this rank that exist already, in the order of their start."""
+        """Jobs of this save that this rank has started so far, in the order of their start."""
         return [job for job in (self.job, self.metadata, self.publication) if job is not None]
 
 

@@ -47,7 +47,7 @@ class DenseState:
     host: TrainState
     """State besides the tensors of model and optimizer, e.g. the iteration and random number generators."""
     consumed_samples: int = 0
-    """Number of consumed samples."""
+    """Number of training samples that the run has consumed."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Additional state that is the same on all ranks: numbers, strings, lists, dicts and CPU tensors."""
     before_update: list[Callable[[], None]] | None = None
@@ -163,8 +163,8 @@ def layout_of(directory: Path, *, weights_only: bool) -> dict[str, bool]:
 
 
 def other_shape(frame: dict[str, Any], directory: Path) -> str | None:
-    """Return an error if an embedding or head has another shape in the checkpoint than in ``frame``, otherwise None.
-    Megatron would load the rows that both shapes have, and leave zeros in the other rows."""
+    """Return an error if an embedding or head has other shapes in the checkpoint and in ``frame``, otherwise None.
+    Without this error, Megatron would load the rows that exist in both shapes, and leave zeros in all other rows."""
     shards = [
         shard for shard in nested_values(frame) if isinstance(shard, ShardedTensor) and shard.allow_shape_mismatch
     ]

@@ -48,7 +48,7 @@ class Export:
     family: Family
     model: ModelConfig
     rules: tuple[Rule, ...]
-    """Rules of all tensors, in the order in which the tensors are written."""
+    """Conversion rules of all tensors, in the order in which the tensors are written."""
     plan: FolderPlan
 
     @classmethod
@@ -97,7 +97,7 @@ class Export:
         return cls(family=family, model=written, rules=rules, plan=plan)
 
     def tensors_of(self, file: PlannedFile, reader: DenseReader) -> Iterator[tuple[str, Values]]:
-        """Yield (name, values) for each tensor of ``file``, in order. Dtype and number of rows follow the plan."""
+        """Yield (name, values) for each tensor of ``file``, in order, with the plan's dtype and number of rows."""
         wanted = dict(file.tensors)
         for rule in self.rules:
             names = [name for name in rule.theirs if name in wanted]
@@ -218,7 +218,7 @@ def verify_folder(path: Path) -> Folder:
 
 
 def model_of(folder: Folder) -> tuple[Family, ModelConfig]:
-    """Return the family and the model that ``config.json`` describes. Raise CheckpointError if it is not supported."""
+    """Return the family and the model in ``config.json``. Raise CheckpointError if the model is not supported."""
     name, where = folder.config.get("model_type"), str(folder.path / CONFIG)
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(f"{where}: model_type={name!r:.80}: must be one of {', '.join(FAMILIES)}")

@@ -1,6 +1,6 @@
-"""Tables of DeepSeekMoE (``deepseek``; arXiv 2401.06066), and of DeepSeek-V2 without groups of experts, such as V2-Lite
-(``deepseek_v2``; arXiv 2405.04434, section 2.1). Both have shared experts, and a dense MLP in the first layers.
-DeepSeek-V2 has latent attention."""
+"""Conversion tables of DeepSeekMoE (``deepseek``; arXiv 2401.06066), and of DeepSeek-V2 without groups of experts, such
+as V2-Lite (``deepseek_v2``; arXiv 2405.04434, section 2.1). Both models have shared experts, and a dense MLP in the
+first layers. DeepSeek-V2 has latent attention."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -142,8 +142,8 @@ class DenseReader:
 
     @cached_property
     def weights(self) -> dict[str, TensorStorageMetadata]:
-        """Return shape, dtype and parts of all weights and buffers by name, without histories of delayed scaling, which
-        only training needs."""
+        """Return shape, dtype and parts of all weights and buffers by name, except the amax histories of FP8 layers,
+        which only training needs."""
         found = {name: entry for name, entry in self.tensors.items() if not name.startswith(OPTIMIZER)}
         return {name: entry for name, entry in found.items() if not name.endswith(AMAX_HISTORY)}
 
@@ -168,7 +168,7 @@ class DenseReader:
         return found
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor in its shape in the whole model. Raise CheckpointError if a part of it cannot be read."""
+        """Return a whole tensor, joined from its stored parts. Raise CheckpointError if a part cannot be read."""
         return tensor_of(self.values(name))
 
     def values(self, name: str) -> Values:
@@ -374,7 +374,7 @@ class WeightsWriter:
     most_file_bytes: int
     """Size in bytes at which a file ends and a new file begins."""
     record: ConversionRecord | None = None
-    """Record to which each complete file is added; None if an interrupted conversion cannot be continued."""
+    """Record of complete files, from which an interrupted conversion continues; None if it cannot continue."""
     files: list[WrittenFile] = field(default_factory=list, init=False)
     """Complete files of this conversion, including those from before an interruption."""
 
@@ -411,7 +411,7 @@ class WeightsWriter:
         """Write the metadata, then the manifest, and verify all files that were not verified before.
 
         Args:
-            manifest: manifest without files.
+            manifest: manifest of the checkpoint, in which the list of files is empty.
 
         Returns:
             The manifest as written.

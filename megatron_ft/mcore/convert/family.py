@@ -84,7 +84,7 @@ class Rule:
     """Function of a model that returns whether the model has this tensor."""
 
     def named(self, model: ModelConfig) -> "Iterator[Rule]":
-        """Yield one rule for every layer and expert of a model, with the numbers filled in."""
+        """Yield one rule per layer and expert of a model, with the numbers of layer and expert in its names."""
         if not self.when(model):
             return
         for layer in range(model.num_layers) if "{layer}" in self.ours else (0,):
@@ -95,7 +95,7 @@ class Rule:
                 yield Rule(ours=names[0], theirs=tuple(names[1:]), shape=self.shape, layout=self.layout)
 
     def their_shapes(self, model: ModelConfig) -> tuple[Shape, ...]:
-        """Return the shapes of the tensors in a Hugging Face folder."""
+        """Return the shapes of this rule's tensors in a Hugging Face folder."""
         whole = torch.empty(self.shape(model), device="meta")
         return tuple(tuple(part.shape) for part in self.layout.split(whole, model))
 
@@ -208,7 +208,7 @@ _COMMON: Mapping[str, Any] = {
     "moe_router_enable_expert_bias": False,
     "moe_expert_capacity_factor": None,
 }
-"""Keys of ``model`` whose values are the same in all supported families."""
+"""Keys of ``model`` that have these values in all supported families."""
 ONLY_MOE_LAYERS: Mapping[str, Any] = {
     "multi_latent_attention": False,
     "moe_first_dense_layers": 0,

@@ -166,7 +166,7 @@ def _row(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorRow:
 
 
 def is_window(path: Path) -> bool:
-    """Return whether a directory has a window's file of at least one rank. Files of other ranks may be missing."""
+    """Return whether a directory is a window: whether it has the file of at least one rank."""
     return any(path.glob(rank_name(0).replace("00000", "*")))
 
 
@@ -248,5 +248,5 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_json(value: Any) -> dict[str, Any]:
-    """Return a row or a difference as JSON values."""
+    """Convert a tensor's row or a difference of tensors to JSON values."""
     return asdict(value)

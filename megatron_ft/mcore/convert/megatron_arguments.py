@@ -101,8 +101,8 @@ def megatron_arguments(model: ModelConfig, manifest: Manifest, *, weights_only: 
 
 
 def has_gated_units(directory: Path) -> bool:
-    """Return whether the MLPs of a checkpoint of Megatron-LM are gated. Return False if it has no arguments. Raise
-    CheckpointError if ``common.pt`` cannot be read."""
+    """Return whether the MLPs of a checkpoint of Megatron-LM are gated. Return False if ``common.pt`` has no arguments.
+    Raise CheckpointError if ``common.pt`` cannot be read."""
     return bool(getattr(read_common(directory).get("args"), "swiglu", False))
 
 

@@ -1,4 +1,4 @@
-"""Table of Mixtral (arXiv 2401.04088), which has a softmax over the chosen experts, and no shared expert."""
+"""Conversion table of Mixtral (arXiv 2401.04088), which has a softmax over the chosen experts, and no shared expert."""
 
 from collections.abc import Mapping
 from typing import Any

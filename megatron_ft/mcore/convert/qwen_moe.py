@@ -1,6 +1,6 @@
-"""Tables of ``qwen2_moe`` (Qwen1.5-MoE, Qwen2-MoE) and ``qwen3_moe`` (Qwen3-MoE). Models of ``qwen2_moe`` have a gated
-shared expert (arXiv 2407.10671, section 2.2.2). Models of ``qwen3_moe`` have norms of queries and keys instead (arXiv
-2505.09388, section 2)."""
+"""Conversion tables of ``qwen2_moe`` (Qwen1.5-MoE, Qwen2-MoE) and ``qwen3_moe`` (Qwen3-MoE). Models of ``qwen2_moe``
+have a gated shared expert (arXiv 2407.10671, section 2.2.2). Models of ``qwen3_moe`` have no shared expert, but have
+norms of queries and keys (arXiv 2505.09388, section 2)."""
 
 from collections.abc import Mapping
 from dataclasses import replace

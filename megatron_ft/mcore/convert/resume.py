@@ -50,7 +50,7 @@ class _Content:
 
 @dataclass(kw_only=True)
 class ConversionRecord:
-    """Record of a conversion in the folder that it writes."""
+    """Record of a conversion. It is stored in the folder that the conversion writes."""
 
     folder: Path
     source: Mapping[str, Any]

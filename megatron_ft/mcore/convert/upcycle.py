@@ -127,7 +127,7 @@ def _is_copied(name: str) -> bool:
 
 
 def _renamed(name: str, model: ModelConfig) -> str:
-    """Return the name that a tensor of a dense layer, which is not copied to experts, has in a layer with experts."""
+    """Return the new name of a dense layer's tensor that is not copied to experts: its name in an MoE layer."""
     dense, mixture = (norm_before_mlp(model, has_experts=has_experts) for has_experts in (False, True))
     return name.replace(f".{dense}", f".{mixture}")
 

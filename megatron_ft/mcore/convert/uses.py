@@ -66,7 +66,7 @@ class _Job:
 
 
 def find_uses(path: Path, *, trust: bool = False, run_dir: Path | None = None) -> Uses:
-    """Verify a checkpoint, window or Hugging Face folder, and return which strategies and keys can use it.
+    """Verify a saved state or Hugging Face folder, and find the recovery strategies and keys that can use it.
 
     Args:
         trust: whether a checkpoint without a manifest may be read; its metadata is a pickle, which can run code.

@@ -25,7 +25,7 @@ from megatron_ft.snapshot.storage.run_settings import other_model
 MOST_FILE_BYTES = 5_000_000_000
 """Default limit for the size of a file in bytes, as in Hugging Face folders."""
 _SUM_TOLERANCE = 1e-6
-"""Largest allowed difference between 1 and the sum of all factors, which users write as rounded decimals."""
+"""Largest allowed difference between 1 and the sum of all factors. Users write the factors as rounded decimals."""
 _PROGRESS_TENSORS = 100
 _PARTIAL = "weights"
 Tensors = Iterator[tuple[str, Values]]
@@ -281,7 +281,7 @@ def manifest_of(reader: DenseReader) -> Manifest:
 
 
 def model_keys(reader: DenseReader) -> dict[str, Any]:
-    """Return the settings of the model by dotted key."""
+    """Return the settings of the checkpoint's model, from the manifest, by dotted key."""
     # Leave out the seed of the initial weights, because the weights have been trained since.
     found = manifest_of(reader).settings["model"].items()
     return {key: value for key, value in found if key.startswith("model.")}

@@ -89,8 +89,8 @@ def _replace(submodules: Any, scalers: LinearScalers | None, provider: Provider)
 
 
 class _LayerHistory:
-    """History of the largest magnitudes of the operands of a transformer layer. Its linear layers have the same order
-    in every layout: first those outside the routed experts, by name, then both layers of each expert, by id."""
+    """Amax history of the operands of a transformer layer's linear layers. The order is the same in every layout: first
+    layers outside the routed experts, by name, then both layers of each expert, by id."""
 
     def __init__(self, layer: Any, precision: PrecisionConfig, num_experts: int) -> None:
         self._mixture = layer.mlp if hasattr(layer.mlp, "experts") else None

@@ -43,7 +43,7 @@ Loads = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A planned change of the placement of all stages."""
+    """A planned change of the placement of experts, in all pipeline stages."""
 
     migrations: tuple[MigrationPlan, ...]
     reason: str
@@ -59,7 +59,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class PreviousPlacement:
-    """State with which a rank can return to the placement before a migration."""
+    """State with which a rank can return to the placement before a migration of experts."""
 
     before_iteration: int
     """First iteration with the new placement."""
@@ -74,7 +74,7 @@ class PreviousPlacement:
     is_evacuation: bool = False
     """Whether the migration moved all experts to the ranks that stay in the job, because other ranks will leave."""
     copies: StateCopies | None = None
-    """Copies of optimizer state for other ranks, from before the migration; None if newer copies exist."""
+    """Object with the copies of optimizer state from before the migration; None if newer copies exist."""
     is_in_place: bool = False
     """Whether the migration overwrites experts in the tensors of the model. Then this rank no longer has the state of
     all experts that ``plans`` assigns to it."""

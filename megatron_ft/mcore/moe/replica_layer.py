@@ -289,7 +289,7 @@ class _ReplicaTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy ``hidden_states`` [sequence, batch, H] to rows [S, H] in sending order. ``probs`` [T, E] stay local."""
+        """Copy ``hidden_states`` [sequence, batch, H] to S rows to send [S, H]. ``probs`` [T, E] stay local."""
         self._shape = hidden_states.shape
         self._probs = probs
         counts = gather_counts(routing_map, self.group)
@@ -302,13 +302,13 @@ class _ReplicaTokenDispatcher(MoETokenDispatcher):
         return rows, probs
 
     def token_dispatch(self, rows: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send ``rows`` [S, H] and receive [R, H] with an all-to-all without padding."""
+        """Send ``rows`` [S, H], and return the R received rows [R, H], with an all-to-all without padding."""
         return send_rows(rows, self._handle, self.group, self.bytes), probs
 
     def dispatch_postprocess(
         self, rows: torch.Tensor, probs: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
-        """Sort ``rows`` [R, H] by local expert. Return the rows of each expert, the numbers of rows, and ``probs``."""
+        """Sort ``rows`` [R, H] by local expert. Return (rows of each expert, number of rows of each, ``probs``)."""
         return self.backend.sort_received(rows, self._handle), self._handle.tokens_per_local_expert, probs
 
     def combine_preprocess(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:

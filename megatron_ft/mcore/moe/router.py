@@ -39,7 +39,7 @@ class PaddingAwareRouter(TopKRouter):
     attaches auxiliary losses through an autograd function that does not depend on the loss.
 
     ``load`` [E] int64 is the number of tokens that were routed to each expert since the iteration began. ``repaid`` [E]
-    int64 is the number of these tokens that exceeded the expert's capacity; None without ``repay_capacity_share``.
+    int64 is the number of these tokens beyond the expert's capacity; None without ``repay_capacity_share``.
 
     Args:
         repay_capacity_share: additional capacity of an expert that lost tokens in a recovery, as a share of its

@@ -319,8 +319,8 @@ the override of the configuration, or None; and whether the group has expert par
 @contextmanager
 def _agreeing(known: GroupKeys | None, *, is_offline: bool) -> Iterator[GroupKeys]:
     """Yield a list that collects the keys of the parameter groups of an optimizer built in this context. Megatron
-    gathers the keys of all ranks, because all ranks must have the same groups. With ``known``, this rank uses these
-    keys instead and does not communicate. With ``is_offline`` and without ``known``, it uses only its own keys."""
+    gathers the keys of all ranks, because all ranks must have the same groups. With ``known``, this rank uses the keys
+    in ``known`` and does not communicate. With ``is_offline`` and without ``known``, it uses only its own keys."""
     gathered: GroupKeys = []
     native = dist.all_gather_object
 
@@ -485,7 +485,7 @@ def _frozen_masters(part: MegatronOptimizer) -> list[torch.Tensor]:
 
 
 def _count_update(part: Any) -> None:
-    """Count an update of the frozen parameters of ``part``, because all parameters must have the same step count."""
+    """Increase the step counts of frozen parameters of ``part``, so that all parameters have the same count."""
     masters = _frozen_masters(part)
     # Fused optimizers count per group.
     if not masters or not isinstance(part.optimizer, torch.optim.Adam | ScaledAdamW):

@@ -41,7 +41,7 @@ class Received:
     num_bytes: int = 0
     """Bytes that this rank has sent and received."""
     staged_bytes: int = 0
-    """Largest number of bytes that this rank has sent and received in one round."""
+    """Largest number of bytes that this rank has sent and received in one round of the transfer."""
 
 
 class LivingPlaces:

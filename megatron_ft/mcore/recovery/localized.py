@@ -69,12 +69,12 @@ class _Replayed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RegionGroups:
-    """Process groups of a region, with this rank."""
+    """Process groups of this rank's region (adjacent pipeline stages that replay)."""
 
     everybody: dist.ProcessGroup
-    """All ranks of the region."""
+    """Group of all ranks of the region."""
     line: dist.ProcessGroup
-    """The ranks of the region in the same pipeline as this rank: one per stage."""
+    """Group of this rank's pipeline within the region: one rank per stage."""
 
 
 def _form_region_groups(
@@ -496,7 +496,7 @@ class KeptLayoutRecovery:
         return requests, num_bytes
 
     def _stay(self, client: KeeperClient | None) -> StoredWindow | None:
-        """Keep the state of this rank, whose stage does not replay. Return the committed window."""
+        """Keep the state of this rank, whose stage does not replay. Return the newest committed window."""
         engine, key, stage = self._engine, self.plan.window, self._engine.pg.pp.rank()
         if self._role != "receives":
             assert self._carried is not None, "a rank outside the replaying regions has no state"

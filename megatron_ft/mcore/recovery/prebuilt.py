@@ -47,7 +47,7 @@ class Taken:
 
 
 class Prebuilder:
-    """Builds engines on a rank of a spare, and returns the engine that matches the place of a lost rank.
+    """Builds engines on a rank of a spare node, and returns the engine for the model part of a lost rank.
 
     Args:
         config: configuration with which the job was started.
@@ -100,8 +100,8 @@ class Prebuilder:
         )
 
     def take(self, rank: int) -> Taken | None:
-        """Return the engine that matches ``rank``, and register its groups with torch and Megatron. Drop all other
-        engines. Return None if no engine matches."""
+        """Return the engine that was built for the model part of ``rank``, and register its groups with torch and
+        Megatron. Drop all other engines. Return None if there is no such engine."""
         part = self._plan.part_of(rank // self._config.launch.ranks_per_node)
         built, self._built = self._built, {}
         found = built.pop(part, None)

@@ -232,7 +232,7 @@ class MembershipMove:
 
     def keeps_generators(self, rank: int) -> bool:
         """Return whether a rank keeps its random number generators. It keeps them only if all ranks of its TP·CP group
-        keep their model part and were one such group before, because some generators must be equal within a group."""
+        keep their model part and were together in a group before, because they need some equal generators."""
         size = self.topology.tensor_model_parallel_size * self.topology.context_parallel_size
         group = range(rank // size * size, (rank // size + 1) * size)
         before = {None if (former := self.previous[member]) is None else former // size for member in group}

@@ -136,7 +136,7 @@ def _shard(part: Part, holding: _PartHolding, start: int, stop: int, num_layers:
 
 
 Payload = bytes | bytearray | memoryview
-"""Bytes of a slice. They are only read."""
+"""Bytes of a slice. No function changes these bytes."""
 
 WEIGHT = "weight"
 _WEIGHT_SCALES = f"{WEIGHT}_scales"
@@ -229,7 +229,7 @@ def _holders(holdings_by_rank: Sequence[Sequence[_PartHolding]]) -> dict[Part, d
 
 
 def _deliveries(piece: Piece, holders: dict[int, _PartHolding]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (component, ranks that receive it) for each component that is made of ``piece``. A piece of a master weight
+    """Yield (component, ranks that receive it) for each component that ``piece`` provides. A piece of a master weight
     also gives the compute weight, rounded from it, which every rank with the parameter receives."""
     weight = next(iter(holders.values())).frozen[0]
     if piece.component in (WEIGHT, MASTER):

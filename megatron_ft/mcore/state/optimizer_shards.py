@@ -31,7 +31,7 @@ a block of values with one scale; the last block of a parameter may be incomplet
 
 
 def _unit(kinds: Iterable[str]) -> int:
-    """Return the number of values per planned element: the size of a block if ``kinds`` contains scales, else 1."""
+    """Return the number of values that a plan counts as one element: a block if ``kinds`` contains scales, else 1."""
     return SCALE_BLOCK_ELEMENTS if any(kind.endswith("_scales") for kind in kinds) else 1
 
 

@@ -90,9 +90,9 @@ class Holding:
     is_evacuation: bool = False
     """Whether the placement is the result of an evacuation: a migration of all experts to the ranks that stay."""
     rank: int
-    """Rank of the process in this membership."""
+    """Rank of the process in the membership that uses the placement."""
     part: int = 0
-    """Model part of this rank in this membership, see ``Topology.model_parts``."""
+    """Model part of this rank in the membership that uses the placement, see ``Topology.model_parts``."""
     nodes: tuple[int, ...]
     """Nodes of the membership that uses the placement."""
     placement: PlacementState | None

@@ -225,7 +225,7 @@ class ExpertPlaces:
         made: Callable[[Replacement], None],
         saved: SavedExperts | None = None,
     ) -> int:
-        """Carry out ``steps``. All ranks of ``group`` must call this.
+        """Carry out ``steps``, which replace experts. All ranks of ``group`` must call this.
 
         Args:
             ranks: for each rank of ``group``, in order, the number that it has in ``steps``.

@@ -52,7 +52,7 @@ class TrainState:
     buffers: Mapping[str, torch.Tensor]
     """Buffers of the model, such as router biases, by ``<chunk>.<name>``."""
     grad_scalers: tuple[Mapping[str, Any], ...]
-    """Loss scale and its counters, for each part of the optimizer that has a loss scaler."""
+    """Loss scale and its counters, for each optimizer (dense, expert) that has a loss scaler."""
     group_steps: tuple[Any, ...]
     """Step count of each parameter group; None for a group whose step counts are in the optimizer's tensors."""
     history: History

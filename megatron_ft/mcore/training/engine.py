@@ -115,7 +115,7 @@ class TrainingEngine:
     # -- life ---------------------------------------------------------------------------------------------
 
     def use(self, config: JobConfig) -> None:
-        """Use ``config``, the configuration for another set of nodes, when the engine is built next."""
+        """Use ``config``, the configuration for another set of nodes, from the next build of the engine on."""
         self.config = config
 
     def build(
@@ -202,7 +202,7 @@ class TrainingEngine:
         return {name: t for name, t in state.items() if (expert := expert_of(name)) is not None and expert not in held}
 
     def replace_experts(self, steps: Iterable[Step], replicas: Replicas, *, saved: SavedExperts | None = None) -> int:
-        """Carry out ``steps`` in the existing tensors. This rank then has the experts that ``replicas`` assigns to it.
+        """Replace experts in place, as in ``steps``. Then this rank has the experts that ``replicas`` assigns to it.
 
         All ranks of the stage must call this. Even after a failure, each rank has the complete state of the experts
         that its model names, and every expert is complete on at least one rank.

@@ -45,7 +45,7 @@ from megatron_ft.topology import Topology
 
 
 class Evaluates(Protocol):
-    """The part of an engine that an evaluation needs."""
+    """Interface of an engine that can evaluate its weights."""
 
     iteration: int
 
@@ -329,13 +329,13 @@ class StragglerTimer:
 class ProfilerWindow:
     """Records some iterations of this process with ``torch.profiler``, and writes a trace file.
 
-    A process that joins within the window, or enters a new membership, records the rest of the window to another file.
-    A failure to write the file does not stop training; the event about the trace contains the error.
+    A process that joins during these iterations, or enters a new membership, records the later ones to another file. A
+    failure to write the file does not stop training; the event about the trace contains the error.
     """
 
     def __init__(self, telemetry: TelemetryConfig, run_dir: Path, report: Callable[[Record], None]) -> None:
-        """Prepare the window that ``telemetry`` defines. Record nothing if ``profile_first_iteration`` is null.
-        ``report`` sends an event from this rank."""
+        """Prepare to record the iterations that ``telemetry`` defines. Record nothing if ``profile_first_iteration`` is
+        null. ``report`` sends an event from this rank."""
         first = telemetry.profile_first_iteration
         self._window = range(0) if first is None else range(first, first + telemetry.profile_iterations)
         self._ranks = frozenset(telemetry.profile_ranks)
@@ -346,7 +346,7 @@ class ProfilerWindow:
         self._name = (0, 0)
 
     def begin(self, iteration: int, *, rank: int, generation: int) -> None:
-        """Start or continue to record if ``iteration`` is in the window and ``rank`` is one of ``profile_ranks``."""
+        """Start or continue to record if ``iteration`` must be recorded and ``rank`` is one of ``profile_ranks``."""
         if iteration not in self._window or rank not in self._ranks:
             return
         if self._profiler is None:
@@ -357,7 +357,7 @@ class ProfilerWindow:
         self._recorded = (self._recorded[0], iteration)
 
     def end(self, iteration: int) -> None:
-        """Write the trace if ``iteration`` is the last one of the window."""
+        """Write the trace if ``iteration`` is the last one to record."""
         if iteration + 1 not in self._window:
             self.stop()
 

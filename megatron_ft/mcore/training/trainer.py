@@ -290,7 +290,7 @@ class Trainer:
         self.rounded_off = iteration
 
     def account(self, result: IterationResult, seconds: float, batch: BatchPlan | None = None) -> None:
-        """Report an iteration that took ``seconds``. If its decision is to stop, stop the run. ``batch`` is the batch
+        """Report an iteration that took ``seconds``. If its vote decided to stop, stop the run. ``batch`` is the batch
         plan of the iteration; None stands for the engine's current plan."""
         iteration, vote, decision = result.vote.iteration, result.vote, result.decision
         if _due(iteration, self.config.telemetry.log_interval_iterations):
