@@ -119,7 +119,7 @@ def _device(group: dist.ProcessGroup) -> torch.device:
 
 
 def exchange(ballot: Ballot, group: dist.ProcessGroup) -> list[Ballot]:
-    """All-gather the ballots of all ranks of ``group``, and return them in rank order. Each ballot is float64
+    """All-gather the ballots (votes) of all ranks of ``group``, and return them in rank order. Each ballot is float64
     [BALLOT_FIELDS]. The ballots are not all-reduced, because the caller compares their values bit for bit, and sums
     them in a fixed order."""
     mine = torch.tensor(ballot.to_row(), dtype=torch.float64)
@@ -191,7 +191,7 @@ _TRY_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """The process groups of one rank in one generation.
+    """The process groups of one rank in one generation (membership).
 
     ``pg_collection`` contains Megatron's groups. ``vote`` is a group of all ranks of the job, for commit votes and
     other small messages. It always uses gloo, because the messages are in host memory.

@@ -101,8 +101,8 @@ class CheckpointFinder:
             return path
 
     def set_foreign_aside(self) -> None:
-        """Rename the checkpoints of other runs, which ``foreign`` lists. Otherwise this run would treat them as its own
-        when it names new checkpoints and when it deletes old ones."""
+        """Rename the checkpoints in ``foreign``, which belong to other runs or have a wrong name. Otherwise this run
+        would treat them as its own when it names new checkpoints and when it deletes old ones."""
         for path, reason in self.foreign.items():
             self._set_aside(path, reason, "foreign")
         self.foreign = {}
@@ -307,8 +307,8 @@ class Planner:
         return replace(self._planned, files=files), self._batch
 
     def _with_targets(self, planned: PlannedWrite, buffers: frozenset[int]) -> CopyBatch:
-        """Return the batch of all copies that can be made while training runs. List the copies that cannot in
-        ``_at_once``. If the state is on a GPU, the copies are in pinned memory."""
+        """Return the batch of all copies that can be made while training runs. List all other copies in ``_at_once``.
+        If the state is on a GPU, the copies are in pinned memory."""
         sources, targets, self._at_once = [], [], []
         for _, items in planned.files:
             for place, (item, copy) in enumerate(items):

@@ -155,7 +155,7 @@ class CheckpointManager:
         self._pending: _Pending | None = None
         self._copier: Copier | None = None
         self._before_update: list[Callable[[], None]] = []
-        """Functions that the engine calls before an update of the weights. The newest save has added ``settle``."""
+        """Functions that the engine calls before an update. The newest save has added ``settle`` to this list."""
         self._cleaning: FileSystemJob | None = None
         self._resumed_from: str | None = None
         self._finder = CheckpointFinder(

@@ -99,7 +99,7 @@ class DenseReader:
 
     def model(self) -> ModelConfig:
         """Return the model of the checkpoint. The manifest describes the model. A checkpoint of Megatron-LM has stored
-        arguments instead. Raise CheckpointError if the checkpoint has no description."""
+        arguments instead. Raise CheckpointError if neither exists."""
         if self.manifest is None:
             model = model_of_arguments(self.directory)
             self._check_model(model, f"{self.directory}: its arguments describe another kind of model")

@@ -208,13 +208,13 @@ _COMMON: Mapping[str, Any] = {
     "moe_router_enable_expert_bias": False,
     "moe_expert_capacity_factor": None,
 }
-"""Keys of ``model`` that have these values in all supported families."""
+"""Maps keys of ``model`` to the values that they have in all supported families."""
 ONLY_MOE_LAYERS: Mapping[str, Any] = {
     "multi_latent_attention": False,
     "moe_first_dense_layers": 0,
     "moe_router_topk_scaling_factor": None,
 }
-"""Keys of ``model``, with their values, in families without latent attention and without dense layers."""
+"""Maps keys of ``model`` to their values in families without latent attention and without dense layers."""
 
 
 def rope_theta(config: Mapping[str, Any]) -> int:

@@ -213,7 +213,7 @@ class FolderWriter:
         """Write one file. ``files`` verifies it in a thread, while the next file is written.
 
         Args:
-            tensors: name and values of exactly the tensors of the file, in its order, in the dtype of the plan.
+            tensors: name and values of exactly the tensors of ``file``, in the file's order and in the plan's dtype.
 
         Raises:
             CheckpointError: a tensor cannot be read, or the previous file does not contain what was written.

@@ -14,12 +14,12 @@ from megatron_ft.operators import head_channels, is_moe_layer
 Shape = tuple[int, ...]
 Named = Iterator[tuple[str, Shape]]
 _FUSED_NORM, _SEPARATE_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
-"""Beginnings of the names of the norm before an MLP or MoE layer: with the norm fused into the MLP, and as a module."""
+"""Beginnings of the names of the norm before an MLP or MoE layer: fused with the first linear layer, or separate. With
+Transformer Engine, the norm is separate in every MoE layer."""
 
 
 def tensors_of(model: ModelConfig) -> Named:
-    """Yield (name, shape) of all weights and buffers of a model. ``model.vocab_size`` is the number of rows of the
-    embedding."""
+    """Yield (name, shape) of all weights and buffers. The embedding has ``model.vocab_size`` rows."""
     hidden, rows = model.hidden_size, model.vocab_size or 0
     yield "embedding.word_embeddings.weight", (rows, hidden)
     if model.position_embedding_type == "learned_absolute":

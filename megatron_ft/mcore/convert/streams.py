@@ -117,7 +117,7 @@ def chunks_of(values: Values) -> Iterator[memoryview]:
 
 class VerifiedFiles:
     """Writes and verifies the files of a folder, one after the other. A thread flushes each file and reads it again. If
-    the content is correct, it gives the file its final name. Meanwhile the next file is written, but no third one.
+    the content is correct, it gives the file its final name. Meanwhile only the next file can be written.
 
     This class is a context manager. The end of its ``with`` block waits for the thread. The thread calls ``completed``
     for each file that has its final name.

@@ -45,8 +45,8 @@ from megatron_ft.snapshot.window import Window
 
 _CHUNK_BYTES = 4 << 20
 _ADVICE = "To continue this run"
-"""First words of the advice with which a failed job ends its output: how to continue its run folder. This command
-removes that folder, so it does not show the advice."""
+"""First words of the advice with which a failed job ends its output: how to continue its run. This command removes the
+job's run folder, so it does not show the advice."""
 Compose = Callable[[list[str]], JobConfig]
 
 

@@ -66,8 +66,8 @@ class PreviousPlacement:
     plans: list[PlacementPlan]
     """Placement of each stage before the migration."""
     state: NamedState
-    """Tensors of this rank from before the migration. During the migration, all of them; afterwards, only those of
-    experts that this rank no longer has. Always empty if ``is_in_place``."""
+    """Tensors of this rank from before the migration. During the migration, these are all tensors; afterwards only
+    those of experts that this rank no longer has. Always empty if ``is_in_place``."""
     host: TrainState | None = None
     """State of this rank besides tensors, from before the migration. It is used if the migration fails, because the
     engine then has no usable state. None after the migration."""

@@ -49,7 +49,7 @@ class _SharedExpert:
     holders: tuple[int, ...]
 
     def pieces(self) -> list[int]:
-        """Return, for each rank in ``holders``, the number of gradient elements that this rank sums."""
+        """Return how many gradient elements each rank in ``holders`` sums, in the order of ``holders``."""
         total, count = sum(parameter.numel() for parameter in self.parameters), len(self.holders)
         return [total * (number + 1) // count - total * number // count for number in range(count)]
 
@@ -308,7 +308,7 @@ class _ReplicaTokenDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(
         self, rows: torch.Tensor, probs: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
-        """Sort ``rows`` [R, H] by local expert. Return (rows of each expert, number of rows of each, ``probs``)."""
+        """Sort ``rows`` [R, H] by local expert. Return (rows by expert, number of rows by expert, ``probs``)."""
         return self.backend.sort_received(rows, self._handle), self._handle.tokens_per_local_expert, probs
 
     def combine_preprocess(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:

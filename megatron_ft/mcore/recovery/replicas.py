@@ -52,7 +52,7 @@ class ElasticTrainer(KeptLayoutTrainer):
     evacuated: Shards | None = None
     """Optimizer shards that this rank has received from leaving ranks, for the next membership."""
     spared: tuple[int, ...] = ()
-    """Generations in which this process was a hot spare."""
+    """Generations (numbers of memberships) in which this process was a hot spare, so had no rank."""
 
     def join_job(self) -> dist.Store:
         """Form the process groups of generation 0, and build this trainer on them. All ranks must call this.
@@ -236,7 +236,7 @@ class ElasticTrainer(KeptLayoutTrainer):
     def _shard_move(
         self, carried: Carried | None, stated: Sequence[dict[str, Any] | None], iteration: int
     ) -> ShardMove | None:
-        """Return the shards of the distributed optimizer of all ranks; None if each rank has the whole state.
+        """Return the ``ShardMove`` for all ranks' optimizer shards; None if each rank has the whole state.
 
         Raises:
             RecoveryError: the ranks together lack a part of the state.

@@ -1,4 +1,4 @@
-"""Allocates the upstream log of a rank, and discards logged iterations that no replay needs any more."""
+"""Allocates a rank's upstream log (messages to adjacent stages), and discards what no replay needs any more."""
 
 from collections.abc import Callable
 

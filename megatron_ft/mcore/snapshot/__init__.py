@@ -1,1 +1,1 @@
-"""Captures windows of a rank's state during training, and restores the newest window when a run starts."""
+"""Captures windows (snapshots in slices) of a rank's state, and restores the newest window when a run starts."""

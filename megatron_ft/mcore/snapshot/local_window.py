@@ -1,4 +1,4 @@
-"""Loads the slices of a window that one rank captured, and replays the iterations of the window."""
+"""Loads one rank's slices of a window (snapshot over several iterations), and replays the window's iterations."""
 
 import json
 import time
@@ -88,7 +88,7 @@ def carry_out(plan: ReplayPlan, engine: _ReplayEngine) -> ReplayResult:
 def parameters_of(
     model_chunks: Sequence[torch.nn.Module], operators: Collection[OperatorId], num_layers: int
 ) -> set[torch.nn.Parameter]:
-    """Return the parameters of ``operators`` on this rank."""
+    """Return the parameters of ``operators`` (units of a snapshot, e.g. one expert) on this rank."""
     return {
         parameter
         for chunk in model_chunks
@@ -154,7 +154,7 @@ _OF_THE_JOB = ("generation", "stop_requested", "change_requested", *WINDOW_FIELD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CapturedSlice:
-    """A slice of a window that this rank captured."""
+    """A slice of a window: what this rank captured from the state after one iteration."""
 
     payload: Payload
     train_state: Mapping[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Finds the newest window that all ranks can load, verifies it and replays it."""
+"""Finds the newest window (snapshot) that all ranks can load, verifies it and replays it."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence

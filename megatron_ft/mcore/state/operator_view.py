@@ -1,4 +1,4 @@
-"""Finds the tensor elements of each operator on a rank, decides which rank captures them, and restores them.
+"""Finds a rank's elements of each operator (unit of a snapshot), chooses which rank captures them, and restores them.
 
 Megatron's optimizers have lists of parameters, and of the tensors that they update for these parameters. This module
 finds master weights and moments in these lists, so it works for all precisions, and for sharded optimizers, too.
@@ -300,7 +300,7 @@ class OperatorView:
         self._codes = _code_buffers(self.shards, self._held)
 
     def pieces(self, plan: WindowPlan, index: int) -> tuple[Piece, ...]:
-        """Return the pieces that this rank captures in slice ``index`` of a window of ``plan``."""
+        """Return the pieces (element ranges) that this rank captures in slice ``index`` of a window of ``plan``."""
         return Piece.of_slice(plan, index, self.shards)
 
     def source(self, piece: Piece) -> torch.Tensor:

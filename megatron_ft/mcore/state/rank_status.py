@@ -136,7 +136,7 @@ class RankStatus:
     holdings: tuple[tuple[Key, int, int, str], ...] = ()
     """One row (key, rank, part, digest of the placement) per ``Holding``; empty on a rank without state."""
     spared: tuple[int, ...] = ()
-    """Generations in which this process was a hot spare. It has no holdings of these generations."""
+    """Generations in which this process was a hot spare (had no rank), so it has no holdings of them."""
 
     @classmethod
     def of(cls, holdings: Sequence[Holding], spared: Sequence[int] = ()) -> "RankStatus":

@@ -389,7 +389,7 @@ class TrainingEngine:
         self.boundaries.commit(vote)
 
     def prepare(self, iteration: int) -> Ballot:
-        """Compute gradients and their norm for ``iteration``. Return this rank's ballot."""
+        """Compute gradients and their norm for ``iteration``. Return this rank's ballot (entry in the vote)."""
         # Capture the state first, because Megatron updates the router bias and the loss scale before the vote.
         self.in_progress = in_progress = IterationState(iteration=iteration, before=self.train_state())
         reports = self.accumulate(iteration)
