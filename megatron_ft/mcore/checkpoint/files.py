@@ -187,7 +187,7 @@ class PlannedWrite:
     """Plan of the files that this rank writes, with copies of the tensors."""
 
     files: list[tuple[str, list[tuple[Any, Any]]]]
-    """For each file: its name, and its content as a list of (write item, bytes or CPU tensor)."""
+    """Name of each file, and the file's content as a list of (write item, bytes or CPU tensor)."""
     writer: Any
     """Megatron's storage writer, which makes the metadata at the end of the save."""
     metadata: Metadata | None
@@ -520,7 +520,7 @@ class FileSystemJob(Job):
 
 
 class _Capture(FileSystem):
-    """In-memory file system for the metadata file, the only one that the storage writer's ``finish`` writes."""
+    """File system in memory for the metadata file, the only one that the storage writer's ``finish`` writes."""
 
     content = b""
 

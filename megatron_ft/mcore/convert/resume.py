@@ -39,7 +39,7 @@ class WrittenFile:
 
     entry: FileEntry
     tensors: tuple[WrittenTensor, ...] = ()
-    """For a file of a checkpoint: its tensors, with their offsets. Empty for other files."""
+    """Tensors in a file of a checkpoint, with their offsets. Empty for a file of another kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

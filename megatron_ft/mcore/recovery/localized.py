@@ -48,7 +48,7 @@ from megatron_ft.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """What a rank has built for a recovery, why, and how long this took: fields of the event ``StageRecovery``."""
+    """Report of what a rank has built for a recovery, why, and how long this took (event ``StageRecovery``)."""
 
     built: str
     why_built: str

@@ -126,7 +126,7 @@ class Holding:
 
 
 Previous = tuple[int | None, ...]
-"""For each rank of the new membership, its rank number in the chosen holding; None if it lacks this holding."""
+"""Rank number that each rank of the new membership has in the chosen holding; None without this holding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

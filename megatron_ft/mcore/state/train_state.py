@@ -184,7 +184,7 @@ class IterationState:
     expert_load: torch.Tensor | None = None
     """Number of tokens of each expert, summed over all ranks: int64 [num_layers, num_moe_experts]; None if unused."""
     repaid: torch.Tensor | None = None
-    """For each expert, the number of tokens in ``expert_load`` beyond the expert's capacity; same shape."""
+    """Number of tokens in ``expert_load`` beyond the capacity of their expert, per expert, in the same shape."""
     contributed: bool = False
     """Whether this rank may have sent its ballot (entry in the vote). Then others may have the complete vote."""
     vote: Vote | None = None
