@@ -203,7 +203,7 @@ class Groups:
     transports: Transports
     """Network connections of these process groups."""
     store: dist.Store
-    """Store of the generation, through which ranks exchange their addresses."""
+    """Key-value store of the generation, through which ranks exchange their addresses."""
     handles: tuple[Handle, ...]
     """Groups whose connections ``reconnect`` makes again. The last is ``vote``; with NCCL, there is no other."""
     is_shared: bool
@@ -396,7 +396,7 @@ class GroupsPutAway:
     groups: Groups
     of_torch: PutAway
     of_megatron: Mapping[str, Any]
-    """Global variables of Megatron's ``parallel_state``."""
+    """Values of the global variables of Megatron's ``parallel_state`` for these groups."""
 
     def put_back(self) -> Groups:
         """Register the groups with torch and Megatron again. No other groups may be registered at that time."""

@@ -110,7 +110,7 @@ class Family:
     """Class in ``architectures`` of ``config.json``."""
     rules: tuple[Rule, ...]
     fixed: Mapping[str, Any]
-    """Keys of ``model`` that have the same value in every model of the family, with this value."""
+    """Maps keys of ``model`` to the value that they have in every model of the family."""
     settings: Callable[[ModelConfig], dict[str, Any]]
     """Function that returns the entries of ``config.json`` that describe a model."""
     model: Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -332,14 +332,14 @@ def query_key_value(model: ModelConfig) -> Shape:
 def mlp_rules(
     ours: str, theirs: str, names: Sequence[str], width: Callable[[ModelConfig], int], **common: Any
 ) -> tuple[Rule, ...]:
-    """Return the rules of the three weights of a gated MLP.
+    """Return the conversion rules of the three weights of a gated MLP.
 
     Args:
         ours: name of the module in a checkpoint.
         theirs: name of the module in a folder.
-        names: names of the projections ``gate``, ``up`` and ``down``, in this order, in the folder.
+        names: names of the projections in the folder: ``gate``, ``up`` and ``down``, in this order.
         width: width of the MLP.
-        common: other fields of the rules.
+        common: further fields, which are equal in the three rules.
     """
     first = ("linear_fc1.weight_w", "linear_fc1.weight_v")
     rules = [
@@ -366,7 +366,7 @@ LAYER, THEIR_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 
 
 def outer_rules() -> tuple[Rule, ...]:
-    """Return the rules of the embedding, the last norm and the head."""
+    """Return the conversion rules of the embedding, the last norm and the head."""
     return (
         Rule(ours="embedding.word_embeddings.weight", theirs=("model.embed_tokens.weight",), shape=vocabulary),
         Rule(ours="decoder.final_layernorm.weight", theirs=("model.norm.weight",), shape=hidden),
@@ -427,7 +427,7 @@ def attention_rules() -> tuple[Rule, ...]:
 
 
 def router_rule(theirs: str) -> Rule:
-    """Return the rule of the router of an MoE layer. ``theirs`` is the name of its weight in a folder."""
+    """Return the conversion rule of an MoE layer's router. ``theirs`` is the name of its weight in a folder."""
     return Rule(
         ours=f"{LAYER}.mlp.router.weight",
         theirs=(theirs,),

@@ -183,7 +183,7 @@ class BatchReader:
 
     def _packed(self, first_sample: int | None) -> torch.Tensor:
         """Return one microbatch as a host tensor, int64 [3, micro_batch_size, length]: tokens, labels and positions.
-        With ``rules``, the first size is 5: counted tokens (loss mask) and documents are added. ``length`` is the
+        With ``rules``, the first dimension is 5: counted tokens (loss mask) and documents are added. ``length`` is the
         number of tokens of a sequence on this rank. ``first_sample=None`` makes padding."""
         size = self.plan.micro_batch_size
         if first_sample is None:

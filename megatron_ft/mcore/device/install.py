@@ -83,7 +83,7 @@ def _choose_transformer_impl(requested: str, device: str, software: _Software, *
     """Return ``local`` or ``transformer_engine`` for ``requested``, a value of ``training.transformer_impl``.
 
     ``auto`` chooses Transformer Engine if it is installed and the device is ``cuda``. With ``only_local``, ``auto``
-    always chooses ``local``, because only the local layers can do what other keys request.
+    always chooses ``local``, because other keys request features that only local layers have.
 
     Raises:
         ConfigError: Transformer Engine was requested, but is not installed or cannot run on the device.

@@ -64,7 +64,7 @@ class PreviousPlacement:
     before_iteration: int
     """First iteration with the new placement."""
     plans: list[PlacementPlan]
-    """Placement of each stage before the migration."""
+    """Placement of experts before the migration, for each pipeline stage."""
     state: NamedState
     """Tensors of this rank from before the migration. During the migration, these are all tensors; afterwards only
     those of experts that this rank no longer has. Always empty if ``is_in_place``."""
@@ -84,10 +84,10 @@ class PreviousPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementState:
-    """Placement and loads of a job, as they are passed on to the next membership or saved in a checkpoint."""
+    """Placement and expert loads of a job. They are passed on to the next membership, or saved in a checkpoint."""
 
     plans: list[PlacementPlan]
-    """Current placement of each stage."""
+    """Current placement of experts, for each pipeline stage."""
     loads: list[Loads] | None
     """Smoothed number of tokens of each expert, by stage and layer; None before the first iteration."""
 
@@ -111,7 +111,7 @@ def open_dispatch(config: JobConfig) -> DispatchBackend:
 
 @cache
 def _opened(name: str, device: str, shares: str) -> DispatchBackend:
-    """Open a backend once for all memberships of this process. The arguments are values of configuration keys."""
+    """Open a dispatch backend once for all memberships of this process. The arguments are values of config keys."""
     backend = PlacementConfig(dispatch_backend=name).backend_on(resolve_device(device))
     return open_backend(backend, shares)
 

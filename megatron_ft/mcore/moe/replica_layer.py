@@ -262,7 +262,7 @@ class _ReplicaExperts(SequentialMLP):
 
 
 class _ReplicaTokenDispatcher(MoETokenDispatcher):
-    """Sends each token to one copy of each of its experts, and applies the probabilities when the rows return.
+    """Sends each token to one copy of each of its experts, and weights the returned outputs by probabilities.
 
     Args:
         replicas: int64 [E, N], number of copies of each expert on each rank of ``pg_collection.ep``.

@@ -103,9 +103,9 @@ class PaddingAwareRouter(TopKRouter):
         self, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Drop tokens of ``probs`` and ``routing_map`` [T, E] beyond the capacities of their experts, as Megatron does.
-        Experts with unrepaid lost tokens keep additional tokens, as far as other experts leave capacity unused. Return
-        probs, routing_map and the number of additional tokens of each expert [E]. This number is None if every expert
-        has repaid its lost tokens."""
+        Experts that lost tokens in a recovery keep additional tokens, as far as other experts leave capacity unused.
+        Return probs, routing_map and the number of additional tokens of each expert [E]. This number is None if every
+        expert has repaid its lost tokens."""
         limits = self._limits
         kept_probs, kept = apply_router_token_dropping(
             probs,

@@ -100,7 +100,7 @@ def names_of(
 
 
 def quantized(kind: str, parts: Mapping[str, torch.Tensor]) -> QuantizedTensor:
-    """Return the component ``kind`` of ``parts`` with its scales, if it has any."""
+    """Return the component ``kind`` (such as a moment) of ``parts``, with its scales if there are any."""
     none = torch.empty(0, dtype=torch.uint8, device=parts[kind].device)
     return from_parts(kind, {f"{kind}_scales": none, **parts}, BLOCK_ELEMENTS)
 

@@ -41,7 +41,7 @@ class Taken:
 
     engine: TrainingEngine
     groups: Groups
-    """Groups of this rank, not connected yet."""
+    """Process groups of this rank, not connected yet."""
     has_moved: bool
     """Whether the engine was built for another rank of the same model part."""
 

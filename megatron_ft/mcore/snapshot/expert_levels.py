@@ -29,7 +29,7 @@ class ExpertState:
     iteration: int
     """Iteration after which this state of the expert was captured."""
     processed: int
-    """Number of tokens that the expert had processed after this iteration."""
+    """Number of tokens that the expert had processed at the end of this iteration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class RankLevels:
 
     @classmethod
     def from_json(cls, content: Sequence[Any]) -> "RankLevels":
-        """Read the result of ``to_json``."""
+        """Create the object from the result of ``to_json``."""
         stored, in_memory = {}, {}
         for row, number, at, states in content:
             stored[row, number] = at

@@ -40,7 +40,7 @@ class _ReplayEngine(Protocol):
         ...
 
     def replay(self, vote: Vote, frozen: Collection[OperatorId]) -> None:
-        """Run the iteration of the logged ``vote`` again. Do not update the operators in ``frozen``.
+        """Run the iteration of the logged ``vote`` again. Operators in ``frozen`` lack full state and are not updated.
 
         Raises:
             RecoveryError: the new vote of this iteration differs from ``vote``.

@@ -70,7 +70,7 @@ class Carried:
     """Whether all compute weights on this rank are up to date. False only if the optimizer is sharded and the newest
     iteration was finished after the membership had ended: then only this rank's shard of the weights was updated."""
     digests: dict[str, str] | None = None
-    """Digest of each tensor before a replay that may have overwritten the engine's tensors; None if they are intact."""
+    """Digest of each tensor before a replay that may have overwritten the engine's tensors; otherwise None."""
     before_replay: tuple[NamedState, Shards | None] | None = None
     """Copies of tensors and shards, made before a replay and kept until all ranks have finished it. If a rank is lost
     in the replay, the job continues from the copies with fewer model replicas. None without copies."""

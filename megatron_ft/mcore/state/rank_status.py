@@ -98,7 +98,7 @@ class Holding:
     placement: PlacementState | None
     """Placement of the experts; None if Megatron assigns experts to ranks."""
     changes: tuple[str, ...] = ()
-    """Changes of membership after the committed iteration, as entries of ``testing.membership_schedule``."""
+    """Changes of membership since the newest committed iteration, as entries of ``testing.membership_schedule``."""
 
     @property
     def key(self) -> Key:

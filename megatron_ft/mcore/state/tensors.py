@@ -53,7 +53,7 @@ def named_state(
 
 
 def state_digest(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> str:
-    """Return one digest of all values of :func:`tensor_digests`. It does not depend on the order of the tensors."""
+    """Return one digest of all values of :func:`tensor_digests`, whatever the order of the tensors."""
     total = xxhash.xxh3_128()
     for name, digest in sorted(tensor_digests(model_chunks, optimizer).items()):
         total.update(f"{name}={digest}\n".encode())

@@ -186,7 +186,7 @@ class IterationState:
     repaid: torch.Tensor | None = None
     """Number of tokens in ``expert_load`` beyond the capacity of their expert, per expert, in the same shape."""
     contributed: bool = False
-    """Whether this rank may have sent its ballot (entry in the vote). Then others may have the complete vote."""
+    """Whether this rank may have sent its ballot. If so, other ranks may have the complete vote (all ballots)."""
     vote: Vote | None = None
     """Vote of the iteration; None until it is complete on this rank."""
     of_ranks: RankFigures = field(default_factory=RankFigures)

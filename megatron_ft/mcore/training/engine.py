@@ -423,8 +423,8 @@ class TrainingEngine:
             return self._run_microbatches("train", iteration, forward_only=False)
 
     def ballot(self, reports: list[torch.Tensor], *, loss_scale: float, found_inf: bool, grad_norm: float) -> Ballot:
-        """Make this rank's ballot for the iteration that ``accumulate`` has run. Reset Megatron's auxiliary losses.
-        ``reports`` is the result of ``accumulate``."""
+        """Make this rank's ballot (entry in the vote) for the iteration that ``accumulate`` has run. Reset Megatron's
+        auxiliary losses. ``reports`` is the result of ``accumulate``."""
         loss_sum, num_tokens = self._own_share(reports)
         aux_loss_sum, z_loss_sum = take_auxiliary_losses()
         return Ballot(
