@@ -1,1 +1,1 @@
-"""Starts, watches and stops the processes of a job, and decides which nodes belong to it. Imports no torch."""
+"""Starts, watches and stops the processes of a job, and decides which nodes belong to the job. Imports no torch."""

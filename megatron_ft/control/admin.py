@@ -19,8 +19,8 @@ CONTROLLER_FILE = "controller.json"
 STATUS_SECONDS = 10.0
 """Longest wait for the job's status. The wait is long because a busy controller accepts connections late."""
 REQUEST_SECONDS = ACCEPT_SECONDS + 10.0
-"""Longest wait for the answer to a request to add or drain a node: the time that a busy controller needs to accept the
-connection, and at most ``ACCEPT_SECONDS`` to answer."""
+"""Longest wait for the answer to a request to add or drain a node. A busy controller accepts the connection late, and
+then needs at most ``ACCEPT_SECONDS`` to answer."""
 
 
 class JobNotRunning(ControlError):
@@ -34,7 +34,7 @@ class ControllerAddress:
     address: Annotated[str, Length(1, 1024)]
     token: Annotated[str, Length(1, 1024)]
     epoch: int
-    """Number of the controller. A controller that replaces another one has a higher epoch."""
+    """Number of the controller in its job. A controller that replaces another one has a higher number."""
     tls_dir: str | None = None
     """Value of ``control.tls_dir``: folder of the certificates, or None if the connection is not encrypted."""
 
@@ -67,7 +67,7 @@ def _parse(path: Path, content: bytes) -> ControllerAddress:
 
 
 class AdminClient:
-    """Context manager that calls the controller of a running job. The end of the block closes the connection.
+    """Context manager that calls the controller of a running job. The end of the ``with`` block closes the connection.
 
     Raises:
         JobNotRunning: the run's folder has no ``controller.json``.
@@ -89,9 +89,9 @@ class AdminClient:
         self._client.close()
 
     def status(self) -> Message:
-        """Return the job's status. It has ``generation, phase, members, waiting, lost, draining, num_reforms`` and
-        ``keeps_layout`` of the membership's state, ``nodes`` (progress of each node), ``replacements`` (nodes that can
-        replace a lost node), ``worn`` (members that are not started again after their next loss) and ``epoch``."""
+        """Return the job's status: ``generation, phase, members, waiting, lost, draining, num_reforms, keeps_layout``
+        (see ``State``), ``nodes`` (progress of each node), ``replacements`` (nodes that can replace a lost node),
+        ``worn`` (members that are not started again after another loss) and ``epoch`` (the controller's number)."""
         return self._call("status", {}, STATUS_SECONDS)
 
     def drain(self, node: int) -> None:

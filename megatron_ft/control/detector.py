@@ -1,4 +1,4 @@
-"""Detects lost nodes by missing heartbeats, and ranks that hang by missing progress. Pure: callers pass the time."""
+"""Detects lost nodes by missing heartbeats, and hanging ranks by missing progress. Callers pass the time."""
 
 import statistics
 from collections import deque
@@ -27,8 +27,8 @@ class DetectorPolicy:
 
 
 class SignsOfLife(Generic[Key]):
-    """Finds senders whose last heartbeat is too old. A key identifies each sender. The caller passes all times, in
-    seconds; they must come from one clock."""
+    """Finds senders of heartbeats whose last heartbeat is too old. A key identifies each sender. The caller passes all
+    times, in seconds of one clock."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
@@ -51,8 +51,8 @@ class SignsOfLife(Generic[Key]):
     def silent(self, now: float) -> list[Key]:
         """Return the keys whose heartbeat is overdue. The caller must call this several times within the timeout.
 
-        If more than half the timeout has passed since the last call, the caller may itself have missed heartbeats, so
-        the timeout of each key begins again.
+        If more than half of the timeout has passed since the last call, the caller itself may have missed heartbeats.
+        In that case, the timeout of each key begins again.
         """
         held_up = self._asked_at is not None and now - self._asked_at > self._timeout_seconds / 2
         self._asked_at = now
@@ -65,7 +65,7 @@ class SignsOfLife(Generic[Key]):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Progress of a rank; ``step`` counts the rank's reports within the iteration, from 1."""
+    """Progress of a rank: iteration, phase, and the number of the rank's report in this iteration (``step``)."""
 
     iteration: int
     phase: str
@@ -73,7 +73,7 @@ class Place:
 
 
 FIRST_ITERATIONS = 3
-"""Number of measured iterations of a membership before ``hang_iterations`` applies: the first ones are slower."""
+"""Number of iterations that a membership measures before ``hang_iterations`` applies. The first ones are slower."""
 _MEASURED_ITERATIONS = 50
 
 
@@ -121,7 +121,7 @@ class Detector:
 
         Args:
             now: present time, on the same clock as in all other calls.
-            at_seconds: the same time in seconds since 1970.
+            at_seconds: present time in seconds since 1970.
         """
         found: list[NodeLost | RankHung | JobHung] = []
         limit = f"(detector.heartbeat_timeout_seconds={self._policy.heartbeat_timeout_seconds:g})"

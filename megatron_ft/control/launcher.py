@@ -1,8 +1,8 @@
 """The launcher of ``launch.mode=local``, which runs in the process of the user's command.
 
 The launcher claims the run folder, starts the controller, a fork server and one agent per node, and passes records to
-the sinks. At the end, it ends all these processes. The ``NodeLauncher`` of ``launch.node_launcher`` decides where and
-how agents start.
+the sinks. When the job ends, the launcher ends all these processes. The ``NodeLauncher`` of ``launch.node_launcher``
+decides where and how agents start.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ from megatron_ft.framing import Message
 
 RANK_ENTRY = "megatron_ft.mcore.rank_main:run_rank"
 SCHEDULED_RANK_ENTRY = "megatron_ft.testing.scheduled_ranks:run_rank"
-"""Entry of ranks that follow ``testing.membership_schedule``."""
+"""Function that each rank calls if ``testing.membership_schedule`` is set."""
 PRELOAD = ("megatron_ft.mcore.rank_main:warm",)
 PRELOAD_ON_CUDA = ("megatron_ft.mcore.rank_main:warm_cuda",)
 _CLEANUP_SECONDS = 5.0
@@ -171,7 +171,7 @@ _PLACES: tuple[Check, ...] = (
     lambda config: Certificates.read(config.control.tls_dir),
     _check_socket,
 )
-"""Checks of the interface, the certificates and the socket of a job. The first check needs the launcher's address."""
+"""Checks of a job's interface, certificates and fork-server socket. The first check needs the launcher's address."""
 
 
 class _Job:
@@ -404,11 +404,11 @@ class _Job:
 
 _GENERATIONS_FILE = "window_generations"
 _GENERATIONS_OF_JOB = 1_000_000
-"""Difference between the first generations of two consecutive jobs of a run. No job has as many generations."""
+"""Distance between the first generations of two consecutive jobs of a run. A job has fewer generations."""
 
 
 def _kept_servers(config: JobConfig, run_dir: Path) -> KeptServers:
-    """Describe the snapshot servers that outlive this job, and the servers of earlier jobs that this job takes over."""
+    """Describe the snapshot servers that outlive this job, and the earlier jobs' servers that this job uses."""
     seconds, first_generation = config.snapshot.outlive_job_seconds, 0
     if seconds:
         path = run_dir / FOLDER / _GENERATIONS_FILE

@@ -1,4 +1,4 @@
-"""Types of every message between agents and the controller; other messages are refused.
+"""Types of all messages between agents and the controller. A message of another type is refused.
 
 An agent registers (``Join``), fetches orders (``Poll`` -> ``Order``) and delivers reports of its ranks (``Deliver`` ->
 ``Report``). On the wire and in the journal, a message is a JSON object whose entry ``op`` names its kind. Messages name
@@ -21,10 +21,10 @@ from megatron_ft.serde import Between, decode, encode
 MAX_RECORD_BYTES = MAX_FRAME_BYTES - 64 * 1024
 """Largest size of a ``RecordWritten`` report as JSON, in bytes; it is forwarded to the launcher in one message."""
 MAX_REPORT_BYTES = 1024 * 1024
-"""Largest size of every other report as JSON, in bytes. These reports are written to the journal, and the details of
-how a rank ended are forwarded to the launcher."""
+"""Largest size of all other kinds of reports as JSON, in bytes. These reports are written to the journal. Details of
+how a rank ended are also forwarded to the launcher."""
 MAX_JOIN_BYTES = 64 * 1024
-"""Largest size of a registration (``Join``) as JSON, in bytes. Its sidecar addresses are sent to every node."""
+"""Largest size of a registration (``Join``) as JSON, in bytes. The sidecar addresses in it are sent to every node."""
 _LAST_LINE_CHARACTERS = 500
 # JSON permits integers of any size: without this limit, a returncode of 10**30 would reach the journal.
 _MAX_INTEGER = 2**63 - 1
@@ -65,7 +65,7 @@ class Poll:
     node: Integer
     session: Count
     after: Count
-    """Number of orders to skip, because the agent already has them or because they were given before it registered."""
+    """Number of orders to skip: those that the agent already has, and those that were given before it registered."""
     wait_seconds: Seconds
 
 
@@ -90,7 +90,7 @@ class Report:
     op: ClassVar[str] = ""
     rank: Count
     start: Count
-    """Number of the ``Start`` order that created the rank's process. Reports with an older number are dropped."""
+    """Number of the ``Start`` order that created the rank's process. Reports from ranks of older orders are dropped."""
     generation: Count
 
     @classmethod
@@ -121,7 +121,7 @@ class RecordWritten(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(Report):
-    """Progress of a rank; only the hang detector uses it."""
+    """Progress of a rank within an iteration; only the hang detector uses it."""
 
     op: ClassVar[str] = "progress"
     iteration: Count
@@ -141,7 +141,7 @@ class Reported(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndReport(Report):
-    """A report of how a rank failed or ended; a field is null if its value is unknown."""
+    """A report of how a rank failed or ended. A field is null if its value is unknown."""
 
     at_seconds: Seconds
     node: Count | None = None
@@ -156,7 +156,7 @@ class EndReport(Report):
 
     @property
     def is_final(self) -> bool:
-        """Whether another attempt would fail in the same way."""
+        """Whether another attempt of the job would fail in the same way."""
         return self.exit_code in FINAL_EXIT_CODES
 
     def event(self) -> events.MachineEvent:
@@ -176,7 +176,7 @@ class _Raised(EndReport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken(EndReport):
-    """A rank stopped with an error or (``planned``) at an iteration boundary, and waits for the next membership."""
+    """A rank has stopped and waits for the next membership. Usually it has an error; with ``planned``, it has none."""
 
     op: ClassVar[str] = "broken"
     position: Position
@@ -204,7 +204,7 @@ class _Exited(EndReport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Hung(EndReport):
-    """A rank is unresponsive; its agent kills it."""
+    """A rank is unresponsive (it exists but does not answer); its agent kills it."""
 
     op: ClassVar[str] = "hung"
     hung: str = "was unresponsive"
@@ -234,7 +234,7 @@ class LaunchSpec:
     world_size: Count
     num_nodes: Count
     can_survive: bool
-    """Whether the rank continues when nodes are lost, leave or join."""
+    """Whether ranks continue in their processes when nodes are lost, leave or join."""
     master_addr: str
     master_port: Count
     resume_from: str | None = None
@@ -270,12 +270,12 @@ class Start(Order, LaunchSpec):
     nodes: list[Count]
     """Node of each rank in the membership, in rank order."""
     local_ranks: list[Count]
-    """Local number of each rank's process on its node, in rank order. All other processes of members are hot spares."""
+    """Number of each rank's process on its node, in rank order. Further processes of members are hot spares."""
     members: list[Count]
-    """Nodes of the membership."""
+    """Nodes of the membership, including nodes without a rank."""
     is_joining: bool
     sidecars: dict[str, dict[str, str]]
-    """Maps the name of each sidecar to its addresses by node number; the number is text."""
+    """Maps each sidecar's name to the sidecar's addresses by node number (as text)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +289,7 @@ class Break(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change(Order):
-    """Order ranks to stop at the next iteration boundary and report positions, because nodes join or leave."""
+    """Order ranks to stop at the next iteration boundary and report their positions, because nodes join or leave."""
 
     op: ClassVar[str] = "change"
     generation: Count
@@ -308,7 +308,7 @@ class Reform(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop(Order):
-    """Request ranks to stop. With ``survivors_end``, this includes ranks that wait for the next membership."""
+    """Request ranks to stop. If ``survivors_end`` is true, this includes ranks that wait for the next membership."""
 
     op: ClassVar[str] = "stop"
     survivors_end: bool
@@ -328,7 +328,7 @@ class End(Order):
 
     op: ClassVar[str] = "end"
     has_finished: bool = False
-    """Whether all ranks have finished, so that the run's windows are not needed any more."""
+    """Whether all ranks have finished. If so, the run's windows (snapshots in memory) are not needed any more."""
 
 
 _ORDERS: dict[object, type[Order]] = {kind.op: kind for kind in (Start, Break, Change, Reform, Stop, Kill, End)}
@@ -338,7 +338,7 @@ _ORDERS: dict[object, type[Order]] = {kind.op: kind for kind in (Start, Break, C
 
 
 def to_message(value: Report | Order) -> Message:
-    """Return the JSON object of a report or order, without the fields that are null."""
+    """Return the JSON object of a report or order. Fields that are null are left out."""
     # This keeps messages small: most fields of most reports are null, and every order is sent to every node.
     return {"op": value.op, **{name: item for name, item in encode(value).items() if item is not None}}
 

@@ -1,4 +1,4 @@
-"""Finds unused ports, and describes the endpoint at which the node with the first rank serves the rendezvous store."""
+"""Finds unused ports, and describes where the rendezvous store is served: on the node with the first rank."""
 
 import contextlib
 import random
@@ -10,15 +10,14 @@ from megatron_ft.errors import ConfigError, ControlError
 from megatron_ft.serde import Between, Length
 
 PORTS = range(20000, 32000)
-"""Ports to choose from, below the ports that Linux chooses for outgoing connections (32768-60999)."""
+"""Ports from which to choose. They are below the ports that Linux uses for outgoing connections (32768-60999)."""
 _PORT_TRIES = 100
 
 
 def free_port(interface: str) -> int:
-    """Return a port that is unused on ``interface`` now, outside the range of ephemeral ports.
+    """Return a port that is unused on ``interface`` now. It is not an ephemeral port (a port of outgoing connections).
 
-    The process that serves the port binds it later. Until then, no outgoing connection can get this port, because it is
-    not an ephemeral port.
+    A process binds the port later. No outgoing connection can get the port before, because it is not an ephemeral port.
 
     Raises:
         ConfigError: ``interface`` is not an address of this machine.
@@ -41,13 +40,13 @@ def free_port(interface: str) -> int:
 
 
 NUM_PORTS = 16
-"""Number of consecutive generations whose stores have different ports."""
+"""Number of ports of a store. This many consecutive generations have stores with different ports."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreEndpoint:
-    """Address and ports at which a node can serve the rendezvous store. Memberships use the ports in turn, because the
-    store of the previous membership may still be closing."""
+    """Address and ports at which a node can serve the rendezvous store. Successive memberships use different ports,
+    because the store of the previous membership may still be closing."""
 
     address: Annotated[str, Length(1, 255)]
     ports: Annotated[tuple[Annotated[int, Between(1, 65535)], ...], Length(1, NUM_PORTS)]

@@ -2,9 +2,9 @@
 
 On a loaded machine, a process that sends heartbeats can be late. The machine's kernel, however, acknowledges received
 bytes by itself, also for a suspended process. The controller keeps a TCP connection to each agent's machine, sends
-single bytes, and reads from its own kernel (``TCP_INFO``) whether they were acknowledged. If not, it opens new
-connections, which a living kernel accepts or refuses by itself. So a closed or refused connection also shows that the
-machine is alive.
+single bytes, and reads from its own kernel (``TCP_INFO``) whether the bytes were acknowledged. If not, the controller
+opens new connections, which a living kernel accepts or refuses by itself. A refused or closed connection thus also
+shows that the machine is alive.
 
 TCP's own timeouts are not used. Keepalive packets are at least one second apart, so a single lost packet could make a
 node count as lost. The intervals between retransmissions grow, so it may take long until a packet is sent after the
@@ -28,13 +28,13 @@ from typing import Annotated
 from megatron_ft.serde import Between, Length
 
 PROBE_SECONDS = 0.25
-"""Interval between two probes (a byte, or an attempt to connect). A living kernel answers within this time."""
+"""Seconds between two probes (a byte, or an attempt to connect). A living kernel answers within this time."""
 DOUBT_SECONDS = 0.5
-"""Time without acknowledgement after which new connections are tried, because each of them sends a packet at once."""
+"""Time without acknowledgement after which new connections are tried: each of these attempts sends a packet at once."""
 _CLOSED_SECONDS = 1.0
 """Pause before the next attempt to connect, after the other machine has closed or refused a connection."""
 _REPORT_SECONDS = 10.0
-"""A message is printed if a machine gives no answer at all for this time after its agent has registered."""
+"""Time without any answer from a machine after its agent has registered. A message is then printed."""
 _BACKLOG = 128
 _MAX_CONNECTIONS = 8
 # Offset of ``tcpi_unacked`` in ``struct tcp_info`` of Linux: 8 bytes, then 32-bit numbers.
@@ -50,8 +50,8 @@ class PresenceEndpoint:
 
 
 class PresencePort:
-    """Port of an agent. The kernel of the agent's machine answers the controller at this port. The agent discards all
-    data that arrives there, so no token is needed. Connections from hosts other than the controller's are closed at
+    """Port of an agent, at which the kernel of the agent's machine answers the controller. The agent discards all data
+    that arrives there, so no token is needed. Connections from hosts other than the controller's host are closed at
     once."""
 
     def __init__(self, interface: str, controller_address: str) -> None:
@@ -69,7 +69,7 @@ class PresencePort:
         self.endpoint = PresenceEndpoint(address=host, port=port)
 
     def watch(self, selector: selectors.BaseSelector) -> None:
-        """Register the port's sockets. The ``data`` of each is the function to call when the socket is readable."""
+        """Register the port's sockets. The ``data`` of each socket is the function to call when it is readable."""
         self._selector = selector
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
@@ -115,22 +115,22 @@ class PresencePort:
 
 @dataclass(slots=True)
 class _Machine:
-    """Machine of one node's agent, as the controller sees it. Times are of the monotonic clock."""
+    """Machine of one node's agent, as the controller sees it. All times are on the monotonic clock."""
 
     node: int
     process_id: int
-    """Process id of the agent. It is reported with a loss, so that the loss of a replaced agent has no effect."""
+    """Process id of the agent. A loss is reported with it, so the loss of a replaced agent has no effect."""
     endpoint: PresenceEndpoint
     sock: socket.socket | None = None
     is_open: bool = False
     asked_at: float | None = None
-    """Time of the oldest probe without an answer; None if all were answered."""
+    """Time of the oldest probe without an answer; None if all probes were answered."""
     attempt_at: float = 0.0
     """Time at which the present attempt to connect began."""
     next_attempt_at: float = 0.0
     has_answered: bool = False
     open_since: float = 0.0
-    """Time at which the present connection was opened. It is closed after ``DOUBT_SECONDS`` without an answer."""
+    """Time at which the present connection was opened. It closes after ``DOUBT_SECONDS`` without an answer."""
     is_reported: bool = False
     """Whether a message has reported that this machine has never answered."""
 
@@ -140,7 +140,7 @@ class _Machine:
 
 
 OnVanished = Callable[[int, int, str], None]
-"""Function that receives the node, the process id of its agent, and the reason."""
+"""Function that is called for a vanished machine, with the node, the process id of its agent, and the reason."""
 
 
 class PresenceWatch:
@@ -165,7 +165,7 @@ class PresenceWatch:
     # --- any thread ------------------------------------------------------------------------------------------------
 
     def watch(self, node: int, process_id: int, endpoint: PresenceEndpoint) -> None:
-        """Probe the machine of a node's agent from now on, instead of an earlier machine of this node."""
+        """Begin to probe the machine of a node's agent. An earlier machine of this node is probed no more."""
         if endpoint.address != self._interface:
             self._changes.put((node, _Machine(node, process_id, endpoint)))
 

@@ -1,5 +1,5 @@
-"""The result of a job that has ended, in the form that the controller sends to the launcher. Makes the messages and
-records that describe this result. Pure."""
+"""The result of a job that has ended, in the form in which the controller sends it to the launcher. Also makes messages
+and records that describe this result. Reads and writes no files."""
 
 import shlex
 import time
@@ -29,12 +29,12 @@ class JobResult:
     reason: str
     first_failure: Failure | None
     details: dict[int, Message] = field(default_factory=dict)
-    """Maps the number with which a rank was started to the known details of its end: ``number`` (in the membership),
-    ``node, returncode, at_seconds, traceback, error, exit_code, iteration, phase, log, log_tail``."""
+    """Maps the number with which a rank was started to the known details of the rank's end: ``number`` (in the
+    membership), ``node, returncode, at_seconds, traceback, error, exit_code, iteration, phase, log, log_tail``."""
     survived: tuple[str, ...] = ()
     """Reason for the end of each earlier generation."""
     num_reforms: int = 0
-    """Number of earlier generations after which ranks continued in their processes."""
+    """Number of earlier generations after which ranks continued in their processes, without a restart."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON. Only the first failed rank keeps its long texts, because many ranks may fail."""
@@ -89,7 +89,7 @@ _NOT_AGAIN = ("run.name=", "run.resume=", "run.dir=", "testing.failpoints=", "la
 
 
 def failure_screen(end: JobResult, run_dir: Path, resume: str, node_log: str = "") -> str:
-    """Return a text about the first rank that died, the cause, the other ranks, the logs, and how to resume.
+    """Return a text about the first rank that died, the cause, all other failed ranks, the logs, and how to resume.
 
     Args:
         node_log: last lines of a lost node's own log, shown if the first failure is not that of a rank.
@@ -219,7 +219,7 @@ def resume_advice(command: Sequence[str], run_dir: Path, *, has_checkpoint: bool
 
 
 def restart_records(step: Step, details: dict[int, Message], policy: MembershipPolicy) -> list[Record]:
-    """Return the records of the failures that ended a generation, followed by the record of the restart of all ranks.
+    """Return records of the failures that ended a generation, and then the record of the restart of all ranks.
 
     Args:
         details: how the ranks of that generation ended, see ``JobResult.details``.
@@ -244,8 +244,8 @@ def _latest_iteration(details: dict[int, Message]) -> int:
 
 
 def lost_records(step: Step, details: dict[int, Message], policy: MembershipPolicy) -> list[Record]:
-    """Return records of the failures that ended a membership. Errors that these failures caused in other ranks are left
-    out, because those ranks continue.
+    """Return records of the failures that ended a membership. Errors that these failures caused in further ranks have
+    no record, because those ranks continue.
 
     Args:
         details: how the ranks of that membership ended, see ``JobResult.details``.
@@ -259,17 +259,17 @@ def lost_records(step: Step, details: dict[int, Message], policy: MembershipPoli
 
 
 class InjectedFaults:
-    """Injected faults that have ended a process of the job, collected from the job's records."""
+    """Faults that tests injected and that have ended a process of the job, collected from the job's records."""
 
     def __init__(self) -> None:
         self._fired: set[tuple[str, int]] = set()
-        """Pairs of a failpoint, as configured, and the node whose process it ended."""
+        """Pairs of a failpoint (an injected fault), as configured, and the node whose process it ended."""
 
     def is_news(self, record: Message) -> bool:
-        """Process a record. Return False if the record reports that a fault was not injected, although the fault has
-        ended an earlier process.
+        """Process a record. Return False for a record that wrongly reports that a fault was not injected.
 
-        The process that replaces the ended one has the same failpoint, but does not know that this failpoint was hit.
+        The process that replaces an ended one has the same failpoint. It does not know that this failpoint was hit, and
+        so reports it.
         """
         about = (record.get("failpoint"), record.get("node"))
         if record.get("kind") == "failpoint_hit" and record.get("action") in _ENDING_FAULTS:

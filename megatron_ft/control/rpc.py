@@ -36,11 +36,11 @@ Method = Callable[[Message], Message | bytes]
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 ACCEPT_SECONDS = 20.0
-"""Longest time for which a call waits until a busy controller has processed the call. Then the caller tries again."""
+"""Longest time that a call waits until a busy controller has processed it. The caller then repeats the call."""
 HANDSHAKE_SECONDS = 10
 """Time after which a connection without an HTTP/2 handshake is closed."""
 _PING_SECONDS = 3
-"""Time without data after which a client pings its connection. If the ping is not answered within the same time, the
+"""Time without data after which a client pings its connection. If the ping has no answer after this time again, the
 client replaces the connection."""
 _TOKEN_KEY = "x-megatron-ft-token"
 
@@ -51,7 +51,7 @@ def new_token() -> str:
 
 
 def check_interface(interface: str) -> None:
-    """Refuse an address that means all network interfaces.
+    """Refuse an address that stands for all network interfaces.
 
     Raises:
         ConfigError: ``interface``, the value of ``control.interface``, is empty or a wildcard.
@@ -84,7 +84,7 @@ class RpcServer:
         """Bind the address; ``start`` begins to serve.
 
         Args:
-            num_reserved_descriptors: descriptors that the process needs beside those of this server.
+            num_reserved_descriptors: descriptors that the process needs for other purposes than this server.
             certificates: certificates of this process. The channel is then encrypted, and callers without a certificate
                 of the same authority are refused. With None, the channel is not encrypted.
 
@@ -175,7 +175,7 @@ def _refuse(_requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
 
 
 class RpcError(ControlError):
-    """Raised if a call fails. ``refused`` is true if the peer refused the call, and false if there was no answer."""
+    """Raised if a call fails. ``refused`` is true if the peer refused the call, and false if it gave no answer."""
 
     def __init__(self, message: str, *, refused: bool) -> None:
         super().__init__(message)
@@ -268,7 +268,7 @@ class ControllerClient:
     def call(
         self, method: str, body: Mapping[str, Any], *, timeout_seconds: float, wait_for_peer: bool = False
     ) -> Message:
-        """Call the controller, see ``RpcClient.call``. The answer of a controller that has been replaced is rejected.
+        """Call the controller, see ``RpcClient.call``. An answer from a controller that was replaced is rejected.
 
         Raises:
             RpcError: the controller did not answer in time, has ended, refused the call, or has a stale epoch.
@@ -287,7 +287,7 @@ class ControllerClient:
         return answer
 
     def insist(self, method: str, body: Mapping[str, Any], *, timeout_seconds: float) -> Message:
-        """Repeat a call until the controller or its replacement answers.
+        """Repeat a call until the controller or the controller that replaces it answers.
 
         Raises:
             RpcError: the controller refused the call, or did not answer in time.
@@ -322,8 +322,8 @@ LOOK_SECONDS = 0.25
 
 
 PRESSED_LOOK_SECONDS = 0.02
-"""Interval of checks while there are too many unauthenticated connections, so that they do not use up all descriptors
-before the next check."""
+"""Seconds between two checks while there are too many unauthenticated connections. Short, because they must not use up
+all descriptors before the next check."""
 
 
 RESERVED_DESCRIPTORS = 64
@@ -349,10 +349,10 @@ def raise_descriptor_limit() -> int:
 
 
 def max_connections(num_reserved_descriptors: int = 0) -> int:
-    """Return the largest number of connections of a server that leaves enough descriptors for everything else.
+    """Return the largest number of connections of a server that leaves enough descriptors for all other uses.
 
     Args:
-        num_reserved_descriptors: descriptors to keep free beside ``RESERVED_DESCRIPTORS``.
+        num_reserved_descriptors: descriptors to keep free in addition to ``RESERVED_DESCRIPTORS``.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(_LEAST_CONNECTIONS, soft - _unavailable_descriptors() - num_reserved_descriptors)
@@ -364,7 +364,7 @@ def _unavailable_descriptors() -> int:
 
 
 def check_descriptors(num_nodes: int) -> None:
-    """Refuse a job with more nodes than this process can have connections to.
+    """Refuse a job that has so many nodes that this process cannot have connections to all of them.
 
     Raises:
         ControlError: the limit of descriptors is too low for so many nodes.
@@ -402,12 +402,12 @@ class _UnauthenticatedConnections:
         self._port, self._max_connections, self._seconds = port, max_connections, authentication_seconds
         self._is_pressed = False
         self._named: set[str] = set()
-        """Peers, as gRPC writes them, that have sent a call with the token."""
+        """Peers that have sent a call with the token, as text in gRPC's format."""
         self._authenticated: set[_Connection] = set()
         self._since: dict[_Connection, float] = {}
         """Unauthenticated connections, in the order in which they were first seen."""
         self._others: set[tuple[int, int]] = set()
-        """Pairs of a descriptor and its inode that are not connections to the port."""
+        """Pairs of a descriptor and its inode that are known not to be connections to the port."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="unauthenticated", daemon=True)
 
@@ -422,7 +422,7 @@ class _UnauthenticatedConnections:
             self._thread.join()
 
     def has_shown_token(self, peer: str) -> None:
-        """Record that ``peer``, as gRPC writes it, has sent a call with the right token; safe in any thread."""
+        """Record that ``peer`` (text in gRPC's format) has sent a call with the right token; safe in any thread."""
         self._named.add(peer)
 
     def _watch(self) -> None:
@@ -432,7 +432,7 @@ class _UnauthenticatedConnections:
                 self.look(time.monotonic())
 
     def look(self, now: float) -> int:
-        """Shut down unauthenticated connections that are too many or too old. Return the number of remaining ones."""
+        """Shut down unauthenticated connections that are too old or too many. Return the number that remain."""
         # The list is a copy, because calls in other threads add to the set.
         named = {_peer_of(text): text for text in list(self._named)}
         connections = set(self._connections())
@@ -454,10 +454,10 @@ class _UnauthenticatedConnections:
         return len(self._since)
 
     def most(self, num_authenticated: int) -> int:
-        """Return how many unauthenticated connections may exist beside ``num_authenticated`` authenticated ones.
+        """Return how many unauthenticated connections may exist if ``num_authenticated`` connections are authenticated.
 
-        The result is half of the remaining connections, within limits. So an agent has time to present the token before
-        its connection becomes the oldest one and is shut down.
+        The result is half of the connections that are left, within limits. An agent thus has time to present the token
+        before its connection becomes the oldest one and is shut down.
         """
         return min(MAX_UNAUTHENTICATED, max(MIN_UNAUTHENTICATED, (self._max_connections - num_authenticated) // 2))
 

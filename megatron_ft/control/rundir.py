@@ -1,7 +1,7 @@
 """The folder of a run, which at most one job claims at a time.
 
 ``<run.dir>/<run.name>/`` contains ``run_id.json``, ``config.yaml``, ``logs/``, ``checkpoints/`` and the files of sinks.
-A folder can be renamed and another run can get the same name; the random id still distinguishes runs.
+The random id distinguishes runs, even if a folder was renamed and another run has got its old name.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class RunId:
     run_id: str
     """The random id as 32 hexadecimal digits."""
     is_older: bool = False
-    """Whether the run had checkpoints or windows before it got this id. They have format 1, which has no random id."""
+    """Whether the run had checkpoints or windows before it got this id. They have format 1, without a random id."""
 
     @classmethod
     def make(cls, run_dir: Path, *, is_older: bool) -> "RunId":
@@ -167,15 +167,15 @@ class RunDir:
     ) -> "RunDir":
         """Create or reopen the folder that ``run`` names, lock it, and write the run's random id and ``config.yaml``.
 
-        Without ``run.name``, the folder gets the next free name ``<model_name>-001``, ``-002`` and so on. If the
-        configuration of an earlier job differs, its file is kept as ``config-001.yaml`` and so on. A new run may
-        have the name of a run that failed before it had trained an iteration; the files of that run are moved to
+        Without ``run.name``, the folder gets the next free name ``<model_name>-001``, ``-002`` and so on. If an earlier
+        job had another configuration, that job's file is kept as ``config-001.yaml`` and so on. A new run may have the
+        name of a run that failed before its first trained iteration. The files of the failed run are then moved to
         ``failed-start-001`` and so on in the folder.
 
         Args:
-            may_be_in_memory: whether the run's state may be in memory only, so that ``run.resume=must`` does not need
-                a checkpoint in the folder.
-            keeps_config: whether the configuration of an earlier job stays, because this job does not train.
+            may_be_in_memory: whether the run's state may be in memory only, so that ``run.resume=must`` does not need a
+                checkpoint in the folder.
+            keeps_config: whether the file with an earlier job's configuration stays, because this job does not train.
 
         Raises:
             ConfigError: the name is invalid, ``run.resume`` does not allow this state of the folder, or another job
@@ -336,13 +336,13 @@ def _resume(run: RunConfig, path: Path, *, may_be_in_memory: bool) -> Path | Non
 
 
 def _has_state(path: Path) -> bool:
-    """Whether a run's folder contains checkpoints or persisted windows, valid or not."""
+    """Whether a run's folder contains a checkpoint or a persisted window; it may be invalid."""
     folders = (path / "checkpoints", path / "windows")
     return any(not entry.name.startswith(".") for folder in folders if folder.is_dir() for entry in folder.iterdir())
 
 
 def _failed_to_start(path: Path) -> bool:
-    """Whether the job that used a run's folder ended before it had trained an iteration, so no state can be lost."""
+    """Whether the job that used a run's folder ended before its first trained iteration: no state can be lost."""
     known = (path / RUN_ID_NAME).exists() or {entry.name for entry in path.iterdir()} == {_LOCK_FILE}
     if not known or _has_state(path) or (path / _GENERATIONS).exists():
         return False
@@ -351,7 +351,7 @@ def _failed_to_start(path: Path) -> bool:
 
 
 def _set_aside(path: Path) -> None:
-    """Move the files of a failed start into a folder of their own."""
+    """Move the files of a failed start into a separate folder."""
     entries = [each for each in path.iterdir() if each.name != _LOCK_FILE and not each.name.startswith(_FAILED_START)]
     if not entries:
         return
@@ -365,7 +365,7 @@ def _set_aside(path: Path) -> None:
 
 
 def has_complete_state(path: Path) -> bool:
-    """Whether a run's folder contains a completely saved checkpoint or a persisted window, valid or not."""
+    """Whether a run's folder contains a completely saved checkpoint or a persisted window; it may be invalid."""
     checkpoints = (path / "checkpoints").glob(f"iter_*/{_CHECKPOINT_MANIFEST}")
     return any(checkpoints) or any((path / "windows").glob("window_*"))
 

@@ -1,8 +1,8 @@
 """The folder (mode 0700) for the sockets of a job's processes on one machine.
 
 The name of every socket of a node contains the process id of its agent: ``003-4711.sock`` belongs to the agent,
-``003-4711-keeper.sock`` to a sidecar. So a new agent never finds a socket of a killed agent at a path that it needs,
-and two living processes never use the same path.
+``003-4711-keeper.sock`` to a sidecar. So two living processes never use the same path, and the paths of a new agent are
+never taken by sockets of a killed agent.
 
 Every process that uses the folder has a shared lock on a file in the folder. The kernel releases the lock when the
 process ends in any way. The last process gets the lock exclusively and removes the folder, even if the process that
@@ -22,21 +22,21 @@ from pathlib import Path
 from megatron_ft.errors import ConfigError
 
 _MAX_PARENT_BYTES = 55
-"""Largest length of the path of the folder's parent. A socket's path has at most 107 bytes, which must also contain
+"""Largest length of the path of the folder's parent. A socket's path has at most 107 bytes. These must also contain
 ``/megatron-ft-XXXXXXXX`` and the longest name of a socket."""
 PREFIX = "megatron-ft-"
-"""Beginning of the name of every such folder."""
+"""First part of the name of every folder for a job's sockets."""
 _LOCK_FILE = ".in-use"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SOCKET = re.compile(r"(?P<node>[0-9]{3,})-(?P<process_id>[0-9]+)(-.+)?\.sock")
 
 
 class Use:
-    """Use of a folder of sockets by this process, until ``end`` or the end of the process."""
+    """The use of a socket folder by this process. It ends with ``end`` or with the process."""
 
     def __init__(self, path: Path) -> None:
-        """Begin to use the folder. A folder without a lock file was not made by ``make_runtime_dir``; ``end`` removes
-        it only if it is empty."""
+        """Begin to use the folder. ``end`` removes a folder without a lock file only if it is empty, because
+        ``make_runtime_dir`` has not made this folder."""
         self._path = path
         self.descriptor: int | None = None
         with contextlib.suppress(FileNotFoundError):
@@ -60,7 +60,7 @@ class Use:
 @contextlib.contextmanager
 def make_runtime_dir() -> Iterator[Path]:
     """Make a directory (mode 0700) for sockets in the folder of temporary files. Remove it at the end of the ``with``
-    block, unless another process uses it. First remove unused directories of earlier jobs.
+    block, unless another process uses it. Before that, remove unused directories of earlier jobs.
 
     Raises:
         ConfigError: the path of temporary files is too long for sockets.
@@ -127,9 +127,9 @@ def remove_stale_sockets(runtime_dir: Path, node: int) -> None:
     """Remove the sockets of earlier agents of ``node`` and of their sidecars. Call this before the agent makes its own
     sockets.
 
-    Only sockets of agents that have ended are removed. A sidecar may outlive its agent for a moment. No rank connects
-    to it any more, because the ranks of the node end with the agent. Sockets of snapshot servers that stay for the next
-    job have a record (``node/kept.py``) and are not removed.
+    Only sockets of agents that have ended are removed. A sidecar may outlive its agent for a moment. Its socket is
+    removed all the same, because no rank connects to this sidecar any more. Sockets of snapshot servers that stay for
+    the next job have a record (``node/kept.py``) and are not removed.
     """
     for path in runtime_dir.glob("*.sock"):
         match = _SOCKET.fullmatch(path.name)

@@ -23,8 +23,8 @@ class AdminService:
         ask: Callable[[MachineEvent], None],
         clock: Callable[[], float],
     ) -> None:
-        """Store functions of the controller: ``read_state`` returns the present state, and ``ask`` posts an event and
-        returns when the controller has recorded the event."""
+        """Store two functions of the controller: ``read_state`` returns the present state, and ``ask`` posts an event
+        and returns when the controller has recorded the event."""
         self._policy = policy
         self._read_state = read_state
         self._detector = detector

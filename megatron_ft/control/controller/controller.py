@@ -1,8 +1,8 @@
 """The job's controller: receives reports of agents, decides with the state machine in ``membership``, and gives orders.
 
-``server`` receives the calls. One thread, in ``run``, processes them in order: it calls the state machine and writes
-orders, which agents fetch. Each input on which decisions depend is in the journal before it has any effect. A new
-controller processes the same inputs again and reaches the same state, because nothing else affects decisions.
+``server`` receives calls. One thread, in ``run``, processes the calls in order: it calls the state machine and writes
+orders, which agents fetch. An input that can affect decisions is written to the journal first. A new controller
+processes the same inputs again, and so reaches the same state.
 """
 
 import time
@@ -37,20 +37,20 @@ from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.serde import encode
 
 RecordSink = Callable[[Message, Origin], None]
-"""Function that receives a record and its origin. If two deliveries have the same origin, the record is the same."""
+"""Function that receives a rank's record and the record's origin. Each record has an origin of its own."""
 
 StepSink = Callable[[Step], None]
 
 BuildLaunchSpec = Callable[[int, Sequence[int], Mapping[int, StoreEndpoint]], LaunchSpec]
-"""Function that makes a launch spec from a generation, the node of each of its ranks, and the store endpoint of each
-node."""
+"""Function that makes the launch spec of ranks. Its arguments are the generation, the node of each rank of this
+generation, and the endpoint of each node's rendezvous store."""
 
 RecordDecision = Callable[[Message], None]
 """Function that records a decision, and returns when the record is on disk."""
 
 
 class Controller:
-    """Controls one job through its successive memberships."""
+    """Controls one job from its start to its end, also when the membership (the ranks that train together) changes."""
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class Controller:
             launch_spec: makes the spec of ranks for each start and each next membership, in the thread of ``run``.
             detection: limits of the failure detector; default: ``DetectorPolicy()``.
             record_decision: called before ranks receive the order to continue without lost nodes, or to stop.
-            journal: inputs that earlier controllers of the job wrote to it are processed again; None means no journal.
-            epoch: number of this controller, above the numbers of all earlier controllers; every answer contains it.
+            journal: contains the inputs of earlier controllers, which are processed again; None means no journal.
+            epoch: number of this controller, which every answer contains; earlier controllers have lower numbers.
             port: port of the service; 0 chooses a free one.
             certificates: certificates for the channel to agents; with None, the channel is not encrypted.
-            clock: monotonic clock, which continues from the last time in ``journal``.
+            clock: monotonic clock; its times are not before the last time in ``journal``.
         """
         self._policy = policy
         self._clock = clock
@@ -98,7 +98,7 @@ class Controller:
         self._layouts = {0: layout_of(policy, self._state)}
         self._num_starts = 0
         self._starts: dict[int, int] = {}
-        """Maps each node to the number of its newest ``Start`` order. Reports of ranks of older orders are dropped."""
+        """Maps nodes to the number of their newest ``Start`` order. Reports from ranks of older orders are dropped."""
         detection = detection or DetectorPolicy()
         self._check_seconds = detection.heartbeat_interval_seconds
         self._detector = Detector(policy, detection)
@@ -139,15 +139,15 @@ class Controller:
 
     @property
     def details(self) -> dict[int, Message]:
-        """Maps each rank that has ended in this generation to details of its end, see ``JobResult.details``."""
+        """Maps each rank that has ended in this generation to details of the rank's end (see ``JobResult.details``)."""
         return self._details
 
     def post(self, event: MachineEvent, number: int | None = None) -> None:
         """Queue an event for the thread of ``run``. May be called in any thread and in signal handlers.
 
         Args:
-            number: position of the event among all events of the launcher, from 0; None for other events. The launcher
-                sends its events again to a new controller.
+            number: position of the event among all events of the launcher, from 0. A launcher repeats its events when
+                it starts a new controller. None if the event is not from the launcher.
         """
         self._server.post(event, number)
 
@@ -155,7 +155,7 @@ class Controller:
         """Serve until the job has ended; call ``on_record`` for records of ranks and ``on_step`` for decisions.
 
         When ``on_step`` receives a restart or the next membership, ``details`` still describe the generation that ends.
-        A new controller first repeats the decisions of its predecessors, and passes them to ``on_step``.
+        A new controller first repeats the decisions of earlier controllers, and passes these decisions to ``on_step``.
         """
         try:
             # No call is served before the state is rebuilt: until then, sessions and numbers of reports are wrong.
@@ -244,11 +244,11 @@ class Controller:
         return entry
 
     def _take_in(self, entry: Message, on_step: StepSink, report: Report | None = None) -> Step:
-        """Decide about one entry of the journal, and carry out the decision. A controller that reads the journal again
-        makes the same decision.
+        """Process one entry of the journal: make a decision, and carry it out. A controller that reads the journal
+        again makes the same decision.
 
         Args:
-            report: the report that was already parsed from the entry; None if the entry still has to be parsed.
+            report: the report in the entry, if it was parsed already; None if it must still be parsed.
         """
         if "posted" in entry:
             self._num_posted = entry["posted"] + 1
@@ -447,4 +447,4 @@ class Controller:
 
 
 _ABOUT_ENTRY = ("now", "arrived", "unix", "posted")
-"""Fields of a journal entry that are not fields of the entry's machine event."""
+"""Fields of a journal entry that describe the entry. All other fields belong to the machine event in the entry."""

@@ -1,13 +1,13 @@
-"""Journal of a controller's inputs, and the writes on which decisions depend.
+"""Journal of a controller's inputs, and the writes without which the controller does not act.
 
-A new controller reads the journal and reaches the same state. Each line is a JSON object; the first line contains the
-``format``. An entry is written before it has any effect, so it survives the death of the controller; ``sync`` makes it
-survive a power failure.
+A new controller reads the journal and reaches the state of the earlier controller. Each line is a JSON object; the
+first line contains the ``format``. An entry is written before it has any effect, so it survives the death of the
+controller. ``sync`` makes an entry survive a power failure.
 
 A controller acts only on what is on disk: its journal, its decisions and its epoch. On a full disk, the controller
-waits, reports the wait, and continues as soon as space is free. The controller's clock is stopped meanwhile, so the
-wait causes no timeout. Training continues, but lost ranks or nodes are not replaced. If the run's folder was deleted or
-moved away, the job ends, because a new controller could not find the journal. Logs, metrics and events delay nothing.
+waits, reports the wait, and continues as soon as space is free. Its clock stops during the wait, so the wait causes no
+timeout. Training continues, but lost ranks or nodes are not replaced. If the run's folder was deleted or moved away,
+the job ends, because a new controller could not find the journal. No other files (logs, metrics, events) cause a wait.
 """
 
 import errno
@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 
 class CannotDecide(ControlError):
-    """Raised if the controller can record no more decisions. The job then ends with ``outcome``."""
+    """Raised if the controller can record no more decisions. The job then ends with the result ``outcome``."""
 
     def __init__(self, reason: str, outcome: Outcome = Outcome.FAILED) -> None:
         super().__init__(reason)
@@ -46,7 +46,7 @@ class StandingClock:
         self._clock = clock
         # One tuple that is replaced as a whole, because threads that serve calls read it without a lock.
         self._stopped: tuple[float | None, float] = (None, 0.0)
-        """Time at which the clock was stopped (None while it runs), and the total seconds of earlier stops."""
+        """The time at which the clock was stopped (None while it runs), and the total seconds of earlier stops."""
 
     def __call__(self) -> float:
         """Return the time in seconds, without the time during which the clock was stopped."""
@@ -65,7 +65,7 @@ class StandingClock:
 
 
 class EssentialWrites:
-    """Carries out the writes of one thread one after the other. Repeats a write as long as the disk is full."""
+    """Carries out the writes of one thread in order. Repeats a write as long as the disk is full."""
 
     def __init__(self, run_dir: Path, on_wait: Callable[[str], None], on_go_on: Callable[[float], None]) -> None:
         """Remember the run's folder, to detect later that it was moved or deleted.
@@ -81,7 +81,7 @@ class EssentialWrites:
         self.clock = StandingClock(time.monotonic)
 
     def request_end(self) -> None:
-        """End all waits for disk space, because the job must end at once. Safe in any thread."""
+        """End all waits for disk space, because the job must end at once. May be called in any thread."""
         self._end_requested.set()
 
     def do(self, write: Callable[[], Result]) -> Result:
@@ -150,7 +150,7 @@ class Journal:
     """Appends entries to one file. Only the controller that has the run's lease may write."""
 
     def __init__(self, path: Path, do: Do = _at_once) -> None:
-        """Open or create the journal at ``path``, remove an incomplete last line, and read the other lines into
+        """Open or create the journal at ``path``, remove an incomplete last line, and read the complete lines into
         ``entries``.
 
         Args:
@@ -180,8 +180,8 @@ class Journal:
             self.append({"format": FORMAT})
 
     def first(self, name: str, value: float) -> float:
-        """Return the value ``name`` that the job's first controller wrote to the journal. If this is the first
-        controller, write ``value`` and return it."""
+        """Return the value of ``name`` in the journal. If there is none yet, write ``value`` to the journal and return
+        ``value``."""
         for entry in self.entries:
             if name in entry:
                 return float(entry[name])

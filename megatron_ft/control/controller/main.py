@@ -1,9 +1,9 @@
 """The controller's process: ``python -m megatron_ft.control.controller.main``.
 
 The process reads a ``ControllerSpec``, one line of JSON, from standard input. Standard input closes when the launcher
-ends. Inputs on which decisions depend are in the journal before they have any effect, so the launcher can replace the
-process at any time. Over a Unix socket, the process receives events from the launcher, and sends records and decisions
-to the launcher. Records and decisions have numbers, so that the launcher can drop duplicates.
+ends. An input that can affect decisions is written to the journal first, so the launcher can replace the process at any
+time. Over a Unix socket, the process receives events from the launcher, and sends records and decisions to the
+launcher. Records and decisions have numbers, so that the launcher can drop duplicates.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ _MAX_BYTES = 20
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
-    """Exclusive right of one controller to control a run, held as a file lock. The right ends with the process or with
+    """Exclusive right of one controller to control a run. It is a file lock, which ends with the process or with
     ``release``."""
 
     epoch: int
@@ -186,8 +186,8 @@ class _Launcher:
         self.send({"op": "record", "record": record, "origin": origin})
 
     def event(self, event: Message) -> None:
-        """Send an event about a decision, with a number. A new controller sends the same event again, and the launcher
-        drops the duplicate by its number."""
+        """Send a numbered event about a decision. If a new controller sends the event again, the launcher detects the
+        duplicate by its number and drops it."""
         self.send({"op": "event", "number": self._num_events, **event})
         self._num_events += 1
 
@@ -205,8 +205,8 @@ class _Launcher:
 
 
 class _ControllerProcess:
-    """Process of a controller: acquires the lease, and runs the controller until the job ends or another controller is
-    in charge."""
+    """Process of a controller. It acquires the run's lease, and runs the controller until the job ends or another
+    controller is in charge."""
 
     def __init__(self, spec: ControllerSpec) -> None:
         run_dir = Path(spec.run_dir)
@@ -251,7 +251,7 @@ class _ControllerProcess:
             clock=self._writes.clock,
         )
         self._num_recorded = _num_lines(self._decisions_path)
-        """Number of decisions in the file, including those of earlier jobs of the run."""
+        """Number of decisions in ``decisions.jsonl``, including decisions of earlier jobs of the run."""
         # The first lines are from earlier jobs of the run. All controllers of this job count from the same line.
         self._num_decisions = int(journal.first("num_earlier_decisions", self._num_recorded))
 
@@ -325,7 +325,7 @@ class _ControllerProcess:
 
 
 def _clock_after(entries: list[Message]) -> Callable[[], float]:
-    """Return a monotonic clock that continues from the time of the last entry."""
+    """Return a monotonic clock that continues from the time of the journal's last entry."""
     now_seconds = time.monotonic()
     last = next((entry for entry in reversed(entries) if "now" in entry), None)
     if last is None:

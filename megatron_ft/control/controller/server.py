@@ -22,7 +22,7 @@ from megatron_ft.serde import encode
 
 
 class Origin(NamedTuple):
-    """Identity of an item that an agent delivered: node, session of the agent, and number of the item in the
+    """Identity of an item that an agent delivered: the node, the session of the agent, and the item's number in this
     session."""
 
     node: int
@@ -35,11 +35,11 @@ class Item:
     """A report, registration or request that arrived in a call of an agent or an administrator."""
 
     origin: Origin | None
-    """Origin of a report. None for a registration or request, which needs no number because a second delivery has no
-    further effect."""
+    """Origin of a report; None for a registration or request. These need no number to detect a second delivery, because
+    a second delivery has no further effect."""
     content: Message
     report: Report | None = None
-    """The report that was parsed from ``content``; None if ``content`` is not a report."""
+    """The report that was parsed from ``content``; None if ``content`` is a registration or request."""
     arrived_seconds: float = 0.0
     """Arrival time on the controller's clock."""
     has_effect: threading.Event = field(default_factory=threading.Event)
@@ -63,7 +63,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """An event that did not come from an agent. Events of the launcher have numbers."""
+    """An event that is not in a call of an agent or administrator. Events of the launcher have numbers."""
 
     event: MachineEvent
     arrived_seconds: float
@@ -72,7 +72,7 @@ class Posted:
 
 
 class _Inbox:
-    """A queue from many threads to one thread. Arrival times follow the order of the queue."""
+    """A queue from many threads to one thread. Items are queued in the order of their arrival times."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -106,7 +106,7 @@ class _Inbox:
         """Return the next item if it arrived before ``until_seconds``. Otherwise wait until that time and return a
         ``Tick``.
 
-        So no deadline expires only because the controller was too busy to process an item that arrived in time.
+        A ``Tick`` lets deadlines expire. No deadline expires while an item that arrived before it is not processed.
         """
         all_taken_seconds = until_seconds
         if self._first is None:
@@ -152,19 +152,19 @@ class _AgentSession:
     next_item: int = 0
     """Number of the first item that has not been processed."""
     next_arrival: int = 0
-    """Number of the first item that has not arrived. The items from ``next_item`` to the item before this one wait for
-    the controller."""
+    """Number of the first item that has not arrived. The items before it, from ``next_item`` on, have arrived but are
+    not processed yet."""
     num_fetched: int = 0
     """Number of orders that the agent has fetched, plus the number of orders before its registration."""
     is_inherited: bool = False
     """Whether an earlier controller may have forwarded records of this agent that this controller does not know."""
     newest_item: Item | None = None
-    """The item that arrived last."""
+    """The item of this session that arrived last."""
     delivery: threading.Lock = field(default_factory=threading.Lock)
 
 
 class _AgentSessions:
-    """The newest session of each node. One thread changes them, any thread may read them."""
+    """The newest session of each node's agent. Only one thread changes the sessions; any thread may read them."""
 
     def __init__(self) -> None:
         # No lock is needed: one thread replaces whole entries, and readers use the entry that they found.
@@ -173,7 +173,7 @@ class _AgentSessions:
     # --- the thread that changes them ------------------------------------------------------------------------------
 
     def admit(self, node: int, process_id: int, *, num_orders: int) -> bool:
-        """Register an agent process. Return False if it was registered already."""
+        """Register an agent process. Return False if this process was registered already."""
         earlier = self._sessions.get(node)
         if earlier is not None and earlier.process_id == process_id:
             return False
@@ -183,11 +183,11 @@ class _AgentSessions:
         return True
 
     def end(self, node: int, process_id: int | None) -> bool:
-        """End the session of a node's agent process: its later calls are refused.
+        """End the session of a node's agent process. Later calls of this process are refused.
 
         Returns:
-            False if nothing changes, because this process was lost before or another process of the node has a living
-            session.
+            False if nothing changes: this process was lost before, or the node's living session belongs to another
+                process.
         """
         session = self._sessions.get(node)
         if session is None:
@@ -251,7 +251,7 @@ Layouts = Mapping[int, MembershipLayout]
 
 
 class ControllerServer:
-    """Receives calls in gRPC's threads, passes their content to the controller's thread in order, and gives agents
+    """Receives calls in gRPC's threads, queues the content of the calls for the controller's thread, and gives agents
     their orders."""
 
     def __init__(
@@ -277,7 +277,7 @@ class ControllerServer:
                 thread.
             clock: the controller's clock, for arrival times.
             sign_seconds: interval between two calls of ``sign_of_life`` while a call waits.
-            others: further methods that the service has, by name.
+            others: further methods of the service, by name.
             epoch: number of the controller, which every answer contains.
         """
         self._policy, self._layouts, self._epoch = policy, layouts, epoch
@@ -286,7 +286,7 @@ class ControllerServer:
         self._inbox = _Inbox(clock)
         self._orders: list[Message] = []
         self._encoded_orders: list[bytes] = []
-        """The orders as JSON. Each order is encoded only once, and not for every agent."""
+        """All orders as JSON. An order is encoded once for all agents."""
         self._new_order = threading.Condition()
         """Notifies all calls that wait for orders."""
         self._last_fetch = threading.Condition()
@@ -309,7 +309,7 @@ class ControllerServer:
         self.address = self._server.address
 
     def open(self) -> None:
-        """Begin to serve, including agents that an earlier controller has admitted. A second call does nothing."""
+        """Begin to serve, also agents that registered with an earlier controller. A second call does nothing."""
         if self._is_open:
             return
         self._is_open = True
@@ -344,7 +344,7 @@ class ControllerServer:
         return self._inbox.take(until_seconds)
 
     def admit(self, node: int, process_id: int) -> bool:
-        """Register an agent, which replaces an earlier agent of its node; return False if it was registered already."""
+        """Register an agent, which replaces an earlier agent of its node. Return False if it was registered already."""
         return self._sessions.admit(node, process_id, num_orders=len(self._orders))
 
     def end(self, node: int, process_id: int | None) -> bool:
@@ -377,8 +377,8 @@ class ControllerServer:
     def finish(self) -> None:
         """Accept no more items, because the job has ended.
 
-        If nodes start by themselves, no launcher ends their agents. In that case, wait a few seconds for all agents to
-        fetch the last order.
+        If nodes start by themselves (``launch.node_launcher=none``), no launcher ends their agents. Then wait a few
+        seconds until all agents have fetched the last order.
         """
         self._has_ended = True
         self._inbox.close()

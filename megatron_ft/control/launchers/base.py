@@ -18,8 +18,8 @@ from megatron_ft.control.node.ranks import last_line, size_of
 from megatron_ft.errors import ConfigError
 
 OnEnd = Callable[[str, int], None]
-"""Function that is called in another thread when an agent has ended. Its arguments are a description of the end and the
-agent's process id."""
+"""Function that is called in a separate thread when an agent has ended. Its arguments are a description of the end and
+the agent's process id."""
 
 _KEY = "launch.node_launcher"
 _PATHS = {
@@ -64,19 +64,19 @@ class NodeLauncher(Protocol):
         data with which they join.
 
         Args:
-            spec: spec of node 0. The spec of another node differs in its node number and in values that only the
-                machine of this node knows.
+            spec: spec of node 0. The specs of further nodes differ in the node number and in values that only the
+                node's machine knows.
         """
 
     def start(self, node: int, spec: AgentSpec, on_end: OnEnd) -> None:
-        """Start the agent of a node. First end an earlier agent of the node, and call ``on_end`` of this agent.
+        """Start the agent of a node. If the node has an earlier agent, first end that agent and call its ``on_end``.
 
         Raises:
             OSError: the agent cannot be started.
         """
 
     def stop(self, patience_seconds: float) -> None:
-        """Wait until all agents have ended, end those that still run, and remove what ``publish`` has published."""
+        """Wait for agents to end, end those that still run, and remove what ``publish`` has published."""
 
     def finish(self, exit_code: int, reason: str) -> None:
         """Handle the result of the job, e.g. inform the scheduler."""
@@ -120,7 +120,7 @@ class ProcessLauncher:
     starts_nodes: ClassVar[bool] = True
     is_local: ClassVar[bool] = False
     term_seconds: ClassVar[float] = 0.0
-    """Time between SIGTERM and SIGKILL; 0 kills at once."""
+    """Seconds between SIGTERM and SIGKILL when a process is ended; 0 sends SIGKILL at once."""
 
     def __init__(self, config: JobConfig, variables: Mapping[str, str]) -> None:
         self._interface = config.control.interface

@@ -56,7 +56,7 @@ class Processes:
 
 
 def tell(process: "subprocess.Popen[bytes]", line: bytes) -> None:
-    """Write a spec to the standard input of a process that was just started."""
+    """Write a spec (settings) to the standard input of a process that was just started."""
     assert process.stdin is not None, "the process was started without a pipe"
     with contextlib.suppress(BrokenPipeError):  # it has died, which its watcher reports
         process.stdin.write(line)

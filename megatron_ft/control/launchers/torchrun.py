@@ -19,7 +19,7 @@ _FT_LAUNCHER = "FT_RANK_MONITOR_IPC_SOCKET"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnvironment:
-    """Environment of a rank of ``torchrun`` or ``srun``. ``attempt`` counts the restarts that included its node."""
+    """Environment of a rank of ``torchrun`` or ``srun``. ``attempt`` counts restarts that included the rank's node."""
 
     launcher: str
     rank: int
@@ -48,7 +48,7 @@ class RankEnvironment:
         return self.world_size // self.local_world_size
 
     def summary(self) -> str:
-        """Describe the launcher of this rank, and the consequence of a lost rank."""
+        """Describe the launcher of this rank, and what the launcher does when a rank is lost."""
         then = "ends the job step (srun --kill-on-bad-exit=1)"
         if self.launcher == "torchrun":
             then = (
@@ -63,11 +63,11 @@ class RankEnvironment:
         )
 
     def check_restarts(self, run: RunConfig) -> None:
-        """Check that ranks can find the run again after the launcher has restarted them.
+        """Check that restarted ranks can find their run again, so that training does not start over in another folder.
 
-        Ranks read the run's name from the launcher's store. If no store outlives an attempt (ft_launcher, torchrun with
-        another rendezvous than ``c10d``, a requeued srun job), the configuration must name the run; otherwise training
-        would start over in another folder.
+        Ranks read the run's name from the launcher's store. In three cases, no store outlives a restart: ft_launcher,
+        torchrun with another rendezvous than ``c10d``, and a requeued srun job. Then the configuration must name the
+        run.
 
         Raises:
             ConfigError: the configuration does not name the run, or has ``run.resume=never``.

@@ -1,7 +1,7 @@
 """Machine events: inputs that report to the state machine what has happened to a job.
 
-A rank has the number ``node * ranks_per_node + local_rank`` during the whole job, even if its number in a membership
-is another. ``at_seconds`` is the time of the event in seconds since 1970, on the machine that observed the event.
+A rank has the number ``node * ranks_per_node + local_rank`` during the whole job, even if it has another number in a
+membership. ``at_seconds`` is the time of the event in seconds since 1970, on the machine that observed the event.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from megatron_ft.planning.recovery.membership import Position
 
 @dataclass(frozen=True, slots=True)
 class NodeJoined:
-    """A node's agent registered with the controller, at the start of the job or to join the running job."""
+    """A node's agent registered with the controller. This happens when the job starts or when the node joins later."""
 
     node: int
 
@@ -38,8 +38,8 @@ class RankReported:
 
 @dataclass(frozen=True, slots=True)
 class RankRaised:
-    """A rank is about to end with an exception in ``iteration``. ``final`` means that every other attempt would fail in
-    the same way."""
+    """A rank is about to end with an exception in ``iteration``. ``final`` means that another attempt would fail in the
+    same way."""
 
     rank: int
     at_seconds: float
@@ -87,7 +87,7 @@ class RankHung:
 
 @dataclass(frozen=True, slots=True)
 class JobHung:
-    """No rank makes progress, although all have reached the same phase."""
+    """No rank of the job makes progress, and all ranks are in the same phase of the same iteration."""
 
     at_seconds: float
     detail: str

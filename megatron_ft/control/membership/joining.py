@@ -12,8 +12,8 @@ remaining ranks have reported their positions, the next membership begins if a j
 lost place. If too few nodes are ready, lost nodes are started again: first the agent, if it has ended
 (``START_AGENTS``), then the ranks, when the old ranks have ended (``START_NODES``). A node that ends or does not become
 ready in time is killed and started again, at most ``max_node_restarts`` times in a row. If a place stays empty, the job
-stops, unless ``recovery.min_nodes`` allows fewer nodes. In this case, the job continues with fewer lanes, and all later
-changes follow the rules of a job that does not keep its layout (``State.has_changed_layout``).
+stops, or continues with fewer lanes (model replicas) if ``recovery.min_nodes`` allows it. All later changes then follow
+the rules of a job that does not keep its layout (``State.has_changed_layout``).
 
 All ranks of a job that keeps its layout may end, for example because they do not continue in their processes after a
 loss (``keeps_processes``). The job then waits for agents instead of ranks (``REPLACING``). As soon as there is a node
@@ -195,7 +195,7 @@ class NodeRules:
         return None
 
     def admitted(self, state: State, num_staying: int) -> tuple[int, ...]:
-        """Return the ready nodes that the next membership can admit beside ``num_staying`` members, ascending. Nodes
+        """Return the ready nodes that the next membership can admit if ``num_staying`` members stay, ascending. Nodes
         that became ready first are preferred."""
         ready = [record.node for record in state.nodes.joining if record.state is NodeState.READY]
         return tuple(sorted(ready[: max(0, self.policy.most_members - num_staying)]))
@@ -229,7 +229,7 @@ class NodeRules:
         return replace(state, wake_up_seconds=min((at for at in times if at > now.arrived_seconds), default=None))
 
     def _kill_or_start(self, state: State, now: Moment) -> Step | None:
-        """Return a step that kills or starts ranks outside the membership, or None if there is nothing to do."""
+        """Return a step that kills or starts ranks of nodes that are not members, or None if there is nothing to do."""
         return self._kill(state, now) or self._start(state, now)
 
     def _unregistered(self, state: State) -> list[NodeRecord]:
@@ -323,11 +323,11 @@ class NodeRules:
         return replace(state, nodes=_stop_joining(state.nodes, node).change(node, is_dismissed=True))
 
     def can_fill_places(self, state: State) -> bool:
-        """Whether a node is ready for every lost place; always true in a job that does not keep its layout."""
+        """Whether a node is ready for every lost node's place; always true in a job that does not keep its layout."""
         return not keeps_layout(self.policy, state) or len(_ready(state)) == len(_lost_places(state))
 
     def why_place_stays_empty(self, state: State) -> str | None:
-        """Return the reason why a lost place stays empty, or None if each lost place has or will get a node."""
+        """Return the reason why a lost node's place stays empty, or None if each such place has or will get a node."""
         lost = [state.members[place] for place in _lost_places(state)]
         if len(lost) == len(state.members):
             return "no node is left: every node of the job is lost"
@@ -337,7 +337,7 @@ class NodeRules:
         return self._describe_empty(next(node for node in lost if node not in coming))
 
     def replacements(self, state: State) -> frozenset[int]:
-        """Return the nodes that can take a lost place; none in a job that does not keep its layout."""
+        """Return the nodes that can take the place of a lost node; none in a job that does not keep its layout."""
         if not keeps_layout(self.policy, state):
             return frozenset()
         found = self._coming(state) | self._returning(state)
@@ -350,8 +350,8 @@ class NodeRules:
         }
 
     def is_worn(self, state: State, node: int, iteration: int) -> bool:
-        """Return whether a member that is lost after ``iteration`` is not started again, because it was lost too
-        often."""
+        """Return whether a member that is lost after ``iteration`` has been lost too often in a row to be started
+        again."""
         # ``count_loss`` ignores losses before long training, so a node with many such losses is still started again.
         return count_loss(state.nodes[node], iteration) > self.policy.max_node_restarts
 
@@ -364,8 +364,8 @@ class NodeRules:
         return f"{lost}: no spare is left, and the node is not started again, because {why}"
 
     def await_agents(self, state: State, now: Moment) -> Step | None:
-        """Return the next step of a job that keeps its layout and whose ranks have all ended: start agents of lost
-        nodes, or wait until each place has a node with an agent. Return None if too few nodes can still register."""
+        """Return the next step of a job that keeps its layout, after all ranks ended: start agents of lost nodes, or
+        wait for a node with an agent at each place. Return None if too few nodes can still register."""
         timeout_seconds = self.policy.start_timeout_seconds
         if state.phase is not Phase.REPLACING:
             # Without ranks, no node is a member. Each loss from here on counts as a failed start.
@@ -407,8 +407,8 @@ class NodeRules:
         return self._describe_empty(lost[0])
 
     def give_up_late_nodes(self, state: State, now: Moment) -> State:
-        """Give up nodes that should have taken a lost place but are late: their agent has not registered, or their old
-        ranks have not ended."""
+        """Give up nodes that are too late to take the place of a lost node: their agent has not registered, or their
+        old ranks have not ended."""
         if state.phase is not Phase.FILLING or not state.is_late(now):
             return state
         reason = f"it did not register in time (launch.start_timeout_seconds={self.policy.start_timeout_seconds:g})"
@@ -424,7 +424,7 @@ class NodeRules:
         return replace(state, nodes=nodes, deadline_seconds=now.seconds + self.policy.start_timeout_seconds)
 
     def fill_places(self, state: State, now: Moment) -> Step:
-        """Return the step that starts nodes for the lost places, or waits for them, while the remaining ranks wait."""
+        """Return the step that starts nodes for lost nodes' places, or waits for such nodes while ranks wait."""
         fresh_deadline = now.seconds + self.policy.start_timeout_seconds
         deadline = state.deadline_seconds if state.phase is Phase.FILLING else fresh_deadline
         nodes = state.nodes.change(self._returning(state), is_wanted=True)
@@ -439,7 +439,7 @@ class NodeRules:
         return replace(step, state=replace(step.state, deadline_seconds=fresh_deadline))
 
     def set_wake_up_of_filling(self, step: Step, now: Moment) -> State:
-        """Return the state of ``step``, with the time of the next check of the empty places if no event arrives."""
+        """Return the state after ``step``, with the time of the next check of empty places if no event arrives."""
         starting = [record for record in step.state.nodes.joining if record.state is NodeState.STARTING]
         times = [record.since_seconds + self.policy.start_timeout_seconds for record in starting]
         times += [record.not_before_seconds for record in step.state.nodes.records if record.is_wanted]
@@ -469,7 +469,7 @@ class NodeRules:
 
 
 def count_loss(record: NodeRecord, iteration: int) -> int:
-    """Return how often in a row a node has been lost, including the present loss. The job continues after
+    """Return the number of losses of a node in a row, including the present loss. Training continues after
     ``iteration``."""
     # After ``SETTLED_ITERATIONS`` of training, a loss has a new reason, so earlier losses no longer count.
     has_settled = iteration - record.joined_iteration >= SETTLED_ITERATIONS
@@ -489,15 +489,15 @@ def _stop_joining(nodes: Nodes, node: int) -> Nodes:
 
 
 def _lost_places(state: State) -> tuple[int, ...]:
-    """Return the places whose node is lost, ascending."""
+    """Return the places (positions in the layout) whose node is lost, ascending."""
     return tuple(place for place, node in enumerate(state.members) if node in state.nodes.lost)
 
 
 def members_after_filling(policy: MembershipPolicy, state: State) -> tuple[int, ...]:
-    """Return the node at each place of the next membership.
+    """Return the node at each place (position in the layout) of the next membership.
 
-    The nodes that have waited longest join. A node that had a place gets it back. Other nodes fill the empty places; if
-    possible, each gets a place whose part of the model it has built in advance.
+    Of the nodes that are ready, those that have waited longest join. A node that had a place gets this place back. All
+    other joining nodes fill empty places; if possible, a node gets a place whose model part it has built in advance.
     """
     ready = _ready(state)
     stays = set(state.members) - state.nodes.lost | set(ready)
@@ -511,10 +511,10 @@ def members_after_filling(policy: MembershipPolicy, state: State) -> tuple[int, 
 
 
 def members_after_restart(state: State) -> tuple[int, ...]:
-    """Return the node at each place for a restart of all ranks. A node whose agent has ended is replaced.
+    """Return the node at each place (position in the layout) for a restart of all ranks.
 
-    Nodes that wait to join are the first replacements. If too few nodes have a living agent, the result is shorter than
-    the number of places.
+    A node whose agent has ended is replaced, first by nodes that wait to join. If too few nodes have a living agent,
+    the result is shorter than the number of places.
     """
     live = state.nodes.registered
     order = [record.node for record in state.nodes.joining] + sorted(live)

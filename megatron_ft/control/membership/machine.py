@@ -208,8 +208,8 @@ def _restart(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
 
 
 def _restartable(policy: MembershipPolicy, state: State) -> tuple[int, ...]:
-    """Return at most ``most_members`` nodes for a restart of all ranks; members that were not lost are preferred. The
-    nodes are ascending, or ordered by place in a job that keeps its layout."""
+    """Return at most ``most_members`` nodes for a restart of all ranks. Members that were not lost are preferred. The
+    nodes are ascending, or in the order of their places if the job keeps its layout."""
     if policy.keeps_layout:
         return joining.members_after_restart(state)
     nodes, living_members = state.nodes, set(state.members) - state.nodes.lost
@@ -266,7 +266,7 @@ def _end(policy: MembershipPolicy, state: State, event: MachineEvent, now: Momen
 
 
 def _why_not_again(policy: MembershipPolicy, state: State, now: Moment) -> str:
-    """Return why a job that replaces lost nodes by a restart does not start its ranks again; empty in other cases."""
+    """Return why a job that replaces lost nodes by a restart does not start its ranks again; empty for other jobs."""
     first = state.first_failure
     if (
         not policy.replaces_by_restart

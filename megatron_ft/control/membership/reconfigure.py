@@ -5,8 +5,8 @@ positions (``RankBroken``); a rank whose collective fails reports without an ord
 reported, the next membership begins (``REFORM``), together with nodes that are ready to join. A job that keeps its
 layout first waits until a node is ready for every lost place (``joining``), or until a place is certain to stay empty.
 If the job cannot continue, it stops (``STOP``) and ends or restarts, like a job that needs all nodes. A change on
-request (``joining``) has no failure, but follows the same rules when all members have stopped at the boundary. If a
-rank fails before all have stopped, this failure is handled first, and the change is ordered again.
+request (``joining``) has no failure. It follows these rules when all members have stopped at the boundary. If a rank
+fails before all have stopped, this failure is handled first, and the change is ordered again.
 """
 
 from dataclasses import replace
@@ -44,7 +44,7 @@ def lose(policy: MembershipPolicy, state: State, node: int) -> State:
 
 
 def receive(policy: MembershipPolicy, state: State, event: RankBroken) -> State | None:
-    """Record a rank's report. Return None if no report is expected, so that the rank's error counts as a failure."""
+    """Record a rank's report. Return None if no report is expected now: the rank's error is then a failure."""
     node, rank = policy.node_of(event.rank), event.rank
     # A late report of an earlier generation is ignored: it would contradict the new positions, and the contradiction
     # would stop the job.
@@ -64,7 +64,7 @@ def receive(policy: MembershipPolicy, state: State, event: RankBroken) -> State 
 
 
 def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
-    """Return the next step after a loss or a report of a rank, or None if the rules of this module do not apply."""
+    """Return the next step after a rank was lost or has reported, or None if no rule of this module applies."""
     if not policy.may_lose_nodes or state.phase not in BREAKABLE:
         return None
     if not state.failures:
@@ -91,7 +91,7 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
 
 
 def _fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
-    """Return the step that fills the lost places, or that continues or stops the job if a place must stay empty.
+    """Return the step that fills lost nodes' places, or continues or stops the job if a place must stay empty.
 
     Raises:
         RecoveryError: there is no iteration after which all ranks can continue.
@@ -206,13 +206,13 @@ def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
 
 
 def _keeps_next(policy: MembershipPolicy, state: State) -> bool:
-    """Return whether the next membership keeps the layout: a node is or will be ready for each lost place."""
+    """Return whether the next membership keeps the layout: each lost node's place has or will get a node."""
     return keeps_layout(policy, state) and NodeRules(policy).why_place_stays_empty(state) is None
 
 
 def _why_not_in_place(policy: MembershipPolicy, state: State) -> str | None:
-    """Return why a job with ``recovery.keep_layout`` can continue neither in its layout nor with fewer lanes. Return
-    None if it can continue in one of these ways."""
+    """Return why a job with ``recovery.keep_layout`` can continue neither in its layout nor with fewer lanes (model
+    replicas). Return None if it can continue."""
     empty = NodeRules(policy).why_place_stays_empty(state)
     if empty is None or policy.fewest_nodes >= policy.num_nodes:
         return empty
@@ -312,7 +312,7 @@ def _next_nodes(policy: MembershipPolicy, nodes: Nodes, reform: Reform, members:
 
 def _next(policy: MembershipPolicy, state: State) -> Reform:
     """Return the nodes and ranks of the next membership, and the iteration after which they continue. After a failure,
-    no node leaves on request in the same step."""
+    nodes that were asked to leave stay."""
     leaves = not state.failures
     leaving = frozenset(node for node in state.nodes.draining if leaves and state.nodes[node].leaves_now)
     staying = set(state.members) - state.nodes.lost - leaving

@@ -1,4 +1,4 @@
-"""State, decisions and policy of the state machine in ``machine``."""
+"""The state of the state machine in ``machine``, its decisions and its policy (settings)."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ class NodeState(Enum):
     DRAINING = "draining"
     """The node is a member and leaves at the next change of the membership."""
     LOST = "lost"
-    """The node was lost; the job continues without it."""
+    """The node was lost, and has not joined again."""
     LEFT = "left"
     """The node has left on request."""
 
@@ -66,7 +66,7 @@ class NodeRecord:
     queue_number: int = 0
     """Position in the queue of joining nodes; a node moves to the end when it is started and when it is ready."""
     is_announced: bool = False
-    """Whether the other ranks were informed that this node is lost."""
+    """Whether the ranks of other nodes were informed that this node is lost."""
     is_counted: bool = False
     """Whether ``num_losses`` includes the node's loss in this generation."""
     was_draining: bool = False
@@ -119,7 +119,7 @@ class Nodes:
         return Nodes(self.members, tuple(records))
 
     def lose(self, nodes: Iterable[int]) -> "Nodes":
-        """Return a copy in which all members among ``nodes`` are marked as lost."""
+        """Return a copy in which those of ``nodes`` that are members are marked as lost."""
         found = self
         for node in nodes:
             record = found[node]
@@ -165,7 +165,7 @@ class Nodes:
 
     @cached_property
     def announced(self) -> frozenset[int]:
-        """Return the lost nodes whose loss was announced to the other ranks."""
+        """Return the lost nodes whose loss was announced to the ranks of other nodes."""
         return frozenset({node for node in self.lost if self.records[node].is_announced})
 
     @cached_property
@@ -212,13 +212,13 @@ class Phase(Enum):
     CHANGING = "changing"
     """Ranks train until the next iteration boundary, where nodes join or leave."""
     REFORMING = "reforming"
-    """Nodes were lost; the other ranks report their positions."""
+    """Nodes were lost; the ranks of the remaining nodes report their positions (their progress)."""
     FILLING = "filling"
-    """All remaining ranks have reported; the job waits for nodes that take the places of lost ones."""
+    """All remaining ranks have reported their positions; the job waits for nodes that replace lost nodes."""
     STOPPING = "stopping"
     KILLING = "killing"
     REPLACING = "replacing"
-    """All ranks have ended after a failure; they start again as soon as other nodes take the places of lost ones."""
+    """All ranks have ended after a failure; they start again as soon as other nodes have replaced the lost nodes."""
     ENDED = "ended"
 
 
@@ -236,15 +236,15 @@ class Decision(Enum):
     START = "start"
     RESTART = "restart"
     BREAK = "break"
-    """End the membership: kill ranks of lost nodes, and order the other ranks to stop and report their positions."""
+    """End the membership: kill ranks of lost nodes, and order all other ranks to stop and report their positions."""
     REFORM = "reform"
     """Begin the next membership, which consists of the remaining and the joining nodes."""
     CHANGE = "change"
     """Order the members to stop at the next iteration boundary, where nodes join or leave, and to report positions."""
     START_NODES = "start_nodes"
-    """Start the ranks of nodes that are not members (``Step.nodes``). The ranks wait until they are in a membership."""
+    """Start the ranks of nodes that are not members (``Step.nodes``). These ranks wait for the next membership."""
     START_AGENTS = "start_agents"
-    """Start the agents of nodes that have none (``Step.nodes``), or wait for them if the job starts no agents."""
+    """Start agents of nodes that have no agent (``Step.nodes``). If the job starts no agents, wait for them."""
     KILL_NODES = "kill_nodes"
     """Kill the remaining ranks of nodes that will not join (``Step.nodes``)."""
     STOP = "stop"
@@ -263,14 +263,14 @@ class Outcome(Enum):
 # No slots: ``cached_property`` keeps its values in the dictionary of the instance.
 @dataclass(frozen=True, kw_only=True)
 class MembershipPolicy:
-    """Settings of the state machine. A field without a docstring is a key of ``launch``, ``recovery`` or ``nodes``."""
+    """Settings of the state machine. Fields without a docstring are keys of ``launch``, ``recovery`` or ``nodes``."""
 
     num_nodes: int
     ranks_per_node: int
     start_timeout_seconds: float
     stop_timeout_seconds: float
     failure_grace_seconds: float = 2.0
-    """Time for other ranks to report their errors after the first failure."""
+    """After a rank's failure, the time in which all other ranks can report their errors."""
     kill_timeout_seconds: float = 10.0
     """Longest wait for the exit of killed ranks."""
     max_restarts: int = 0
@@ -325,7 +325,7 @@ class MembershipPolicy:
 
     @property
     def fewest_nodes(self) -> int:
-        """Smallest number of nodes with which the job continues."""
+        """Smallest number of nodes with which the job continues after a loss."""
         return self.num_nodes if self.min_nodes is None else self.min_nodes
 
     @property
@@ -340,7 +340,7 @@ class MembershipPolicy:
 
     @property
     def replaces_by_restart(self) -> bool:
-        """Whether all ranks restart after the loss of nodes, as soon as other nodes have taken the lost places."""
+        """Whether a loss of nodes restarts all ranks, as soon as other nodes have replaced the lost nodes."""
         return self.keeps_layout and not self.keeps_processes
 
     @property
@@ -359,11 +359,11 @@ class MembershipPolicy:
         return self.num_nodes * self.ranks_per_node
 
     def node_of(self, rank: int) -> int:
-        """Return the node of a rank, which is numbered as in ``events``."""
+        """Return the node of a rank. Ranks are numbered as in ``events``: by node, for the whole job."""
         return rank // self.ranks_per_node
 
     def ranks_of(self, node: int) -> range:
-        """Return the ranks of ``node``, numbered as in ``events``."""
+        """Return the ranks of ``node``. Ranks are numbered as in ``events``: by node, for the whole job."""
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
     @cached_property
@@ -398,28 +398,28 @@ class MembershipPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A failure of a rank (``rank``), the loss of a node (``node``), or a failure of the job (both are None)."""
+    """Failure of a rank (``rank``), loss of a node (``node``), or failure of the job (both fields are None)."""
 
     at_seconds: float
     """Time of the failure, on the clock of the machine that observed it."""
     rank: int | None = None
     node: int | None = None
     number: int | None = None
-    """Number of the rank in the membership in which it failed; None if the rank's report contains this number."""
+    """Number of the rank in the membership in which the rank failed; None if the rank's report contains this number."""
     iteration: int = 0
     """Last iteration that the rank reached, 0 before the first."""
     sudden: bool = False
-    """Whether no peer's failure can be the cause: the node was lost, or the rank hung or was killed by a signal."""
+    """Whether no other rank can have caused it: the node was lost, or the rank hung or was killed by a signal."""
     final: bool = False
-    """Whether another attempt would fail in the same way."""
+    """Whether another attempt of the job would fail in the same way."""
     detail: str = ""
 
     @classmethod
     def first_of(cls, failures: "Sequence[Failure]") -> "Failure | None":
-        """Return the first failure; later failures may be its consequences.
+        """Return the failure that happened first. Later failures may be its consequences.
 
-        On a busy machine the errors of peers can arrive before the exit of a killed rank is seen. Among failures
-        within ``SAME_TIME_SECONDS`` of the earliest one, a ``sudden`` failure therefore counts as the first.
+        On a busy machine, the errors of peers can arrive before the exit of a killed rank. Among failures within
+        ``SAME_TIME_SECONDS`` of the earliest one, a ``sudden`` failure therefore counts as the first.
         """
         earliest = min((failure.at_seconds for failure in failures), default=0.0)
         close = [failure for failure in failures if failure.at_seconds <= earliest + SAME_TIME_SECONDS]
@@ -449,23 +449,23 @@ class State:
     layout: "MembershipLayout | None" = None
     """Layout of this generation; None if it is still the layout with which all ranks were started."""
     base: "MembershipLayout | None" = None
-    """Layout of the newest earlier membership that committed an iteration or whose surviving ranks had all received
-    their state. None means the layout at the start."""
+    """Layout of the newest earlier membership whose ranks had complete state: it committed an iteration, or all its
+    surviving ranks had received their state. None means the layout at the start."""
     begun_iteration: int = 0
     """Iteration after which this generation began."""
     has_changed_layout: bool = False
-    """Whether a membership since the newest start of all ranks had another layout than the job's first membership. From
-    then on, nodes join and leave as in a job that does not keep its layout."""
+    """Whether the layout has differed from the layout of the job's first membership since the newest start of all
+    ranks. If so, nodes join and leave as in a job that does not keep its layout."""
     deadline_seconds: float | None = None
-    """Time at which the present phase exceeds its limit; None if it has no limit."""
+    """Time at which the present phase exceeds its time limit; None if the phase has no limit."""
     reform_by_seconds: float | None = None
-    """Latest end of ``REFORMING``. Ranks that have not reported at the earlier ``deadline_seconds`` count as lost."""
+    """Time at which ``REFORMING`` ends at the latest. Ranks without a report at ``deadline_seconds`` count as lost."""
     wake_up_seconds: float | None = None
-    """Time at which the state machine must decide again about nodes that join or leave; None if there is none."""
+    """Time at which the state machine must next decide about nodes that join or leave; None means never."""
     failed_starts: tuple[FailedStart, ...] = ()
-    """Failed starts of nodes that were detected when the last event was processed."""
+    """Failed starts of nodes that were detected while the last event was processed."""
     broken: tuple[RankBroken, ...] = ()
-    """Reports of living ranks that wait for the next membership."""
+    """Reports of living ranks that have stopped and wait for the next membership."""
     # If this set were built from ``broken`` for each report, a loss would cost the square of the number of ranks.
     has_reported: frozenset[int] = frozenset()
     """Ranks with a report in ``broken``."""
@@ -480,10 +480,10 @@ class State:
     survived: tuple[tuple[Failure, ...], ...] = ()
     """Failures of each earlier generation; empty for a generation that ended because nodes joined or left."""
     num_reforms: int = 0
-    """Number of generations after which ranks continued in their processes, without a restart."""
+    """Number of earlier generations whose surviving ranks continued in their processes, without a restart."""
     interrupted: bool = False
     reached_iteration: int = 0
-    """Latest iteration that an ended rank of this generation had reached."""
+    """Latest iteration of this generation that any ended rank had reached."""
     furthest_iteration: int = 0
     """Latest iteration in which an earlier generation failed."""
     num_restarts: int = 0
@@ -496,7 +496,7 @@ class State:
 
     @property
     def wake_seconds(self) -> float | None:
-        """Time at which the state machine must decide even if no event arrives; None if there is no such time."""
+        """Time at which the state machine must decide even if no event arrives; None means never."""
         times = [at for at in (self.deadline_seconds, self.wake_up_seconds) if at is not None]
         return min(times, default=None)
 
@@ -507,8 +507,8 @@ class State:
 
     @property
     def num_restarts_without_progress(self) -> int:
-        """Number of restarts of all ranks since the job last made progress. It is 0 if this generation failed in a
-        later iteration than all earlier generations."""
+        """Number of restarts of all ranks since the job's last progress. It is 0 if this generation failed in a later
+        iteration than all earlier generations."""
         return 0 if self.failed_iteration > self.furthest_iteration else self.num_restarts
 
     @property
@@ -523,13 +523,13 @@ class State:
 
     @property
     def outcome(self) -> Outcome:
-        """Result of the job; while it runs, the result that it would have if it ended now."""
+        """Result of the job. While the job runs, the result that it would have if it ended now."""
         if self.failures:
             return Outcome.FAILED
         return Outcome.INTERRUPTED if self.interrupted else Outcome.FINISHED
 
     def is_late(self, now: Moment) -> bool:
-        """Whether the phase has exceeded its time limit."""
+        """Whether the present phase has exceeded its time limit."""
         return self.deadline_seconds is not None and now.arrived_seconds >= self.deadline_seconds
 
 
@@ -540,7 +540,7 @@ class Reform:
     lost: tuple[int, ...]
     """Nodes that are lost; a node that is also in ``joining`` returns with new ranks."""
     leaving: tuple[int, ...]
-    """Nodes that leave on request; their ranks have reported their positions, too."""
+    """Nodes that leave on request. Their ranks have reported their positions, like the ranks that stay."""
     joining: tuple[int, ...]
     """Nodes whose ranks were not in the membership before."""
     positions: tuple[Position, ...]
@@ -553,7 +553,7 @@ class Reform:
     base: "MembershipLayout | None"
     """Value of ``State.base`` in the next membership."""
     keeps_layout: bool = False
-    """Value of ``NextMembership.keeps_layout``."""
+    """Whether the next membership has the layout of the present one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -567,7 +567,7 @@ class Step:
     """Next membership, for the decision ``REFORM``."""
     nodes: tuple[int, ...] = ()
     """Nodes to which the decision applies: nodes that leave (``CHANGE``), are started or are killed. For ``BREAK`` and
-    ``REFORM``, these are the lost nodes whose ranks must be killed and were not started again."""
+    ``REFORM``, the nodes are lost nodes whose old ranks must be killed."""
 
 
 def remaining_ranks(policy: MembershipPolicy, state: State) -> frozenset[int]:
@@ -576,7 +576,7 @@ def remaining_ranks(policy: MembershipPolicy, state: State) -> frozenset[int]:
 
 
 def keeps_layout(policy: MembershipPolicy, state: State) -> bool:
-    """Return whether other nodes take the places of lost nodes in the present membership."""
+    """Return whether the job still keeps its layout: other nodes take the places of lost nodes."""
     return policy.keeps_layout and not state.has_changed_layout
 
 

@@ -2,7 +2,7 @@
 
 ``python -m megatron_ft.control.node.agent`` reads one line of JSON from standard input (address and token of the
 controller, node number, sockets). When standard input closes, the launcher has ended, so the node ends. The main thread
-owns all state and waits on sockets. A second thread fetches orders from the controller. A third thread sends reports.
+owns the agent's state and waits on sockets. A second thread fetches orders from the controller. A third sends reports.
 """
 
 import contextlib
@@ -49,13 +49,13 @@ class AgentSpec:
     """Directory (mode 0700) for the node's sockets. The last process of the job that uses the directory removes it."""
     forkserver_socket: str
     lost_controller_seconds: float = 60.0
-    """Time after which the node ends its ranks if no controller answers. A new controller would have answered by then.
-    Time in which the node itself was suspended does not count."""
+    """Time after which the node ends its ranks if no controller answers. A controller that died is replaced in less
+    time. Time in which the node itself was suspended does not count."""
     sidecars: dict[str, str] = field(default_factory=dict)
-    """Maps the name of each sidecar to its module. The node runs sidecars beside its ranks, see ``sidecars``."""
+    """Maps the name of each sidecar to its Python module. A sidecar is a process of the node beside its ranks."""
     kept_servers: KeptServers | None = None
-    """Time for which the snapshot server outlives the agent, and a description of the servers that the agent may take
-    over. With null, the server starts and ends with the agent."""
+    """Time for which the snapshot server outlives the agent, and a description of earlier servers that the agent may
+    take over. If null, the server starts and ends with the agent."""
     interface: str = ""
     """Address that the sidecars bind to."""
     log_dir: str = ""
@@ -63,10 +63,10 @@ class AgentSpec:
     heartbeat_interval_seconds: float = 1.0
     """Interval between two heartbeats of the node, and between two pings of its ranks."""
     heartbeat_timeout_seconds: float = 10.0
-    """Time after which a rank is killed if it sends no message, not even the answer to a ping."""
+    """Time after which a rank is killed if it sends no messages, also no answers to pings."""
 
     answers_presence: bool = False
-    """Whether the agent opens a port at which this machine's kernel answers the controller, see ``PresencePort``."""
+    """Whether the agent opens a port (``PresencePort``) at which the machine's kernel answers the controller."""
     tls_dir: str | None = None
     """Value of ``control.tls_dir``."""
     process_id: int | None = None
@@ -112,9 +112,9 @@ class _Agent:
         self._outbox = Outbox(self._wake)
         self._exit_code: int | None = None
         self._has_started = False
-        """Whether ranks of this node were started."""
+        """Whether ranks of this node have ever been started."""
         self._has_finished = False
-        """Whether the run is complete, so that no later job continues it."""
+        """Whether the run has finished training, so that no later job continues it."""
         self._socket_path = socket_path(Path(spec.runtime_dir), spec.node)
         self._listener = listen(self._socket_path)
         self._listener.setblocking(False)
@@ -125,7 +125,7 @@ class _Agent:
         )
         self._check_life_at = self._answered_at = time.monotonic()
         self._silence: str | None = None
-        """Reason why the controller did not answer the last call for orders; None if it answered."""
+        """Reason why the controller did not answer the last call for orders; None if it did."""
 
     def run(self) -> int:
         """Serve until the controller orders this agent to end, or is lost. Return the process's exit code.

@@ -5,7 +5,7 @@ serves its Unix socket. A client (a node's agent) sends ``spawn`` with the rank'
 receives the rank's process id, and later the rank's exit code. When a client's connection closes, the ranks that were
 started over this connection are killed. When the server's standard input closes, the server and all ranks end.
 
-The server has one thread, no gRPC and no OpenMP region, so a fork is safe. CUDA may be imported, but not initialised.
+A fork is safe, because the server has one thread, no gRPC and no OpenMP region. The server must not initialise CUDA.
 """
 
 import argparse
@@ -149,7 +149,7 @@ class _ForkServer:
                 raise ControlError(f"unknown request {other!r}")
 
     def _signal(self, client: _Client, rank: int, number: int) -> None:
-        """Send a signal to a rank, or SIGKILL to the rank's whole process group, unless the rank has ended."""
+        """Send a signal to a rank, SIGKILL to its whole process group. Do nothing if the rank has ended."""
         for child in list(client.children.values()):
             if child.rank == rank and number == signal.SIGKILL:
                 self._kill_group(child)

@@ -5,7 +5,7 @@ This process waits until a launcher has published its file for nodes (``join_fil
 and no living process has the node's number. Then it starts ``node.main``, whose standard input receives the spec with
 the job's token. When this process ends for any reason, the pipe closes and the node ends. If the node ends before the
 job, this process starts it again. The file limits the number of starts under one launcher. Starts under a later
-launcher, which has another token, count separately. When the marker of the job's end exists, this process exits with 0.
+launcher (another token) count separately. When the marker of the job's end exists, this process exits with 0.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _ANSWER_SECONDS = 5.0
 _LAST_ORDER_SECONDS = 5.0
 """Time for a node to fetch the order ``End`` from its controller before the node's standard input is closed."""
 _END_SECONDS = 30.0
-"""Time between the closing of the node's standard input and the kill of a node that has not ended."""
+"""Time between closing the node's standard input and killing the node, if it has not ended by then."""
 _PROCESS_IDS = 2**53
 """Upper bound of the random numbers that identify node processes. Process ids are not unique across machines."""
 
@@ -50,9 +50,9 @@ class _Node:
     job_id: str
     patience_seconds: float
     _stays: dict[str, int] = field(default_factory=dict)
-    """Maps the token of a launcher to the number of times that the node has joined the launcher's job."""
+    """Maps each launcher's token to the number of times that the node has joined the job of this launcher."""
     _ended: set[str] = field(default_factory=set)
-    """Tokens of launchers whose job has ended for this node; files of these launchers are stale."""
+    """Tokens of launchers whose job has ended for this node. Files with these tokens are stale."""
     _complaint: str = ""
     """Last message about an unreadable file. The same message is not printed again."""
 
@@ -154,8 +154,8 @@ def _wait(process: _Process, seconds: float) -> int | None:
 
 
 def _nodes_of(found: JoinFile) -> set[int] | None:
-    """Return the nodes with a living agent, as the controller at the address in ``found`` reports them. Return None if
-    this controller does not answer: the file may be from a launcher that has died.
+    """Return the nodes with a living agent. The controller at the address in ``found`` is asked; if it does not answer,
+    return None, because the file may be from a launcher that has died.
 
     Raises:
         ConfigError: the certificates cannot be read on this machine.

@@ -1,7 +1,7 @@
 """The file that a launcher publishes for nodes that start by themselves (``launch.node_launcher=none``).
 
 ``<run>/control/join.json`` (mode 0600) contains everything that a node needs to join, including the job's token. The
-file exists from the start of the controller until the job has ended. A launcher that dies does not remove it, so a node
+file exists from the start of the controller until the job has ended. A launcher that dies leaves its file, so a node
 calls the controller before it relies on the file.
 """
 

@@ -1,9 +1,9 @@
 """Snapshot servers that outlive their agent, so that the run's next job on this machine continues from their memory.
 
-An agent leaves a record (mode 0600) beside the server's socket. The record contains the server's process, its address,
-and the token with which the server can be taken over. The agent of the next job finds the record in the folder of
-temporary files, and checks that the process is the recorded one. The server checks the token. It ends if its run, its
-layout or its address differs from that of the next job.
+An agent leaves a record (a file with mode 0600) beside the server's socket. The record names the server's process and
+address, and the token with which the server can be taken over. The agent of the next job finds the record in the folder
+of temporary files, and checks that the process is the recorded one. The server checks the token. It ends if it belongs
+to another run, layout or address than the next job.
 """
 
 import contextlib
@@ -25,32 +25,32 @@ from megatron_ft.framing import FrameReader, Message, send
 from megatron_ft.serde import decode, encode, parse_json
 
 NAME = "keeper"
-"""Name of the sidecar that can outlive its agent."""
+"""Name of the sidecar that can outlive its agent: the snapshot server."""
 _ANSWER_SECONDS = 10.0
 _END_SECONDS = 10.0
 _UNUSED_END_SECONDS = 2.0
-"""Time for unused servers to end. It is short, because the controller waits for the agent meanwhile."""
+"""Time for unused servers to end. It is short, because the controller waits for the agent during this time."""
 _START_TIME_FIELD = 19
-"""Position of the start time among the fields of ``/proc/PID/stat`` after the command (proc(5), field 22)."""
+"""Position of the start time (field 22 in proc(5)) among the fields of ``/proc/PID/stat`` after the command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptServers:
-    """Time for which snapshot servers outlive their job, and a description of the servers that the job can take
-    over."""
+    """Time for which the job's snapshot servers outlive the job, and a description of earlier servers that the job can
+    take over."""
 
     seconds: int
-    """Time for which servers outlive their agents. If it is 0, servers of earlier jobs of the run are ended, too."""
+    """Seconds for which servers outlive their agents. If 0, servers of earlier jobs of the run are ended, too."""
     run_id: str
     fingerprint: str
-    """Hash of the layout and of further settings. The next job can use the windows only if it has the same hash."""
+    """Hash of the layout and of further settings. A later job can use the windows only if it has an equal hash."""
     first_generation: int
-    """Number that is added to the generations in windows, so that generations of later jobs of the run are larger."""
+    """Number that is added to generations in windows, so that later jobs of the run have larger generations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Record:
-    """Content of the record of a server."""
+    """Content of the record that lets the next job find a server."""
 
     run_id: str
     node: int
@@ -70,7 +70,7 @@ class Adopted:
     socket_path: Path
     address: str
     connection: socket.socket
-    """Connection to the server. When it closes, the server assumes that the agent has ended."""
+    """Connection to the server. When the connection closes, the server assumes that the agent has ended."""
 
 
 def record_path(socket_path: Path) -> Path:
@@ -79,7 +79,7 @@ def record_path(socket_path: Path) -> Path:
 
 
 def write_record(kept: KeptServers, node: int, *, process_id: int, socket_path: Path, address: str, token: str) -> None:
-    """Write the record of a server that accepts connections."""
+    """Write the record of a running server."""
     start_ticks = _start_ticks(process_id)
     if start_ticks is None:
         return  # the server has ended, which its agent notices
@@ -96,7 +96,7 @@ def write_record(kept: KeptServers, node: int, *, process_id: int, socket_path: 
 
 
 def take_over(kept: KeptServers, node: int, *, token: str, interface: str) -> Adopted | None:
-    """Take over the server that an earlier job of the run has left for this node. End the node's other servers.
+    """Take over the server that an earlier job of the run has left for this node. End its further servers.
 
     Args:
         token: token of this job, which the server accepts from now on.
@@ -128,8 +128,8 @@ def take_over(kept: KeptServers, node: int, *, token: str, interface: str) -> Ad
 
 
 def end_unused(kept: KeptServers, *, token: str) -> None:
-    """End the servers of the run on this machine that no agent of this job has taken over, e.g. because their node now
-    runs on another machine. Call this before ranks allocate memory for windows."""
+    """End the run's snapshot servers on this machine that no agent of this job has taken over, e.g. because their node
+    now runs on another machine. Call this before ranks allocate memory for windows."""
     for path, record in _records(kept.run_id):
         if record.token == token:
             continue
@@ -143,7 +143,7 @@ def end_unused(kept: KeptServers, *, token: str) -> None:
 
 
 def held_bytes(run_id: str) -> int:
-    """Return the total bytes of the memory files of all servers that jobs of the run have left on this machine."""
+    """Return the total size of the memory files of all servers that jobs of the run have left on this machine."""
     sizes = 0
     for _, record in _records(run_id):
         # A process that ends meanwhile has given its memory back.
@@ -186,7 +186,7 @@ def _adopt(kept: KeptServers, record: _Record, *, token: str, interface: str) ->
 
 
 def _ask(record: _Record, message: Message, seconds: float = _ANSWER_SECONDS) -> socket.socket:
-    """Send a request with the record's token. Return the connection after the server has agreed.
+    """Send a request with the record's token. Return the connection when the server has agreed.
 
     Raises:
         ControlError: the server refused the request.

@@ -1,7 +1,7 @@
 """The process of a node on a separate machine: ``python -m megatron_ft.control.node.main``.
 
-``srun`` or ``join`` starts it. The process reads a ``NodeSpec``, one line of JSON, from standard input. When the input
-of ``srun`` closes, ``srun`` closes this input, and the node ends. The process finds the values that only this machine
+``srun`` or ``join`` starts it. The process reads a ``NodeSpec``, one line of JSON, from standard input. When this input
+closes, the node ends; ``srun`` closes it when its own input closes. The process finds the values that only this machine
 knows: an address on the route to the controller, free ports, a folder for sockets. It then starts a fork server, and
 becomes the agent.
 """
@@ -29,7 +29,7 @@ from megatron_ft.framing import read_line
 from megatron_ft.serde import decode, encode, parse_json
 
 _FORKSERVER_SECONDS = 60.0
-"""Longest wait until a fork server listens. If Python's files are not in the page cache, they are loaded first."""
+"""Longest wait until a fork server listens. It is long, because Python's files may have to be read from disk."""
 _EXIT_SECONDS = 5.0
 
 
@@ -42,7 +42,7 @@ class NodeSpec:
     preload: list[str]
     """Modules that the fork server imports."""
     batch_job: str | None = None
-    """Slurm's id of the job whose batch host runs the launcher; None if no node has to requeue the job."""
+    """Slurm's id of the job on whose batch host the launcher runs; None if no node has to requeue this job."""
 
     def to_line(self) -> bytes:
         """Return the spec as one line of JSON."""

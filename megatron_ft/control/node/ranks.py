@@ -1,6 +1,6 @@
-"""The connections of a node's agent to the ranks of the node: sockets, messages, exits, and the queue of their reports.
+"""The connections of a node's agent to the node's ranks: sockets, messages, exits, and the queue of the ranks' reports.
 
-In the control plane a rank keeps the number with which it was started, also if later memberships number it differently.
+In the control plane, a rank keeps the number with which it was started, even if later memberships number it otherwise.
 """
 
 import contextlib
@@ -29,17 +29,17 @@ _LOG_TAIL_BYTES = 8192
 # The agent serves all ranks in one thread, so a rank that does not read must not block this thread for long.
 _SEND_SECONDS = 5.0
 GREETING_BYTES = 4096
-"""Largest size of the first message of a connection."""
+"""Largest size in bytes of the first message of a connection."""
 MAX_UNAUTHENTICATED = 256
-"""Largest number of open connections that have not named their rank; if there are more, the oldest are closed."""
+"""Largest number of open connections that have not named their rank. If there are more, the oldest are closed."""
 _BUSY_SECONDS = 0.5
-"""A rank that does not answer a ping counts as alive if it uses more processor time than this within the timeout."""
+"""A rank that does not answer a ping counts as alive if it used more than this processor time meanwhile."""
 
 
 class Outbox:
-    """A queue of numbered items between one producer and one sender.
+    """A queue of numbered items from one producer to one sender.
 
-    ``put`` never blocks; a producer that can wait checks ``is_full`` and resumes when ``on_drained`` is called.
+    ``put`` never blocks. A producer that can wait checks ``is_full``, and resumes when ``on_drained`` is called.
     """
 
     def __init__(self, on_drained: Callable[[], None]) -> None:
@@ -97,11 +97,11 @@ class _Rank:
     reader: FrameReader | None = None
     last: Message = field(default_factory=dict)
     step: int = 0
-    """Number of progress reports of the rank in the iteration of ``last``."""
+    """Number of progress reports that the rank has sent in the iteration of ``last``, its newest report."""
     is_passed_on: bool = True
-    """Whether ``last`` was forwarded to the controller."""
+    """Whether ``last``, the newest progress report, was forwarded to the controller."""
     is_pinged: bool = False
-    """Whether a ping has no answer yet."""
+    """Whether the rank has not answered the last ping yet."""
     processor_seconds: float = 0.0
     """Processor time that the rank had used when it was last pinged."""
     process_id: int | None = None
@@ -136,7 +136,7 @@ class Ranks:
         self._unnamed: dict[FrameReader, None] = {}
         self._paused = False
         self.generation = 0
-        """Generation of the membership that the ranks belong to; every report contains it."""
+        """Generation of the membership to which the ranks belong; every report contains it."""
 
     @property
     def numbers(self) -> list[int]:
@@ -144,7 +144,7 @@ class Ranks:
         return sorted(self._ranks)
 
     def expect(self, rank: int, *, start: int, generation: int, log: Path) -> None:
-        """Expect a connection from a rank that is about to start; ``start`` is the number of its ``Start`` order."""
+        """Expect a connection from a rank that is about to start; ``start`` is the number of the ``Start`` order."""
         self.generation = generation
         self._ranks[rank] = _Rank(rank, start, log)
 
@@ -177,8 +177,8 @@ class Ranks:
         self._ranks[rank].process_id = process_id
 
     def check_life(self, now: float) -> list[int]:
-        """Ping ranks that have answered their last ping, and forward the progress of all ranks. Return unresponsive
-        ranks, which must be killed.
+        """Ping the ranks, and forward the progress of all ranks. A rank that still owes an answer is not pinged again.
+        Return unresponsive ranks, which must be killed.
 
         The caller must call this several times within the timeout. While reading from the ranks is paused, no rank
         counts as unresponsive. A rank that uses processor time counts as alive, because the thread that computes may
@@ -218,7 +218,7 @@ class Ranks:
         self._signs.hear(state.rank, now)
 
     def exited(self, message: Message) -> None:
-        """Record that a rank's process has ended, after reading the messages that still wait in its socket."""
+        """Record that a rank's process has ended. First read the rank's messages that still wait in its socket."""
         state = self._ranks[message["rank"]]
         # The rank's last messages may explain its end, so they are reported before the exit.
         self.accept()

@@ -49,7 +49,7 @@ class _Sidecar:
     socket_path: Path
     log: Path
     log_begin_bytes: int
-    """Size of the log in bytes when this sidecar started; earlier sidecars of the node wrote this part of the log."""
+    """Size in bytes of the log when this sidecar started. Earlier sidecars of the node wrote this part of the log."""
     address: str | None = None
     adopted: Adopted | None = None
     outlives: bool = False
@@ -58,7 +58,7 @@ class _Sidecar:
     line: bytearray = field(default_factory=bytearray)
 
     def read(self) -> bool:
-        """Read from the sidecar's output, whose first line is its address. Return whether more output may follow.
+        """Read from the sidecar's output. The first line must be the sidecar's address. Return whether more may follow.
 
         Raises:
             ControlError: the first line contains no address.
@@ -83,7 +83,7 @@ class _Sidecar:
         return address
 
     def request_end(self) -> None:
-        """Ask the sidecar to end. Call this only for a sidecar that may outlive this process."""
+        """Ask the sidecar to end. Call this only for a sidecar that may outlive the agent's process."""
         if self.adopted is not None:
             send(self.adopted.connection, {"op": "end", "reason": "the job has finished"})
         else:
@@ -91,7 +91,7 @@ class _Sidecar:
             self.process.stdin.write(b"end\n")
 
     def hang_up(self) -> None:
-        """Close the connection to the sidecar. For the sidecar, this means that this process has ended."""
+        """Close the connection to the sidecar. The sidecar then knows that the agent's process has ended."""
         if self.adopted is not None:
             self.adopted.connection.close()
         else:
@@ -199,7 +199,7 @@ class Sidecars:
             on_ready()
 
     def addresses(self) -> dict[str, SidecarAddress]:
-        """Return the address of each sidecar by name, after all are ready."""
+        """Return the address of each sidecar by name. Call this after all sidecars are ready."""
         return {one.name: SidecarAddress(address=str(one.address), socket=str(one.socket_path)) for one in self._all}
 
     def for_ranks(self, addresses: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, object]]:
@@ -219,11 +219,11 @@ class Sidecars:
         }
 
     def close(self, *, has_finished: bool = True) -> None:
-        """Ask all sidecars to end and wait for them; kill those that do not end in time.
+        """Ask all sidecars to end and wait for them. Kill those that do not end in time.
 
         Args:
-            has_finished: whether the run's windows are no longer needed. If false, sidecars that may outlive this
-                process are not ended.
+            has_finished: whether the run's windows (snapshots) are no longer needed. If false, sidecars that may
+                outlive this process are not ended.
         """
         # All sidecars are asked before the first wait, so that they end at the same time.
         for service in self._all:
@@ -312,7 +312,7 @@ def _wait_or_kill(service: _Sidecar, deadline: float) -> None:
 
 
 def by_name(of_nodes: Mapping[int, Mapping[str, str]]) -> dict[str, dict[str, str]]:
-    """Convert addresses by node and sidecar name into addresses by sidecar name and node (as text)."""
+    """Regroup sidecar addresses: from node and sidecar name to sidecar name and node (as text)."""
     found: dict[str, dict[str, str]] = {}
     for node, addresses in sorted(of_nodes.items()):
         for name, address in addresses.items():

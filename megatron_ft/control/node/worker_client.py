@@ -1,4 +1,5 @@
-"""A rank's side of the control plane: its context, its reports, its orders, and its connection to the node's agent."""
+"""A rank's side of the control plane: context, reports and orders of the rank, and its connection to the node's
+agent."""
 
 import contextlib
 import signal
@@ -36,13 +37,13 @@ class MembershipOrder:
 
 
 class WorkerClient(Protocol):
-    """Calls of a rank to the control plane."""
+    """Calls of a rank to the control plane (its agent and the controller)."""
 
     def report(self, record: Record) -> None:
         """Send a metrics or event record to the sinks. Blocks while the sinks are slow; nothing is dropped."""
 
     def progress(self, iteration: int, phase: str) -> None:
-        """Report the present phase of the iteration; cheap enough to call in every phase."""
+        """Report the present phase of the iteration. The call is cheap enough for every phase."""
 
     def stop_requested(self) -> bool:
         """Whether this rank must stop: finish the iteration, write a checkpoint and return.
@@ -52,13 +53,13 @@ class WorkerClient(Protocol):
 
     @property
     def can_survive(self) -> bool:
-        """Whether this rank may continue when other nodes are lost, leave or join, see ``JobConfig.may_lose_nodes``."""
+        """Whether this rank may continue when nodes are lost, leave or join (see ``JobConfig.may_lose_nodes``)."""
 
     def on_break(self, abort: Abort) -> None:
-        """Register ``abort(reason)``, to be called when other ranks are lost, so that no collective waits for them.
+        """Register ``abort(reason)``. It is called when other ranks are lost, so that no collective waits for them.
 
-        The function is called in another thread, at most once in each membership, and at once if ranks were lost
-        already. It stays registered for later memberships until another function replaces it.
+        The call comes in another thread, at most once in each membership, and at once if ranks were lost already.
+        ``abort`` stays registered for later memberships until another function replaces it.
         """
 
     def survive(self, position: Position, error: BaseException | str) -> NextMembership:
@@ -100,8 +101,8 @@ class WorkerClient(Protocol):
         """
 
     def awaited_change(self) -> MembershipOrder:
-        """Wait for the order that makes ``change_requested`` true, and return the order. Another rank may receive it
-        earlier.
+        """Wait for the order that makes ``change_requested`` true, and return the order. Other ranks may have received
+        it earlier.
 
         Raises:
             ControlError: the job ends or starts its ranks again instead, or this rank cannot survive.
@@ -126,7 +127,7 @@ class WorkerClient(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """Identity and environment of a rank. ``rank`` is global; ``generation`` counts memberships from 0."""
+    """Identity and environment of a rank. ``rank`` is the global rank; ``generation`` counts memberships from 0."""
 
     rank: int
     world_size: int
@@ -138,12 +139,12 @@ class RankContext:
     master_port: int
     run_dir: Path
     resume_from: Path | None
-    """The run's ``checkpoints`` folder if the run continues from its newest valid state, which is always so after a
-    restart (``generation`` > 0). None if training begins at iteration 0 or from ``checkpoint.load``."""
+    """The run's ``checkpoints`` folder if the run continues from its newest valid state; always given after a restart
+    (``generation`` > 0). None if training begins at iteration 0 or from ``checkpoint.load``."""
     worker: WorkerClient
     sidecars: Mapping[str, Any] = field(default_factory=dict)
-    """Maps the name of each sidecar to ``socket`` (path on this node), ``token``, and ``addresses`` (node number as
-    text to ``host:port``)."""
+    """Maps the name of each sidecar to ``socket`` (path on this node), ``token``, and ``addresses``. ``addresses`` maps
+    each node number (as text) to ``host:port``."""
     nodes: tuple[int, ...] = ()
     """Node number of each rank. Nodes that were lost before this start are missing. Empty if the nodes are unknown, as
     under torchrun."""
@@ -153,9 +154,8 @@ class RankContext:
     """Nodes of the membership, including nodes without a rank. If empty, the members are the nodes in ``nodes``."""
     is_joining: bool = False
     """Whether this process was started while the job was running. Such a process must call
-    ``worker.await_membership()`` before it joins any group; the call returns its rank. Until then, ``rank``,
-    ``world_size``, ``num_nodes``, ``nodes`` and the master's address describe a membership to which the process does
-    not belong."""
+    ``worker.await_membership()`` before it joins any group; the call returns its membership. Until then, ``rank``,
+    ``world_size``, ``num_nodes``, ``nodes`` and the master's address describe a membership without this process."""
 
 
 class StopFlag:
@@ -234,18 +234,18 @@ class Identity:
     number: int
     """Number of the process during its whole life: ``node * ranks_per_node + local_rank``."""
     rank: int
-    """Number of the rank in the membership ``generation``. It has no meaning on a joining node."""
+    """Number of the rank in the membership ``generation``. Without meaning for a process that joins a running job."""
     node: int
     local_rank: int
     generation: int
     start: int
-    """Number of the ``Start`` order that created this process, from 0; processes of older orders are stale."""
+    """Number of the ``Start`` order that created this process, from 0. Messages of older processes are ignored."""
     is_joining: bool = False
 
 
 class AgentClient:
     """Connects a rank to its node's agent. Messages are sent in the calling thread, which blocks while the agent is
-    slow; another thread receives the agent's messages and answers its pings."""
+    slow. A second thread receives the agent's messages and answers the agent's pings."""
 
     def __init__(self, path: str, identity: Identity, *, stop: StopFlag, can_survive: bool = False) -> None:
         """Connect to the agent and send the first message.
@@ -273,7 +273,7 @@ class AgentClient:
         self._broken: str | None = None
         self._order: MembershipOrder | None = None
         self._next: deque[NextMembership] = deque()
-        """Memberships that have begun and that the rank has not seen. There can be several only for a hot spare."""
+        """Memberships that have begun but that the rank has not seen yet. Only for a hot spare can there be several."""
         self._leaves = False
         self._ended: str | None = None
         self._listener = threading.Thread(target=self._listen, name="agent", daemon=True)
@@ -283,7 +283,7 @@ class AgentClient:
     # --- calls of the rank ---------------------------------------------------------------------------------------
 
     def report(self, record: Record) -> None:
-        """See ``WorkerClient``.
+        """Send a record to the sinks, see ``WorkerClient.report``.
 
         Raises:
             ControlError: the agent is gone.

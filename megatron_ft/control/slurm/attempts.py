@@ -1,7 +1,7 @@
 """Files in which a Slurm job records its launchers, and the marker that the job is over.
 
-``slurm/attempts.jsonl`` of the run's folder has a line for each launcher that has ended. For an array, the file has
-only launchers whose node died or was taken away. ``slurm/JOB.json`` marks a job that is over.
+``slurm/attempts.jsonl`` of the run's folder has a line for each launcher that has ended. For a Slurm array, the file
+has a line only for a launcher whose node died or was taken away. ``slurm/JOB.json`` marks a job that is over.
 """
 
 import json
