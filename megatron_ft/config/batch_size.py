@@ -10,19 +10,19 @@ from megatron_ft.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class _Phase:
-    """Consecutive iterations with the same number of samples."""
+    """Consecutive iterations that have the same number of samples each."""
 
     first_iteration: int
     """First iteration, counted from 1."""
     samples_before: int
-    """Number of samples of all iterations before ``first_iteration``."""
+    """Total number of samples in the iterations before ``first_iteration``."""
     batch_size: int
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSchedule:
-    """Number of samples of each iteration. The schedule depends only on the configuration. So all ranks compute the
-    same numbers, in every parallel layout and after every recovery."""
+    """Number of samples of each iteration. The schedule depends only on the configuration. All ranks therefore compute
+    the same numbers, in every parallel layout and after every recovery."""
 
     phases: tuple[_Phase, ...]
 
@@ -30,7 +30,7 @@ class BatchSchedule:
     def of(cls, training: TrainingConfig) -> "BatchSchedule":
         """Compute the schedule like ``RampupBatchsizeNumMicroBatchesCalculator`` of Megatron-Core. The samples of the
         ramp-up are divided into equal parts. After each part, the batch size grows by the increment. After the last
-        part, it is ``training.global_batch_size``."""
+        part, the batch size is ``training.global_batch_size``."""
         last = training.global_batch_size
         if training.rampup_batch_size is None:
             return cls((_Phase(1, 0, last),))
@@ -53,7 +53,7 @@ class BatchSchedule:
         return self._phase(iteration).batch_size
 
     def samples_before(self, iteration: int) -> int:
-        """Return the number of samples in all iterations before ``iteration``. The first has number 1."""
+        """Return the total number of samples in the iterations before ``iteration``. The first iteration is 1."""
         phase = self._phase(iteration)
         return phase.samples_before + (iteration - phase.first_iteration) * phase.batch_size
 
@@ -62,9 +62,9 @@ class BatchSchedule:
         return self.phases[bisect_right(self.phases, iteration, key=lambda phase: phase.first_iteration) - 1]
 
     def num_iterations(self, num_samples: int) -> int:
-        """Return the number of whole iterations that the first ``num_samples`` samples of a run give.
+        """Return the number of whole iterations that use the first ``num_samples`` samples of a run.
 
-        Megatron-LM counts one iteration more if the samples end within the ramp-up.
+        Megatron-LM counts one more iteration if the samples end within the ramp-up.
         """
         phase = self.phases[bisect_right(self.phases, num_samples, key=lambda each: each.samples_before) - 1]
         return phase.first_iteration - 1 + (num_samples - phase.samples_before) // phase.batch_size

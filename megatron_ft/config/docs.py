@@ -1,4 +1,4 @@
-"""Name, type, default and documentation of every key, read from the source of the dataclasses."""
+"""Reads the name, type, default and documentation of every key from the source of the dataclasses."""
 
 import ast
 import dataclasses
@@ -16,7 +16,7 @@ from megatron_ft.config.serialize import type_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyDoc:
-    """Documentation of a key such as ``training.train_iterations``. ``doc`` is its docstring, joined to one line."""
+    """Documentation of a key such as ``training.train_iterations``. ``doc`` is the docstring, joined to one line."""
 
     key: str
     type: str
@@ -30,7 +30,7 @@ def key_docs() -> list[KeyDoc]:
 
 
 def group_docs() -> dict[str, str]:
-    """Map the name of each group to the first paragraph of the docstring of its dataclass, joined to one line."""
+    """Map the name of each group to the first paragraph of its dataclass's docstring, joined to one line."""
     groups = {name: hint for name, hint in typing.get_type_hints(JobConfig).items() if dataclasses.is_dataclass(hint)}
     return {name: " ".join((hint.__doc__ or "").strip().split("\n\n")[0].split()) for name, hint in groups.items()}
 

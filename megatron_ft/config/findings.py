@@ -1,7 +1,7 @@
 """Collects all independent errors of one command, and leaves out errors that only follow from other errors.
 
-A check raises only the first error that it finds. The keys that cause an error are the keys *at fault*. After an
-error, ``find_errors`` gives these keys their default values and runs the check again. So one check can report several
+A check raises only the first error that it finds. A key *at fault* is a key that causes an error. After an error,
+``find_errors`` gives the keys at fault their default values and runs the check again. So one check can report several
 errors. Later errors that name a key at fault are left out as consequences. Otherwise a wrong ``model.num_moe_experts``
 would be reported once for each key that must fit it.
 """
@@ -29,7 +29,7 @@ _KEY = re.compile(rf"\b({'|'.join(_GROUPS)})\.(\w+)")
 
 
 def keys_in(error: MegatronFtError) -> list[str]:
-    """Return the configuration keys that the error's message names, each once, in the order of the message."""
+    """Return the configuration keys in the error's message, each once, in the order of the message."""
     found = _KEY.findall(str(error))
     return list(dict.fromkeys(f"{group}.{name}" for group, name in found if name in _GROUPS[group]))
 
@@ -45,10 +45,10 @@ class Findings:
         return bool(self.errors)
 
     def add(self, error: MegatronFtError, *, at_fault: Iterable[str] | None = None) -> None:
-        """Add ``error``, unless it names a key at fault for an earlier error, because it may be a consequence.
+        """Add ``error``. Do nothing if it names a key at fault for an earlier error, and so may follow from it.
 
         Args:
-            at_fault: keys, or names of groups, that may have caused the error; None: all keys that it names.
+            at_fault: keys, or names of groups, that may have caused ``error``; None: all keys that ``error`` names.
         """
         for each in error.errors if isinstance(error, SeveralErrors) else (error,):
             names = keys_in(each)
@@ -58,12 +58,12 @@ class Findings:
         self.blame(keys_in(error) if at_fault is None else at_fault)
 
     def blame(self, keys: Iterable[str]) -> None:
-        """Leave out later errors that name one of these keys or groups of keys."""
+        """Count these keys, or groups of keys, as at fault: leave out later errors that name them."""
         self._at_fault.update(keys)
 
     @contextlib.contextmanager
     def collecting(self, *, at_fault: Iterable[str] | None = None) -> Iterator[None]:
-        """Pass a configuration, checkpoint or software error of the ``with`` block to ``add``. Continue after it."""
+        """Pass a configuration, checkpoint or software error of the ``with`` block to ``add``, and continue."""
         try:
             yield
         except (ConfigError, CheckpointError, SoftwareError) as error:
@@ -82,7 +82,7 @@ class Findings:
 
 
 def find_errors(config: JobConfig, checks: Iterable[Check], found: Findings) -> JobConfig:
-    """Add the errors of all ``checks`` to ``found``. Return ``config`` with default values for the keys at fault.
+    """Add errors of all ``checks`` to ``found``. Return ``config`` with default values for keys that cause errors.
 
     ``checks`` must begin with the checks of single keys. Then the checks of combinations of keys get only valid values,
     and cannot divide by a size of 0.
@@ -106,8 +106,8 @@ def _error_of(check: Check, config: JobConfig) -> ConfigError | None:
 
 
 def _repair(check: Check, config: JobConfig, error: ConfigError) -> tuple[Sequence[str], JobConfig | None]:
-    """Find the fewest keys named in ``error`` whose default values remove the error and its consequences. Return them
-    and the configuration with these default values. The configuration is None if no default value changes the error."""
+    """Find the fewest keys named in ``error`` whose default values remove the error and its consequences. Return these
+    keys, and the configuration with their default values. It is None if no default value changes the error."""
     named = keys_in(error)
     given = [key for key in named if value_of(config, key) != value_of(_DEFAULT, key)]
     fallback: tuple[Sequence[str], JobConfig | None] = (named[:1], None)

@@ -1,7 +1,7 @@
 """Settings that identify a job: run, data, model, optimizer and learning-rate schedule.
 
 A resumed run may change its layout (parallel sizes, replicas) and keys of telemetry, snapshots, launch and recovery.
-So these settings do not belong to the identity.
+Such keys therefore do not belong to the identity.
 """
 
 from collections.abc import Mapping
@@ -23,11 +23,11 @@ _IGNORED_MODEL_KEYS = (
     "published_active_parameters",
     "published_parameters_source",
 )
-"""Keys of ``model`` that are not compared. They affect training only by the vocabulary size, which is compared."""
+"""Keys of ``model`` that are not compared. They affect training only through the vocabulary size, which is compared."""
 # Only the fingerprint decides whether data are equal. These keys are stored so that a message can name the change.
 _DATA_KEYS = ("train", "train_weights", "valid_fraction", "tokenizer", "seed")
 DOCUMENT_KEYS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
-"""Keys of ``data`` that give document ends an effect if true. The fingerprint contains the keys that are true."""
+"""Keys of ``data`` that change how ends of documents are treated. The data fingerprint contains those that are true."""
 _OPTIMIZER_KEYS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 
 
@@ -36,7 +36,7 @@ class Difference:
     """A key that has different values in this job and in a checkpoint or window."""
 
     concern: str
-    """Concern of the key: ``data``, ``model``, ``optimizer`` or ``schedule``."""
+    """Concern (group of compared settings) of the key: ``data``, ``model``, ``optimizer`` or ``schedule``."""
     key: str
     """Dotted configuration key."""
     stored: JsonValue
@@ -44,7 +44,7 @@ class Difference:
     present: JsonValue
     """Value in this job."""
     advice: str = ""
-    """Advice or explanation, e.g. the override that keeps the stored value of a derived key; may be empty."""
+    """Advice or explanation, e.g. the override that keeps the stored value of a derived key. May be empty."""
 
     def __str__(self) -> str:
         text = f"{self.key}: was {_shown(self.stored)}, now {_shown(self.present)}"
@@ -55,8 +55,8 @@ class Difference:
         """List the differences between ``stored`` settings of a checkpoint or window and ``present`` settings of the
         job.
 
-        Data with equal fingerprints are the same data even if paths differ, because files may have been moved. A key
-        that is missing in ``stored`` or ``present`` counts as null. So later versions can add keys with default null.
+        Data with equal fingerprints are equal even if their paths differ, because files may have been moved. A key that
+        is missing in ``stored`` or ``present`` counts as null. Later versions can therefore add keys with default null.
         """
         found = _data_differences(stored.get("data", {}), present.get("data", {}))
         for concern in sorted({*stored, *present} - {"data"}):
@@ -77,27 +77,27 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobIdentity:
-    """Identity of a job. Checkpoints and windows contain the identity of their job, and a job checks it on loading."""
+    """Identity of a job. A checkpoint or window contains the identity of the job that wrote it; loading checks it."""
 
     run_id: str
     """Random name of the run, stored in its folder."""
     run_name: str
-    """Name of the run's folder, for messages. Checkpoints and windows of format 1, which were written before runs had a
-    ``run_id``, contain this name instead."""
+    """Name of the run's folder, for messages. In checkpoints and windows of format 1, it identifies the run, because
+    runs had no ``run_id`` then."""
     settings: Settings
     """Result of ``settings_of`` for this job."""
     allow_change: tuple[str, ...] = ()
     """Keys whose values may differ between this job and the saved state (``run.allow_change``)."""
     takes_format_1: bool = False
-    """Whether checkpoints and windows of format 1 can belong to the run, because the run began before runs had a
+    """Whether this run may have written checkpoints and windows of format 1, because it began before runs had a
     ``run_id``."""
 
     def not_of_run(self, *, run_id: str, run_name: str, format_version: int) -> str | None:
-        """Compare the run that wrote a checkpoint or window with this run. Return None if both are the same run,
-        otherwise the reason, for an error message, why they are not.
+        """Compare the run that wrote a checkpoint or window with this run. Return None if they are one run. Otherwise
+        return the reason why they are not, for an error message.
 
         Args:
-            run_id: id of the run that wrote the checkpoint or window; in format 1 the name of its folder.
+            run_id: id of the run that wrote the checkpoint or window; in format 1, the name of the run's folder.
             run_name: name of the folder of the run that wrote the checkpoint or window.
             format_version: version of the format of the checkpoint or window.
         """
@@ -154,7 +154,7 @@ _DERIVED = (
     *("optimizer.lr_decay_iterations", "optimizer.lr_warmup_iterations"),
     *("optimizer.lr_decay_samples", "optimizer.lr_warmup_samples"),
 )
-"""Keys for which null means a value derived from the length of the run. The settings contain the derived value."""
+"""Keys whose null means a value derived from the length of the run. ``Settings`` contain this derived value."""
 
 
 def _schedule(config: JobConfig) -> dict[str, JsonValue]:

@@ -1,4 +1,4 @@
-"""Reads the files of recorded loads and of placements that a configuration names.
+"""Reads the files of recorded expert loads and of placements that a configuration names.
 
 The package ``planning`` checks that the content fits the job.
 """
@@ -22,12 +22,12 @@ class ScheduledPlacement:
 
     path: str
     stages: tuple[Mapping[str, Any], ...]
-    """Plan of each pipeline stage, as JSON values."""
+    """Plan of each pipeline stage: the experts in the slots of each rank, as JSON values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobInputs:
-    """Contents of the files of recorded loads and of placements. A field is None or empty if no file is configured."""
+    """Contents of the files of recorded expert loads and of placements. A field is None or empty if it has no file."""
 
     loads: ExpertLoads | None = None
     schedule: Mapping[int, ScheduledPlacement] = field(default_factory=dict)
@@ -56,13 +56,13 @@ class JobInputs:
 
 
 def read_first_loads(config: JobConfig) -> ExpertLoads | None:
-    """Read the loads in ``placement.loads_file``; return None if the key is null."""
+    """Read the expert loads in ``placement.loads_file``; return None if the key is null."""
     path = config.placement.loads_file
     return None if path is None else _read_loads("placement.loads_file", path)
 
 
 def read_trace(config: JobConfig) -> ExpertLoads:
-    """Read the loads in ``model.router_trace_file``."""
+    """Read the expert loads in ``model.router_trace_file``."""
     path = config.model.router_trace_file
     assert path is not None, "model.router_trace_file must be given with model.router=trace"
     return _read_loads("model.router_trace_file", path)

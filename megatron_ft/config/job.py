@@ -9,7 +9,7 @@ from megatron_ft.config.placement import PlacementConfig
 from megatron_ft.config.telemetry import TelemetryConfig
 
 MAX_DEFAULT_WARMUP = 10
-"""Largest number of warm-up iterations if ``lr_warmup_iterations`` is null."""
+"""Largest number of warm-up iterations that is chosen if ``lr_warmup_iterations`` is null."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class DataConfig:
     valid_weights: list[float] | None = None
     """Relative weights of the validation sources. If null, each source is weighted by its number of tokens."""
     valid_fraction: float = 0.02
-    """Share at the end of each training source that is used only for validation, if ``valid`` is empty."""
+    """Share of each training source, at its end, that is used only for validation. No effect if ``valid`` is given."""
     tokenizer: str = "bytes"
     """``bytes`` (reads no file), ``huggingface`` or ``sentencepiece`` (both read ``tokenizer_file``), or ``gpt2``
     (reads ``vocab_file`` and ``merges_file``). ``sentencepiece`` needs the Python package ``sentencepiece``."""
@@ -79,7 +79,7 @@ class DataConfig:
     seed: int = 1234
     """Seed for the order of samples."""
     eod_mask_loss: bool = False
-    """Leave positions of end-of-document tokens out of the loss: they predict the first token of the next document."""
+    """Leave end-of-document tokens as inputs out of the loss: their target is the first token of the next document."""
     reset_position_ids: bool = False
     """Number positions from 0 in each document. Only with ``model.position_embedding_type=learned_absolute``, because
     rotary position embeddings depend only on the distance between tokens."""
@@ -136,7 +136,7 @@ class OptimizerConfig:
         return train_iterations if self.lr_decay_iterations is None else self.lr_decay_iterations
 
     def num_warmup_iterations(self, train_iterations: int) -> int:
-        """Return the number of warm-up iterations."""
+        """Return the number of warm-up iterations of the learning rate."""
         if self.lr_warmup_iterations is not None:
             return self.lr_warmup_iterations
         return min(MAX_DEFAULT_WARMUP, self.num_decay_iterations(train_iterations) // 6)
@@ -177,11 +177,11 @@ class TrainingConfig:
     micro_batch_size: int = 2
     """Number of samples of one microbatch on one data-parallel rank."""
     global_batch_size: int = 16
-    """Number of samples per iteration, over all ranks. It stays the same when the number of ranks changes."""
+    """Number of samples per iteration, over all ranks. It does not depend on the number of ranks."""
     rampup_batch_size: list[int] | None = None
-    """``[start, increment, samples]``: the first iteration has ``start`` samples. This number grows by ``increment``
-    after equal parts of the first ``samples`` samples, up to ``global_batch_size``. Needs ``train_samples``. null:
-    constant."""
+    """``[start, increment, samples]``: the batch size grows from ``start`` by ``increment`` per step, up to
+    ``global_batch_size``. The steps divide the first ``samples`` samples of the run into equal parts. Needs
+    ``train_samples``. null: constant."""
     seed: int = 1234
     """Seed of initial weights and dropout."""
     eval_interval_iterations: int = 30
@@ -209,8 +209,8 @@ class TrainingConfig:
     max_consecutive_skips: int = 10
     """Largest number of updates that may be skipped in a row; one more stops the run."""
     loss_spike_factor: float | None = None
-    """A loss is a spike if it exceeds this factor times the median of the last ``loss_spike_window`` committed losses.
-    null turns the check for spikes off."""
+    """Factor above which a loss is a spike: the loss exceeds this factor times the median of the last
+    ``loss_spike_window`` committed losses. null turns the check for spikes off."""
     loss_spike_window: int = 50
     """Number of newest committed losses over which the median for ``loss_spike_factor`` is computed. The check for
     spikes starts when half of this number of losses are committed."""
@@ -273,12 +273,12 @@ class NodesConfig:
     """Number of nodes started in addition to ``launch.num_nodes``. A spare waits until it replaces a lost node."""
     num_prebuilt_parts: int | None = None
     """Number of model parts that each spare builds in advance if ``recovery.keep_layout`` is true. A part is model,
-    gradient buffers and optimizer for the ranks of a node. Nodes of one pipeline stage have the same part unless they
-    have different experts. null: as many as fit in ``limits.host_memory_bytes``, or 1 if that key is null. 0: a spare
-    builds its part when it replaces a node."""
+    gradient buffers and optimizer for the ranks of a node. Nodes of one pipeline stage have equal parts if they have
+    the same experts. null: as many as fit in ``limits.host_memory_bytes``, or 1 if that key is null. 0: a spare builds
+    its part when it replaces a node."""
     join_window_seconds: float = 5.0
-    """Time that the job waits after a node is ready to join. Other nodes that become ready in this time join at the
-    same time."""
+    """Time that the job waits after a node is ready to join. Further nodes that become ready in this time join together
+    with this node."""
     max_node_restarts: int = 3
     """Largest number of consecutive failed restarts of a lost node. A restart fails if the node does not start, or ends
     within ten iterations."""
@@ -289,7 +289,7 @@ class NodesConfig:
 
 @dataclass
 class RecoveryConfig:
-    """Kinds of recovery that the job may use when ranks or nodes fail, and limits for them."""
+    """Kinds of recovery that the job may use when ranks or nodes fail, and limits of these recoveries."""
 
     strategies: list[str] | None = None
     """Recovery strategies that the job may use by itself: ``living_state``, ``localized_replay``, ``rollback`` and
@@ -315,7 +315,7 @@ class RecoveryConfig:
     position_timeout_seconds: float = 10.0
     """Time limit for ranks to report their position (newest iterations) after a loss. It begins with the first report.
     If a rank reports later, its node also counts as lost. Usually ranks report much earlier, because they abort a
-    collective after half a second. Must exceed the time that a rank computes between two collectives."""
+    collective after half a second. The limit must exceed the time that a rank computes between two collectives."""
     reconfigure_timeout_seconds: float = 60.0
     """Longest time to wait for positions of all remaining ranks and for the new process group after a loss."""
 
@@ -335,7 +335,7 @@ class TopologyConfig:
     topology of the Slurm cluster, read at the start; the domain of a node is its leaf switch. This needs
     ``launch.node_launcher=srun``."""
     link_bytes_per_second: float | None = None
-    """Bytes per second that one rank can send to another node. If given, the time of transfers is predicted."""
+    """Bytes per second that one rank can send to another node. If given, transfer times are predicted with it."""
 
 
 @dataclass
@@ -381,29 +381,29 @@ class DetectorConfig:
     all ranks if all are at the same point. null never kills ranks for this reason."""
     hang_iterations: float | None = 10.0
     """Shorter limit than ``detector.hang_seconds`` while ranks train: this number times the median duration of an
-    iteration, but at least ``detector.min_hang_seconds``. It does not apply to the first iterations of a membership,
-    to evaluations and to saves. null always uses ``detector.hang_seconds``."""
+    iteration, but at least ``detector.min_hang_seconds``. This limit does not apply to the first iterations of a
+    membership, to evaluations and to saves. null always uses ``detector.hang_seconds``."""
     min_hang_seconds: float = 30.0
     """Smallest value of the limit that follows from ``detector.hang_iterations``."""
 
 
 @dataclass
 class SnapshotConfig:
-    """Capture of training state, its copies on other nodes and on storage. Without a ``policy`` nothing is captured."""
+    """Capture of training state (snapshots), and copies of it on other nodes and storage. Off without a ``policy``."""
 
     policy: dict[str, Any] | None = None
-    """Snapshot policy. ``_target_`` names its class; the other entries are its fields. null captures nothing."""
+    """Policy that decides what is captured. ``_target_`` names its class; other entries are its fields. null: none."""
     num_peer_copies: int = 2
-    """Number of copies of every window in the memory of other failure domains (r). 0: no copies."""
+    """Number of copies (r) of every window (snapshot) in the memory of nodes in other failure domains. 0: no copies."""
     bandwidth_bytes_per_second: float | None = None
-    """Bytes that one rank can capture per second. null measures the rate at the start."""
+    """Bytes that one rank can capture (copy to host memory) per second. null measures the rate at the start."""
     iteration_seconds: float | None = None
-    """Duration of an iteration, in which one slice is captured. null measures the duration."""
+    """Duration of an iteration. The plan captures one slice of a window per iteration. null measures the duration."""
     host_memory_limit_bytes: int | None = None
     """Largest host memory that one node may use for windows and for copies of other nodes' windows, checked before the
     start. null sets no limit."""
     persist_interval_windows: int = 0
-    """Write every n-th committed window to storage. With 0, a window is written only when the run is asked to stop."""
+    """Write every n-th committed window to storage. With 0, only a window before a requested stop is written."""
     storage_bandwidth_bytes_per_second: float | None = None
     """Bytes that one rank can write to storage per second. If given, and if windows leave out experts, each file has as
     many experts as can be written before the next file is due (MoC-System, section 5.3). With null,
@@ -425,7 +425,7 @@ class SnapshotConfig:
     it lost. Needs ``model.moe_expert_capacity_factor``. null never exceeds a capacity."""
     replan_interval_windows: int = 4
     """Number of windows after which the snapshot plan is checked against measured bandwidth, iteration time and expert
-    loads, and replaced if necessary. 0 keeps the first plan."""
+    loads, and is replaced if necessary. 0 keeps the first plan."""
     skip_frozen_gradients: bool = True
     """Skip the weight gradients of frozen operators in a replay. Use false only to measure how much time this saves."""
     copy_in_bubbles: bool = False
@@ -434,7 +434,7 @@ class SnapshotConfig:
 
     @property
     def windows_per_file(self) -> int:
-        """Number n, if every n-th window is written to storage. 1 if only the window before a stop is written."""
+        """The number n if every n-th window is written to storage. 1 if only the window before a stop is written."""
         return max(1, self.persist_interval_windows)
 
 
@@ -480,12 +480,12 @@ class TestingConfig:
     """Membership changes before given iterations, e.g. ``lose(nodes=[2],before_iteration=5)``,
     ``join(nodes=[2],before_iteration=9)`` or both in ``change(lose=[1],join=[2],before_iteration=12)``. A node in both
     lists is restarted. Tests compare a run that lost nodes with a run that has the same changes in its schedule. The
-    event ``membership_changed`` contains schedule entries that repeat its changes (docs/elastic.md)."""
+    event ``membership_changed`` contains such entries for its own changes (docs/elastic.md)."""
 
 
 @dataclass
 class JobConfig:
-    """Configuration of a job. Each group of keys in Hydra is a field of the same name."""
+    """Configuration of a job. Each group of keys is a field with the group's name."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -571,7 +571,7 @@ class JobConfig:
 
     @property
     def replays_stages(self) -> bool:
-        """Return whether only pipeline stages that lost a rank replay after a loss."""
+        """Return whether, after a loss, only those pipeline stages replay that lost a rank."""
         return self.recovery.keep_layout and self.keeps_processes
 
     @property
@@ -585,7 +585,7 @@ class JobConfig:
 
     @property
     def why_nodes_change(self) -> str | None:
-        """Return the setting (``key=value``) that makes ``may_change_nodes`` true; None if it is false."""
+        """Return the setting (``key=value``) that makes ``may_change_nodes`` true. None if it is not true."""
         if not self.may_change_nodes:
             return None
         if self.recovery.keep_layout:

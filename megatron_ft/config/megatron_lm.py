@@ -1,5 +1,5 @@
 """Translates a command line of Megatron-LM to overrides. The table ``megatron_flags.txt`` states for every flag which
-keys replace it, or why none does. ``tools/from_megatron``, the entry point and ``docs/from-megatron-lm.md`` use it."""
+keys replace it, or why none does. Used by ``tools/from_megatron``, the entry point and ``docs/from-megatron-lm.md``."""
 
 import functools
 import re
@@ -29,16 +29,16 @@ class Flag:
     """Number of values that the flag takes: ``nothing``, ``one`` or ``several``."""
     section: str
     answer: str
-    """Column ANSWER of the table. The flag's name, with underscores, replaces ``*`` in ``.*``."""
+    """Column ANSWER of the table. ``*`` in ``.*`` is replaced by the flag's name, written with underscores."""
     note: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Translation of one flag of a command line, or the reason why there is none."""
+    """Translation of one flag of a command line, or the reason why it has no translation."""
 
     given: str
-    """The flag with its values, as given."""
+    """The flag with its values, as the command line gives it."""
     kind: str
     """``key``: ``overrides`` replace the flag. ``always``: every job behaves as the flag requests. ``none``: no key has
     the same effect. ``refused``: Megatron-LM has no such flag, or its values are wrong."""
@@ -64,13 +64,13 @@ class Translation:
     answers: tuple[Answer, ...]
     """One answer for each flag, in the order of the command line. Answers to options of the launcher come first."""
     defaults: tuple[Answer, ...] = ()
-    """Overrides for flags that are not given and whose default in Megatron-LM differs from the default of the key."""
+    """Overrides for flags that are not given and whose default differs between Megatron-LM and this project."""
     launcher: tuple[str, ...] = ()
     """Words of the command line before the Python file, e.g. ``torchrun --nnodes 8``."""
 
     @property
     def overrides(self) -> list[str]:
-        """Return all overrides, those of groups first. Of two overrides of the same key, only the later is returned."""
+        """Return all overrides, with those of whole groups first. If a key has several, only the last is returned."""
         words = [word for each in (*self.defaults, *self.answers) for word in each.overrides]
         last = {word.partition("=")[0]: word for word in words}
         return sorted(last.values(), key=lambda word: "." in word.partition("=")[0])
@@ -117,7 +117,7 @@ def translate(words: Sequence[str]) -> Translation:
 
 
 def _parse(words: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, Answer]]:
-    """Return two mappings: flags to their values, and words that are not flags of Megatron-LM to their refusals."""
+    """Return two mappings: from each flag to its values, and from each word that is no flag to its refusal."""
     given: dict[str, list[str]] = {}
     refused: dict[str, Answer] = {}
     name = ""
@@ -171,7 +171,7 @@ def _answer(name: str, values: Sequence[str], given: Given) -> Answer:
 
 
 def _shape(flag: Flag) -> str:
-    """Return how to write ``flag`` here: ``key=<value>`` for each key that replaces it, or else ``--flag=<value>``."""
+    """Return how this project writes ``flag``: ``key=<value>`` for each key that replaces it, or ``--flag=<value>``."""
     keys = [key.removesuffix("=*") for key in flag.answer.split(" in ")[0].split() if "." in key]
     return " ".join(f"{key}=<value>" for key in keys) or f"--{flag.name}=<value>"
 
@@ -239,9 +239,9 @@ _LIST = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d+))?")
 
 
 def moe_pattern(text: str, num_layers: int) -> list[int] | None:
-    """Return one number per layer, 1 for an MoE layer and 0 for a dense layer, for the value ``text`` of
-    ``--moe-layer-freq``: a distance between MoE layers, or a sum of lists such as ``([0]*3+[1]*58)``. Return None if
-    ``text`` is neither, or if its lists do not have ``num_layers`` entries."""
+    """Return one number per layer: 1 for an MoE layer, 0 for a dense layer. ``text`` is the value of
+    ``--moe-layer-freq``: a distance between MoE layers, or a sum of lists such as ``([0]*3+[1]*58)``. Return None for
+    any other ``text``, and for lists that do not have ``num_layers`` entries."""
     if text.isdigit() and int(text) > 0:
         return [int(layer % int(text) == 0) for layer in range(num_layers)]
     pattern: list[int] = []
@@ -375,7 +375,7 @@ def _tensorboard(values: Sequence[str], given: Given) -> Computed:
 
 
 def _sources(split: str) -> Callable[[Sequence[str], Given], Computed]:
-    """Return a function that translates paths, or alternating weights and paths, to the keys of a split of the data."""
+    """Return a function that translates paths, with or without weights, to the keys of ``data.<split>``."""
 
     def convert(values: Sequence[str], given: Given) -> Computed:
         is_weighted = len(values) > 1 and len(values) % 2 == 0 and all(map(_NUMBER.fullmatch, values[::2]))
@@ -490,7 +490,7 @@ _SPECIAL: dict[str, Callable[[Sequence[str], Given], Computed]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Default:
-    """Default of a flag of Megatron-LM that differs from the default of the corresponding key."""
+    """Default of a flag in Megatron-LM that differs from the default of this project's key."""
 
     flags: tuple[str, ...]
     """Flags that replace the default of Megatron-LM: if one of them is given, the default does not apply."""
@@ -556,7 +556,7 @@ _DEFAULTS = (
 
 
 def _defaults(given: Given) -> list[Answer]:
-    """Return overrides for flags that are not given and whose default in Megatron-LM differs from the default here."""
+    """Return overrides for flags that are not given and whose default differs between Megatron-LM and this project."""
     found = [
         Answer(given=f"--{each.flags[0]} is not given", kind="key", overrides=each.overrides)
         for each in _DEFAULTS

@@ -1,11 +1,11 @@
 """Configuration of a job on the nodes of one membership; scheduled membership changes.
 
-An entry of ``testing.membership_schedule`` is a change such as ``lose(nodes=[2],before_iteration=5)``. The ranks of the
-nodes leave or join without a fault before the iteration. Tests compare a job that loses and adds nodes because of
-failures with a job that has the same changes in its schedule. ``lose`` removes nodes. ``join`` adds nodes.
+An entry of ``testing.membership_schedule`` is a change such as ``lose(nodes=[2],before_iteration=5)``. The ranks of
+these nodes leave or join before the iteration, without a fault. Tests compare a job that loses and adds nodes because
+of failures with a job that has the same changes in its schedule. ``lose`` removes nodes. ``join`` adds nodes.
 ``change(lose=[1],join=[2],before_iteration=12)`` does both at once; a node in both lists is restarted, and its new
 ranks have no state. ``change(lose=[],join=[],before_iteration=12)`` only computes a new placement. Several entries with
-the same iteration form several memberships, one after the other.
+one iteration form several memberships, one after the other.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -91,7 +91,7 @@ class MembershipChange:
 
 
 def nodes_over_time(num_nodes: int, changes: Iterable[MembershipChange]) -> Iterator[tuple[int, ...]]:
-    """Yield the members of a job: nodes 0 to ``num_nodes`` - 1 at the start, then those after each of ``changes``."""
+    """Yield the members of a job: first nodes 0 to ``num_nodes`` - 1, then those after each of ``changes``."""
     nodes = tuple(range(num_nodes))
     yield nodes
     for change in changes:
@@ -117,7 +117,7 @@ class MembershipConfig(JobConfig):
     """Configuration of a job, adapted to one membership. Its nodes can have different numbers of ranks."""
 
     places: tuple[int, ...] = ()
-    """Value of the property ``rank_places``."""
+    """Value of the property ``rank_places``: the index of each rank's node in ``member_domains``."""
 
     @property
     def rank_places(self) -> tuple[int, ...]:
@@ -190,7 +190,7 @@ def fewest_domains(config: JobConfig) -> int:
 
 
 def derive_placement(config: JobConfig) -> JobConfig:
-    """Return ``config`` with the values that follow from replica slots; unchanged without ``placement.algorithm``.
+    """Return ``config`` with the values that follow from replica slots, if ``placement.algorithm`` is given.
 
     With replica slots, all ranks of a pipeline stage form one expert group. By default, a stage has just enough slots
     for ``placement.min_replicas`` replicas of every expert. All ranks have the same number of slots.

@@ -133,9 +133,9 @@ class ModelConfig:
     original_max_position_embeddings: int | None = None
     """Sequence length of the earlier training, in tokens (yarn); null means 4096."""
     beta_fast: float | None = None
-    """Channels with at least this number of rotations per earlier sequence keep their wavelength; null means 32."""
+    """Smallest number of rotations of a channel that keeps its wavelength (yarn); null means 32."""
     beta_slow: float | None = None
-    """Channels with at most this number of rotations: wavelength times ``rotary_scaling_factor``; null means 1."""
+    """Largest number of rotations of a channel whose wavelength is scaled with the full factor (yarn); null means 1."""
     mscale: float | None = None
     """Coefficient of yarn's correction of the attention scale of rotated channels; null means 1."""
     mscale_all_dim: float | None = None

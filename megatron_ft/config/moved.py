@@ -31,7 +31,7 @@ MOVED = {
 def with_present_keys(values: Any) -> Any:
     """Return a recorded configuration (a result of ``to_dict``) in which every moved key has its new name.
 
-    If ``values`` or one of its groups is not a mapping, it is returned unchanged, and ``from_dict`` refuses it later.
+    Parts of ``values`` that should be mappings but are not remain unchanged; ``from_dict`` refuses them later.
 
     Raises:
         ConfigError: ``values`` contains both the old and the new name of a key.

@@ -25,7 +25,7 @@ def group_options(*confs: Path) -> dict[str, list[str]]:
 
 
 def check_moved(overrides: Iterable[tuple[str, str]]) -> None:
-    """Refuse keys that were moved to another group. The error message names the overrides to write instead.
+    """Refuse keys that were moved to another group. The error message contains the overrides to write instead.
 
     Args:
         overrides: key and text of each override, e.g. ``("launch.interface", "launch.interface=lo")``.
@@ -72,7 +72,7 @@ def flag_error(argument: str) -> ConfigError:
 
 
 def explain(error: BaseException, given: Mapping[str, Any]) -> ConfigError:
-    """Convert an exception of Hydra or OmegaConf to ``ConfigError``. ``given`` maps overridden keys to their values."""
+    """Convert an exception of Hydra or OmegaConf to ``ConfigError``. ``given`` maps overridden keys to values."""
     causes = list(_causes(error))
     for cause in causes:
         mark = getattr(cause, "problem_mark", None)  # errors in YAML files have it
@@ -92,17 +92,17 @@ def _known_keys() -> Mapping[str, KeyDoc]:
 
 
 def open_key(key: str) -> str | None:
-    """Return the key of the mapping to which ``key`` belongs, if this mapping accepts any entries. For example, return
-    ``snapshot.policy`` for itself and for ``snapshot.policy._target_``. Return None for all other keys."""
+    """Return the key of the open mapping (it accepts any entries) that contains ``key``, or None. For example, return
+    ``snapshot.policy`` for ``snapshot.policy`` and for ``snapshot.policy._target_``."""
     opened = [doc.key for doc in _known_keys().values() if doc.type.startswith("dict")]
     return next((name for name in opened if key == name or key.startswith(f"{name}.")), None)
 
 
 def override_words(default: Mapping[str, Any], wanted: Mapping[str, Any], *, always: Iterable[str] = ()) -> list[str]:
-    """Return the overrides that turn the configuration ``default`` into ``wanted``.
+    """Return the overrides that turn the configuration ``default`` into ``wanted``; both are results of ``to_dict``.
 
-    Both are results of ``to_dict``. An override cannot remove entries of a mapping such as ``snapshot.policy``, because
-    Hydra merges its value with the default. So callers must compose the overrides and compare them with ``wanted``.
+    An override cannot remove entries of a mapping such as ``snapshot.policy``, because Hydra merges the entries with
+    the default. So callers must compose the overrides and compare the result with ``wanted``.
 
     Args:
         always: keys whose overrides are returned even if they have their default value.
@@ -166,7 +166,7 @@ def _explain_key(key: str, cause: BaseException, given: Mapping[str, Any]) -> Co
 
 
 def _right_type(key: KeyDoc, value: Any, reason: str) -> str:
-    """Return the end of a message: how to write the value with the right type or, if unknown, OmegaConf's reason."""
+    """Return the end of an error message: how to write the value in the right type, or OmegaConf's reason."""
     group = key.key.partition(".")[0]
     if key.type.startswith("dict"):
         return f"; choose an option of conf/{group} with {group}=<option>, and set its entries with {key.key}.<entry>="

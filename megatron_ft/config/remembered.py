@@ -1,4 +1,4 @@
-"""Configuration with which a resumed run continues: the configuration of its newest job, changed by the overrides of
+"""Determines the configuration with which a resumed run continues: that of its newest job, changed by the overrides of
 the command line."""
 
 import copy
@@ -25,16 +25,16 @@ _FREE_MODEL_KEYS = (
     *("model.moe_router_bias_update_rate", "model.moe_expert_capacity_factor", "model.moe_token_drop_policy"),
     *("model.moe_pad_expert_input_to_capacity", "model.seq_length"),
 )
-"""Keys of concern ``model`` that do not determine which weights exist. Saved state can be used with other values."""
+"""Keys of the concern ``model`` that do not determine which weights exist. Saved state fits any of their values."""
 _SCHEDULE_KEYS = (
     *("optimizer.min_lr", "optimizer.lr_decay_iterations", "optimizer.lr_wsd_decay_iterations"),
     *("optimizer.lr_decay_samples", "optimizer.lr_wsd_decay_samples", "optimizer.lr_wsd_decay_style"),
 )
-"""Keys that have an effect, and belong to the settings, only with some values of ``optimizer.lr_decay_style``."""
+"""Keys that have an effect only with some values of ``optimizer.lr_decay_style``; only then are they compared."""
 _FORMAT_KEYS = ("parallel.use_distributed_optimizer", "precision.params_dtype", "precision.regime")
-"""Keys that determine which optimizer state exists. Saved state cannot be used with other values."""
+"""Keys that determine which optimizer state exists. Saved state fits only the values with which it was saved."""
 _DERIVED = "# Derived; as given: "
-"""First words of a comment in ``config.yaml``. It contains the values that the user gave for derived keys."""
+"""First words of a comment in ``config.yaml``. The comment contains the values that the user gave for derived keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Change:
     """Concern of the key (``data``, ``model``, ``optimizer`` or ``schedule``) if the key determines the result of
     training, otherwise None."""
     follows: bool = False
-    """Whether the key only began or ceased to have an effect, because another key has changed."""
+    """Whether the key differs only because it began or ceased to have an effect, after another key has changed."""
 
     @property
     def can_be_allowed(self) -> bool:
@@ -173,7 +173,7 @@ def check_allowed(found: Sequence[Change], allowed: Collection[str]) -> list[str
 def with_given_values(config_yaml: str, given: JobConfig, used: JobConfig) -> str:
     """Return the text of ``config.yaml``, with a comment that contains the values which the user gave for derived keys.
 
-    Derived keys depend on nodes and devices, which may be others in a later job. So that job derives them again.
+    Derived keys depend on nodes and devices. A later job may have other ones, so it derives the keys again.
     """
     before, after = _flat(to_dict(given)), _flat(to_dict(used))
     derived = {key: value for key, value in before.items() if value != after[key] and key not in _OF_ONE_JOB}

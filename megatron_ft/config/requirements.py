@@ -35,13 +35,13 @@ class Requirement:
     """Dotted key, e.g. ``launch.mode``."""
     value: Any = None
     is_excluded: bool = False
-    """Whether ``value`` is forbidden instead of required."""
+    """Whether the requirement forbids ``value`` instead of requiring it."""
     instead: str = ""
-    """Words for the allowed values if ``value`` is forbidden. For example ``given``, if null is forbidden."""
+    """Words for the allowed values if ``value`` is forbidden, e.g. ``given`` if null is forbidden."""
     reason: str = ""
     """Reason for the requirement, for error messages."""
     unless: Callable[[JobConfig], bool] = lambda config: False
-    """Function that returns whether other keys of a configuration make the requirement unnecessary."""
+    """Function that returns whether the requirement does not apply, because of other keys of a configuration."""
     remedy: KeyChange | None = None
     """Change that meets the requirement without changing model, parallel layout or device. None if ``dry_run`` proposes
     no change."""
@@ -56,7 +56,7 @@ class Requirement:
         return f"must be {self.instead if self.is_excluded else show(self.value)}"
 
     def constraint(self, feature: str) -> str:
-        """Return the constraint for an error message. ``feature`` is the setting (``key=value``) that requires it."""
+        """Return the constraint for an error message. ``feature`` is the setting (``key=value``) that has it."""
         text = f"{self.demand} with {feature}"
         return f"{text}: {self.reason}" if self.reason else text
 
@@ -99,7 +99,7 @@ _PROCESSES = KeyChange("recovery.keep_processes", None)
 
 
 def _windows(reason: str, *, unless: Callable[[JobConfig], bool] = lambda config: False) -> Requirement:
-    """Make the requirement that windows are captured. ``reason`` states why."""
+    """Make the requirement that windows (snapshots) are captured. ``reason`` states why."""
     return Requirement(
         key="snapshot.policy",
         is_excluded=True,
@@ -216,7 +216,7 @@ LIVING_PLACES: tuple[Requirement, ...] = (
     *_processes("ranks that are not lost keep their state in their processes"),
     *_REPLACED_NODES,
 )
-"""Required values of keys so that joining ranks in a kept layout receive lost state from living ranks."""
+"""Required values of keys for a kept layout in which joining ranks receive lost state from living ranks."""
 
 REPLAYS: tuple[Requirement, ...] = (
     *LIVING_PLACES,

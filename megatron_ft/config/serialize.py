@@ -26,7 +26,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(values: dict[str, Any]) -> JobConfig:
-    """Convert a result of ``to_dict`` back to a ``JobConfig``.
+    """Convert dictionaries that ``to_dict`` has made back to a ``JobConfig``.
 
     Raises:
         ConfigError: a key is unknown, or a value has the wrong type.

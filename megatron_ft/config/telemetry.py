@@ -51,14 +51,14 @@ class TelemetryConfig:
     """Alert if the probability to survive the loss of one failure domain without a restart is below this limit. The
     probability is known only for jobs that recover by expert replicas (``recovery.min_nodes``). null: no alert."""
     alert_stall_share: float | None = 0.05
-    """Alert if, over five windows, training waits for captures for more than this share of the time. null: no alert."""
+    """Alert if training spends more than this share of five windows' time waiting for captures. null: no alert."""
     alert_windows_behind: float | None = 3.0
     """Alert if more than this number of windows should have been committed since the last commit. null: no alert."""
     alert_free_disk_share: float | None = 0.05
     """Alert if less than this share of the run folder's file system is free. null: no alert."""
     alert_slowest_rank_over_median: float | None = 2.0
-    """Alert if the slowest rank takes more than this factor times the time of the median rank. null: no alert."""
+    """Alert if the slowest rank takes longer than this factor times the time of the median rank. null: no alert."""
     alert_lost_token_share: float | None = 0.0375
-    """Alert if more than this share of all tokens of the training is lost. A token is lost if its updates of experts
-    were lost in a recovery, or would be lost in a recovery from the newest window. This happens only if windows leave
-    out experts. null: no alert."""
+    """Alert if more than this share of all tokens of the training is lost. A token counts as lost if its updates of
+    experts were lost in a recovery, or would be lost in a recovery from the newest window. Tokens are lost only if
+    windows leave out experts. null: no alert."""

@@ -79,7 +79,7 @@ CHECKS: tuple[Callable[[JobConfig], None], ...] = (
     *recovery.CHECKS,
     _check_failpoints,
 )
-"""All checks. A check may assume that the earlier checks have passed."""
+"""All checks, in their order. A check may assume that the checks before it have passed."""
 
 DEVICES = ("cpu", "cuda")
 

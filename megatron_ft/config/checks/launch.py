@@ -111,7 +111,7 @@ def _check_nodes(config: JobConfig) -> None:
 
 
 def _check_detector(detector: DetectorConfig) -> None:
-    """Check that all times are above 0, and that each timeout is long enough compared with the times it depends on."""
+    """Check that all times are above 0, and that each timeout exceeds the times on which it depends."""
     interval, timeout = detector.heartbeat_interval_seconds, detector.heartbeat_timeout_seconds
     above(0, "detector.heartbeat_interval_seconds", interval)
     require(
@@ -240,7 +240,7 @@ def _check_names(config: JobConfig) -> None:
 
 
 def _check_coming_nodes(config: JobConfig) -> None:
-    """Check that nodes which Slurm starts (``launch.node_launcher=none``) can find the run's folder."""
+    """Check that nodes which Slurm starts by itself (``launch.node_launcher=none``) can find the run's folder."""
     if config.launch.node_launcher == "none":
         why = (
             "with launch.node_launcher=none: nodes find the controller's address in the run's folder, even after "
@@ -257,13 +257,13 @@ _LOCAL_ONLY = {
     "launch.stop_timeout_seconds": "the launcher decides when ranks are killed",
     "training.exit_after_minutes": "its exit code would count as a failure; let the scheduler send a signal in time",
 }
-"""Maps each key that has an effect only in mode ``local`` to the reason why other modes ignore it."""
+"""Maps each key that has an effect only in mode ``local`` to the reason why all other modes ignore it."""
 
 
 def _check_launchers(config: JobConfig) -> None:
     """Check that keys which the modes ``torchrun`` and ``srun`` ignore have their defaults.
 
-    ``_check_launch`` does the same for ``recovery.max_restarts``, ``recovery.py`` for keys of recovery and snapshots.
+    ``_check_launch`` checks ``recovery.max_restarts`` in this way; ``recovery.py`` checks keys of its topics.
 
     Raises:
         ConfigError: a key that the mode ignores does not have its default; the message names the key.

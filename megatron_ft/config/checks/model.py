@@ -35,7 +35,7 @@ def check(config: JobConfig) -> None:
 
 
 def valid_model(values: Mapping[str, Any]) -> ModelConfig:
-    """Return a ``ModelConfig`` with ``values`` of keys that were read from a file. Other keys have their defaults.
+    """Return a ``ModelConfig`` with the ``values`` of keys that were read from a file, and defaults for all other keys.
 
     Raises:
         ConfigError: a key is unknown, or a value has another type or is not valid.

@@ -1,4 +1,4 @@
-"""Checks of parallel sizes. The batch size need not be a multiple of them, because padding microbatches are added."""
+"""Checks of parallel sizes. The batch size need not be a multiple of these sizes: padding microbatches are added."""
 
 from megatron_ft.config.checks.primitives import at_least, divides, one_of, require
 from megatron_ft.config.job import JobConfig
@@ -106,7 +106,7 @@ def _check_context(config: JobConfig) -> None:
 
 
 def _check_transformer_engine(config: JobConfig) -> None:
-    """Check that no key needs Transformer Engine if the device or ``training.transformer_impl`` excludes it."""
+    """Check that no key needs Transformer Engine if the device or ``training.transformer_impl`` rules it out."""
     training = config.training
     without = [
         ("training.device", training.device, "cpu"),
@@ -119,7 +119,7 @@ def _check_transformer_engine(config: JobConfig) -> None:
 
 
 def needs_transformer_engine(config: JobConfig) -> list[tuple[str, object, str]]:
-    """Return key, value and constraint of every setting that needs Transformer Engine's layers."""
+    """Return key, value and constraint of every setting that only Transformer Engine's layers support."""
     needs: list[tuple[str, object, str]] = []
     if config.parallel.context_parallel_size > 1:
         needs.append(("parallel.context_parallel_size", config.parallel.context_parallel_size, "must be 1"))
@@ -130,11 +130,11 @@ def needs_transformer_engine(config: JobConfig) -> list[tuple[str, object, str]]
 
 
 def require_local_layers(config: JobConfig, named: str, accepted: str, reason: str) -> None:
-    """Check that no key needs or chooses Transformer Engine, because the setting ``named`` needs the local layers.
+    """Check that no key needs or chooses Transformer Engine, because ``named`` needs the local layers.
 
     Args:
         accepted: values of ``training.transformer_impl`` that the error message names.
-        reason: why the layers of Transformer Engine do not support ``named``.
+        reason: why the layers of Transformer Engine do not support the setting ``named``.
     """
     for key, value, constraint in needs_transformer_engine(config):
         require(False, key, value, f"{constraint} with {named}: only Transformer Engine can train this value")
@@ -152,4 +152,4 @@ CHECKS = (
     _check_backend,
     _check_transformer_engine,
 )
-"""All checks of this file. The checks after ``_check_sizes`` assume that the sizes fit the number of ranks."""
+"""All checks of this file. The checks after ``_check_sizes`` assume that the parallel sizes fit the number of ranks."""

@@ -9,7 +9,7 @@ from megatron_ft.records import FORMER_STRATEGIES
 from megatron_ft.topology import Topology
 
 MAX_OUTLIVE_SECONDS = 7 * 24 * 3600
-"""Largest value of ``snapshot.outlive_job_seconds``. Snapshot servers that no job takes over must end."""
+"""Largest value of ``snapshot.outlive_job_seconds``: snapshot servers that no job takes over must end at some time."""
 _OUTLIVE = "snapshot.outlive_job_seconds"
 _REPAY = "snapshot.repay_capacity_share"
 _BUBBLES = "snapshot.copy_in_bubbles"
@@ -63,7 +63,7 @@ def _check_survival(config: JobConfig) -> None:
 
 
 def _why_no_fewer_lanes(config: JobConfig) -> str:
-    """Return the reason why a job without replica slots cannot continue with fewer lanes after a loss."""
+    """Return why a job without replica slots cannot continue with fewer lanes (model replicas) after a loss."""
     parallel = config.parallel
     num_expert_ranks = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or 1)
     windows = "a window of the lost lane can be loaded only by the number of ranks that captured it"
@@ -80,8 +80,8 @@ def _why_no_fewer_lanes(config: JobConfig) -> str:
 
 
 def _check_strategies(config: JobConfig) -> None:
-    """Check ``recovery.strategies``: the names, the values of keys that each strategy requires, and the strategies that
-    other keys require.
+    """Check ``recovery.strategies``: the names of strategies, the values of keys that each strategy requires, and the
+    strategies that other keys require.
 
     Raises:
         ConfigError: a rule is violated; the message names key, value and constraint.
@@ -250,7 +250,7 @@ def _check_slots(config: JobConfig, num_nodes: int, feature: str) -> None:
 
 
 def _check_upstream_log(config: JobConfig) -> None:
-    """Check ``upstream_log``. With ``recovery.keep_layout``, check that a replay of one stage reproduces the same bits.
+    """Check ``upstream_log``. With ``recovery.keep_layout``, check that replays of single stages are bitwise exact.
 
     Raises:
         ConfigError: a rule is violated; the message names key, value and constraint.
@@ -283,7 +283,7 @@ def _check_replays_exactly(config: JobConfig) -> None:
 
 
 def _check_partial(config: JobConfig) -> None:
-    """Check that other keys allow windows that leave out experts: single stages must not replay, for example.
+    """Check that other keys allow windows that leave out experts. Replays of single stages need all experts.
 
     Raises:
         ConfigError: a rule is violated, or the policy cannot be built.
@@ -329,7 +329,7 @@ def _check_partial(config: JobConfig) -> None:
 
 
 def _check_repayment(config: JobConfig) -> None:
-    """Check ``snapshot.repay_capacity_share``: experts must have capacities, and windows must leave out experts."""
+    """Check ``snapshot.repay_capacity_share``: it needs experts with a capacity, and windows that leave out experts."""
     share, model, policy = config.snapshot.repay_capacity_share, config.model, config.snapshot.policy
     if share is None:
         return
@@ -358,7 +358,7 @@ def _check_repayment(config: JobConfig) -> None:
 
 
 def _check_storage_bandwidth(config: JobConfig) -> None:
-    """Check ``snapshot.storage_bandwidth_bytes_per_second``: nothing else may decide how many experts files have."""
+    """Check ``snapshot.storage_bandwidth_bytes_per_second``: no other key may fix the number of experts per file."""
     snapshot, key = config.snapshot, "snapshot.storage_bandwidth_bytes_per_second"
     rate, policy = snapshot.storage_bandwidth_bytes_per_second, snapshot.policy
     if rate is None:
@@ -387,7 +387,7 @@ def _check_storage_bandwidth(config: JobConfig) -> None:
 
 
 def _check_bubbles(config: JobConfig) -> None:
-    """Check ``snapshot.copy_in_bubbles``: ranks must wait for other stages, and the CPU must notice when they wait."""
+    """Check ``snapshot.copy_in_bubbles``: it needs pipeline stages that wait for others, and ranks on CPUs."""
     if not config.snapshot.copy_in_bubbles:
         return
     require(
@@ -413,7 +413,7 @@ def _check_bubbles(config: JobConfig) -> None:
 
 
 def _check_snapshot(config: JobConfig) -> None:
-    """Check the keys of ``snapshot`` that can be checked without a plan.
+    """Check the keys of ``snapshot``, as far as this is possible without a plan.
 
     Raises:
         ConfigError: a rule is violated; the message names key, value and constraint.

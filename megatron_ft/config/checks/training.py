@@ -51,7 +51,7 @@ def _check_training(training: TrainingConfig) -> None:
 
 
 def _check_evaluate_only(config: JobConfig) -> None:
-    """Check that a job with ``training.evaluate_only`` has state to load, and captures no windows."""
+    """Check that a job with ``training.evaluate_only`` has saved state to load, and captures no windows (snapshots)."""
     if not config.training.evaluate_only:
         return
     checkpoint = config.checkpoint
@@ -71,7 +71,7 @@ def _check_evaluate_only(config: JobConfig) -> None:
 
 
 def _check_frozen(config: JobConfig) -> None:
-    """Check that a job with ``training.frozen`` has experts, and that no other key would change frozen parameters."""
+    """Check that a job with ``training.frozen`` has experts, and that no key would change frozen parameters."""
     frozen, model = config.training.frozen, config.model
     one_of(("experts", "others"), "training.frozen", frozen)
     if frozen is None:
@@ -105,7 +105,7 @@ def _check_words(training: TrainingConfig) -> None:
 
 
 def _check_batch_size(config: JobConfig) -> None:
-    """Check ramp-up and number of samples. Schedule and run length must both count samples, or both iterations."""
+    """Check ramp-up and number of samples. Learning-rate schedule and run length must count in one unit."""
     derived = with_train_iterations(config).training.train_iterations
     training, optimizer = config.training, config.optimizer
     # The entry point has already set the number of iterations that follows from the number of samples.
@@ -230,7 +230,7 @@ def _check_update_backend(config: JobConfig) -> None:
 
 
 def _check_regime(precision: PrecisionConfig) -> None:
-    """Check that ``params_dtype`` and ``fp8`` give compute weights the format that ``precision.regime`` names."""
+    """Check that ``params_dtype`` and ``fp8`` give compute weights the format in ``precision.regime``."""
     if precision.regime is None:
         return
     needs_fp8, named = precision.regime.startswith("fp8"), f"precision.regime={precision.regime}"

@@ -23,25 +23,25 @@ _EVENTS, _METRICS = "events.jsonl", "metrics.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """The events of a run that one attempt (one launcher of the job) has written."""
+    """The attempt of one launcher to run the job, and the part of the run's event file that the attempt wrote."""
 
     run_dir: Path
     hosts: Sequence[str]
     """Host of each node of the attempt, in the order of node numbers."""
     first_byte: int
-    """Offset of the attempt's first byte in the run's event file."""
+    """Offset in the run's event file at which the attempt's events begin."""
 
     @staticmethod
     def begin(run_dir: Path, hosts: Sequence[str]) -> "Witness":
-        """Return a witness for an attempt that begins now: its events follow the last complete line of the file."""
+        """Return a witness for an attempt that begins now, after the last complete line of the event file."""
         return Witness(run_dir, hosts, _num_whole_bytes(run_dir / _EVENTS))
 
     def lost_hosts(self) -> tuple[str, ...]:
-        """Return the hosts of nodes that were lost completely, once for each loss."""
+        """Return the hosts of nodes whose loss was reported, once for each loss."""
         return self._hosts_of(line for line in self._events() if line["kind"] == "node_lost")
 
     def failed_hosts(self) -> tuple[str, ...]:
-        """Return the hosts of the ranks that failed first."""
+        """Return the hosts of the ranks that were the first to fail."""
         return self._hosts_of(line for line in self._events() if line["kind"] == "rank_failed" and line.get("first"))
 
     def _events(self) -> list[Mapping[str, Any]]:
@@ -54,7 +54,7 @@ class Witness:
 
 @dataclass(frozen=True, slots=True)
 class RunAttempts:
-    """The attempts of a run, and the markers of its jobs that are over."""
+    """The attempts (launchers) of a run, and the markers of the run's jobs that are over."""
 
     run_dir: Path
 
@@ -71,7 +71,7 @@ class RunAttempts:
             raise ControlError(f"{path}: damaged: {error!r}") from None
 
     def read(self) -> list[Attempt]:
-        """Return the attempts so far, oldest first, or an empty list if there is no file.
+        """Return the attempts of the run so far, oldest first, or an empty list if there is no file.
 
         Raises:
             ControlError: the file is damaged.
@@ -83,7 +83,7 @@ class RunAttempts:
             raise ControlError(f"{path}: damaged: {error!r}") from None
 
     def add(self, attempt: Attempt) -> None:
-        """Append an attempt, and return when it is on disk. The run's folder must exist."""
+        """Append an attempt to the file, and return when it is on disk. The run's folder must exist."""
         path = self.run_dir / FOLDER / _FILE
         path.parent.mkdir(exist_ok=True)
         # The subfolder may be new: if its entry is lost in a power failure, so are its files.
@@ -96,7 +96,7 @@ class RunAttempts:
         """Write the job's exit code and reason to ``slurm/JOB.json`` atomically, and return when they are on disk.
 
         Args:
-            is_final: whether no other job should continue the run, because the run is complete or must be repaired.
+            is_final: whether the run is complete or must be repaired, so that no other job should continue it.
         """
         path = self.marker_of(job_id)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,16 +12,16 @@ from collections.abc import Callable
 from megatron_ft.control.slurm import calls
 
 FIRST_SECONDS, LONGEST_SECONDS = 5.0, 60.0
-"""First and longest interval between two queries. Each node lengthens each interval at random by up to half, so
-that not all nodes query Slurm at the same time."""
+"""First and longest interval between two queries of Slurm. Each node adds a random time of up to half the interval, so
+that not all nodes query at the same time."""
 _GROWTH = 1.5
 
 
 def watch(job_id: str, is_over: threading.Event, *, report: Callable[[str], None]) -> bool:
     """Query Slurm until the batch host no longer belongs to the job, then requeue the job.
 
-    Slurm decides whether the host is dead (``SlurmdTimeout``). The node itself cannot decide this, because it may be
-    cut off from the network; in that case it gets no answer from Slurm.
+    Slurm decides whether the host is dead (``SlurmdTimeout``). The node cannot decide this itself, because the node may
+    be cut off from the network. In that case, Slurm does not answer.
 
     Args:
         report: function that logs a message. Standard output is not used, because the process that reads it may be

@@ -3,7 +3,7 @@ allocation.
 
 ``python -m megatron_ft.control.slurm.batch_job pretrain_moe.py OVERRIDES...`` starts ``python pretrain_moe.py
 OVERRIDES...`` as a child. ``SIGUSR1`` means that Slurm will take the nodes away (``sbatch --signal=B:USR1@300``): the
-launcher writes a checkpoint and ends, and the job is requeued or ends (``MFT_ON_WARNING``). ``SIGTERM`` ends the job.
+launcher writes a checkpoint and ends, then the job is requeued or ends (``MFT_ON_WARNING``). ``SIGTERM`` ends the job.
 """
 
 import os
@@ -57,10 +57,10 @@ class _Site:
     max_fruitless: int
     on_warning: Next
     is_chained: bool
-    """Whether later jobs of the same name wait to continue the run (a chain of jobs)."""
+    """Whether later jobs with this job's name wait to continue the run (a chain of jobs)."""
     job_name: str
     final_exit_code: int | None
-    """Exit code of a job after which no job continues the incomplete run; None uses the launcher's exit code."""
+    """Exit code of a job that leaves the run incomplete and is not continued; None uses the launcher's exit code."""
     num_restarts: int
     """Number of times that Slurm has requeued the job."""
     drain_poll_seconds: float
@@ -126,7 +126,7 @@ class _BatchJob:
         self._most_spares = self._count("nodes.num_spare_nodes", site.num_spares)
         self._asked: Asked | None = None
         self._has_to_forward = False
-        """Whether a signal has not been forwarded to the launcher yet."""
+        """Whether a signal was received that has not been forwarded to the launcher yet."""
         self._console: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:

@@ -13,7 +13,7 @@ from megatron_ft.control.launchers.torchrun import expand_nodelist
 from megatron_ft.errors import ConfigError, ControlError
 
 CALL_SECONDS = 60.0
-"""Longest wait for an answer; Slurm's own limit (``MessageTimeout``) is 10 s by default."""
+"""Longest wait for an answer of Slurm. Slurm's own limit (``MessageTimeout``) is 10 s by default."""
 _DRAINED = re.compile(r"(drained|draining|drng|drain)[*$~#!%^@+-]*", re.IGNORECASE)
 
 
@@ -32,7 +32,7 @@ class JobView:
     hosts: tuple[str, ...]
     """Hosts of the job's nodes."""
     num_restarts: int = 0
-    """Number of requeues. Slurm increases it immediately, while the job's processes are still ending."""
+    """Number of requeues of the job. Slurm increases it at once, while the job's processes are still ending."""
     excluded: tuple[str, ...] = ()
     """Hosts that are excluded from the job."""
 
@@ -78,7 +78,7 @@ def _hosts(field: str, found: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def requeue(job_id: str) -> None:
-    """Put a running job back into the queue. Slurm ends its processes, including this one.
+    """Put the running job ``job_id`` back into the queue. Slurm then ends its processes, including this one.
 
     Raises:
         SlurmError: Slurm refuses to requeue the job.
@@ -90,7 +90,7 @@ def exclude(job_id: str, hosts: Sequence[str]) -> None:
     """Exclude further hosts from a job that waits in the queue.
 
     Raises:
-        SlurmError: Slurm refuses to exclude them, e.g. because the job runs.
+        SlurmError: Slurm refuses to exclude the hosts, e.g. because the job already runs.
     """
     if hosts:
         # ``ExcNodeList`` replaces the whole list, so it must also name the hosts that the user had excluded.
@@ -99,7 +99,7 @@ def exclude(job_id: str, hosts: Sequence[str]) -> None:
 
 
 def cancel_waiting(name: str) -> None:
-    """Cancel this user's waiting jobs named ``name``, which are the later jobs of a chain.
+    """Cancel this user's waiting jobs named ``name``: the later jobs of a chain.
 
     Raises:
         SlurmError: Slurm refuses to cancel them.
@@ -108,7 +108,7 @@ def cancel_waiting(name: str) -> None:
 
 
 def drained_hosts(hosts: Sequence[str]) -> list[str]:
-    """Return the ``hosts`` that an administrator is draining or has drained.
+    """Return those of ``hosts`` that an administrator is draining or has drained in Slurm.
 
     Raises:
         SlurmError: Slurm does not answer.
@@ -117,13 +117,13 @@ def drained_hosts(hosts: Sequence[str]) -> list[str]:
 
 
 def _parse_drained(text: str) -> list[str]:
-    """Parse the output of ``sinfo --Node --format='%N %T'``, which repeats a node that is in several partitions."""
+    """Parse the output of ``sinfo --Node --format='%N %T'``. It repeats a node that is in several partitions."""
     pairs = [line.split() for line in text.splitlines()]
     return sorted({pair[0] for pair in pairs if len(pair) == 2 and _DRAINED.fullmatch(pair[1])})
 
 
 def array_hosts(job_id: str) -> dict[int, str]:
-    """Return the host of each running task of an array, by task index. Each task must have one node.
+    """Return the host of each running task of a job array, by task index. Each task must have one node.
 
     Raises:
         SlurmError: the array is unknown, or Slurm does not answer.
@@ -146,7 +146,7 @@ def _parse_array_hosts(text: str) -> dict[int, str]:
 
 
 def run(command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
-    """Run a command of Slurm, and return its result for any exit code.
+    """Run a command of Slurm, and return its result, also if the exit code is not 0.
 
     Args:
         environment: environment of the command; None uses the environment of this process.

@@ -1,7 +1,7 @@
 """Makes a running job release nodes that an administrator drains in Slurm, if the job can continue without them.
 
-In an allocation, a thread of the batch script's process watches for drained nodes. In an array, a separate process does
-so until it is killed; it runs beside the launcher: ``python -m megatron_ft.control.slurm.drains RUN_DIR --array ID
+In an allocation, a thread of the batch script's process watches for drained nodes. In a job array, a separate process
+beside the launcher watches until it is killed: ``python -m megatron_ft.control.slurm.drains RUN_DIR --array ID
 --poll-seconds 60``.
 """
 
@@ -23,11 +23,11 @@ _Hosts = Callable[[], Mapping[int, str]]
 
 @contextlib.contextmanager
 def watch_drains(run_dir: Path, hosts: Sequence[str], *, poll_seconds: float) -> Iterator[None]:
-    """Run a thread during the ``with`` block. The thread queries Slurm for drained nodes, and asks the controller to
-    let each of these nodes leave.
+    """Watch for drained nodes during the ``with`` block. A thread queries Slurm, and asks the controller to let each
+    drained node leave.
 
-    The end of the block waits up to ``CALL_SECONDS`` for a query in progress. A thread that has not ended by
-    then is abandoned, with a message; it makes no further calls to the controller.
+    The end of the block waits up to ``CALL_SECONDS`` for a query in progress. If the thread has not ended by then, a
+    message is printed, and the thread is left behind; it makes no further calls to the controller.
 
     Args:
         hosts: host of each node of the job, by node number.
@@ -95,7 +95,7 @@ def _say(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command for an array until it is killed."""
+    """Run the command that watches the nodes of a job array until it is killed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("run_dir", type=Path, help="the run's folder: run.dir/run.name")
     parser.add_argument("--array", required=True, help="id of the Slurm array whose tasks are the nodes")

@@ -1,7 +1,7 @@
-"""Nodes of a Slurm allocation: the host of each, and the command that starts its process.
+"""Nodes of a Slurm allocation: each node's host, and the command that starts the node's process.
 
 Source: the manual page srun(1). Measured with Slurm 22.05: a step whose node dies can end with exit code 0, so exit
-codes of ``srun`` are not used here. SIGTERM to ``srun`` ends its task; SIGKILL to ``srun`` does not.
+codes of ``srun`` are not used here. SIGTERM to ``srun`` ends the task of ``srun``; SIGKILL to ``srun`` does not.
 """
 
 import shutil
@@ -16,12 +16,12 @@ from megatron_ft.errors import ConfigError
 
 _KEY = "launch.node_launcher"
 TERM_SECONDS = 10.0
-"""Time for ``srun`` to end its task before ``srun`` itself is killed."""
+"""Time that ``srun`` has to end its task. After this time, ``srun`` is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Nodes of a Slurm job. Node ``k`` of this project is the host at position ``k`` of Slurm's list."""
+    """Nodes of a Slurm job. Node ``k`` of this project is the host at position ``k`` of Slurm's list of hosts."""
 
     job_id: str
     hosts: tuple[str, ...]
@@ -86,8 +86,8 @@ class Allocation:
 
 
 def address_of(interface: str) -> str:
-    """Return the address for ``control.interface``: the address of the network interface with this name, or the value
-    itself if there is no such interface.
+    """Return the address for ``control.interface``. The value ``interface`` is the name of a network interface, or an
+    address, which is returned unchanged.
 
     Raises:
         ConfigError: the interface has no address, or other machines cannot reach it.

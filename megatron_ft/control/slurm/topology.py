@@ -1,7 +1,7 @@
-"""Failure domains from Slurm's topology: a node's domain is its leaf switch.
+"""Reads failure domains from Slurm's topology: a node's domain is its leaf switch.
 
 Sources: the manual pages scontrol(1) (``show topology``, variable ``SLURM_TOPO_LEN``) and topology.conf(5); the tests
-read output of Slurm 22.05. ``SLURM_TOPOLOGY_ADDR`` describes one node only.
+read output of Slurm 22.05. ``SLURM_TOPOLOGY_ADDR`` is not used, because it describes one node only.
 """
 
 import dataclasses
