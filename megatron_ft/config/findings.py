@@ -45,7 +45,7 @@ class Findings:
         return bool(self.errors)
 
     def add(self, error: MegatronFtError, *, at_fault: Iterable[str] | None = None) -> None:
-        """Add ``error``. Do nothing if it names a key at fault for an earlier error, and so may follow from it.
+        """Add ``error``. Leave it out if it may follow from an earlier error: it names a key at fault for that error.
 
         Args:
             at_fault: keys, or names of groups, that may have caused ``error``; None: all keys that ``error`` names.

@@ -82,8 +82,8 @@ class JobIdentity:
     run_id: str
     """Random name of the run, stored in its folder."""
     run_name: str
-    """Name of the run's folder, for messages. In checkpoints and windows of format 1, it identifies the run, because
-    runs had no ``run_id`` then."""
+    """Name of the run's folder, for messages. The name identifies the run in checkpoints and windows of format 1,
+    because runs had no ``run_id`` then."""
     settings: Settings
     """Result of ``settings_of`` for this job."""
     allow_change: tuple[str, ...] = ()

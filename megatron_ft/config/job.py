@@ -427,9 +427,9 @@ class SnapshotConfig:
     """Number of windows after which the snapshot plan is checked against measured bandwidth, iteration time and expert
     loads, and is replaced if necessary. 0 keeps the first plan."""
     skip_frozen_gradients: bool = True
-    """Skip the weight gradients of frozen operators in a replay. Use false only to measure how much time this saves."""
+    """In a replay, skip weight gradients of parts that are not fully loaded. Use false only to measure the gain."""
     copy_in_bubbles: bool = False
-    """Copy slices preferably while a rank waits for messages of another pipeline stage (MoEtion, section 5.3). Windows
+    """Copy slices of windows preferably while a rank waits for another pipeline stage (MoEtion, section 5.3). Windows
     have the same bytes and are complete at the same time as without this key. Needs PP above 1 and CPUs."""
 
     @property

@@ -13,7 +13,7 @@ from megatron_ft.errors import ConfigError
 
 TABLE = Path(__file__).with_name("megatron_flags.txt")
 VERSION = "core_v0.16.1"
-"""Release of Megatron-LM whose flags ``TABLE`` contains. The Megatron-Core that is used here has the same release."""
+"""Release of Megatron-LM whose flags ``TABLE`` contains. This project uses Megatron-Core of the same release."""
 _NUMBER = re.compile(r"-?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 Given = Mapping[str, Sequence[str]]
 """Maps the name (without dashes) of each flag of a command line to its values."""
@@ -41,7 +41,7 @@ class Answer:
     """The flag with its values, as the command line gives it."""
     kind: str
     """``key``: ``overrides`` replace the flag. ``always``: every job behaves as the flag requests. ``none``: no key has
-    the same effect. ``refused``: Megatron-LM has no such flag, or its values are wrong."""
+    this effect. ``refused``: Megatron-LM has no such flag, or its values are wrong."""
     overrides: tuple[str, ...] = ()
     note: str = ""
 

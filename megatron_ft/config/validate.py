@@ -33,7 +33,7 @@ def _check_numbers(config: JobConfig) -> None:
 
 
 def _check_failpoints(config: JobConfig) -> None:
-    """Check that failpoints can be parsed, and that their ranks, nodes, generations and iterations can occur."""
+    """Check that failpoints (injected faults) can be parsed, and name ranks, nodes and iterations that can occur."""
     num_nodes, world_size = config.most_nodes, config.most_nodes * config.launch.ranks_per_node
     for text in config.testing.failpoints:
         failpoint = Failpoint.parse(text)

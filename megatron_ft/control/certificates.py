@@ -1,8 +1,8 @@
 """Certificates for jobs that encrypt the control channel with mutual TLS (``control.tls_dir``).
 
 The folder contains three files. ``ca.pem`` is the certificate of the authority that both ends of a connection trust.
-``cert.pem`` is this machine's certificate, for the name or address by which other machines call it. ``key.pem`` is its
-private key, with mode 0600 or 0400.
+``cert.pem`` is this machine's certificate, for the name or address by which other machines call this machine.
+``key.pem`` is its private key, with mode 0600 or 0400.
 """
 
 import os

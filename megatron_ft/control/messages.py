@@ -19,7 +19,7 @@ from megatron_ft.serde import Between, decode, encode
 
 # A record is sent inside a larger message, which needs the rest of the frame.
 MAX_RECORD_BYTES = MAX_FRAME_BYTES - 64 * 1024
-"""Largest size of a ``RecordWritten`` report as JSON, in bytes; it is forwarded to the launcher in one message."""
+"""Largest size of a ``RecordWritten`` report as JSON, in bytes. The report must fit in one message to the launcher."""
 MAX_REPORT_BYTES = 1024 * 1024
 """Largest size of all other kinds of reports as JSON, in bytes. These reports are written to the journal. Details of
 how a rank ended are also forwarded to the launcher."""
@@ -113,7 +113,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordWritten(Report):
-    """A metrics or event record for the sinks; the controller forwards it and changes no state."""
+    """A metrics or event record for the sinks. The controller only forwards the record, and changes no state."""
 
     op: ClassVar[str] = "record"
     record: dict[str, Any]
@@ -176,7 +176,7 @@ class _Raised(EndReport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken(EndReport):
-    """A rank has stopped and waits for the next membership. Usually it has an error; with ``planned``, it has none."""
+    """A rank has stopped, because of an error or (``planned``) an order, and waits for the next membership."""
 
     op: ClassVar[str] = "broken"
     position: Position
@@ -280,7 +280,7 @@ class Start(Order, LaunchSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Break(Order):
-    """End the membership: kill the ranks of ``lost`` nodes; all other ranks stop and report their positions."""
+    """End the membership: kill the ranks of ``lost`` nodes; all other ranks stop and report their progress."""
 
     op: ClassVar[str] = "break"
     generation: Count
@@ -289,7 +289,7 @@ class Break(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change(Order):
-    """Order ranks to stop at the next iteration boundary and report their positions, because nodes join or leave."""
+    """Order ranks to stop at the next iteration boundary and report their progress, because nodes join or leave."""
 
     op: ClassVar[str] = "change"
     generation: Count

@@ -119,7 +119,7 @@ class _Machine:
 
     node: int
     process_id: int
-    """Process id of the agent. A loss is reported with it, so the loss of a replaced agent has no effect."""
+    """Process id of the agent. Reports of a loss contain it, so the loss of a replaced agent has no effect."""
     endpoint: PresenceEndpoint
     sock: socket.socket | None = None
     is_open: bool = False

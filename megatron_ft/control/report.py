@@ -81,9 +81,9 @@ _WIDTH = 100
 _MAX_LINES = 40
 _TAIL_LINES = 15
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
-"""Texts in the error messages of gloo and NCCL if another rank has ended."""
+"""Texts that error messages of gloo and NCCL contain if another rank has ended."""
 _ENDING_FAULTS = ("kill", "exit", "raise")
-"""Actions of failpoints that end the process, so that its node leaves the membership."""
+"""Actions of failpoints (injected faults) that end the process, so that its node leaves the membership."""
 # Keys left out of the advice: it names the run itself, faults would be injected again, the fork server may be gone.
 _NOT_AGAIN = ("run.name=", "run.resume=", "run.dir=", "testing.failpoints=", "launch.forkserver_socket=")
 

@@ -336,7 +336,7 @@ def _resume(run: RunConfig, path: Path, *, may_be_in_memory: bool) -> Path | Non
 
 
 def _has_state(path: Path) -> bool:
-    """Whether a run's folder contains a checkpoint or a persisted window; it may be invalid."""
+    """Whether a run's folder contains a checkpoint or a persisted window, valid or not."""
     folders = (path / "checkpoints", path / "windows")
     return any(not entry.name.startswith(".") for folder in folders if folder.is_dir() for entry in folder.iterdir())
 
@@ -365,7 +365,7 @@ def _set_aside(path: Path) -> None:
 
 
 def has_complete_state(path: Path) -> bool:
-    """Whether a run's folder contains a completely saved checkpoint or a persisted window; it may be invalid."""
+    """Whether a run's folder contains a completely saved checkpoint or a persisted window, valid or not."""
     checkpoints = (path / "checkpoints").glob(f"iter_*/{_CHECKPOINT_MANIFEST}")
     return any(checkpoints) or any((path / "windows").glob("window_*"))
 

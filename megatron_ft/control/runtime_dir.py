@@ -60,7 +60,7 @@ class Use:
 @contextlib.contextmanager
 def make_runtime_dir() -> Iterator[Path]:
     """Make a directory (mode 0700) for sockets in the folder of temporary files. Remove it at the end of the ``with``
-    block, unless another process uses it. Before that, remove unused directories of earlier jobs.
+    block if no other process uses it. Before that, remove unused directories of earlier jobs.
 
     Raises:
         ConfigError: the path of temporary files is too long for sockets.

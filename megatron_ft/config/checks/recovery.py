@@ -387,7 +387,7 @@ def _check_storage_bandwidth(config: JobConfig) -> None:
 
 
 def _check_bubbles(config: JobConfig) -> None:
-    """Check ``snapshot.copy_in_bubbles``: it needs pipeline stages that wait for others, and ranks on CPUs."""
+    """Check ``snapshot.copy_in_bubbles``: it needs pipeline stages that wait for other stages, and ranks on CPUs."""
     if not config.snapshot.copy_in_bubbles:
         return
     require(

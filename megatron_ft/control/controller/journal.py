@@ -68,7 +68,7 @@ class EssentialWrites:
     """Carries out the writes of one thread in order. Repeats a write as long as the disk is full."""
 
     def __init__(self, run_dir: Path, on_wait: Callable[[str], None], on_go_on: Callable[[float], None]) -> None:
-        """Remember the run's folder, to detect later that it was moved or deleted.
+        """Remember the run's folder, so that its move or deletion can be detected later.
 
         Args:
             on_wait: called when a wait for disk space begins, with the run's folder and the error.

@@ -106,7 +106,7 @@ class _Inbox:
         """Return the next item if it arrived before ``until_seconds``. Otherwise wait until that time and return a
         ``Tick``.
 
-        A ``Tick`` lets deadlines expire. No deadline expires while an item that arrived before it is not processed.
+        A ``Tick`` lets a deadline expire. All items that arrived before the deadline are returned first.
         """
         all_taken_seconds = until_seconds
         if self._first is None:

@@ -148,13 +148,13 @@ class NodeRules:
         return self._dismiss(state, node, reason, now) if node in state.nodes.waiting else state
 
     def drain(self, state: State, node: int) -> State:
-        """Record that a member has to leave, unless ``refuse_drain`` gives a reason against it."""
+        """Record that a member has to leave. Do nothing if ``refuse_drain`` gives a reason against it."""
         if self.refuse_drain(state, node) is not None:
             return state
         return replace(state, nodes=state.nodes.change(node, state=NodeState.DRAINING))
 
     def refuse_drain(self, state: State, node: int) -> str | None:
-        """Return the reason why a node cannot leave, or None if it can."""
+        """Return the reason why a node cannot leave, or None if the node can leave."""
         if state.phase in _NOT_ALIVE or state.interrupted:
             return f"no node can leave: the job is {_NOT_ALIVE[Phase.STOPPING if state.interrupted else state.phase]}"
         if not state.nodes.is_member(node):
@@ -172,7 +172,7 @@ class NodeRules:
         return self.policy.layouts.why_not_without(layout_of(self.policy, state), gone) or None
 
     def refuse_add(self, state: State, node: int) -> str | None:
-        """Return the reason why a node cannot be added, or None if it can."""
+        """Return the reason why a node cannot be added, or None if the node can be added."""
         if state.phase in _NOT_ALIVE or state.interrupted:
             return f"no node can join: the job is {_NOT_ALIVE[Phase.STOPPING if state.interrupted else state.phase]}"
         if not self.policy.admits_nodes:
@@ -524,7 +524,7 @@ def members_after_restart(state: State) -> tuple[int, ...]:
 
 
 def count_losses(state: State, iteration: int) -> State:
-    """Add one to ``num_losses`` of each member that was lost in this generation, unless its loss was counted before.
+    """Add one to ``num_losses`` of each member that was lost in this generation and whose loss is not counted yet.
     Training continues after ``iteration``."""
     # Usually the next membership counts losses. While a place waits for a node, the rules need the counts earlier.
     # ``is_counted`` prevents a second count.

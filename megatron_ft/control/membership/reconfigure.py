@@ -1,6 +1,6 @@
 """Rules for transitions from one membership to the next. Most transitions follow the loss of nodes.
 
-When a rank or a node fails, the membership ends. The other ranks are ordered to stop (``BREAK``) and report their
+When a rank or a node fails, the membership ends. All other ranks are ordered to stop (``BREAK``) and report their
 positions (``RankBroken``); a rank whose collective fails reports without an order. When every remaining rank has
 reported, the next membership begins (``REFORM``), together with nodes that are ready to join. A job that keeps its
 layout first waits until a node is ready for every lost place (``joining``), or until a place is certain to stay empty.
@@ -36,7 +36,7 @@ from megatron_ft.planning.recovery.membership import Position, choose_target
 
 
 def lose(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Mark the node of a failed rank as lost, if the job can continue without a node in its present phase."""
+    """Mark the node of a failed rank as lost, if the job's present phase allows the job to continue without a node."""
     # In other phases, the node stays a member, and its failure stops the job.
     if not policy.may_lose_nodes or state.phase not in BREAKABLE:
         return state
@@ -311,8 +311,8 @@ def _next_nodes(policy: MembershipPolicy, nodes: Nodes, reform: Reform, members:
 
 
 def _next(policy: MembershipPolicy, state: State) -> Reform:
-    """Return the nodes and ranks of the next membership, and the iteration after which they continue. After a failure,
-    nodes that were asked to leave stay."""
+    """Return the nodes and ranks of the next membership, and the iteration after which these ranks continue. After a
+    failure, nodes that were asked to leave stay."""
     leaves = not state.failures
     leaving = frozenset(node for node in state.nodes.draining if leaves and state.nodes[node].leaves_now)
     staying = set(state.members) - state.nodes.lost - leaving

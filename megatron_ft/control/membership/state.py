@@ -236,15 +236,15 @@ class Decision(Enum):
     START = "start"
     RESTART = "restart"
     BREAK = "break"
-    """End the membership: kill ranks of lost nodes, and order all other ranks to stop and report their positions."""
+    """End the membership: kill ranks of lost nodes, and order all other ranks to stop and report their progress."""
     REFORM = "reform"
     """Begin the next membership, which consists of the remaining and the joining nodes."""
     CHANGE = "change"
-    """Order the members to stop at the next iteration boundary, where nodes join or leave, and to report positions."""
+    """Order the members to stop and report their progress at the next iteration boundary, where nodes join or leave."""
     START_NODES = "start_nodes"
     """Start the ranks of nodes that are not members (``Step.nodes``). These ranks wait for the next membership."""
     START_AGENTS = "start_agents"
-    """Start agents of nodes that have no agent (``Step.nodes``). If the job starts no agents, wait for them."""
+    """Start agents of nodes without an agent (``Step.nodes``). If the job starts no agents, wait for such agents."""
     KILL_NODES = "kill_nodes"
     """Kill the remaining ranks of nodes that will not join (``Step.nodes``)."""
     STOP = "stop"
@@ -409,7 +409,7 @@ class Failure:
     iteration: int = 0
     """Last iteration that the rank reached, 0 before the first."""
     sudden: bool = False
-    """Whether no other rank can have caused it: the node was lost, or the rank hung or was killed by a signal."""
+    """Whether no other failure can be its cause: the node was lost, or the rank hung or was killed by a signal."""
     final: bool = False
     """Whether another attempt of the job would fail in the same way."""
     detail: str = ""
@@ -447,7 +447,7 @@ class State:
     generation: int = 0
     nodes: Nodes = field(default_factory=Nodes)
     layout: "MembershipLayout | None" = None
-    """Layout of this generation; None if it is still the layout with which all ranks were started."""
+    """Layout of this generation; None if the layout has not changed since all ranks were started."""
     base: "MembershipLayout | None" = None
     """Layout of the newest earlier membership whose ranks had complete state: it committed an iteration, or all its
     surviving ranks had received their state. None means the layout at the start."""
@@ -571,7 +571,7 @@ class Step:
 
 
 def remaining_ranks(policy: MembershipPolicy, state: State) -> frozenset[int]:
-    """Return the ranks of the members that are not lost, without hot spares."""
+    """Return the ranks of the members that are not lost. Hot spares (processes without a rank) are left out."""
     return layout_of(policy, state).processes_without(state.nodes.lost)
 
 

@@ -63,7 +63,7 @@ class AgentSpec:
     heartbeat_interval_seconds: float = 1.0
     """Interval between two heartbeats of the node, and between two pings of its ranks."""
     heartbeat_timeout_seconds: float = 10.0
-    """Time after which a rank is killed if it sends no messages, also no answers to pings."""
+    """Time without any message from a rank, not even an answer to a ping. After this time, the rank is killed."""
 
     answers_presence: bool = False
     """Whether the agent opens a port (``PresencePort``) at which the machine's kernel answers the controller."""
@@ -125,7 +125,7 @@ class _Agent:
         )
         self._check_life_at = self._answered_at = time.monotonic()
         self._silence: str | None = None
-        """Reason why the controller did not answer the last call for orders; None if it did."""
+        """Reason why the controller did not answer the last call for orders; None if it answered."""
 
     def run(self) -> int:
         """Serve until the controller orders this agent to end, or is lost. Return the process's exit code.

@@ -154,8 +154,8 @@ def _wait(process: _Process, seconds: float) -> int | None:
 
 
 def _nodes_of(found: JoinFile) -> set[int] | None:
-    """Return the nodes with a living agent. The controller at the address in ``found`` is asked; if it does not answer,
-    return None, because the file may be from a launcher that has died.
+    """Ask the controller at the address in ``found`` which nodes have a living agent, and return these nodes. Return
+    None if the controller does not answer: the file may be from a launcher that has died.
 
     Raises:
         ConfigError: the certificates cannot be read on this machine.

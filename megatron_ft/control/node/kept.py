@@ -2,8 +2,8 @@
 
 An agent leaves a record (a file with mode 0600) beside the server's socket. The record names the server's process and
 address, and the token with which the server can be taken over. The agent of the next job finds the record in the folder
-of temporary files, and checks that the process is the recorded one. The server checks the token. It ends if it belongs
-to another run, layout or address than the next job.
+of temporary files, and checks that the process is the recorded one. The server checks the token. It ends if its run,
+layout or address is not that of the next job.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class KeptServers:
     """Seconds for which servers outlive their agents. If 0, servers of earlier jobs of the run are ended, too."""
     run_id: str
     fingerprint: str
-    """Hash of the layout and of further settings. A later job can use the windows only if it has an equal hash."""
+    """Hash of the layout and of further settings. A later job can use the windows only if its own hash is equal."""
     first_generation: int
     """Number that is added to generations in windows, so that later jobs of the run have larger generations."""
 

@@ -1,9 +1,9 @@
 """The process of a node on a separate machine: ``python -m megatron_ft.control.node.main``.
 
-``srun`` or ``join`` starts it. The process reads a ``NodeSpec``, one line of JSON, from standard input. When this input
-closes, the node ends; ``srun`` closes it when its own input closes. The process finds the values that only this machine
-knows: an address on the route to the controller, free ports, a folder for sockets. It then starts a fork server, and
-becomes the agent.
+``srun`` or ``join`` starts it. The process reads a ``NodeSpec``, one line of JSON, from standard input. The node ends
+when this input closes. ``srun`` closes it when the input of ``srun`` closes. The process finds the values that only
+this machine knows: an address on the route to the controller, free ports, a folder for sockets. It then starts a fork
+server, and becomes the agent.
 """
 
 import dataclasses

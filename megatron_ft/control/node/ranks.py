@@ -31,9 +31,9 @@ _SEND_SECONDS = 5.0
 GREETING_BYTES = 4096
 """Largest size in bytes of the first message of a connection."""
 MAX_UNAUTHENTICATED = 256
-"""Largest number of open connections that have not named their rank. If there are more, the oldest are closed."""
+"""Largest number of open connections whose rank is not known yet. If there are more, the oldest are closed."""
 _BUSY_SECONDS = 0.5
-"""A rank that does not answer a ping counts as alive if it used more than this processor time meanwhile."""
+"""Seconds of processor time. A rank that answers no ping counts as alive if it uses more within the timeout."""
 
 
 class Outbox:

@@ -40,7 +40,7 @@ _READ_BYTES = 4096
 
 @dataclass
 class _Sidecar:
-    """A sidecar of a node."""
+    """A sidecar of a node: a process beside the node's ranks."""
 
     name: str
     process: "subprocess.Popen[bytes] | None"
@@ -123,7 +123,7 @@ class Sidecars:
         kept: KeptServers | None = None,
         start_seconds: float = START_SECONDS,
     ) -> None:
-        """Start the sidecars. Call this before the process has other threads, because it forks.
+        """Start the sidecars. The call forks the process, so the process must not have other threads yet.
 
         Args:
             modules: maps the name of each sidecar to its Python module.
