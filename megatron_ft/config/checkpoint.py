@@ -24,7 +24,7 @@ class CheckpointConfig:
     load_weights: str | None = None
     """Checkpoint directory from which a new run loads only weights. The run starts at iteration 0 with new optimizer
     state. Allowed are checkpoints of other runs, checkpoint folders of Megatron-LM, and Hugging Face folders that were
-    converted by ``tools/convert_checkpoint.py``. Their model must be the job's. null: random weights."""
+    converted by ``tools/convert_checkpoint.py``. They must contain the job's model. null: random weights."""
     trust: bool = False
     """Allow ``checkpoint.load`` and ``checkpoint.load_weights`` to name a checkpoint without this project's manifest.
     Loading such a checkpoint unpickles its metadata, so a malicious checkpoint can run code."""

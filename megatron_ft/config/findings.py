@@ -45,7 +45,7 @@ class Findings:
         return bool(self.errors)
 
     def add(self, error: MegatronFtError, *, at_fault: Iterable[str] | None = None) -> None:
-        """Add ``error``. Leave it out if it may follow from an earlier error: it names a key at fault for that error.
+        """Add ``error`` if it names no key at fault for an earlier error. Otherwise it may follow from that error.
 
         Args:
             at_fault: keys, or names of groups, that may have caused ``error``; None: all keys that ``error`` names.
@@ -107,7 +107,7 @@ def _error_of(check: Check, config: JobConfig) -> ConfigError | None:
 
 def _repair(check: Check, config: JobConfig, error: ConfigError) -> tuple[Sequence[str], JobConfig | None]:
     """Find the fewest keys named in ``error`` whose default values remove the error and its consequences. Return these
-    keys, and the configuration with their default values. It is None if no default value changes the error."""
+    keys and the changed configuration. The configuration is None if no default value changes the error."""
     named = keys_in(error)
     given = [key for key in named if value_of(config, key) != value_of(_DEFAULT, key)]
     fallback: tuple[Sequence[str], JobConfig | None] = (named[:1], None)

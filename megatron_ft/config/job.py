@@ -317,7 +317,7 @@ class RecoveryConfig:
     If a rank reports later, its node also counts as lost. Usually ranks report much earlier, because they abort a
     collective after half a second. The limit must exceed the time that a rank computes between two collectives."""
     reconfigure_timeout_seconds: float = 60.0
-    """Longest time to wait for positions of all remaining ranks and for the new process group after a loss."""
+    """Longest wait after a loss for the positions (progress) of all remaining ranks and for the new process group."""
 
     def may_use(self, strategy: str) -> bool:
         """Return whether the job may use the recovery strategy of this name by itself."""
@@ -427,7 +427,7 @@ class SnapshotConfig:
     """Number of windows after which the snapshot plan is checked against measured bandwidth, iteration time and expert
     loads, and is replaced if necessary. 0 keeps the first plan."""
     skip_frozen_gradients: bool = True
-    """In a replay, skip weight gradients of parts that are not fully loaded. Use false only to measure the gain."""
+    """Skip weight gradients of frozen (not yet fully loaded) operators in a replay. Use false only for measurements."""
     copy_in_bubbles: bool = False
     """Copy slices of windows preferably while a rank waits for another pipeline stage (MoEtion, section 5.3). Windows
     have the same bytes and are complete at the same time as without this key. Needs PP above 1 and CPUs."""

@@ -20,7 +20,7 @@ class ModelConfig:
     hidden_size: int = 128
     """Hidden size: number of channels of the residual stream."""
     num_attention_heads: int = 4
-    """Number of query heads; must divide ``hidden_size`` unless ``kv_channels`` is given."""
+    """Number of query heads; must divide ``hidden_size`` if ``kv_channels`` is null."""
     num_query_groups: int | None = None
     """Number of key/value heads (grouped-query attention); null means one per query head."""
     kv_channels: int | None = None

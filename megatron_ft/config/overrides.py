@@ -92,8 +92,8 @@ def _known_keys() -> Mapping[str, KeyDoc]:
 
 
 def open_key(key: str) -> str | None:
-    """Return the key of the open mapping (it accepts any entries) that contains ``key``, or None. For example, return
-    ``snapshot.policy`` for ``snapshot.policy`` and for ``snapshot.policy._target_``."""
+    """Return the key of the mapping that contains ``key`` if this mapping accepts any entries, otherwise None. For
+    example, return ``snapshot.policy`` for ``snapshot.policy`` and for ``snapshot.policy._target_``."""
     opened = [doc.key for doc in _known_keys().values() if doc.type.startswith("dict")]
     return next((name for name in opened if key == name or key.startswith(f"{name}.")), None)
 

@@ -51,7 +51,7 @@ class TelemetryConfig:
     """Alert if the probability to survive the loss of one failure domain without a restart is below this limit. The
     probability is known only for jobs that recover by expert replicas (``recovery.min_nodes``). null: no alert."""
     alert_stall_share: float | None = 0.05
-    """Alert if training spends more than this share of five windows' time waiting for captures. null: no alert."""
+    """Alert if training waits for captures for more than this share of the time of five windows. null: no alert."""
     alert_windows_behind: float | None = 3.0
     """Alert if more than this number of windows should have been committed since the last commit. null: no alert."""
     alert_free_disk_share: float | None = 0.05

@@ -27,12 +27,12 @@ class Certificates:
     private_key: bytes = field(repr=False)
 
     def of_server(self) -> grpc.ServerCredentials:
-        """Return gRPC credentials for a server. It refuses callers whose certificate the authority has not signed."""
+        """Return gRPC credentials for a server. The server accepts only certificates that the authority has signed."""
         pair = (self.private_key, self.certificate)
         return grpc.ssl_server_credentials([pair], self.authority, require_client_auth=True)
 
     def of_client(self) -> grpc.ChannelCredentials:
-        """Return gRPC credentials for a caller. It refuses servers whose certificate the authority has not signed."""
+        """Return gRPC credentials for a caller. The caller accepts only certificates that the authority has signed."""
         return grpc.ssl_channel_credentials(self.authority, self.private_key, self.certificate)
 
     @classmethod

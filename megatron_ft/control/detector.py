@@ -73,7 +73,7 @@ class Place:
 
 
 FIRST_ITERATIONS = 3
-"""Number of iterations that a membership measures before ``hang_iterations`` applies. The first ones are slower."""
+"""Number of iterations of a membership to measure before ``hang_iterations`` applies. The first ones are slower."""
 _MEASURED_ITERATIONS = 50
 
 

@@ -404,7 +404,7 @@ class _Job:
 
 _GENERATIONS_FILE = "window_generations"
 _GENERATIONS_OF_JOB = 1_000_000
-"""Distance between the first generations of two consecutive jobs of a run. A job has fewer generations."""
+"""Distance between the first generations of two consecutive jobs of a run. No job has more generations than this."""
 
 
 def _kept_servers(config: JobConfig, run_dir: Path) -> KeptServers:

@@ -379,7 +379,7 @@ def event_to_json(event: events.MachineEvent) -> Message:
 
 
 def event_from_json(content: Message) -> events.MachineEvent:
-    """Read the JSON of ``event_to_json``.
+    """Read a machine event from the JSON that ``event_to_json`` has made.
 
     Raises:
         ControlError: the event is unknown or malformed.

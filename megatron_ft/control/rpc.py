@@ -40,8 +40,8 @@ ACCEPT_SECONDS = 20.0
 HANDSHAKE_SECONDS = 10
 """Time after which a connection without an HTTP/2 handshake is closed."""
 _PING_SECONDS = 3
-"""Time without data after which a client pings its connection. If the ping has no answer after this time again, the
-client replaces the connection."""
+"""Time without data after which a client pings its connection. If the ping has no answer for this time, too, the client
+replaces the connection."""
 _TOKEN_KEY = "x-megatron-ft-token"
 
 
@@ -287,7 +287,7 @@ class ControllerClient:
         return answer
 
     def insist(self, method: str, body: Mapping[str, Any], *, timeout_seconds: float) -> Message:
-        """Repeat a call until the controller or the controller that replaces it answers.
+        """Repeat a call until the controller or its replacement answers.
 
         Raises:
             RpcError: the controller refused the call, or did not answer in time.
@@ -322,8 +322,8 @@ LOOK_SECONDS = 0.25
 
 
 PRESSED_LOOK_SECONDS = 0.02
-"""Seconds between two checks while there are too many unauthenticated connections. Short, because they must not use up
-all descriptors before the next check."""
+"""Seconds between two checks while there are too many unauthenticated connections. Short, so that these connections do
+not use up all descriptors between two checks."""
 
 
 RESERVED_DESCRIPTORS = 64

@@ -128,7 +128,7 @@ def remove_stale_sockets(runtime_dir: Path, node: int) -> None:
     sockets.
 
     Only sockets of agents that have ended are removed. A sidecar may outlive its agent for a moment. Its socket is
-    removed all the same, because no rank connects to this sidecar any more. Sockets of snapshot servers that stay for
+    removed nevertheless, because no rank connects to this sidecar any more. Sockets of snapshot servers that stay for
     the next job have a record (``node/kept.py``) and are not removed.
     """
     for path in runtime_dir.glob("*.sock"):

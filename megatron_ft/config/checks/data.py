@@ -8,7 +8,7 @@ LARGEST_SEED = 2**31 - 1
 
 
 def check_data_knobs(data: DataConfig) -> None:
-    """Check keys of ``data``: sources, weights, seed and tokenizer. Only files of the chosen tokenizer may be set."""
+    """Check sources, weights, seed and tokenizer. Exactly the files of the chosen tokenizer must be given."""
     one_of(("bytes", "huggingface", "gpt2", "sentencepiece"), "data.tokenizer", data.tokenizer)
     require(bool(data.train), "data.train", data.train, "must name at least one source")
     for split in ("train", "valid"):
@@ -20,7 +20,7 @@ def check_data_knobs(data: DataConfig) -> None:
 
 
 def check_documents(config: JobConfig) -> None:
-    """Check that the model supports ``data.reset_position_ids`` and ``data.reset_attention_mask``, if they are set."""
+    """Check that the model supports ``data.reset_position_ids`` and ``data.reset_attention_mask`` if they are true."""
     embedding = config.model.position_embedding_type
     require(
         not config.data.reset_position_ids or (embedding != "rope" and not config.model.multi_latent_attention),

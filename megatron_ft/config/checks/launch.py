@@ -263,7 +263,7 @@ _LOCAL_ONLY = {
 def _check_launchers(config: JobConfig) -> None:
     """Check that keys which the modes ``torchrun`` and ``srun`` ignore have their defaults.
 
-    ``_check_launch`` checks ``recovery.max_restarts`` in this way; ``recovery.py`` checks keys of its topics.
+    ``_check_launch`` checks ``recovery.max_restarts``, and ``recovery.py`` keys of recovery and snapshots.
 
     Raises:
         ConfigError: a key that the mode ignores does not have its default; the message names the key.

@@ -105,7 +105,7 @@ def _check_words(training: TrainingConfig) -> None:
 
 
 def _check_batch_size(config: JobConfig) -> None:
-    """Check ramp-up and number of samples. Learning-rate schedule and run length must count in one unit."""
+    """Check ramp-up and number of samples. LR schedule and run length must both count samples, or both iterations."""
     derived = with_train_iterations(config).training.train_iterations
     training, optimizer = config.training, config.optimizer
     # The entry point has already set the number of iterations that follows from the number of samples.

@@ -50,7 +50,7 @@ def _launch_spec(
     Args:
         first: specification of the first generation on this machine. Its port is 0 if none is configured.
         nodes: node of each rank of the membership.
-        stores: endpoints at which nodes can serve the rendezvous store; nodes on this machine need none.
+        stores: maps a node to the endpoint of its rendezvous store; nodes on this machine have no entry.
     """
     store = stores.get(nodes[0])
     address = first.master_addr if store is None else store.address

@@ -43,8 +43,8 @@ class Item:
     arrived_seconds: float = 0.0
     """Arrival time on the controller's clock."""
     has_effect: threading.Event = field(default_factory=threading.Event)
-    """Set when the item has been processed. Each item has its own event, so only the call that waits for this item
-    wakes up."""
+    """Event that is set when the item has been processed. Each item has its own event, so only the call that waits for
+    this item wakes up."""
 
     def wait(self, timeout_seconds: float, sign_seconds: float, sign: Callable[[], None]) -> bool:
         """Wait until this item and all earlier items have been processed; return False after ``timeout_seconds``.

@@ -323,11 +323,11 @@ class NodeRules:
         return replace(state, nodes=_stop_joining(state.nodes, node).change(node, is_dismissed=True))
 
     def can_fill_places(self, state: State) -> bool:
-        """Whether a node is ready for every lost node's place; always true in a job that does not keep its layout."""
+        """Whether a ready node can replace each lost node; always true in a job that does not keep its layout."""
         return not keeps_layout(self.policy, state) or len(_ready(state)) == len(_lost_places(state))
 
     def why_place_stays_empty(self, state: State) -> str | None:
-        """Return the reason why a lost node's place stays empty, or None if each such place has or will get a node."""
+        """Return the reason why a lost node gets no replacement, or None if each lost node has or will get one."""
         lost = [state.members[place] for place in _lost_places(state)]
         if len(lost) == len(state.members):
             return "no node is left: every node of the job is lost"
@@ -350,8 +350,8 @@ class NodeRules:
         }
 
     def is_worn(self, state: State, node: int, iteration: int) -> bool:
-        """Return whether a member that is lost after ``iteration`` has been lost too often in a row to be started
-        again."""
+        """Return whether a member has been lost too often in a row to be started again, if it is lost after
+        ``iteration``."""
         # ``count_loss`` ignores losses before long training, so a node with many such losses is still started again.
         return count_loss(state.nodes[node], iteration) > self.policy.max_node_restarts
 
@@ -398,8 +398,8 @@ class NodeRules:
         return Step(state, Decision.WAIT, "waiting for nodes that replace lost nodes")
 
     def why_agents_are_missing(self, state: State, now: Moment) -> str:
-        """Return the reason why ``await_agents`` no longer waits: a time limit has passed, or no node can take one of
-        the places."""
+        """Return the reason why ``await_agents`` no longer waits: a time limit has passed, or a lost node has no
+        replacement."""
         lost = [node for node in state.members if node not in state.nodes.registered]
         if state.phase is Phase.REPLACING and state.is_late(now):
             limit = f"launch.start_timeout_seconds={self.policy.start_timeout_seconds:g}"
@@ -407,8 +407,8 @@ class NodeRules:
         return self._describe_empty(lost[0])
 
     def give_up_late_nodes(self, state: State, now: Moment) -> State:
-        """Give up nodes that are too late to take the place of a lost node: their agent has not registered, or their
-        old ranks have not ended."""
+        """Give up nodes that are too late to replace a lost node: their agent has not registered, or their old ranks
+        have not ended."""
         if state.phase is not Phase.FILLING or not state.is_late(now):
             return state
         reason = f"it did not register in time (launch.start_timeout_seconds={self.policy.start_timeout_seconds:g})"
@@ -424,7 +424,7 @@ class NodeRules:
         return replace(state, nodes=nodes, deadline_seconds=now.seconds + self.policy.start_timeout_seconds)
 
     def fill_places(self, state: State, now: Moment) -> Step:
-        """Return the step that starts nodes for lost nodes' places, or waits for such nodes while ranks wait."""
+        """Return the step that starts nodes to replace lost nodes, or waits for such nodes while ranks wait."""
         fresh_deadline = now.seconds + self.policy.start_timeout_seconds
         deadline = state.deadline_seconds if state.phase is Phase.FILLING else fresh_deadline
         nodes = state.nodes.change(self._returning(state), is_wanted=True)
@@ -439,7 +439,7 @@ class NodeRules:
         return replace(step, state=replace(step.state, deadline_seconds=fresh_deadline))
 
     def set_wake_up_of_filling(self, step: Step, now: Moment) -> State:
-        """Return the state after ``step``, with the time of the next check of empty places if no event arrives."""
+        """Return the state after ``step``, with the time of the next check of replacements if no event arrives."""
         starting = [record for record in step.state.nodes.joining if record.state is NodeState.STARTING]
         times = [record.since_seconds + self.policy.start_timeout_seconds for record in starting]
         times += [record.not_before_seconds for record in step.state.nodes.records if record.is_wanted]

@@ -91,7 +91,7 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
 
 
 def _fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
-    """Return the step that fills lost nodes' places, or continues or stops the job if a place must stay empty.
+    """Return the step that replaces lost nodes, or continues or stops the job if a node has no replacement.
 
     Raises:
         RecoveryError: there is no iteration after which all ranks can continue.
@@ -206,7 +206,7 @@ def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
 
 
 def _keeps_next(policy: MembershipPolicy, state: State) -> bool:
-    """Return whether the next membership keeps the layout: each lost node's place has or will get a node."""
+    """Return whether the next membership keeps the layout: each lost node has or will get a replacement."""
     return keeps_layout(policy, state) and NodeRules(policy).why_place_stays_empty(state) is None
 
 
@@ -311,8 +311,8 @@ def _next_nodes(policy: MembershipPolicy, nodes: Nodes, reform: Reform, members:
 
 
 def _next(policy: MembershipPolicy, state: State) -> Reform:
-    """Return the nodes and ranks of the next membership, and the iteration after which these ranks continue. After a
-    failure, nodes that were asked to leave stay."""
+    """Return the nodes and ranks of the next membership, and the iteration after which these ranks continue. No node
+    leaves on request at the same time as a failure is handled."""
     leaves = not state.failures
     leaving = frozenset(node for node in state.nodes.draining if leaves and state.nodes[node].leaves_now)
     staying = set(state.members) - state.nodes.lost - leaving

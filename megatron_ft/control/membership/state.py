@@ -244,7 +244,7 @@ class Decision(Enum):
     START_NODES = "start_nodes"
     """Start the ranks of nodes that are not members (``Step.nodes``). These ranks wait for the next membership."""
     START_AGENTS = "start_agents"
-    """Start agents of nodes without an agent (``Step.nodes``). If the job starts no agents, wait for such agents."""
+    """Start the missing agents of ``Step.nodes``. If nodes start by themselves, wait for these agents instead."""
     KILL_NODES = "kill_nodes"
     """Kill the remaining ranks of nodes that will not join (``Step.nodes``)."""
     STOP = "stop"
@@ -409,7 +409,7 @@ class Failure:
     iteration: int = 0
     """Last iteration that the rank reached, 0 before the first."""
     sudden: bool = False
-    """Whether no other failure can be its cause: the node was lost, or the rank hung or was killed by a signal."""
+    """Whether no other failure can have caused it: the node was lost, or the rank hung or was killed by a signal."""
     final: bool = False
     """Whether another attempt of the job would fail in the same way."""
     detail: str = ""
@@ -418,7 +418,7 @@ class Failure:
     def first_of(cls, failures: "Sequence[Failure]") -> "Failure | None":
         """Return the failure that happened first. Later failures may be its consequences.
 
-        On a busy machine, the errors of peers can arrive before the exit of a killed rank. Among failures within
+        On a busy machine, errors of peers can be seen before the exit of a killed rank is seen. Among failures within
         ``SAME_TIME_SECONDS`` of the earliest one, a ``sudden`` failure therefore counts as the first.
         """
         earliest = min((failure.at_seconds for failure in failures), default=0.0)
@@ -454,8 +454,8 @@ class State:
     begun_iteration: int = 0
     """Iteration after which this generation began."""
     has_changed_layout: bool = False
-    """Whether the layout has differed from the layout of the job's first membership since the newest start of all
-    ranks. If so, nodes join and leave as in a job that does not keep its layout."""
+    """Whether, since the newest start of all ranks, the layout has differed from that of the job's first membership. If
+    so, nodes join and leave as in a job that does not keep its layout."""
     deadline_seconds: float | None = None
     """Time at which the present phase exceeds its time limit; None if the phase has no limit."""
     reform_by_seconds: float | None = None

@@ -149,7 +149,7 @@ class _ForkServer:
                 raise ControlError(f"unknown request {other!r}")
 
     def _signal(self, client: _Client, rank: int, number: int) -> None:
-        """Send a signal to a rank, SIGKILL to its whole process group. Do nothing if the rank has ended."""
+        """Send a signal to a rank. SIGKILL goes to the rank's whole process group. Do nothing if the rank has ended."""
         for child in list(client.children.values()):
             if child.rank == rank and number == signal.SIGKILL:
                 self._kill_group(child)

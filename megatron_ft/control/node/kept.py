@@ -96,7 +96,7 @@ def write_record(kept: KeptServers, node: int, *, process_id: int, socket_path: 
 
 
 def take_over(kept: KeptServers, node: int, *, token: str, interface: str) -> Adopted | None:
-    """Take over the server that an earlier job of the run has left for this node. End its further servers.
+    """Take over the server that an earlier job of the run has left for this node. End the node's other servers.
 
     Args:
         token: token of this job, which the server accepts from now on.

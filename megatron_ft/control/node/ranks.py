@@ -177,8 +177,8 @@ class Ranks:
         self._ranks[rank].process_id = process_id
 
     def check_life(self, now: float) -> list[int]:
-        """Ping the ranks, and forward the progress of all ranks. A rank that still owes an answer is not pinged again.
-        Return unresponsive ranks, which must be killed.
+        """Ping the ranks, and forward the progress of all ranks. A rank that has not answered the last ping is not
+        pinged again. Return unresponsive ranks, which must be killed.
 
         The caller must call this several times within the timeout. While reading from the ranks is paused, no rank
         counts as unresponsive. A rank that uses processor time counts as alive, because the thread that computes may

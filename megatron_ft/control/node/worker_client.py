@@ -58,7 +58,7 @@ class WorkerClient(Protocol):
     def on_break(self, abort: Abort) -> None:
         """Register ``abort(reason)``. It is called when other ranks are lost, so that no collective waits for them.
 
-        The call comes in another thread, at most once in each membership, and at once if ranks were lost already.
+        The call is made in another thread, at most once in each membership, and at once if ranks were lost already.
         ``abort`` stays registered for later memberships until another function replaces it.
         """
 
@@ -70,14 +70,14 @@ class WorkerClient(Protocol):
             error: the error of the iteration; if no node is lost, it counts as the rank's own failure.
 
         Raises:
-            ControlError: the job ends or starts its ranks again instead, or this rank cannot survive.
+            ControlError: the job ends or restarts all ranks, or this rank cannot continue in its process.
         """
 
     def await_membership(self) -> NextMembership:
         """Wait on a joining node (``RankContext.is_joining``) for the first membership of this rank.
 
         Raises:
-            ControlError: the job ends or starts its ranks again instead, or this node does not join.
+            ControlError: the job ends or restarts all ranks, or this node does not join.
         """
 
     def membership_is_due(self) -> bool:
@@ -91,7 +91,7 @@ class WorkerClient(Protocol):
             process must then return from its entry function.
 
         Raises:
-            ControlError: the job ends or starts its ranks again instead.
+            ControlError: the job ends or restarts all ranks.
         """
 
     def change_requested(self) -> bool:
@@ -105,7 +105,7 @@ class WorkerClient(Protocol):
         it earlier.
 
         Raises:
-            ControlError: the job ends or starts its ranks again instead, or this rank cannot survive.
+            ControlError: the job ends or restarts all ranks, or this rank cannot continue in its process.
         """
 
     def change(self, position: Position) -> NextMembership | None:
@@ -118,7 +118,7 @@ class WorkerClient(Protocol):
             The next membership. None if this rank's node leaves; the rank must then return from its entry function.
 
         Raises:
-            ControlError: the job ends or starts its ranks again instead, or this rank cannot survive.
+            ControlError: the job ends or restarts all ranks, or this rank cannot continue in its process.
         """
 
     def close(self) -> None:

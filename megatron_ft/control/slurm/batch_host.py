@@ -26,7 +26,7 @@ def watch(job_id: str, is_over: threading.Event, *, report: Callable[[str], None
     Args:
         report: function that logs a message. Standard output is not used, because the process that reads it may be
             dead.
-        is_over: set when another process continues the job, or ends it.
+        is_over: event that is set when another process continues the job or ends it.
 
     Returns:
         Whether the job was requeued.
