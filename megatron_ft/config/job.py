@@ -403,7 +403,7 @@ class SnapshotConfig:
     """Largest host memory that one node may use for windows and for copies of other nodes' windows, checked before the
     start. null sets no limit."""
     persist_interval_windows: int = 0
-    """Write every n-th committed window to storage. With 0, only a window before a requested stop is written."""
+    """Number n: write every n-th committed window to storage. With 0, write only the window before a requested stop."""
     storage_bandwidth_bytes_per_second: float | None = None
     """Bytes that one rank can write to storage per second. If given, and if windows leave out experts, each file has as
     many experts as can be written before the next file is due (MoC-System, section 5.3). With null,
