@@ -7,7 +7,7 @@ from megatron_ft.events import ExpertLoad
 
 
 def relative_load(tokens: Sequence[int]) -> list[float]:
-    """Return the tokens of each expert divided by the mean over all experts. Even load gives 1 for each expert.
+    """Return each expert's number of tokens divided by the mean number per expert. Even load gives 1 for each expert.
 
     Args:
         tokens: Tokens per expert of one layer.
@@ -17,13 +17,13 @@ def relative_load(tokens: Sequence[int]) -> list[float]:
 
 
 def max_over_even_share(tokens: Sequence[int]) -> float:
-    """Return the number of tokens of the busiest expert divided by the mean over experts. The result is 1 for even
-    load, and the number of experts if one expert has all tokens."""
+    """Return the number of tokens of the busiest expert divided by the mean number per expert. The result is 1 for even
+    load. It is the number of experts if one expert has all tokens."""
     return max(relative_load(tokens), default=0.0)
 
 
 def herfindahl(tokens: Sequence[int]) -> float:
-    """Return the Herfindahl-Hirschman index (HHI), which is the sum over experts of the squared share of tokens.
+    """Return the Herfindahl-Hirschman index (HHI): the sum of the squares of the experts' shares of all tokens.
 
     With E experts, it is 1 / E for even load and 1 if one expert has all tokens. It is 0 if there are no tokens.
     """
@@ -32,8 +32,8 @@ def herfindahl(tokens: Sequence[int]) -> float:
 
 
 def _herfindahl_over_even(tokens: Sequence[int]) -> float:
-    """Return the HHI times the number of experts E, ``E * sum(share ** 2)``: 1 for even load, E if one expert has all
-    tokens, 0 if there are no tokens."""
+    """Return the Herfindahl-Hirschman index times the number of experts E. The result is 1 for even load, E if one
+    expert has all tokens, and 0 if there are no tokens."""
     return len(tokens) * herfindahl(tokens)
 
 
@@ -48,7 +48,7 @@ def _percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def load_figures(record: ExpertLoad) -> dict[str, float]:
-    """Return the metrics of expert load by name, for each layer and for the experts of all layers together."""
+    """Return metrics of expert load by name: a set for each layer, and a set for the experts of all layers."""
     numbers = record.layer_numbers or tuple(range(1, len(record.layers) + 1))
     figures: dict[str, float] = {}
     together: list[float] = []
@@ -73,6 +73,6 @@ def _spread(prefix: str, ordered: Sequence[float], skew: float) -> dict[str, flo
 
 
 def bin_loads(loads: Sequence[float], num_bins: int) -> list[float]:
-    """Reduce ``loads`` to at most ``num_bins`` values, each the largest load in a group of neighbouring experts."""
+    """Reduce ``loads`` to at most ``num_bins`` values. A value is the largest load in a group of adjacent experts."""
     bin_size = max(1, -(-len(loads) // num_bins))
     return [max(loads[start : start + bin_size]) for start in range(0, len(loads), bin_size)]

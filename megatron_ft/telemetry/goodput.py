@@ -16,7 +16,7 @@ from megatron_ft.planning.cost.training_time import checkpoint_overhead, effecti
 
 _ENDS = (events.RunFinished, events.RunStopped)
 _MOST = 10**15
-"""Largest accepted number of an iteration, and largest accepted number of tokens. Larger numbers are ignored."""
+"""Largest iteration number and largest token count that a record may contain. Larger values are ignored."""
 # Valid times are in the years 2001 to 5138. A clock that was never set begins in 1970 and would add decades to the wall
 # time.
 _EARLIEST_SECONDS, _LATEST_SECONDS = 1e9, 1e11
@@ -41,10 +41,10 @@ class Goodput:
     wall_seconds: float
     """Time from the run's first record to its newest record, including the time between jobs."""
     useful_seconds: float
-    """Time of useful iterations, which were committed and not lost later. An iteration that ran twice counts once. The
-    time of waiting for captures is not included."""
+    """Time of useful iterations, which were committed and not lost later. An iteration that ran twice counts once. Time
+    in which training waited for the capture of snapshots is not included."""
     stalled_seconds: float
-    """Time that training waited for captures of windows, for checkpoints, or for experts to move between ranks."""
+    """Time that training waited for the capture of snapshots, for checkpoints, or for experts to move between ranks."""
     again_seconds: float
     """Time of iterations that were reported, then lost in a failure and run again."""
     skipped_seconds: float
@@ -58,8 +58,8 @@ class Goodput:
     """Time of starts, evaluations and all other work between iterations."""
     num_iterations: int
     num_interruptions: int
-    """Number of recoveries, changes of membership, and jobs that continued the run. Several of these events count as
-    one if no iteration was reported between them."""
+    """Number of interruptions: recoveries, changes of membership, and later jobs that continued the run. Several
+    interruptions count as one if no iteration was reported between them."""
     num_tokens: int
     """Tokens of the useful iterations."""
     iteration_seconds: float | None
@@ -78,21 +78,21 @@ class Goodput:
 
     @property
     def lost_per_interruption_seconds(self) -> float:
-        """Return the mean time lost per interruption: the pause in training plus the time of the iterations that run
-        again."""
+        """Return the mean time that an interruption costs: the pause in training, plus the time of the iterations that
+        had to run again."""
         return (self.recovery_seconds + self.again_seconds) / max(1, self.num_interruptions)
 
     @property
     def mtbf_seconds(self) -> float:
-        """Return the mean time between interruptions, without the time in which training was interrupted; infinite if
-        there were no interruptions."""
+        """Return the mean time between interruptions. The time of the interruptions themselves is left out. The result
+        is infinite if there were no interruptions."""
         up_seconds = self.wall_seconds - self.recovery_seconds - self.between_jobs_seconds
         return up_seconds / self.num_interruptions if self.num_interruptions else math.inf
 
     @property
     def predicted_ettr(self) -> float | None:
-        """Return the ETTR that the formula in ``docs/telemetry.md`` predicts from these figures, or None if there are
-        no iterations yet."""
+        """Return the effective training time ratio (ETTR) that the formula in ``docs/telemetry.md`` predicts from this
+        run's figures, or None if there are no useful iterations yet."""
         if self.useful_seconds <= 0 or self.mtbf_seconds <= 0:
             return None
         per_iteration = self.useful_seconds / self.num_iterations
@@ -130,14 +130,14 @@ class Goodput:
 
 @dataclass(slots=True, kw_only=True)
 class _Gap:
-    """Facts from the records since the newest ``metrics`` record. They divide the time until the next one."""
+    """What happened since the newest ``metrics`` record: failures, recoveries and pauses between jobs."""
 
     begin: float
-    """Time of the newest metrics of an iteration."""
+    """Time at which the newest metrics of an iteration were recorded."""
     fails: bool = False
     continues: bool = False
     source: int | None = None
-    """Newest iteration that is part of the state from which ranks continued."""
+    """Last iteration that the recovered state includes; ranks continue with the iteration after it."""
     between_jobs_seconds: float = 0.0
     ended: float | None = None
     """Time at which a job ended; None while a job runs."""
@@ -159,15 +159,15 @@ class _Gap:
 
 @dataclass(slots=True)
 class _Counted:
-    """Useful iterations so far. The lists have one entry for each reported iteration. An entry includes the unreported
-    iterations since the previous report."""
+    """Useful iterations so far. Each list has one entry per reported iteration. If not every iteration is reported, an
+    entry also covers the unreported iterations since the previous entry."""
 
     newest: "array[int]" = field(default_factory=lambda: array("q"))
     counts: "array[int]" = field(default_factory=lambda: array("q"))
     seconds: "array[float]" = field(default_factory=lambda: array("d"))
     tokens: "array[float]" = field(default_factory=lambda: array("d"))
     num_iterations: int = 0
-    """Number of useful iterations. This and the two totals are integers, so that subtraction has no rounding error."""
+    """Number of useful iterations. The totals of time and of tokens are integers too, to subtract without error."""
     total_nanoseconds: int = 0
     total_tokens: int = 0
 
@@ -199,8 +199,8 @@ class _Counted:
 
 
 class GoodputMeter:
-    """Divides the wall time of a run into parts while records are added, oldest first. Four numbers are stored for each
-    reported iteration."""
+    """Divides the wall time of a run into useful time and losses. Records are added one by one, oldest first. The meter
+    stores four numbers for each reported iteration."""
 
     def __init__(self) -> None:
         self._counted = _Counted()
@@ -231,7 +231,7 @@ class GoodputMeter:
             self._note(record)
 
     def result(self) -> Goodput:
-        """Return all figures so far. The duration of this call grows with the number of iterations."""
+        """Return the goodput of all records added so far. This call takes time proportional to the iterations."""
         counted = self._counted
         each = [seconds / count for seconds, count in zip(counted.seconds, counted.counts, strict=True)]
         return self._shares(
@@ -239,7 +239,7 @@ class GoodputMeter:
         )
 
     def so_far(self) -> Goodput:
-        """Return the figures so far, without the median duration of iterations. This call takes constant time."""
+        """Return the goodput so far in constant time. The median duration of iterations is left out (None)."""
         return self._shares(self._counted.total_nanoseconds / 1e9, self._counted.total_tokens, None)
 
     def _shares(self, counted: float, num_tokens: float, iteration_seconds: float | None) -> Goodput:

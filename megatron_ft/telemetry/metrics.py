@@ -17,8 +17,8 @@ class _Metric:
     required: bool = False
     """Whether every ``metrics`` record must contain the metric."""
     is_timed: bool = False
-    """Whether the metric depends on the clock or the machine, so that it differs between runs that are otherwise equal
-    in every bit."""
+    """Whether the metric depends on the clock or the machine. Such a metric differs between two runs even if their
+    training is bitwise equal."""
 
 
 _ALL = (

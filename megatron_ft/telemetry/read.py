@@ -14,10 +14,10 @@ _Parsed = TypeVar("_Parsed")
 
 
 def read_metrics(run_dir: Path) -> list[Metrics]:
-    """Return the newest metrics of each iteration, in the order of iterations.
+    """Return the newest metrics of each iteration from ``metrics.jsonl``, in the order of iterations.
 
-    After a resume from iteration k, the file still contains the earlier attempt's records of iterations after k. This
-    function drops each record for which a newer record of the same iteration exists.
+    An iteration that ran again after a recovery or a resume has several records in the file. This function returns
+    only the newest of them.
 
     Raises:
         FileNotFoundError: the run has no ``metrics.jsonl``.
@@ -27,8 +27,8 @@ def read_metrics(run_dir: Path) -> list[Metrics]:
 
 
 def newest_of_each(metrics: Iterable[Metrics]) -> list[Metrics]:
-    """Return the newest metrics of each iteration, in the order of iterations. ``metrics`` must be in the order in
-    which they were written."""
+    """Return the newest metrics of each iteration, in the order of iterations. ``metrics`` must be in the order of
+    writing, and may contain an iteration several times."""
     # Lines are only appended, so the last line of an iteration is that of the newest attempt.
     newest = {record.iteration: record for record in metrics}
     return [newest[iteration] for iteration in sorted(newest)]
@@ -44,8 +44,8 @@ def first_metrics(run_dir: Path) -> Metrics | None:
 
 
 def read_events(run_dir: Path) -> list[Record]:
-    """Return the events of all attempts in the order of writing. An event of a kind that another package defines is
-    an ``OtherRecord``.
+    """Return the events of all jobs of a run, in the order of writing. An event of a kind that another package defines
+    is an ``OtherRecord``.
 
     Raises:
         FileNotFoundError: the run has no ``events.jsonl``.

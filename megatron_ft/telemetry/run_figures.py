@@ -1,4 +1,4 @@
-"""Computes metrics of a run from several records: goodput so far, survival of the next loss, duration of recoveries."""
+"""Computes those metrics of a run that need several records, such as its goodput and the duration of a recovery."""
 
 from megatron_ft import events
 from megatron_ft.events import Metrics, Record
@@ -6,42 +6,42 @@ from megatron_ft.telemetry.goodput import Goodput, GoodputMeter, duration
 
 
 class RunFigures:
-    """Computes figures of a run from its records, oldest first. Memory grows by four numbers per reported iteration."""
+    """Computes figures of a run from its records, which must be added oldest first. It stores four numbers for each
+    reported iteration."""
 
     def __init__(self) -> None:
         self.attempts: list[events.RunStarted] = []
-        """``RunStarted`` record of each start of all ranks of the run."""
+        """One ``RunStarted`` record for each time at which all ranks of the run started."""
         self._meter = GoodputMeter()
         self._lasting: dict[str, float] = {}
         """Figures that stay valid until a newer record replaces them."""
         self._recovered: dict[str, float] = {}
-        """Durations in seconds of recoveries that ``hand_out`` has not returned yet, by strategy."""
+        """Seconds of recoveries that ``hand_out`` has not returned yet, by the name of the recovery strategy."""
         self._strategy: str | None = None
         self._so_far = self._meter.so_far()
-        """Goodput when the newest iteration was reported."""
+        """Goodput up to the newest reported iteration."""
 
     @property
     def goodput(self) -> Goodput:
-        """Return the goodput up to the newest record, but without the median duration of iterations."""
+        """Return the goodput up to the newest record. The median duration of iterations is left out (None)."""
         return self._meter.so_far()
 
     def whole_goodput(self) -> Goodput:
-        """Return the goodput with the median duration of iterations. The duration of this call grows with the run."""
+        """Return the goodput with the median duration of iterations. This takes time proportional to the iterations."""
         return self._meter.result()
 
     @property
     def survival(self) -> float | None:
-        """Return the probability that the job, with its current placement, survives the next loss of one failure
-        domain."""
+        """Return the probability that every expert still has a replica after the loss of one failure domain."""
         return self._lasting.get("replicas/single_loss_survival")
 
     @property
     def window_iterations(self) -> float | None:
-        """Return the planned length of a window, in iterations."""
+        """Return the number of iterations over which a snapshot window is captured."""
         return self._lasting.get("snapshot/window_iterations")
 
     def take(self, record: Record) -> None:
-        """Add a record."""
+        """Add a record of the run."""
         self._meter.take(record)
         match record:
             case Metrics():
@@ -66,8 +66,8 @@ class RunFigures:
                 self._lasting["upstream_log/node_bytes"] = record.node_bytes
 
     def hand_out(self) -> dict[str, float]:
-        """Return all current figures by name. The duration of a recovery is returned only once: by the first call after
-        the recovery."""
+        """Return all current figures by name. Only the first call after a recovery also returns the duration of this
+        recovery."""
         found, recovered, self._recovered = self.goodput, self._recovered, {}
         goodput = {
             "goodput/ettr": found.ettr,
@@ -128,4 +128,4 @@ _OF_THE_RUN = frozenset(
     f"snapshot/{name}"
     for name in ("stalled_seconds", "captured_bytes", "replicated_bytes", "persisted_bytes", "idle_copied_bytes")
 )
-"""Figures that are sums over all attempts. All other figures belong to the newest attempt."""
+"""Figures that are sums over the whole run. All other figures begin anew whenever all ranks start."""

@@ -28,8 +28,8 @@ class SinkSet:
     """
 
     def __init__(self, sinks: Sequence[Sink], *, clock: Clock) -> None:
-        """Write records to ``sinks`` and close ``sinks`` in the given order. If a sink fails to close, only the sinks
-        after it receive the ``sink_failed`` event."""
+        """Write to ``sinks``, and later close ``sinks``, in the given order. If a sink fails while it is closed, only
+        the sinks after it receive the ``sink_failed`` event."""
         self._sinks = tuple(sinks)
         self._clock = clock
         # The lock is reentrant, because a sink that fails on a record causes an event for the other sinks.
@@ -42,7 +42,7 @@ class SinkSet:
 
     @property
     def failed(self) -> Mapping[str, str]:
-        """Return the sinks that currently accept no records, each with the reason."""
+        """Return the names of the sinks that currently accept no records, each with the reason."""
         return dict(self._failed)
 
     def write(self, record: Mapping[str, Any] | Record) -> None:
@@ -52,7 +52,7 @@ class SinkSet:
             self._deliver_reports()
 
     def close(self, exit_code: int, reason: str) -> None:
-        """Report the end of the run unless a record of it exists, then close every sink. Never raises an exception."""
+        """Write a record of the run's end if there is none yet, then close every sink. Never raises an exception."""
         with self._lock:
             if not self._ended:
                 ending = RunFinished if exit_code == 0 else RunStopped
@@ -127,11 +127,11 @@ class SinkSet:
 def open_sinks(
     config: JobConfig, run_dir: Path, *, world_size: int, clock: Clock = time.time, stream: TextIO | None = None
 ) -> SinkSet:
-    """Open the sinks of ``telemetry.sinks`` for a run in ``run_dir``. The terminal sink writes to ``stream``.
+    """Open the sinks in the configuration key ``telemetry.sinks``. The terminal sink writes to ``stream``.
 
     Raises:
-        ConfigError: ``_target_`` names no subclass of ``Sink``, or the ``open`` of this subclass does not accept the
-            other keys.
+        ConfigError: the ``_target_`` of an entry names no subclass of ``Sink``, or the ``open`` of this subclass does
+            not accept the other keys of the entry.
         OSError: a log file of the run cannot be opened; in this case nothing has been written.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ def open_sinks(
 
 
 def check_sinks(config: JobConfig) -> None:
-    """Check, before the job has a run folder, that every sink exists and that the packages that it needs are installed.
+    """Check that every configured sink exists and that its packages are installed. Runs before anything is written.
 
     Raises:
         ConfigError: ``_target_`` names no subclass of ``Sink``, or a package is missing.

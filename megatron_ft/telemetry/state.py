@@ -19,9 +19,9 @@ from megatron_ft.events import (
 from megatron_ft.telemetry.run_figures import RunFigures
 
 NUM_RECENT_ITERATIONS = 20
-"""Number of newest metrics records from which the pace is computed."""
+"""Number of newest metrics records from which the current pace of training is computed."""
 MAX_CURVE_BINS = 480
-"""Largest number of points of the loss curve that are stored in memory."""
+"""Largest number of points of the loss curve in memory."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,40 +29,40 @@ class RunState:
     """Figures of a run so far. They are computed from its records, which must be added oldest first."""
 
     time_opened_seconds: float
-    """Wall-clock time at which this attempt began."""
+    """Time at which this job began, in seconds since 1970."""
     train_iterations: int
     """Last iteration of the run according to its configuration."""
     started: RunStarted | None = None
-    """Record of the start of this attempt."""
+    """Record of the newest start of all ranks in this job."""
     iteration: int = 0
     """Newest reported iteration."""
     first_loss: float | None = None
-    """Loss of the run's first iteration, which an earlier attempt may have reported."""
+    """Loss of the run's first iteration, which an earlier job of the run may have reported."""
     latest: Metrics | None = None
     evaluation: Evaluation | None = None
     expert_load: ExpertLoad | None = None
     num_skipped: int = 0
-    """Number of iterations that this attempt skipped."""
+    """Number of iterations in this job that the commit vote rejected."""
     checkpoints: list[int] = field(default_factory=list)
-    """Iterations of the checkpoints that this attempt saved."""
+    """Iterations of the checkpoints that this job saved."""
     num_tokens: int = 0
-    """Sum of tokens in the metrics records of this attempt."""
+    """Sum of the tokens in this job's metrics records."""
     training_seconds: float = 0.0
-    """Sum of ``iteration_seconds`` in the metrics records of this attempt."""
+    """Sum of ``iteration_seconds`` in this job's metrics records."""
     final_loss: float | None = None
     failed_sinks: dict[str, str] = field(default_factory=dict)
-    """Sinks that currently accept no records, each with the reason."""
+    """Names of the sinks that currently accept no records, each with the reason."""
     num_refused_records: int = 0
-    """Number of records of this attempt that were refused because they were invalid."""
+    """Number of records of this job that were refused because they were invalid."""
     run: RunFigures = field(default_factory=RunFigures)
-    """Goodput of this attempt, and probability that the run survives a loss."""
+    """Figures that need several records, such as this job's goodput."""
     _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT_ITERATIONS + 1))
     """Time and iteration of the newest metrics records."""
     _bins: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Sum and number of the finite losses in each part of the run, by the index of the part."""
+    """Sum and number of the finite losses of each point of the loss curve, by the index of the point."""
 
     def take(self, record: Record) -> None:
-        """Add a record."""
+        """Add a record of this job."""
         self.run.take(record)
         match record:
             case Metrics():
@@ -89,12 +89,12 @@ class RunState:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Return this attempt's tokens divided by the time of its iterations, or None before the first iteration."""
+        """Return this job's tokens divided by the time of its iterations; None before its first iteration."""
         return self.num_tokens / self.training_seconds if self.training_seconds > 0 else None
 
     def remaining_seconds(self) -> float | None:
-        """Return the expected seconds until the last iteration, at the pace of the newest iterations including pauses
-        between them. Return None if the pace is not known."""
+        """Return the expected seconds until the run's last iteration. The pace is that of the newest iterations, with
+        the pauses between them. Return None if the pace is not known."""
         if len(self._recent) < 2:
             return None
         (start, first), (end, last) = self._recent[0], self._recent[-1]
@@ -104,8 +104,8 @@ class RunState:
         return max(0, self.train_iterations - self.iteration) * (end - start) / (last - first)
 
     def loss_curve(self, width: int) -> list[float | None]:
-        """Divide the run into ``width`` equal parts and return the mean loss of each; ``None`` for a part without
-        losses."""
+        """Divide the run's iterations into ``width`` equal parts, and return the mean loss of each part. The result is
+        None for a part without losses."""
         return [self._mean(position * self._num_bins // width) for position in range(width)]
 
     @property

@@ -36,7 +36,7 @@ class Element:
 
     @classmethod
     def cross(cls, x: float, y: float, words: str, size: float = 4.5) -> "Element":
-        """Make a cross at pixel (x, y), the mark of a failure. A browser shows ``words`` if the pointer is on it."""
+        """Draw the mark of a failure: a cross at pixel (x, y), with ``words`` as its tooltip."""
         path = f"M{x - size:.2f} {y - size:.2f}l{2 * size} {2 * size}m0 {-2 * size}l{-2 * size} {2 * size}"
         return Element.of("path", Element.of("title", words), d=path, class_="failure")
 

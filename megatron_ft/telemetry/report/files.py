@@ -18,7 +18,7 @@ MAX_PLAN_BYTES = 64 * 2**20
 """Largest accepted size of a placement file in bytes. The files of real runs are smaller."""
 MAX_EXPERTS = 2**16
 POLL_SECONDS = 0.5
-"""Interval between checks whether the run's files have grown."""
+"""Time in seconds between two checks of whether the run's files have grown."""
 MAX_SHARE = 0.1
 """Largest share of the time that may be spent on writing pages."""
 _LARGEST = 2**63 - 1
@@ -34,7 +34,7 @@ class Decision:
     generation: int
     """Generation of the membership that ended."""
     time_unix_seconds: float
-    """Time of the decision on the controller's wall clock."""
+    """Time of the decision by the controller's clock."""
     reason: str
     """Reason why the membership ended."""
     lost_nodes: tuple[int, ...] = ()
@@ -43,9 +43,9 @@ class Decision:
     """Nodes that left on request."""
     joined_nodes: tuple[int, ...] = ()
     declined: str | None = None
-    """Reason why the ranks could not continue in their existing processes; None if they could continue."""
+    """Reason why the surviving ranks had to restart as new processes; None if their processes continue."""
     previous_ranks: tuple[int | None, ...] = ()
-    """Previous rank of each rank of the next membership; None for a new process. Empty if ``declined`` is set."""
+    """For each rank of the next membership, its rank before; None for a new process. Empty if ``declined`` is set."""
     nodes: tuple[int, ...] = ()
     """Node of each rank of the next membership. Empty if ``declined`` is set."""
 
@@ -73,15 +73,15 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """All records of a run, each kind in the order of writing."""
+    """Contents of a run's folder: events, metrics and decisions, each in the order of writing, and placements."""
 
     folder: str
     events: tuple[Record, ...] = ()
     metrics: tuple[Metrics, ...] = ()
-    """Metrics of all attempts. An iteration that ran several times has several entries."""
+    """All metrics records. An iteration that ran several times has several records."""
     decisions: tuple[Decision, ...] = ()
     plans: tuple[PlacementPlan, ...] = ()
-    """Newest placement of each pipeline stage; empty if the run's folder contains none."""
+    """Newest placement of experts on ranks, for each pipeline stage; empty if the run's folder contains none."""
 
     @classmethod
     def read(cls, run_dir: Path) -> "RunFiles":
@@ -159,8 +159,8 @@ def follow(
     clock: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Write the page at once, and again whenever the run's files have grown. Stop when the run ends, or when
-    ``patience_seconds`` pass without a new record. Return whether the run has ended.
+    """Write the report page at once, and again whenever the run's files have grown. Stop when the run ends, or after
+    ``patience_seconds`` without a new record. Return whether the run has ended.
 
     Args:
         write: Writes the page and returns whether the run has ended.

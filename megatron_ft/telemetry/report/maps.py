@@ -1,4 +1,4 @@
-"""Draws one map for each layer: the load of its experts over iterations, or the ranks that have each expert."""
+"""Draws two kinds of maps of a layer: the load of its experts over iterations, and which ranks have each expert."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,10 +15,10 @@ NUM_BESIDE = 2
 LEFT, GUTTER = 40, 16
 TOP, BOTTOM = 26, 26
 MAX_HEIGHT, MAX_CELL = 176, 15
-"""Largest height of a map, and largest height of one row, in pixels."""
+"""Largest height of a map, and largest height of one row of a map, in pixels."""
 _LEAST_WITH_GAP = 4.0
 NUM_OPEN = 8
-"""Number of maps that a page shows unfolded; the rest is in a section that the reader opens."""
+"""Number of maps that are visible at once; further maps are in a section that the reader must open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +102,11 @@ def _panel(panel: _Panel, left: float, top: float) -> Iterator[Element]:
 
 
 MAX_COLUMNS = 60
-"""Largest number of columns of a map. If there are more iterations, a column shows a sum over several iterations."""
+"""Largest number of columns of a map. If there are more iterations, a column shows the sum of several iterations."""
 MAX_ROWS = 64
-"""Largest number of rows of a map. If there are more experts, a row shows the busiest expert of several neighbours."""
+"""Largest number of rows of a map. If there are more experts, a row shows the busiest of several adjacent experts."""
 MAX_CELLS = 60_000
-"""Largest number of cells of all layers together. If there would be more cells, maps have fewer columns."""
+"""Number of cells in the maps of all layers together. If there would be more cells, the maps get fewer columns."""
 _MIN_COLUMNS = 10
 
 
@@ -117,15 +117,15 @@ class _LayerLoads:
     number: int
     """Layer number in Megatron, counted from 1."""
     columns: tuple[tuple[float, ...], ...]
-    """Load for each column of iterations and each row: tokens divided by the mean over experts, so that 1 is even."""
+    """Load by column (iterations) and row (experts): tokens divided by the mean per expert. Even load is 1."""
     busiest: int
     """Expert with the most tokens in the newest column of iterations."""
     max_over_even: float
-    """Tokens of the busiest expert divided by the mean over experts, in the newest column of iterations."""
+    """Tokens of the busiest expert divided by the mean per expert, in the newest column of iterations."""
     min_over_even: float
-    """Tokens of the least busy expert divided by the mean over experts, in the newest column of iterations."""
+    """Tokens of the least busy expert divided by the mean per expert, in the newest column of iterations."""
     herfindahl: float
-    """Herfindahl-Hirschman index (HHI), the sum of squared shares, in the newest column of iterations."""
+    """Herfindahl-Hirschman index (sum of the experts' squared shares of tokens), in the newest column of iterations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ class ExpertLoads:
     num_experts: int
     experts_per_row: int
     stretches: tuple[tuple[int, int], ...]
-    """First and last iteration of each column."""
+    """First and last iteration that each column of the maps covers."""
     layers: tuple[_LayerLoads, ...]
 
     @classmethod
@@ -206,11 +206,11 @@ _LEVELS = (
     (4.0, "load-5", "2 to 4 times"),
     (float("inf"), "load-6", "4 times and more"),
 )
-"""Upper limit, CSS class and description of each colour."""
+"""Colours of the load maps: upper limit of the load, CSS class, and description in the legend."""
 
 
 def load_maps(loads: ExpertLoads | None) -> Iterator[Element]:
-    """Draw for each layer how its tokens spread over the experts, from the first iterations to the newest."""
+    """Draw a map for each layer: how its tokens spread over the experts, from the first iteration to the newest."""
     if loads is None:
         return
     yield Element.of("h2", "Expert load", id="expert-load")
@@ -253,7 +253,7 @@ def load_maps(loads: ExpertLoads | None) -> Iterator[Element]:
 
 
 def _level(load: float) -> str:
-    """Return the CSS class of the colour for a load, which is tokens divided by the mean."""
+    """Return the CSS class of the colour for a load (an expert's tokens divided by the mean per expert)."""
     return next(class_ for end, class_, _ in _LEVELS if load < end or end == float("inf"))
 
 
@@ -271,7 +271,7 @@ def _load_panel(loads: ExpertLoads, layer: _LayerLoads) -> _Panel:
 
 
 MAX_PLACEMENT_CELLS = 200_000
-"""Limit of the number of cells (experts times ranks) in all layers together. Larger placements are not drawn."""
+"""Largest number of cells (experts times ranks, over all layers) for which a placement is drawn."""
 MAX_CHANGES = 40
 _PLACEMENT_WORDS = "A map for each layer: experts from top to bottom, ranks from left to right."
 _PLACEMENT_LEGEND = (
@@ -281,7 +281,7 @@ _PLACEMENT_LEGEND = (
 
 
 def placement_maps(placements: Sequence[PlacementInForce], plans: Sequence[PlacementPlan]) -> Iterator[Element]:
-    """Draw which ranks have the replicas of each expert now, and list all placements that the run has used."""
+    """Draw which ranks now have replicas of which expert, and list the changes of the placement during the run."""
     if not placements:
         return
     newest = placements[-1]

@@ -17,7 +17,7 @@ from megatron_ft.telemetry.report.maps import ExpertLoads
 from megatron_ft.telemetry.report.recoveries import Recovery
 
 _HIGHEST = 1e30
-"""Largest loss that is drawn."""
+"""Largest value of the loss that is drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +43,12 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """Content of the page of a run."""
+    """Content of the report page of a run."""
 
     name: str
     model: str | None
     size: str | None
-    """Description of the number of ranks and nodes and of the device, at the newest start."""
+    """Text with the number of ranks, the number of nodes and the device of the newest job."""
     outcome: _Outcome
     iteration: int | None
     """Newest reported iteration."""
@@ -64,13 +64,13 @@ class RunReport:
     goodput: Goodput
     """Wall time of all jobs of the run, divided into useful time and losses."""
     speed: Mapping[str, float]
-    """Median of each metric in ``SPEED_METRICS`` over those newest iterations that report the metric, by name."""
+    """Median of each metric in ``SPEED_METRICS`` over the newest ``SPEED_ITERATIONS`` iterations, by name."""
     loads: ExpertLoads | None
     """Load of the experts of each layer; None if no record contains loads."""
     placements: tuple[events.PlacementInForce, ...]
     """All placements of expert replicas that the run has used."""
     plans: tuple[PlacementPlan, ...]
-    """Newest placement of each pipeline stage; empty if the run's folder contains none."""
+    """Newest placement of experts on ranks, for each pipeline stage; empty if the run's folder contains none."""
     others: tuple[OtherRecord, ...]
     """Events of kinds that this package does not define, in the order of writing."""
     num_jobs: int
@@ -82,7 +82,7 @@ class RunReport:
 
     @classmethod
     def of(cls, files: RunFiles) -> "RunReport":
-        """Compute the content of the page."""
+        """Compute the content of the report page from the files of a run."""
         newest = newest_of_each(files.metrics)
         started = next((record for record in reversed(files.events) if isinstance(record, RunStarted)), None)
         # All metrics are used, not only the newest of each iteration, because iterations that ran again show the cost

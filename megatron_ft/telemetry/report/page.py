@@ -53,8 +53,8 @@ def _described(report: RunReport) -> str:
 
 
 def _thinned(points: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> list[tuple[int, float]]:
-    """Reduce ``points`` to about ``most``. Each group of neighbours is replaced by its lowest and its highest point, so
-    that no spike is lost."""
+    """Reduce ``points`` to about ``most`` points. Each group of adjacent points is replaced by its lowest and its
+    highest point, so that no spike of the loss is hidden."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(2 * len(points) / most)
@@ -98,8 +98,8 @@ def _marks(marks: Sequence[Mark], x: Scale) -> Iterator[Element]:
 
 
 def _badges(places: Sequence[tuple[float, int]]) -> list[tuple[tuple[int, ...], float]]:
-    """Merge numbered marks that would overlap. ``places`` has (pixel, number) of each mark; the result has (numbers,
-    pixel) of each merged mark."""
+    """Merge the numbered marks of recoveries that would overlap on the plot. ``places`` contains (pixel, number) of
+    each mark. The result contains (numbers, pixel) of each merged mark."""
     found: list[tuple[tuple[int, ...], float]] = []
     for at, number in sorted(places):
         numbers: tuple[int, ...] = (number,)
@@ -124,7 +124,7 @@ def _badge(numbers: Sequence[int], at: float) -> Element:
 
 
 def _sampled(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """Return ``most`` points at even distances, including the first and the last point."""
+    """Return at most ``most`` of the points, evenly spaced by index. The first and the last point are always kept."""
     if len(points) <= most:
         return list(points)
     return [points[round(place * (len(points) - 1) / (most - 1))] for place in range(most)]
@@ -160,7 +160,7 @@ _SHARES = (
     ("between_jobs_seconds", "between", "between jobs"),
     ("other_seconds", "rest", "starts, evaluations, time between iterations"),
 )
-"""Field of ``Goodput``, CSS class of the colour, and description of each share of the wall time."""
+"""Shares of the wall time in the goodput bar: field of ``Goodput``, CSS class of the colour, and description."""
 _ETTR = (
     "ETTR, the effective training time ratio, is the time of useful iterations (committed and not lost "
     "later) divided by wall time. The formula (MoEvement, section 2.4) uses this run's waiting time per "
@@ -186,7 +186,7 @@ _COLUMNS = (
 
 
 def render(report: RunReport, *, refresh_seconds: int | None = None) -> str:
-    """Return the page as HTML that loads no other files. The text is also well-formed XML.
+    """Return the report page as one self-contained HTML file, which is also well-formed XML.
 
     Args:
         refresh_seconds: Interval at which the browser reloads the page; None for a page that does not change.

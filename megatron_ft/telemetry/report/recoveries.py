@@ -1,4 +1,4 @@
-"""Finds the recoveries of a run. Determines the records, the begin, the end and the cost of each recovery."""
+"""Finds the recoveries in a run's records. Determines the records, begin, end and cost of each recovery."""
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,16 +14,16 @@ _Kind = TypeVar("_Kind", bound=Record)
 
 # Records come from files. A damaged record may name any number of ranks, each of which would need memory.
 MAX_RANKS = 4096
-"""Largest number of ranks of a membership for which the page lists each rank."""
+"""Largest number of ranks for which the page lists each rank of a membership."""
 NUM_AROUND = 3
-"""Number of iterations that the page shows before and after a recovery."""
+"""Number of iterations that the report shows before a recovery, and number that it shows after a recovery."""
 _NEVER = float("inf")
 
 _Beginning = events.RanksRestarted | events.RecoveryStarted | events.MembershipChanged | events.StageRecovery
-"""Records that begin a generation, and contain the number of this generation."""
+"""Kinds of records that begin a generation of the job's membership and contain the generation's number."""
 _FAILURES = (events.RankFailed, events.FailpointHit)
 _SOURCES = (events.CheckpointLoaded, events.WindowReplayed, events.SnapshotProblem)
-"""Records about the state from which ranks continue. They do not name the recovery to which they belong."""
+"""Kinds of records about the state from which ranks continue. They do not name the recovery they belong to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,20 +31,20 @@ class Course:
     """Times of a recovery, in seconds since 1970."""
 
     begin: float
-    """Time of the first failure, or of the request for the change."""
+    """Time of the first failure, or of the request to change the membership."""
     decided: float
     """Time at which ranks began to recover."""
     ready: float
-    """Time at which the last recorded work of the recovery ended."""
+    """Time at which the recovery's last recorded work ended, so that training can continue."""
     before: tuple[Metrics, ...] = ()
-    """Metrics of the newest iterations before the recovery, in rising order; empty if nothing was trained since the
-    previous recovery."""
+    """Metrics of the last iterations before the recovery, in rising order. Empty if no iteration was reported since
+    the previous recovery."""
     after: tuple[Metrics, ...] = ()
     """Metrics of the first iterations after the recovery."""
 
     @property
     def pause_seconds(self) -> float | None:
-        """Return the time from ``begin`` until the next iteration was reported."""
+        """Return the time from ``begin`` until the first iteration after the recovery was reported."""
         first = self.after[0].time_unix_seconds if self.after else None
         return None if first is None else max(0.0, first - self.begin)
 
@@ -54,23 +54,23 @@ class Recovery:
     """One recovery, or one requested change of membership, with all records that belong to it."""
 
     job: int
-    """Index of the job among the jobs of this run, counted from 0."""
+    """Index of the job in which the recovery happened, among the jobs of the run, counted from 0."""
     generation: int
-    """Generation that begins with the recovery; 0 if a later job continues the run."""
+    """Generation of the membership that begins with the recovery; 0 if a new job continues the run."""
     nodes_before: tuple[int | None, ...]
-    """Node of each rank before the recovery; None if no record names the node."""
+    """Number of the node of each rank before the recovery; None if no record names the node."""
     nodes_after: tuple[int | None, ...]
-    """Node of each rank after the recovery."""
+    """Number of the node of each rank after the recovery; None if no record names the node."""
     number: int = 0
     """Index of the recovery among the recoveries of the run, counted from 1."""
     records: list[Record] = field(default_factory=list)
-    """Records in the order of writing."""
+    """Records that belong to the recovery, in the order of writing."""
     decision: Decision | None = None
-    """Decision of the controller."""
+    """Decision of the controller that led to the recovery; None if the run's folder has no such decision."""
     course: Course | None = None
-    """Times of the recovery; None if the records have no times."""
+    """Times of the recovery; None if its records contain no times."""
     num_again: int | None = None
-    """Number of reported iterations that were trained again; None if the number is not known."""
+    """Number of iterations that were reported before the recovery and trained again after it; None if not known."""
 
     def every(self, kind: type[_Kind]) -> list[_Kind]:
         """Return all records of class ``kind``."""
@@ -82,18 +82,18 @@ class Recovery:
 
     @property
     def is_new_job(self) -> bool:
-        """Return whether the run continues in another job."""
+        """Return whether a new job continued the run."""
         return self.generation == 0
 
     @property
     def is_restart(self) -> bool:
-        """Return whether all ranks are new processes, in the same job or a later one."""
+        """Return whether all ranks after the recovery are new processes, in the same job or in a later job."""
         return self.is_new_job or bool(self.every(events.RanksRestarted))
 
     @property
     def is_failure(self) -> bool:
-        """Return whether the recovery follows a loss of ranks or nodes. The result is false if nodes joined or left on
-        request, or if another job continued the run."""
+        """Return whether a loss of ranks or nodes caused the recovery. The result is false for a change of membership
+        on request, and for a new job that follows a job without a recorded failure of a rank."""
         if self.is_new_job or self.every(events.RankFailed):
             return bool(self.every(events.RankFailed))
         lost = self.decision is not None and bool(self.decision.lost_nodes)
@@ -101,8 +101,8 @@ class Recovery:
 
     @property
     def lost(self) -> str:
-        """Describe the loss, e.g. ``node 2; ranks 4-5 (SIGKILL)``, and count the ranks that failed as a consequence. If
-        nothing was lost, return the reason for the change."""
+        """Describe what was lost, e.g. ``node 2; ranks 4-5 (SIGKILL)``, and count the ranks that failed as a result.
+        If nothing was lost, return the reason of the recovery or the change of membership."""
         failures = {record.rank: record for record in self.every(events.RankFailed)}
         causes: dict[str, list[int]] = {}
         for rank, record in failures.items():
@@ -136,7 +136,7 @@ class Recovery:
 
     @property
     def iteration(self) -> int:
-        """Return the newest iteration in the state from which ranks continue."""
+        """Return the last iteration that the recovered state includes. Ranks continue with the iteration after it."""
         for kind in (events.RecoveryStarted, events.MembershipChanged, events.StageRecovery):
             if not self.is_new_job and (record := self.newest(kind)) is not None:
                 return record.iteration
@@ -145,7 +145,7 @@ class Recovery:
 
     @property
     def seconds(self) -> float | None:
-        """Return the time from the decision until all ranks were ready."""
+        """Return the time from the decision to recover until all ranks were ready to train."""
         changed = self.newest(events.MembershipChanged)
         if changed is not None and not self.every(events.StageRecovery):
             return duration(changed.seconds)
@@ -161,19 +161,19 @@ class Recovery:
 
     @property
     def num_replayed(self) -> int:
-        """Return the number of iterations replayed from windows or logs by the rank that replayed most."""
+        """Return the largest number of iterations that a rank replayed from snapshot windows or upstream logs."""
         work = [*self.every(events.StageRecovery), *self.every(events.WindowReplayed)]
         return max((record.num_iterations for record in work), default=0)
 
     @property
     def num_failed_ranks(self) -> int:
-        """Return the number of ranks that are known to have failed. Ranks of a lost node may have no record of their
-        failure."""
+        """Return the number of ranks with a record of their failure. The ranks of a lost node may lack this record, so
+        more ranks may have failed."""
         return len({record.rank for record in self.every(events.RankFailed)})
 
     @property
     def declined(self) -> tuple[str, ...]:
-        """Return every recovery strategy and every source of state that was not used, each with the reason."""
+        """Return a text for each recovery strategy and each source of state that was not used, with the reason."""
         started, decision = self.newest(events.RecoveryStarted), self.decision
         in_processes = None if decision is None else decision.declined
         head = () if in_processes is None else (f"continuing without a restart: {in_processes}",)
@@ -183,12 +183,12 @@ class Recovery:
     def find(
         cls, records: Iterable[Record], decisions: Iterable[Decision], metrics: Sequence[Metrics]
     ) -> "tuple[tuple[Recovery, ...], int]":
-        """Find all recoveries and changes of membership, oldest first. Return them and the number of jobs.
+        """Return all recoveries and changes of membership of a run, oldest first, and the run's number of jobs.
 
         Args:
             records: All events of the run, in the order of writing.
             decisions: Decisions of the controller, in the order of writing.
-            metrics: Metrics of all attempts, in the order of writing.
+            metrics: All metrics records of the run, in the order of writing.
         """
         folding = _Folding()
         for record in records:
@@ -316,18 +316,18 @@ def _times(records: Sequence[Record]) -> list[float]:
 
 @dataclass(slots=True, kw_only=True)
 class _Folding:
-    """Assigns records to recoveries; records arrive in the order of writing."""
+    """Assigns the records of a run to recoveries. Records must arrive in the order of writing."""
 
     recoveries: list[Recovery] = field(default_factory=list)
     pending: list[Record] = field(default_factory=list)
-    """Records that belong to no recovery yet: failures, and the state from which a starting job continues."""
+    """Records that do not belong to a recovery yet: failures, and sources of the state of a starting job."""
     job: int = -1
     has_ended: bool = True
-    """Whether the previous job has ended, so that the next start of ranks belongs to another job."""
+    """Whether the newest job has ended. If so, the next ``RunStarted`` record belongs to a new job."""
     starts: list[float | None] = field(default_factory=list)
-    """Time at which each job began."""
+    """Time at which each job of the run began."""
     nodes: tuple[int | None, ...] = ()
-    """Node of each current rank."""
+    """Number of the node of each rank of the current membership; None if not known."""
     by_generation: dict[int, Recovery] = field(default_factory=dict)
     current: Recovery | None = None
 

@@ -89,4 +89,4 @@ summary:focus-visible, a:focus-visible { outline: 2px solid var(--loss); outline
 footer { margin-top: 2.5rem; border-top: 1px solid var(--line); padding-top: .8rem; font-size: .87rem; }
 @media print { details { break-inside: avoid; } }
 """
-"""Style sheet; contains no character that HTML requires to be escaped."""
+"""Style sheet of the page. It contains no character that must be escaped in HTML."""

@@ -1,4 +1,4 @@
-"""Shows what each rank did during a recovery, and when. The result is a drawing with one row for each rank, and
+"""Shows what each rank did during a recovery, and when: as a drawing with one row for each rank, and as two
 tables."""
 
 from collections.abc import Iterator, Sequence
@@ -24,11 +24,11 @@ KINDS = {
     "waits": "waits and keeps its state",
     "other": "other",
 }
-"""Activities of a rank, with the descriptions that the legend shows."""
+"""Kinds of activities of a rank, each with its description in the legend."""
 FAILURE = "failure"
-"""Name of the moment of the first failure in a recovery. Times in the timeline are measured from this moment."""
+"""Label of the moment of a recovery's first failure. If there was a failure, this moment is time 0 of the timeline."""
 NUM_OPEN = 12
-"""Largest number of recoveries that the page shows unfolded. If there are more, all are folded."""
+"""Largest number of recoveries whose details are visible at once. If there are more, the reader must open each."""
 MAX_STEPS = 200
 MAX_LANES = 512
 """Largest number of ranks that the drawing and the table show."""
@@ -36,9 +36,9 @@ WIDTH = 1000
 TOP, LANE, GAP, GROUP = 34, 22, 4, 12
 LEFT, RIGHT = 196, 984
 FATE_WIDTH = 94
-"""Width in pixels of the column that shows ``Lane.fate``. The column exists only if some lane has such a text."""
+"""Width in pixels of the column that shows ``Lane.fate``. The column exists only if some rank's fate is not empty."""
 BYTES_WIDTH = 130
-"""Width of the right column, which shows bytes of the upstream log. The column exists only if bytes were sent."""
+"""Width in pixels of the right column: bytes that ranks moved in the recovery. It exists only if there are any."""
 _BEHIND = ("forms", "starts")
 _MARGIN = 0.35
 """Time shown before and after a recovery, as a share of its duration."""
@@ -48,53 +48,53 @@ _NONE = "-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Span:
-    """Activity of a rank. Times are in seconds after the failure."""
+    """Activity of a rank in a timeline. Times are in seconds after the begin of the recovery."""
 
     kind: str
-    """One of ``KINDS``."""
+    """Kind of the activity: a key of ``KINDS``."""
     begin: float
     end: float
     label: str
-    """Short text, drawn in the bar if there is space."""
+    """Short text that is drawn inside the activity's bar if there is space."""
     words: str
-    """Full description."""
+    """Full description of the activity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """Row of a rank in the drawing, or row of a process that ended in the recovery."""
+    """Row of the timeline: a rank, or a process that ended in the recovery."""
 
     rank: int | None
     """Rank after the recovery; None if the process has ended."""
     previous: int | None
-    """Rank, before the recovery, of this process or of the process that it replaces; None if it replaces no process."""
+    """Rank before the recovery, of this process or of the process that it replaces; None if there is none."""
     node: int | None
     stage: int | None
-    """Pipeline stage; None if no record names it."""
+    """Pipeline stage of the rank; None if no record names it."""
     fate: str
-    """Change of the process in words, such as ``new process`` or ``lost``; empty for a rank without a change."""
+    """What happened to the process, e.g. ``new process`` or ``lost``; empty if it kept its rank."""
     spans: tuple[_Span, ...] = ()
     died_seconds: float | None = None
-    """Seconds after the failure at which this process, or the process that it replaces, ended; None if it did not."""
+    """Seconds after the begin of the recovery at which the process with rank ``previous`` ended; None if not."""
     work: events.StageRecovery | None = None
-    """This rank's report about its work in the recovery."""
+    """This rank's record of its work in the recovery; None if there is none."""
 
     @property
     def name(self) -> str:
-        """Return the name of the row, e.g. ``rank 3``: the rank after the recovery. If the process has ended, it is the
-        rank before the recovery."""
+        """Return the name of the row, e.g. ``rank 3``. The number is the rank after the recovery or, if the process has
+        ended, the rank before the recovery."""
         return f"rank {self.previous if self.rank is None else self.rank}"
 
     @property
     def doing(self) -> str:
-        """Describe the activities between the last iteration before the recovery and the first one after it."""
+        """Describe what the rank did between the last iteration before the recovery and the first iteration after."""
         words = [span.words for span in self.spans if span.kind not in ("trains", "unfinished")]
         return "; ".join([*([self.fate] if self.fate else []), *words]) or "no record"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Instant:
-    """Moment that the drawing marks for all ranks, such as the first failure."""
+    """Moment of a recovery that the timeline marks across all rows, such as the first failure."""
 
     seconds: float
     words: str
@@ -102,31 +102,31 @@ class _Instant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Content of the drawing of a recovery. Times are in seconds after the first failure, or after the request for
-    a change of membership."""
+    """Content of the timeline of a recovery. Times are in seconds after the first failure; without a failure, after
+    the request to change the membership."""
 
     begin: float
     end: float
     lanes: tuple[Lane, ...]
     """Rows ordered by stage, then by rank. Processes that have ended come last."""
     instants: tuple[_Instant, ...]
-    """Marked moments. Times are measured from the first of them."""
+    """Moments that the timeline marks, in order. All times are measured from the first moment."""
 
     @property
     def zero(self) -> str:
-        """Return the name of the moment from which times are measured."""
+        """Return a text for time 0 of the timeline: the failure, or the request to change the membership."""
         return "the failure" if self.instants[0].words == FAILURE else "it was requested"
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of all spans, in the order of ``KINDS``."""
+        """Return the kinds of activities that occur in the timeline, in the order of ``KINDS``."""
         seen = {span.kind for lane in self.lanes for span in lane.spans}
         return tuple(kind for kind in KINDS if kind in seen)
 
     @classmethod
     def of(cls, recovery: Recovery) -> "Timeline | None":
-        """Make the timeline of a recovery. Return None if the records have no times, or if the recovery is the start of
-        a later job."""
+        """Make the timeline of a recovery. Return None if its records have no times, or if a new job continued the
+        run."""
         course = recovery.course
         if course is None or recovery.is_new_job:
             return None
@@ -205,7 +205,7 @@ def _previous_ranks(recovery: Recovery) -> tuple[int | None, ...]:
 
 
 def _local(nodes: Sequence[int | None]) -> Iterator[tuple[int | None, int]]:
-    """Yield, for each rank, its node and the number of the rank on this node, counted from 0."""
+    """Yield for each rank its node, and its index among the ranks of this node, counted from 0."""
     count: dict[int | None, int] = {}
     for node in nodes:
         count[node] = count.get(node, -1) + 1
@@ -243,10 +243,10 @@ def _before(recovery: Recovery, course: Course) -> list[_Span]:
 
 
 def _training(metrics: Sequence[Metrics], from_seconds: float, zero: float) -> list[_Span]:
-    """Return the trained iterations as spans. No span begins before ``from_seconds`` or before the previous one ends.
+    """Return one activity per trained iteration. No activity begins before ``from_seconds`` or overlaps another.
 
     Args:
-        zero: Time from which the times of spans are measured.
+        zero: Time that is subtracted from the times of the activities.
     """
     spans: list[_Span] = []
     free_from = from_seconds
@@ -302,7 +302,7 @@ def _work(work: events.StageRecovery) -> str:
 
 
 def timelines(recoveries: Sequence[Recovery]) -> Iterator[Element]:
-    """Return the section of the page that shows each recovery in a part of its own."""
+    """Return the section of the report page with the details of each recovery."""
     if not recoveries:
         return
     yield Element.of("h2", "Details of each recovery", id="stories")
@@ -369,7 +369,7 @@ def _step_table(recovery: Recovery, timeline: Timeline | None) -> Element:
 
 
 def _steps_of(recovery: Recovery) -> list[tuple[float | None, str]]:
-    """Return (seconds after the failure, text) of each record, sorted by time. Records without a time come last."""
+    """Return (seconds after the begin of the recovery, text) of each record, sorted by time; without a time, last."""
     course, decision = recovery.course, recovery.decision
 
     def after(at: float | None) -> float | None:
@@ -387,7 +387,7 @@ def _steps_of(recovery: Recovery) -> list[tuple[float | None, str]]:
 
 
 def _timeline_plot(name: str, timeline: Timeline, title: str) -> Element:
-    """Draw one row for each rank, ordered by stage. ``name`` must be unique on the page."""
+    """Draw one row for each rank, ordered by pipeline stage. ``name`` must be unique on the page."""
     lanes = timeline.lanes[:MAX_LANES]
     most = max((lane.work.bytes_moved for lane in lanes if lane.work is not None), default=0)
     right = RIGHT - (BYTES_WIDTH if most else 0)

@@ -1,1 +1,1 @@
-"""Sinks for records, one module per sink. An entry of ``telemetry.sinks`` names its class by ``_target_``."""
+"""Sinks: destinations of a run's records, one module per sink. Each entry of ``telemetry.sinks`` names its class."""

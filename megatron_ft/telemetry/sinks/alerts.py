@@ -1,5 +1,5 @@
-"""Reports an alert when a metric of the run passes its limit, and the alert's end when the metric is within its limit
-again."""
+"""Reports an alert when a figure of the run passes its limit, and reports the alert's end when the figure is within its
+limit again."""
 
 import shutil
 import statistics
@@ -15,11 +15,11 @@ from megatron_ft.planning.alerts import NAMES, Alert, AlertFigures, AlertLimits,
 from megatron_ft.telemetry.sinks.base import Sink, SinkContext
 
 NUM_WINDOWS = 5
-"""Number of windows over which the share of time spent on waiting for captures is computed."""
+"""Number of newest snapshot windows used to compute which share of its time training waits for captures."""
 NUM_ITERATIONS = 20
-"""Number of newest iterations whose median duration is used to compute the share of time spent on waiting."""
+"""Number of newest iterations whose median duration is used to compute which share of its time training waits."""
 DISK_SECONDS = 30.0
-"""Interval between checks of the free disk space."""
+"""Shortest time in seconds between two checks of the free disk space."""
 
 
 def _free_share(folder: Path) -> float:
@@ -33,14 +33,14 @@ def _free_share(folder: Path) -> float:
 
 
 class AlertSink(Sink):
-    """Computes figures that have limits. Reports when a figure passes its limit, and when the figure is within its
-    limit again."""
+    """Computes those figures of a run that have a limit. Reports when a figure passes its limit, and when the figure is
+    within its limit again."""
 
     name = "alerts"
 
     def __init__(self, limits: AlertLimits, *, free_disk_share: Callable[[], float]) -> None:
-        """Compare figures with ``limits``. ``free_disk_share`` reads the free share of the disk; it may raise
-        OSError."""
+        """Create a sink that compares figures with ``limits``. ``free_disk_share`` returns the share of the disk that
+        is free, or raises OSError."""
         self._limits = limits
         self._free_disk_share = free_disk_share
         self._raised: set[str] = set()

@@ -10,7 +10,7 @@ from megatron_ft.events import Record
 from megatron_ft.telemetry.state import RunState
 
 Clock = Callable[[], float]
-"""Returns the seconds since 1970."""
+"""Function that returns the current time in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,25 +21,25 @@ class Outcome:
     """Exit code; ``errors.EXIT_CODES`` lists the values."""
     reason: str
     time_unix_seconds: float
-    """Wall-clock time at which the run ended."""
+    """Time at which the run ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkContext:
-    """Job for which a sink is opened."""
+    """What a sink may need to know about the job for which it is opened."""
 
     config: JobConfig
     run_dir: Path
-    """Existing folder of the run."""
+    """Folder of the run, which exists."""
     world_size: int
     clock: Clock
     stream: TextIO | None
     """Stream to which the terminal sink writes; None for standard output."""
     first_loss: float | None
-    """Loss of the run's first iteration if an earlier attempt reported it; None otherwise."""
+    """Loss of the run's first iteration if an earlier job of the run reported it; None otherwise."""
 
     def state(self) -> RunState:
-        """Return the state of a run that has reported nothing yet. The sink adds records to it."""
+        """Return a new ``RunState`` without records. The sink adds the run's records to it."""
         train_iterations = self.config.training.train_iterations
         return RunState(time_opened_seconds=self.clock(), train_iterations=train_iterations, first_loss=self.first_loss)
 
@@ -54,30 +54,28 @@ class Sink:
     name: str
     """Name of the sink in events and messages."""
     needs: tuple[str, ...] = ()
-    """Optional packages that the sink imports. A job is refused if one of them is not installed."""
+    """Optional packages that the sink imports. A job does not start if one of them is not installed."""
     retries: bool = True
     """Whether ``write`` may succeed again after a failed call. If False, the only call after a failure is ``close``."""
     num_lost_records: int = 0
-    """Number of records that the sink accepted and later dropped."""
+    """Number of records that the sink accepted but dropped before they were written."""
 
     @classmethod
     def open(cls, context: SinkContext) -> "Sink | None":
-        """Open the sink for a job. Return None if the job's configuration turns the sink off.
-
-        Raises:
-            OSError: a file cannot be opened.
-        """
+        """Open the sink for a job, or return None if the job's configuration turns the sink off. Raises OSError if a
+        file cannot be opened."""
         raise NotImplementedError
 
     def write(self, record: Record) -> None:
-        """Accept one record that has a time. Ignore kinds of records that the sink does not need.
+        """Accept one record, whose time is already set. Ignore the kinds of records that the sink does not need.
 
         May raise any exception. Must return in well under a millisecond, even if the disk or the network is slow.
         """
         raise NotImplementedError
 
     def take_reports(self) -> list[Record]:
-        """Return the records that this sink itself has created since the last call. They are written to all sinks."""
+        """Return the records that this sink itself has created since the last call. The caller writes these records to
+        all sinks."""
         return []
 
     def close(self, outcome: Outcome) -> None:

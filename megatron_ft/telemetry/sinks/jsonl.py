@@ -11,20 +11,20 @@ from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE
 from megatron_ft.telemetry.sinks.base import Outcome, Sink, SinkContext
 
 MAX_PENDING_LINES = 20_000
-"""Largest number of lines that are stored in memory while the disk does not accept them. If there are more lines, the
-oldest are dropped and counted."""
+"""Largest number of lines that wait in memory while the disk does not accept lines. If there are more, the oldest lines
+are dropped and counted."""
 
 
 class JsonlSink(Sink):
-    """Appends one line per record. When ``write`` returns, the operating system has the line.
+    """Appends one line per record to a file. When ``write`` returns, the operating system has the line.
 
-    Durable records (see ``events.Record.durable``) are forced to disk with all lines before them. If the disk does not
+    A durable record (see ``events.Record.durable``) is forced to disk, with all lines before it. If the disk does not
     accept lines, they stay in memory, and every later ``write`` tries again. A failed write leaves no incomplete line
-    in the file; ``open`` removes an incomplete line that a crash left.
+    in the file. If a crash left an incomplete line, ``open`` removes it.
     """
 
     def __init__(self, path: Path, *, metrics: bool) -> None:
-        """Open the file. If ``metrics``, accept only metrics records; otherwise accept all other records.
+        """Open the file. If ``metrics`` is true, it receives only metrics records; otherwise all other records.
 
         Raises:
             OSError: the file cannot be opened.
@@ -43,7 +43,7 @@ class JsonlSink(Sink):
         return cls(context.run_dir / (METRICS_FILE if metrics else EVENTS_FILE), metrics=metrics)
 
     def write(self, record: Record) -> None:
-        """Append the line of a record, after lines that earlier calls could not write.
+        """Append the record's line to the file. First append the lines that earlier calls could not write.
 
         Raises:
             OSError: the disk did not accept the lines; they stay in memory until the next call.
@@ -63,7 +63,7 @@ class JsonlSink(Sink):
         return reports
 
     def close(self, outcome: Outcome) -> None:
-        """Write the lines that are still in memory, and force them to disk.
+        """Write the lines that still wait in memory, and force the file to disk.
 
         Raises:
             OSError: some lines could not be written.

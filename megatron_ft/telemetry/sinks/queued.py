@@ -1,4 +1,4 @@
-"""Base class of sinks that pass each iteration once to an experiment tracker, such as wandb, in a separate thread."""
+"""Base class of sinks that send records to an experiment tracker, such as wandb, in a separate thread."""
 
 import heapq
 import queue
@@ -17,19 +17,19 @@ from megatron_ft.telemetry.sinks.base import Outcome, Sink
 
 MAX_QUEUED_RECORDS = 100_000
 CLOSE_SECONDS = 60.0
-"""Longest time that the end of the run waits for a tracker."""
+"""Longest time in seconds that a job waits at its end until a tracker has received all records."""
 
 
 class QueuedSink(Sink):
-    """Queues records for a thread, so that a slow tracker never delays the caller.
+    """Queues records for a separate thread, so that a slow experiment tracker never delays the caller.
 
-    Only the thread uses and imports the tracker's package. After an error of the tracker, no record is accepted.
+    Only this thread imports and uses the tracker's package. After an error of the tracker, ``write`` always raises.
     """
 
     retries = False
 
     def __init__(self, run_dir: Path) -> None:
-        """Start the thread. Subclasses must set their own attributes before this call."""
+        """Start the thread. A subclass must set its attributes before it calls this, because the thread uses them."""
         # The files must be read before the thread starts, and before this attempt writes to them.
         self.reported = Reported.so_far(run_dir)
         self._queue: queue.Queue[Record | Outcome] = queue.Queue(MAX_QUEUED_RECORDS)
@@ -43,14 +43,14 @@ class QueuedSink(Sink):
 
     @property
     def num_lost_records(self) -> int:  # type: ignore[override]
-        """Return the number of records that were not sent because the tracker failed."""
+        """Return the number of records that were queued but never sent, because the tracker failed."""
         return self._queue.qsize() if self._error else 0
 
     def write(self, record: Record) -> None:
         """Queue the record.
 
         Raises:
-            Exception: any exception that the tracker has raised since the last call.
+            Exception: the tracker has failed; this is the exception that it raised.
             queue.Full: the tracker is too slow, so the queue is full.
         """
         if self._error is not None:
@@ -88,7 +88,7 @@ class QueuedSink(Sink):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """All metrics of one iteration."""
+    """Step of an experiment tracker: all metrics of one iteration."""
 
     iteration: int
     figures: Mapping[str, float]
@@ -96,28 +96,28 @@ class Step:
 
 
 class Steps:
-    """Groups records, added oldest first, into one step per iteration. The next iteration completes a step.
-
-    If an iteration is reported again, the new report replaces the earlier one, unless ``sent`` included the iteration.
+    """Groups the records of each iteration into one step. A step is complete when the next iteration is reported.
+    Records must be added oldest first. If an iteration is reported again, its new records replace the earlier ones.
+    They are ignored if the step of the iteration was already sent to the tracker.
     """
 
     def __init__(self, *, sent: int) -> None:
-        """Begin after iteration ``sent``, the newest one that the tracker has."""
+        """Begin after iteration ``sent``, the newest iteration that the tracker already has."""
         self.run = RunFigures()
         self._sent = sent
         self._iteration = self._highest = 0
         self._figures: dict[str, float] = {}
 
     def sent(self, iteration: int) -> None:
-        """Note that the tracker has all steps up to ``iteration``, so that they are not returned again."""
+        """Note that the tracker has all steps up to ``iteration``. These steps are not returned again."""
         self._sent = max(self._sent, iteration)
 
     def repeat_after(self, iteration: int) -> None:
-        """Return steps after ``iteration`` again when they are reported again, even if they were sent."""
+        """From now on, return the steps after ``iteration`` even if they were sent before: they will run again."""
         self._sent = min(self._sent, iteration)
 
     def take(self, record: Record) -> Step | None:
-        """Add a record. Return the step that it completes."""
+        """Add a record. Return the step that the record completes, or None."""
         complete = None
         match record:
             case RunStarted():
@@ -135,7 +135,7 @@ class Steps:
         return complete
 
     def finish(self) -> Step | None:
-        """Return the step of the newest iteration with all figures reported so far."""
+        """Return the step of the newest iteration, complete or not; None if it has no figures to send."""
         is_first_time, self._highest = self._iteration > self._highest, max(self._highest, self._iteration)
         figures, self._figures = self._figures, {}
         if not figures:
@@ -164,15 +164,15 @@ def _figures(record: Metrics | ExpertLoad | Evaluation) -> Mapping[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """Records of earlier attempts: the run's files up to the length that they had when this attempt began."""
+    """Records of the run's earlier jobs: the content that the run's files had when this job began."""
 
     run_dir: Path
     num_bytes: Mapping[str, int]
-    """Length of each file in bytes, by name."""
+    """Length in bytes of each file when this job began, by the name of the file."""
 
     @classmethod
     def so_far(cls, run_dir: Path) -> "Reported":
-        """Return the current content of the run's files. Lines that are added later belong to this attempt."""
+        """Return the current content of the run's files. Lines that are appended later are left out."""
         paths = [path for name in (METRICS_FILE, EVENTS_FILE) if (path := run_dir / name).exists()]
         return cls(run_dir, {path.name: path.stat().st_size for path in paths})
 
@@ -197,11 +197,11 @@ class Reported:
 
 
 class StepSender:
-    """Passes steps to a tracker. Steps that earlier attempts reported, but that the tracker does not have, come first.
-    Only the thread of a ``QueuedSink`` uses this object."""
+    """Sends steps to a tracker. First come steps that earlier jobs of the run reported but that the tracker lacks. Only
+    the thread of a ``QueuedSink`` uses this object."""
 
     def __init__(self, reported: Reported, *, last_step: int) -> None:
-        """Continue after iteration ``last_step``, the newest one that the tracker has from earlier attempts."""
+        """Continue after ``last_step``, the newest step that the tracker has from earlier jobs of the run."""
         self.steps = Steps(sent=last_step)
         # Steps that the tracker lacks are sent when this attempt has started: its start shows after which iteration the
         # run continues, and later iterations of earlier attempts are void.
@@ -211,20 +211,20 @@ class StepSender:
                 self._missed[step.iteration] = step
 
     def send(self, step: Step) -> None:
-        """Pass one step to the tracker."""
+        """Send one step to the tracker."""
         raise NotImplementedError
 
     def begin_attempt(self, record: RunStarted) -> None:
-        """Note that an attempt has started. Called after all steps before it are sent."""
+        """Note that all ranks of the run have started anew. Called when all steps before this start are sent."""
 
     def pause(self) -> None:
-        """Write buffered data to its destination. Called when no record is queued."""
+        """Write buffered data to the tracker. Called whenever the queue of records is empty."""
 
     def end(self, exit_code: int) -> None:
         """End the tracker's run."""
 
     def take(self, record: Record) -> None:
-        """Add a record, and pass on the step that it completes."""
+        """Add a record. If it completes a step, send this step."""
         step = self.steps.take(record)
         if isinstance(record, RunStarted):
             missed, self._missed = self._missed, {}
@@ -237,7 +237,7 @@ class StepSender:
             self.begin_attempt(record)
 
     def finish(self, exit_code: int) -> None:
-        """Pass on the newest iteration, then end the tracker's run."""
+        """Send the step of the newest iteration, then end the tracker's run."""
         if (step := self.steps.finish()) is not None:
             self._send(step)
         self.end(exit_code)

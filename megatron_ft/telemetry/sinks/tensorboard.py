@@ -1,6 +1,6 @@
-"""Writes metrics to event files of TensorBoard in the run's folder. All restarts of a run share one folder.
+"""Writes metrics to TensorBoard's event files in the run's folder. All jobs of a run share one folder of event files.
 
-Only a thread of this sink uses the package ``tensorboard``; the thread also imports it.
+Only a separate thread of this sink imports and uses the package ``tensorboard``.
 """
 
 import os
@@ -19,17 +19,17 @@ _FILE = re.compile(r"events\.out\.tfevents\.\d+\..*")
 
 
 class TensorBoardSink(QueuedSink):
-    """Queues records for a thread, which writes one step per iteration to ``<run>/tensorboard``.
+    """Queues records for a separate thread, which writes one step per iteration to ``<run>/tensorboard``.
 
-    The step is the number of the iteration. If an attempt runs iterations again, TensorBoard drops the earlier values,
-    because each attempt first writes from which step on earlier values are void (``purge_step`` of other writers).
+    The step is the number of the iteration. Each start of the ranks first writes from which step on earlier values are
+    void (``purge_step`` in other writers). TensorBoard then drops the earlier values of iterations that run again.
     """
 
     name = "tensorboard"
     needs = ("tensorboard",)
 
     def __init__(self, run_dir: Path) -> None:
-        """Start the thread."""
+        """Start the thread that writes the event files."""
         self._folder = run_dir / FOLDER
         super().__init__(run_dir)
 
@@ -55,7 +55,7 @@ class _Sender(StepSender):
         self._file.flush()
 
     def begin_attempt(self, record: RunStarted) -> None:
-        """Write that values after the resumed iteration are void, and let these iterations be written again."""
+        """Mark the values of all iterations after the resumed one as void, and let new values replace them."""
         iteration = record.resumed_from_iteration or 0
         start = self._events.SessionLog(status=self._events.SessionLog.START)
         self._write(step=iteration + 1, session_log=start)
@@ -77,7 +77,7 @@ class _Sender(StepSender):
 
 
 def _last_step(folder: Path) -> int:
-    """Return the newest step in the event files of earlier attempts that is not void, or 0 without such a step."""
+    """Return the newest step in the event files of earlier jobs whose values are not void; 0 if there is none."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     newest = 0
@@ -96,7 +96,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _next_file(folder: Path) -> Path:
-    """Return a path whose name comes after those of all files in ``folder``, even if the clock was set back."""
+    """Return a new path that sorts after all event files in ``folder``, even if the clock was set back."""
     newest = max((int(path.name.split(".")[3]) for path in _files(folder)), default=0)
     seconds = max(int(time.time()), newest + 1)
     return folder / f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.0"

@@ -26,19 +26,19 @@ from megatron_ft.telemetry.sinks.base import Clock, Outcome, Sink, SinkContext
 from megatron_ft.telemetry.state import RunState
 
 BLUE, ORANGE, VERMILION, GREEN = "#56b4e9", "#e69f00", "#d55e00", "#009e73"
-"""Colours of Okabe and Ito's palette, which can be distinguished with any colour vision. The panel never
-marks something by colour alone."""
+"""Colours of Okabe and Ito's palette, which readers with any colour vision can distinguish. Each colour in the panel
+comes with a text or a symbol."""
 LEVEL_STYLES = {"info": "default", "good": GREEN, "warning": ORANGE, "bad": f"bold {VERMILION}"}
 LEVEL_MARKS = {"info": " ", "good": "+", "warning": "!", "bad": "x"}
 
 NUM_EVENTS = 5
-"""Largest number of events shown."""
+"""Largest number of events that the live panel shows."""
 MAX_LAYERS = 8
 FULL_BAR = 2.0
-"""Load at which the bar of an expert is full. A load is the expert's tokens divided by the mean over experts."""
+"""Load at which the bar of an expert is full. Load is the expert's tokens divided by the mean per expert."""
 _LABEL_WIDTH = 11
 _FIXED_ROWS = 11
-"""Number of rows used for borders, blanks, headings, progress and figures."""
+"""Number of rows of the live panel for borders, blanks, headings, progress and figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class _Symbols:
     """Characters with which the panel is drawn."""
 
     heights: str
-    """Bars of rising height; the last one fills the cell."""
+    """Characters that are bars of rising height; the last one fills its cell."""
     done: str
     """Character for the completed part of a progress bar."""
     left: str
@@ -93,24 +93,24 @@ class _Symbols:
 
 BLOCKS = _Symbols(heights="▁▂▃▄▅▆▇█", done="━", left="─", separator="·", arrow="→")
 ASCII = _Symbols(heights="_.-~=+*#", done="#", left=".", separator="-", arrow="->")
-"""Symbols for streams without Unicode."""
+"""Symbols for output streams that cannot encode Unicode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TimedNote:
-    """Note with the time at which it was written."""
+    """Text about an event, with the time of the event."""
 
     time_unix_seconds: float
     note: Note
 
     def clock(self) -> str:
-        """Return the note's local time of day."""
+        """Return the local time of day of the event, as ``hh:mm:ss``."""
         return time.strftime("%H:%M:%S", time.localtime(self.time_unix_seconds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PanelStyle:
-    """Size and characters of the panel."""
+    """Title, size and characters of the live panel."""
 
     title: str
     width: int
@@ -119,27 +119,27 @@ class _PanelStyle:
 
     @property
     def inner_width(self) -> int:
-        """Return the number of columns inside borders and padding."""
+        """Return the number of columns inside the panel's borders and padding."""
         return max(40, self.width - 6)
 
     @property
     def num_chart_rows(self) -> int:
-        """Return the number of rows for the loss curve."""
+        """Return the number of rows of the panel for the loss curve."""
         return 4 if self.height >= 30 else 3
 
     @property
     def num_events(self) -> int:
-        """Return the number of rows for events."""
+        """Return the number of rows of the panel for events."""
         return NUM_EVENTS if self.height >= 30 else 3
 
     def num_layers(self, state: RunState) -> int:
-        """Return the number of layers whose expert load fits into the remaining rows."""
+        """Return the number of layers whose expert load fits into the remaining rows of the panel."""
         others = _FIXED_ROWS + self.num_chart_rows + self.num_events + len(state.failed_sinks)
         return max(1, min(MAX_LAYERS, self.height - 1 - others))
 
 
 def _panel(state: RunState, notes: Sequence[_TimedNote], style: _PanelStyle, *, now_seconds: float) -> RenderableType:
-    """Return the whole panel.
+    """Return the whole live panel.
 
     Args:
         notes: Events, oldest first; only the newest are shown.
@@ -267,7 +267,7 @@ def _layer(number: int, tokens: Sequence[int], style: _PanelStyle) -> Text:
 
 
 def _events(notes: Sequence[_TimedNote], style: _PanelStyle) -> list[Text]:
-    """Return the rows of the newest events. A long event has two rows, so that the process ids at its end are shown."""
+    """Return the panel's rows of the newest events. A long event has two rows, to show the process ids at its end."""
     lines = [row for timed in list(notes)[-style.num_events :] for row in _event(timed, style)][-style.num_events :]
     return lines + [Text()] * (style.num_events - len(lines))
 
@@ -309,9 +309,9 @@ def _number(value: float | None, form: str) -> str:
 
 REFRESHES_PER_SECOND = 2.0
 MAX_LINE_GAP_SECONDS = 60.0
-"""Longest time between two plain lines while iterations are trained."""
+"""Longest time in seconds between two plain lines while iterations are trained."""
 LINE_GAP_SHARE = 1 / 60
-"""Shortest time between two plain lines, as a share of the time since the run began."""
+"""Shortest time between two plain lines, divided by the time since the run began."""
 
 
 class TerminalSink(Sink):
@@ -333,8 +333,8 @@ class TerminalSink(Sink):
         clock: Clock = time.time,
         stream: TextIO | None = None,
     ) -> None:
-        """Choose the display by ``progress``: ``live``, ``plain``, or ``auto``, which is ``live`` if ``stream`` is a
-        terminal and ``plain`` otherwise."""
+        """Choose the display by ``progress``: ``live`` (a panel), ``plain`` (lines) or ``auto``. ``auto`` means
+        ``live`` if ``stream`` is a terminal, otherwise ``plain``."""
         self._stream = stream if stream is not None else sys.stdout
         self._state = state
         self._clock = clock
@@ -361,7 +361,7 @@ class TerminalSink(Sink):
         )
 
     def write(self, record: Record) -> None:
-        """Show ``record``.
+        """Show ``record`` on the terminal.
 
         Raises:
             OSError: the stream is closed.
@@ -380,7 +380,7 @@ class TerminalSink(Sink):
                 self._show_iteration(record)
 
     def close(self, outcome: Outcome) -> None:
-        """Leave the last state on the screen, and add one line about the whole run."""
+        """Leave the last content of the panel on the screen, and print one line about the whole run."""
         if self._live is not None:
             self._live.stop()
         self._catch_up()

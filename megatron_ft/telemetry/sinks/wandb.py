@@ -1,6 +1,6 @@
-"""Sends records to Weights & Biases. All restarts of a run share one wandb run, online or in an offline folder.
+"""Sends records to Weights & Biases. All jobs of a run share one wandb run, online or in offline folders.
 
-Only a thread of this sink uses wandb; the thread also imports it.
+Only a separate thread of this sink imports and uses the package ``wandb``.
 """
 
 import json
@@ -29,10 +29,10 @@ _ALPHABET = string.ascii_lowercase + string.digits
 
 
 class WandbSink(QueuedSink):
-    """Queues records for a thread, which sends one wandb step per iteration.
+    """Queues records for a separate thread, which sends one wandb step per iteration.
 
-    The wandb step is the number of the iteration, and it never falls. Iterations that an earlier attempt has sent are
-    not sent again. Iterations that an earlier attempt reported but did not send are sent first.
+    The wandb step is the number of the iteration, and it never falls. If an earlier job of the run sent an iteration,
+    it is not sent again. Iterations that an earlier job reported but did not send are sent first.
     """
 
     name = "wandb"
@@ -98,7 +98,7 @@ class _Sender(StepSender):
 
 
 def run_id(run_dir: Path) -> str:
-    """Return the wandb run id of this run directory. The first call chooses the id; later calls return the same id."""
+    """Return the wandb run id of a run's folder. The first call chooses a random id and stores it in the folder."""
     path = run_dir / ID_FILE
     if not path.exists():
         replace_file(path, "".join(secrets.choice(_ALPHABET) for _ in range(8)).encode() + b"\n")
@@ -106,10 +106,10 @@ def run_id(run_dir: Path) -> str:
 
 
 def _last_offline_step(run_dir: Path) -> int:
-    """Return the newest step in the offline folders of earlier attempts, or 0 if these folders contain no step.
+    """Return the newest step in wandb's offline folders of the run's earlier jobs; 0 if they contain no step.
 
-    Steps only rise from attempt to attempt, so the newest folder that contains a step contains the newest step. If
-    wandb was killed, the last records are missing, because wandb keeps records in memory for some time.
+    Steps only rise from job to job. So the newest folder that contains a step contains the newest step. If wandb was
+    killed, the last records are missing, because wandb keeps records in memory for some time.
 
     Raises:
         subprocess.SubprocessError: wandb's command that reads a folder failed.
@@ -124,7 +124,7 @@ def _last_offline_step(run_dir: Path) -> int:
 
 
 def _wandb_mode(asked: str, environment: Mapping[str, str]) -> str:
-    """Choose ``online`` or ``offline`` for ``telemetry.wandb=asked`` without using the network.
+    """Return wandb's mode for the setting ``telemetry.wandb=asked``. For ``auto``, choose by whether a login exists.
 
     Raises:
         netrc.NetrcParseError: the file with the login (``.netrc``) is damaged.
