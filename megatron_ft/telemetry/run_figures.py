@@ -32,7 +32,7 @@ class RunFigures:
 
     @property
     def survival(self) -> float | None:
-        """Return the probability that every expert still has a replica after the loss of one failure domain."""
+        """Return the probability that the job survives the loss of one failure domain with its current placement."""
         return self._lasting.get("replicas/single_loss_survival")
 
     @property

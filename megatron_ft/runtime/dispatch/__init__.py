@@ -1,1 +1,1 @@
-"""Token dispatch for experts with several copies: sends each row to one of the copies, and returns the results."""
+"""Token dispatch for MoE layers whose experts have several copies. Each token goes to one copy of its expert."""

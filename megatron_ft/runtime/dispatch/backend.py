@@ -36,62 +36,62 @@ KEY = "placement.dispatch_backend"
 
 
 class DispatchBackend(Protocol):
-    """Interface of a dispatch backend. For the same input, the results of all backends are bitwise equal. Inputs may be
-    on any device that the backend supports."""
+    """Interface of a backend for token dispatch. For equal inputs, the results of all backends are bitwise equal.
+    Inputs may be on any device that the backend supports."""
 
     shares: str
-    """Value of ``placement.shares``."""
+    """How the tokens of an expert are divided over its copies: the value of ``placement.shares``."""
 
     def schedule(self, counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> torch.Tensor:
         """Compute how many tokens ``rank`` sends and receives, by the rule in ``planning/dispatch.py``.
 
         ``counts`` int64 [E, N]: tokens that each rank routes to each expert. ``replicas`` int64 [E, N]: copies of each
-        expert on each rank. Both must be the same on every rank. Returns int64 [2, E, N]: element [0, e, j] is the
-        number of tokens that ``rank`` sends to the copies of expert e on rank j; element [1, e, i] is the number of
-        tokens of expert e that ``rank`` receives from rank i.
+        expert on each rank. All ranks must pass equal ``counts`` and ``replicas``. Returns int64 [2, E, N]. Element
+        [0, e, j] is the number of tokens that ``rank`` sends to the copies of expert e on rank j. Element [1, e, i] is
+        the number of tokens of expert e that ``rank`` receives from rank i.
 
         Raises ``ValueError`` for wrong shapes, negative values, and an expert that has tokens but no copy. The backend
-        ``cuda`` does not read the values here; its ``plan`` raises the error if the values contradict each other.
+        ``cuda`` checks only shapes here; its ``plan`` raises the error if the values contradict each other.
         """
         ...
 
     def plan(
         self, routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]
     ) -> DispatchHandle:
-        """Choose the destination of each token that ``routing_map`` (bool [T, E]) routes to an expert.
+        """Choose the destination rank of each pair of a token and an expert in ``routing_map`` (bool [T, E]).
 
-        ``schedule`` [2, E, N] is the result of the method ``schedule`` for ``rank``, computed from the counts of this
-        map. ``local_experts`` are the L distinct experts of this rank, ascending. The first tokens of an expert go to
-        its copies on this rank, and the next tokens go to its copies on the other ranks, in rank order.
+        ``schedule`` [2, E, N] is the result of the method ``schedule`` for ``rank``, computed from the token counts of
+        this map. ``local_experts`` are the L distinct experts of this rank, ascending. The first tokens of an expert go
+        to its copies on this rank. The next tokens go to its copies on the other ranks, in rank order.
 
         Raises ``ValueError`` when routing map, schedule and local experts contradict each other.
         """
         ...
 
     def permute(self, tokens: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Copy ``tokens`` [T, H] to rows [S, H] in the order in which they are sent. This method and all methods below
-        are differentiable."""
+        """Copy ``tokens`` [T, H] to the rows to send, [S, H], in sending order. Differentiable, like the other methods
+        on rows."""
         ...
 
     def sort_received(self, rows: torch.Tensor, handle: DispatchHandle) -> tuple[torch.Tensor, ...]:
-        """Sort received ``rows`` [R, H], which are in order of arrival, by local expert and then by source rank. Return
-        one tensor for each local expert, or one empty tensor on a rank without experts."""
+        """Sort the received ``rows`` [R, H] from order of arrival by local expert, then by source rank. Return one
+        tensor of rows for each local expert, or one empty tensor on a rank without experts."""
         ...
 
     def unsort(self, pieces: Sequence[torch.Tensor], handle: DispatchHandle) -> torch.Tensor:
-        """Put rows that are sorted by local expert back into their order of arrival, [R, H]: the inverse of
+        """Join the rows of all local experts to [R, H], in the order in which the rows arrived. This is the inverse of
         ``sort_received``."""
         ...
 
     def unpermute(self, rows: torch.Tensor, probs: torch.Tensor | None, handle: DispatchHandle) -> torch.Tensor:
-        """Sum the returned ``rows`` [S, H] of each token, weighted with ``probs`` [T, E], to [T, H]. The sum runs over
-        the token's experts in ascending order. ``probs=None`` means no weights, for experts that weight their outputs
-        themselves. A token without rows gets zeros."""
+        """Sum the returned ``rows`` [S, H] of each token to [T, H], weighted with ``probs`` [T, E]. Add in ascending
+        order of the token's experts. A token without rows gets zeros. ``probs=None`` means no weights; it is for
+        experts that weight their outputs themselves."""
         ...
 
     def row_probs(self, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Return the probability of each sent row, [S], from ``probs`` [T, E], so that it can be sent together with the
-        row."""
+        """Return the router probability of each sent row, [S], from ``probs`` [T, E]. The probability can then be sent
+        together with the row."""
         ...
 
 
@@ -99,8 +99,8 @@ def open_backend(name: str, shares: str = BALANCED) -> DispatchBackend:
     """Create a backend. Its kernels are built at their first use.
 
     Args:
-        name: value of ``placement.dispatch_backend``, but not ``auto``.
-        shares: value of ``placement.shares``.
+        name: name of the backend, a key of ``BACKENDS``.
+        shares: how the tokens of an expert are divided over its copies; value of ``placement.shares``.
 
     Raises:
         ConfigError: the name is unknown.
@@ -116,4 +116,4 @@ BACKENDS: dict[str, Callable[[str], DispatchBackend]] = {
     "cpp": CppDispatch,
     "cuda": CudaDispatch,
 }
-"""The class of each value of ``placement.dispatch_backend``."""
+"""Dispatch backends: the class for each value of ``placement.dispatch_backend``."""

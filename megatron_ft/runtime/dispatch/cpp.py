@@ -29,14 +29,14 @@ SIGNATURES = {
     "dispatch_combine": [INTEGER, POINTER, POINTER, POINTER, INTEGER, INTEGER, INTEGER, POINTER],
     "dispatch_weigh": [INTEGER, POINTER, POINTER, POINTER, POINTER, INTEGER, INTEGER, POINTER, POINTER],
 }
-"""Argument types of every function in ``csrc/bindings.cpp``."""
+"""Argument types of every C function in ``csrc/bindings.cpp``, by the function's name."""
 _NEGATIVE, _TOO_MANY_TOKENS, _FINE = -1, -2, 0
-"""Results of ``dispatch_schedule``. Any other result means that expert ``result - 1`` has tokens but no replica."""
+"""Results of the C function ``dispatch_schedule``. Another result n means: expert n - 1 has tokens but no replica."""
 
 
 class CppDispatch(RowOperations):
-    """Backend with single-threaded C++ kernels. The constructor raises ``SoftwareError`` if the kernels cannot be
-    built. ``backend.py`` explains the notation."""
+    """Dispatch backend with single-threaded C++ kernels. The constructor raises ``SoftwareError`` if the kernels cannot
+    be built. ``backend.py`` explains the notation of shapes."""
 
     def __init__(self, shares: str = BALANCED) -> None:
         self.shares = shares

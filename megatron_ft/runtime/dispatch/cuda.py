@@ -1,4 +1,4 @@
-"""The dispatch backend in CUDA, bitwise equal to the reference. Only ``plan`` copies data to the host, in one copy."""
+"""The dispatch backend in CUDA. Its results equal the reference bitwise. Only ``plan`` copies data to the host, once."""
 
 import ctypes
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from megatron_ft.runtime.dispatch.rows import (
 )
 
 MAX_RANKS = 3072
-"""Largest number of ranks of a group: a block has 48 KiB of shared memory and needs two int64 for each rank."""
+"""Largest number of ranks of a group. A CUDA block has 48 KiB of shared memory and needs two int64 for each rank."""
 
 Argument = torch.Tensor | int | None
 
 
 class CudaDispatch(RowOperations):
-    """Backend with CUDA kernels on the current stream. The constructor raises ``SoftwareError`` without a CUDA device.
-    ``backend.py`` explains the notation."""
+    """Dispatch backend with CUDA kernels on the current stream. The constructor raises ``SoftwareError`` if there is no
+    CUDA device. ``backend.py`` explains the notation of shapes."""
 
     def __init__(self, shares: str = BALANCED) -> None:
         if not torch.cuda.is_available():
@@ -54,7 +54,7 @@ class CudaDispatch(RowOperations):
     def plan(
         self, routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]
     ) -> DispatchHandle:
-        """Make a plan: one block per expert assigns rows to tokens, then one warp per token lists the token's rows."""
+        """Plan a dispatch. One block per expert assigns rows to tokens; then one warp per token lists its rows."""
         check_plan(routing_map, schedule, rank, local_experts)
         schedule = schedule.to(routing_map.device)
         _check_ranks(schedule.shape[2])

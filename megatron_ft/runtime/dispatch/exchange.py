@@ -12,8 +12,8 @@ from megatron_ft.runtime.dispatch.rows import DispatchHandle
 
 @dataclass(slots=True)
 class ExchangeCounter:
-    """Counts the bytes of the rows, and of their gradients, that this rank passes to all-to-all exchanges. The caller
-    reads and resets the counts."""
+    """Counts the bytes that this rank passes to all-to-all exchanges, for rows and for the gradients of rows. The
+    caller reads and resets the counts."""
 
     sent_bytes: int = 0
     """Bytes of the rows that go to other ranks."""
@@ -22,15 +22,15 @@ class ExchangeCounter:
     num_exchanges: int = 0
 
     def add(self, splits: Sequence[int], rank: int, row_bytes: int) -> None:
-        """Count one exchange in which this rank sends ``splits[n]`` rows, of ``row_bytes`` each, to each rank n."""
+        """Count one exchange in which this rank sends ``splits[n]`` rows of ``row_bytes`` bytes to each rank n."""
         self.num_exchanges += 1
         self.kept_bytes += splits[rank] * row_bytes
         self.sent_bytes += (sum(splits) - splits[rank]) * row_bytes
 
 
 class _AllToAll(torch.autograd.Function):
-    """All-to-all of rows that are ordered by destination rank; the result is ordered by source rank. The backward pass
-    sends the gradients of the rows back."""
+    """All-to-all exchange of rows, which must be ordered by destination rank. The received rows are ordered by source
+    rank. The backward pass sends the gradients of the rows back."""
 
     @staticmethod
     def forward(
@@ -53,21 +53,21 @@ class _AllToAll(torch.autograd.Function):
 def send_rows(
     rows: torch.Tensor, handle: DispatchHandle, group: dist.ProcessGroup, counter: ExchangeCounter | None = None
 ) -> torch.Tensor:
-    """Send ``rows`` [S, H] or [S]; return the received rows, [R, H] or [R], in order of arrival. Every rank of
-    ``group`` must call this."""
+    """Send ``rows`` [S, H] or [S] to their destination ranks. Return the rows that this rank receives, [R, H] or [R],
+    in order of arrival. Every rank of ``group`` must call this."""
     return _AllToAll.apply(rows, handle.send_splits, handle.recv_splits, group, counter)
 
 
 def return_rows(
     rows: torch.Tensor, handle: DispatchHandle, group: dist.ProcessGroup, counter: ExchangeCounter | None = None
 ) -> torch.Tensor:
-    """Send ``rows`` [R, H] or [R], in order of arrival, back to their sources: the inverse of ``send_rows``. Returns
-    [S, H] or [S] in the order in which this rank sent the rows. Every rank of ``group`` must call this."""
+    """Send the received ``rows`` [R, H] or [R], in order of arrival, back to the ranks that sent them. Return the rows
+    that this rank had sent, [S, H] or [S], in sending order. Every rank of ``group`` must call this."""
     return _AllToAll.apply(rows, handle.recv_splits, handle.send_splits, group, counter)
 
 
 def gather_counts(routing_map: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather int64 [E, N], the number of tokens that each rank routes to each expert. ``routing_map`` is [T, E]."""
+    """Return how many tokens each rank routes to each expert, int64 [E, N]. Every rank of ``group`` must call this."""
     mine = routing_map.sum(0)
     rows = torch.empty((group.size(), len(mine)), dtype=torch.int64, device=mine.device)
     dist.all_gather_into_tensor(rows.view(-1), mine, group=group)

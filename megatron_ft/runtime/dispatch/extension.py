@@ -30,15 +30,15 @@ CACHE = ROOT / ".cache" / "extensions"
 HEADERS = {".hpp", ".cuh"}
 BUILD_SECONDS = 600
 CXX_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra")
-"""Flags of the C++ compiler. Products are rounded before they are added (no contraction), as in the reference."""
+"""Flags of the C++ compiler. A product is rounded before it is added (no FMA), as in the reference backend."""
 NVCC_FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC")
 
 
 @cache
 def load(kind: str, key: str = "placement.dispatch_backend") -> ctypes.CDLL:
-    """Load the library of ``kind``, ``cpp`` or ``cuda``, for the configuration key ``key``. Build it first if it is not
-    in the cache. Raises ``SoftwareError``, which names the key, when sources or compiler are missing or the build
-    fails."""
+    """Load the kernel library of ``kind``, which is ``cpp`` or ``cuda``. Build it first if it is not in the cache. If
+    sources or compiler are missing, or the build fails, raise a ``SoftwareError`` that names the configuration key
+    ``key``."""
     try:
         return ctypes.CDLL(str(_built(kind)))
     except SoftwareError as error:
@@ -53,7 +53,7 @@ def _built(kind: str) -> Path:
 
 
 def _source_files(kind: str) -> list[Path]:
-    """List the sources of the library ``cpp`` or ``cuda``. Raises ``SoftwareError`` outside a clone of the project."""
+    """List the source files of the library ``cpp`` or ``cuda``. Raises ``SoftwareError`` if there are none."""
     suffix = {"cpp": ".cpp", "cuda": ".cu"}[kind]
     found = sorted(path for path in SOURCES.rglob(f"*{suffix}"))
     if not found:
@@ -83,8 +83,8 @@ def _device_architecture() -> str:
 
 
 def _build(kind: str, command: Sequence[str], sources: Sequence[Path], cache_folder: Path) -> Path:
-    """Compile ``sources`` with ``command`` unless the cache has the library; return the path of the library. The
-    library is renamed to this path when it is complete. Raises ``SoftwareError`` if the build fails."""
+    """Compile ``sources`` with ``command`` if the library is not in the cache, and return the library's path. The
+    library gets this path only when it is complete. Raises ``SoftwareError`` if the build fails."""
     library = cache_folder / f"{kind}-{digest(command, sources)}.so"
     if library.exists():
         return library
@@ -99,8 +99,8 @@ def _build(kind: str, command: Sequence[str], sources: Sequence[Path], cache_fol
 
 
 def digest(command: Sequence[str], sources: Sequence[Path]) -> str:
-    """Return a digest of everything that a library depends on. These are the sources, the headers in their folders, the
-    command, the versions of torch and Python, and the machine type."""
+    """Return a digest of everything on which a compiled library depends: the sources, the headers in their folders, the
+    compiler command, the versions of torch and Python, and the machine type."""
     versions = (torch.__version__, sys.version.split()[0], platform.machine())
     state = hashlib.sha256("\0".join((*command, *versions)).encode())
     headers = {path for source in sources for path in source.parent.rglob("*") if path.suffix in HEADERS}

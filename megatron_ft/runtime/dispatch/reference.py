@@ -20,13 +20,13 @@ from megatron_ft.runtime.dispatch.rows import (
 
 
 class ReferenceDispatch(RowOperations):
-    """Backend that is easy to read, but slow. ``backend.py`` explains the notation."""
+    """Dispatch backend that is easy to read, but slow. ``backend.py`` explains the notation of shapes."""
 
     def __init__(self, shares: str = BALANCED) -> None:
         self.shares = shares
 
     def schedule(self, counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> torch.Tensor:
-        """Compute the schedule on the host with ``planning.dispatch``; return it on the device of ``counts``."""
+        """Compute the schedule on the host with ``planning.dispatch``. Return it on the device of ``counts``."""
         check_matrices(counts, replicas, rank)
         tokens = counts.cpu().numpy()
         try:
@@ -39,7 +39,7 @@ class ReferenceDispatch(RowOperations):
     def plan(
         self, routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]
     ) -> DispatchHandle:
-        """Make a plan with two stable sorts, one of the sent rows and one of the received rows."""
+        """Plan a dispatch with two stable sorts: one of the sent rows, and one of the received rows."""
         schedule = schedule.to(routing_map.device)
         check_plan(routing_map, schedule, rank, local_experts)
         per_token = routing_map.sum(1)
@@ -77,8 +77,8 @@ class ReferenceDispatch(RowOperations):
 
 
 def _halving_sum(terms: torch.Tensor) -> torch.Tensor:
-    """Sum ``terms`` [S, H] over H in a fixed order: pad with zeros to a power of two, then add the second half to the
-    first half until one number is left."""
+    """Sum ``terms`` [S, H] over H in a fixed order. Pad H with zeros to a power of two. Then add the second half to the
+    first half, repeatedly, until one number is left."""
     width = 1 << max(terms.shape[1] - 1, 0).bit_length()
     terms = torch.nn.functional.pad(terms, (0, width - terms.shape[1]))
     while width > 1:
@@ -88,8 +88,8 @@ def _halving_sum(terms: torch.Tensor) -> torch.Tensor:
 
 
 def _send_order(routing_map: torch.Tensor, outgoing: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the token and the expert of each sent row. ``outgoing`` [E, N]: tokens of each expert for each rank. The
-    first tokens of an expert go to this rank, the next ones to the other ranks, in rank order."""
+    """Return the token and the expert of each sent row. ``outgoing`` [E, N] is the number of each expert's tokens for
+    each rank. An expert's first tokens go to this rank, its next tokens to the other ranks in rank order."""
     num_experts, num_ranks = outgoing.shape
     experts, tokens = routing_map.t().nonzero(as_tuple=True)
     filling = torch.tensor([rank, *(other for other in range(num_ranks) if other != rank)], device=outgoing.device)
@@ -99,7 +99,7 @@ def _send_order(routing_map: torch.Tensor, outgoing: torch.Tensor, rank: int) ->
 
 
 def _receive_order(incoming: torch.Tensor) -> torch.Tensor:
-    """Return ``DispatchHandle.receive_order`` [R]. ``incoming`` [L, N]: rows of each local expert from each rank."""
+    """Return ``DispatchHandle.receive_order`` [R]. ``incoming`` [L, N] counts rows by local expert and source rank."""
     num_local, num_ranks = incoming.shape
     experts = torch.arange(num_local, device=incoming.device).repeat(num_ranks)
     return experts.repeat_interleave(incoming.t().flatten()).argsort(stable=True)
@@ -108,7 +108,7 @@ def _receive_order(incoming: torch.Tensor) -> torch.Tensor:
 def _rows_of_token(
     routing_map: torch.Tensor, permutation: torch.Tensor, expert_of_row: torch.Tensor, width: int
 ) -> torch.Tensor:
-    """List the sent rows of each token, experts ascending: [T, ``width``], padded with ``NO_ROW``."""
+    """Return the indices of each token's sent rows, [T, ``width``], experts ascending, padded with ``NO_ROW``."""
     num_tokens, num_experts = routing_map.shape
     table = permutation.new_full((num_tokens, width), NO_ROW)
     by_token = (permutation * num_experts + expert_of_row).argsort()

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import torch
 
 NO_ROW = -1
-"""Padding in ``rows_of_token`` [T, K] for a token that has fewer than K rows."""
+"""Padding in ``DispatchHandle.rows_of_token`` [T, K] for a token with fewer than K rows."""
 
 
 def check_matrices(counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> None:
-    """Check that ``counts`` and ``replicas`` are int64 [E, N], and that ``rank`` is one of the N ranks. The values are
-    not read. Raises ``ValueError``."""
+    """Check that ``counts`` and ``replicas`` are int64 [E, N], and that ``rank`` is one of the N ranks; otherwise raise
+    ``ValueError``. The values in the matrices are not read."""
     matrices = counts.dtype == replicas.dtype == torch.int64 and counts.dim() == 2
     if not matrices or counts.shape != replicas.shape:
         both = " and ".join(f"{each.dtype} {list(each.shape)}" for each in (counts, replicas))
@@ -67,10 +67,10 @@ class Totals:
         rank: int,
         local_experts: Sequence[int],
     ) -> "Totals":
-        """Compute the row counts from ``schedule`` [2, E, N]. Data are copied to the host only once.
+        """Compute the row counts of a dispatch from ``schedule`` [2, E, N], with a single copy to the host.
 
         ``routed`` [E]: tokens that this rank routes to each expert. ``max_rows_per_token`` has shape [1]. All tensors
-        are on one device.
+        must be on one device.
 
         Raises ``ValueError`` when the schedule and ``routed`` have different token counts, or when the schedule sends
         rows to this rank for an expert that is not in ``local_experts``.
@@ -174,30 +174,30 @@ class DispatchHandle:
 
     @property
     def piece_sizes(self) -> list[int]:
-        """Number of rows of each local expert. A rank without experts has one empty piece, so that autograd reaches
-        its exchanges with the other ranks."""
+        """Number of rows of each local expert. For a rank without experts, the list is ``[0]``: one empty tensor lets
+        autograd reach this rank's exchanges with the other ranks."""
         return self.tokens_per_local_expert.tolist() or [0]
 
 
 ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Supported element types of rows. Kernels receive the index in this tuple."""
+"""Supported element types of rows. Kernels receive a type as its index in this tuple."""
 
 
 class _RowKernels(Protocol):
-    """Interface of the kernels of a backend. Rows are contiguous, with a type in ``ROW_DTYPES``; indices are
-    contiguous int64."""
+    """Interface of the kernels of a dispatch backend. Rows are contiguous and have a type in ``ROW_DTYPES``. Indices
+    are contiguous int64."""
 
     def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Return [B, H], whose row b is row ``index[b]`` of ``source`` [A, H]."""
+        """Return [B, H], a copy of rows of ``source`` [A, H]. Row b is a copy of row ``index[b]`` of ``source``."""
         ...
 
     def scatter(self, pieces: Sequence[torch.Tensor], index: torch.Tensor) -> torch.Tensor:
-        """Return [B, H], whose row ``index[b]`` is row b of ``pieces``, which have B rows together. ``index`` is a
-        permutation. There is at least one piece."""
+        """Join ``pieces``, one or more tensors with B rows in total, and permute the rows. Row b of the joined pieces
+        becomes row ``index[b]`` of the result [B, H]. ``index`` is a permutation."""
         ...
 
     def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """Sum the ``rows`` [S, H] of each token to [T, H]. ``rows_of_token`` [T, K] lists these rows, in the order of
+        """Sum the ``rows`` [S, H] of each token to [T, H]. ``rows_of_token`` [T, K] lists a token's rows in the order of
         the sum. ``weights`` [S], of type ``sum_dtype(rows)``, are factors of the rows; None means no factors."""
         ...
 
@@ -207,19 +207,19 @@ class _RowKernels(Protocol):
         """Compute the gradients of ``combine`` for ``rows`` [S, H] and ``weights`` [S] from ``grad`` [T, H].
 
         ``permutation`` [S] is the token of each row. The first result [S, H] is ``grad * weight`` for each row. The
-        second result [S] is ``grad * row``, summed over H in a fixed order: the terms are padded with zeros to a power
-        of two, then the second half is added to the first half until one number is left.
+        second result [S] is ``grad * row``, summed over H in a fixed order. For this sum, the terms are padded with
+        zeros to a power of two. Then the second half is added to the first half until one number is left.
         """
         ...
 
 
 def split_like(index: torch.Tensor, pieces: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Split ``index`` [B] into parts with as many elements as the ``pieces``, B together, have rows."""
+    """Split ``index`` [B] into one part for each of ``pieces``. A part has as many elements as its piece has rows."""
     return index.split([len(piece) for piece in pieces])
 
 
 def sum_dtype(rows: torch.Tensor) -> torch.dtype:
-    """Return the type in which ``rows`` are summed: float64 for float64 rows, else float32."""
+    """Return the type in which ``rows`` are summed: float64 for float64 rows, otherwise float32."""
     return torch.float64 if rows.dtype == torch.float64 else torch.float32
 
 
@@ -306,8 +306,8 @@ class _WeightedSum(torch.autograd.Function):
 
 
 class _RowProbs(torch.autograd.Function):
-    """Gathers the probabilities [S] of rows from the probabilities [T, E] of tokens. Each entry is used at most once,
-    so gradients need no sum."""
+    """Gathers the probabilities [S] of rows from the probabilities [T, E] of tokens. Each of the T * E entries is used
+    at most once, so its gradient is not a sum."""
 
     @staticmethod
     def forward(ctx: Any, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
@@ -323,21 +323,21 @@ class _RowProbs(torch.autograd.Function):
 
 
 class RowOperations:
-    """Base class of backends: makes the differentiable operations of ``DispatchBackend`` from ``_RowKernels``."""
+    """Base class of dispatch backends. It builds the differentiable operations of ``DispatchBackend`` from kernels."""
 
     def permute(self: _RowKernels, tokens: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Copy ``tokens`` [T, H] to rows [S, H] in the order in which they are sent."""
+        """Copy ``tokens`` [T, H] to the rows to send, [S, H], in sending order."""
         _check_rows("tokens", tokens, handle.num_tokens)
         return _Permute.apply(tokens, handle, self)
 
     def sort_received(self: _RowKernels, rows: torch.Tensor, handle: DispatchHandle) -> tuple[torch.Tensor, ...]:
-        """Sort received ``rows`` [R, H], which are in order of arrival, by local expert and then by source rank. Return
-        one tensor for each entry of ``piece_sizes``, with this number of rows."""
+        """Sort the received ``rows`` [R, H] from order of arrival by local expert, then by source rank. Return one
+        tensor for each entry of ``piece_sizes``; the entry is the tensor's number of rows."""
         _check_rows("rows", rows, handle.num_received_rows)
         return _Sort.apply(rows, handle, self)
 
     def unsort(self: _RowKernels, pieces: Sequence[torch.Tensor], handle: DispatchHandle) -> torch.Tensor:
-        """Put rows that are sorted by local expert back into their order of arrival, [R, H]: the inverse of
+        """Join the rows of all local experts to [R, H], in the order in which the rows arrived. This is the inverse of
         ``sort_received``."""
         for piece, num_rows in zip(pieces, handle.piece_sizes, strict=True):
             _check_rows("rows", piece, num_rows)
@@ -346,15 +346,15 @@ class RowOperations:
     def unpermute(
         self: _RowKernels, rows: torch.Tensor, probs: torch.Tensor | None, handle: DispatchHandle
     ) -> torch.Tensor:
-        """Sum the ``rows`` [S, H] of each token to [T, H], weighted with ``probs`` [T, E] unless ``probs`` is None."""
+        """Sum the ``rows`` [S, H] of each token to [T, H]. If ``probs`` [T, E] is given, weight the rows with it."""
         _check_rows("rows", rows, handle.num_sent_rows)
         if probs is None:
             return _Sum.apply(rows, handle, self)
         return _WeightedSum.apply(rows, _RowProbs.apply(probs, handle), handle, self)
 
     def row_probs(self, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Return the probability of each sent row, [S], from ``probs`` [T, E], so that it can be sent together with the
-        row."""
+        """Return the router probability of each sent row, [S], from ``probs`` [T, E]. The probability can then be sent
+        together with the row."""
         return _RowProbs.apply(probs, handle)
 
 

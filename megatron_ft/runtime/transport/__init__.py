@@ -1,1 +1,1 @@
-"""Ends operations that wait for lost ranks."""
+"""Process groups whose connections can be ended and replaced after the loss of a rank."""

@@ -31,15 +31,15 @@ from torch.distributed import ProcessGroupGloo
 # this module until a later call of ``release`` finds no other reference.
 
 _WAIT_SECONDS = 0.25
-"""Longest time that ``release`` waits for its threads. Groups without blocked operations need less time."""
+"""Longest time in seconds that ``release`` waits for threads which destroy groups. Most groups need less time."""
 
 _holders: list[list[dist.ProcessGroup]] = []
-"""Released groups that still have other references. Each inner list contains one group."""
+"""Process groups that were released but are still referenced elsewhere. Each inner list contains one group."""
 _releasing: list[threading.Thread] = []
 
 
 def num_held() -> int:
-    """Return the number of released groups that are not destroyed yet."""
+    """Return the number of process groups that were released but are not destroyed yet."""
     _releasing[:] = [thread for thread in _releasing if thread.is_alive()]
     return len(_releasing) + len(_holders)
 
@@ -55,12 +55,12 @@ def drop_broken_graph() -> None:
 
 
 def release(groups: list[dist.ProcessGroup]) -> int:
-    """Empty the list ``groups``, and destroy its groups without waiting for blocked operations.
+    """Destroy the process groups in ``groups`` without waiting for blocked operations, and empty this list.
 
-    Groups with other references are destroyed by a later call, when these references are gone.
+    A group that is still referenced elsewhere is destroyed by a later call, when no such reference is left.
 
     Returns:
-        Number of groups that are not destroyed yet, of this call and of all earlier calls.
+        Number of groups that are not destroyed yet, including those of earlier calls.
     """
     while groups:
         _holders.append([groups.pop()])
@@ -110,19 +110,19 @@ def _await(threads: Sequence[threading.Thread]) -> None:
 # does no harm, because the tensors of a failed iteration are not used again.
 
 GRACE_SECONDS = 0.5
-"""Time from the shutdown of connections until waits are abandoned. Gloo nearly always fails operations within 0.1 s."""
+"""Time in seconds from the shutdown of connections until waits are abandoned. Gloo mostly fails waits within 0.1 s."""
 _SLICE = timedelta(seconds=0.1)
-"""Interval at which a wait checks its limit. Each check costs about 0.5 ms of CPU time."""
+"""Interval at which a wait checks whether its ``WaitLimit`` has ended. A check costs about 0.5 ms of CPU time."""
 
 T = TypeVar("T")
 
 
 class WaitAbandoned(RuntimeError):
-    """A wait was abandoned before its operation had ended. The process group of the operation cannot be used again."""
+    """Raised if a wait is abandoned before its operation has ended. The operation's process group is then unusable."""
 
 
 class WaitLimit:
-    """Time limit of the waits in one membership. Waits have no limit until any thread calls ``end``."""
+    """Time limit of all waits in one membership (ranks that train together). It begins when a thread calls ``end``."""
 
     def __init__(self, grace_seconds: float = GRACE_SECONDS) -> None:
         self._grace_seconds = grace_seconds
@@ -136,8 +136,8 @@ class WaitLimit:
         return self._end is not None
 
     def end(self, reason: str) -> None:
-        """Let waits continue for the grace period, then abandon them because of ``reason``. Later calls have no effect:
-        they do not prolong the grace period."""
+        """Let waits continue for the grace period, then abandon them with the error text ``reason``. Only the first
+        call has an effect."""
         if self._end is None:
             self._end = (time.monotonic() + self._grace_seconds, reason)
 
@@ -191,7 +191,7 @@ class _Call(Generic[T]):
 
 
 class _Helper:
-    """A worker thread that makes one call after another. When a call is abandoned, the thread ends after this call."""
+    """A worker thread that makes one call after another. If a call is abandoned, the thread ends when the call ends."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[_Call[Any] | None] = SimpleQueue()
@@ -219,7 +219,7 @@ _idle_helpers: list[_Helper] = []
 def call(function: Callable[[], T]) -> T:
     """Call ``function`` in a worker thread. Return its result, or raise its error.
 
-    Use it for functions that may block and have no usable timeout: a blocked worker thread can be abandoned.
+    Use this for functions that may block and have no usable timeout. A blocked worker thread can be abandoned.
 
     Raises:
         WaitAbandoned: the current limit has ended. ``function`` may still run in its thread.
@@ -242,8 +242,8 @@ def call(function: Callable[[], T]) -> T:
 
 
 def install() -> None:
-    """Replace ``_Work.wait`` and the constructor of ``ProcessGroupGloo`` in this process, as the module describes. All
-    process groups of the process must use gloo. A second call does nothing."""
+    """Replace torch's ``_Work.wait`` and the constructor of ``ProcessGroupGloo``. In this process, waits then end with
+    the current ``WaitLimit``. All process groups must use gloo. A second call does nothing."""
     global _is_installed
     if _is_installed:
         return
@@ -279,7 +279,7 @@ def install() -> None:
 
 
 _POLL_SECONDS = 0.02
-"""Interval between polls for new connections."""
+"""Time in seconds between two searches for new connections."""
 _SYN_SENT = 2
 """TCP state of a socket whose peer has not answered yet. Source: ``netinet/tcp.h``."""
 
@@ -288,7 +288,7 @@ SocketId = tuple[int, int]
 
 
 def open_sockets() -> frozenset[SocketId]:
-    """Return the ids of all open sockets of this process."""
+    """Return the ids (descriptor and inode) of all open sockets of this process."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # closed meanwhile
@@ -306,11 +306,11 @@ class Transports:
         self._lock = threading.Lock()
         self._is_down = False
         self.limit = WaitLimit()
-        """Limit of the waits for operations that use these connections."""
+        """Time limit of waits for operations that use these connections."""
 
     @classmethod
     def among(cls, sockets: Iterable[SocketId], *, store_port: int | None) -> "Transports":
-        """Create from the TCP connections in ``sockets``, without connections to torch's store at ``store_port``."""
+        """Select from ``sockets`` all TCP connections except those to torch's store, which has port ``store_port``."""
         return cls(found for found in sockets if _connects_ranks(found, store_port))
 
     def __len__(self) -> int:
@@ -326,8 +326,8 @@ class Transports:
                 _shut_down(found)
 
     def hang_up(self, reason: str = "") -> None:
-        """Shut down all connections and end ``limit``. ``reason`` is part of the error of abandoned waits. A second
-        call does nothing."""
+        """Shut down all connections and end their ``limit``, so that waits end. The error of an abandoned wait contains
+        ``reason``. A second call does nothing."""
         # The limit ends first, because it must also apply to a wait that begins while sockets are shut down.
         self.limit.end(reason)
         with self._lock:
@@ -339,8 +339,8 @@ class Transports:
 
 
 class Opening:
-    """Connections that one thread of this process is making. Until ``close``, any other thread can shut them down after
-    a failure with ``hang_up``."""
+    """Connections that one thread of this process is making. Until ``close``, any other thread can call ``hang_up`` to
+    shut them down after a failure."""
 
     def __init__(self) -> None:
         self._before = open_sockets()
@@ -349,12 +349,12 @@ class Opening:
         self._breaker: threading.Thread | None = None
         self._lock = threading.Lock()
         self.limit = WaitLimit()
-        """Limit of the waits for these connections."""
+        """Time limit of waits for these connections."""
 
     def hang_up(self, reason: str = "") -> None:
-        """Shut down all TCP connections made since ``__init__``, and all later ones until ``close``. End ``limit``.
-        Unanswered connection attempts are shut down, too: a dead machine does not refuse connections. ``reason``
-        is part of the error of abandoned waits."""
+        """Shut down all TCP connections made between ``__init__`` and ``close``, and end ``limit``. Unanswered
+        connection attempts are shut down too, because a dead machine never answers. The error of an abandoned wait
+        contains ``reason``."""
         self.limit.end(reason)
         with self._lock:
             if self._breaker is None and not self._closed.is_set():
@@ -364,11 +364,11 @@ class Opening:
                 self._breaker.start()
 
     def pause(self, seconds: float) -> bool:
-        """Wait ``seconds`` before another connection attempt. After ``hang_up``, return true without waiting longer."""
+        """Wait ``seconds`` before another connection attempt. Return true at once if ``hang_up`` is or was called."""
         return self._broken.wait(seconds)
 
     def close(self) -> None:
-        """Stop shutting down new connections, which ``hang_up`` began to do."""
+        """End this object's work: connections made from now on are not shut down, even after ``hang_up``."""
         with self._lock:
             self._closed.set()
         if self._breaker is not None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import Backend, PrefixStore, ProcessGroup, ProcessGroupGloo
 
 HANDLE = "handle"
-"""Name of the backend whose groups are handles."""
+"""Name of the torch backend whose process groups are instances of ``Handle``."""
 
 FORWARDED = (
     "_allgather_base",
@@ -53,12 +53,12 @@ FORWARDED = (
     "scatter",
     "send",
 )
-"""Methods of ``ProcessGroup`` that communicate, or that return properties of the connection. Older versions of torch
-lack some of these methods."""
+"""Methods of torch's ``ProcessGroup`` that a ``Handle`` forwards to its inner group: methods that communicate, or that
+return properties of the connection. Older versions of torch lack some of them."""
 
 
 class Handle(ProcessGroup):
-    """A process group that forwards its operations to an inner group.
+    """A process group that forwards its operations to an inner group, which can be replaced.
 
     ``torch.distributed.batch_isend_irecv`` makes one call per message, both for a subclass of ``ProcessGroup`` and for
     a gloo group. So handles do not change point-to-point messages on gloo.
@@ -74,7 +74,7 @@ class Handle(ProcessGroup):
         self._rank = rank
         self.timeout = timeout
         self.inner: ProcessGroup | None = None
-        """The group that communicates; None while the handle is not connected."""
+        """The inner group, which communicates; None while the handle is not connected."""
         self._name, self._description = "", ""
 
     def rank(self) -> int:
@@ -143,9 +143,9 @@ def _create(_: Any, rank: int, size: int, timeout: timedelta) -> Handle:
 
 @contextmanager
 def reusing(targets: Sequence[Handle]) -> Iterator[None]:
-    """Let torch use ``targets``, in this order, for the next groups that contain this process. torch must have
-    forgotten these handles, and the new groups must have the same sizes. So objects that reference the handles stay
-    usable when this process gets another rank."""
+    """Let torch use the handles ``targets``, in this order, as the next groups that contain this process. Objects that
+    reference a handle thus stay usable when this process gets another rank. torch must have forgotten these handles,
+    and each new group must have the size of its handle."""
     _reused.extend(targets)
     try:
         yield
@@ -155,7 +155,7 @@ def reusing(targets: Sequence[Handle]) -> Iterator[None]:
 
 
 def handles() -> list[Handle]:
-    """Return all handles of this process that torch knows, in the order in which they were created."""
+    """Return all ``Handle`` groups of this process that torch knows, in the order of their creation."""
     return [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, Handle)]
 
 
@@ -169,12 +169,12 @@ class PutAway:
     default: ProcessGroup
     maps: dict[str, dict[Any, Any]]
     num_named: int
-    """Number of groups that torch has named."""
+    """Number of groups for which torch had chosen a name."""
 
 
 def put_away() -> PutAway:
-    """Let torch forget all groups without destroying them, so that other groups can be created. All groups must be
-    handles without connections."""
+    """Let torch forget all its process groups without destroying them, so that other groups can be created. All groups
+    must be ``Handle`` objects without connections."""
     world = dist.distributed_c10d._world
     assert world.default_pg is not None, "there are no process groups"
     assert all(handle.inner is None for handle in handles()), "connected groups cannot be put away"
@@ -184,7 +184,7 @@ def put_away() -> PutAway:
 
 
 def put_back(found: PutAway) -> None:
-    """Let torch use the groups of ``found`` again. torch must not know any group."""
+    """Let torch use the process groups of ``found`` again. At this time, torch must not know any group."""
     world = dist.distributed_c10d._world
     assert world.default_pg is None, "other process groups are in use"
     for name, content in found.maps.items():
@@ -237,7 +237,7 @@ def _gloo_group(handle: Handle, store: dist.Store) -> ProcessGroup:
 
 
 def disconnect(targets: Sequence[Handle]) -> list[ProcessGroup]:
-    """Remove the inner groups from ``targets`` and return each group once. Only the caller then references them."""
+    """Remove the inner groups from the handles ``targets``. Return each inner group once, as its last reference."""
     found: dict[ProcessGroup, None] = {}
     for handle in targets:
         if handle.inner is not None:

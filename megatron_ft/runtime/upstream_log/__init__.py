@@ -1,1 +1,1 @@
-"""Stores the tensors that a rank sent to other pipeline stages, for stages that replay iterations."""
+"""Stores the tensors that a rank sent to other pipeline stages, so that a lost stage can replay iterations."""

@@ -22,7 +22,7 @@ DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 @dataclass(kw_only=True)
 class _Logged:
-    """The slot of one iteration, and how many tensors it contains."""
+    """One logged iteration: the slot of its tensors, and how many tensors the slot contains."""
 
     slot: int
     generation: int
@@ -32,23 +32,23 @@ class _Logged:
 
 @dataclass(kw_only=True)
 class _LogFigures:
-    """Cost of logging on this rank."""
+    """Cost of the upstream log on this rank."""
 
     num_tensors: int = 0
     num_bytes: int = 0
     blocked_seconds: float = 0.0
-    """Seconds that training waited for copies."""
+    """Seconds that training waited while tensors were copied to the log."""
     cpu_seconds: float = 0.0
     num_unlogged: int = 0
-    """Number of iterations that were not logged, because no slot was free."""
+    """Number of iterations that are missing from the log because no slot was free."""
 
 
 class UpstreamLog:
-    """The log of one rank. Only one thread may use it.
+    """The upstream log of one rank: tensors that the rank sent to other stages. Only one thread may use it.
 
     Args:
         num_iterations: number of slots; each slot stores one iteration.
-        sends: for each direction, (microbatch, chunk) of each tensor that an iteration sends, in sending order.
+        sends: for each direction, the (microbatch, model chunk) of each tensor of an iteration, in sending order.
         shape: shape of every tensor.
         dtype: type of every tensor.
         device: device of the sent tensors. The log is in host memory, which is pinned if this is a CUDA device.
@@ -86,20 +86,20 @@ class UpstreamLog:
 
     @property
     def iterations(self) -> tuple[int, ...]:
-        """Iterations that are both logged and committed, in ascending order."""
+        """Iterations whose tensors are in the log and whose vote has committed them, in ascending order."""
         return tuple(sorted(number for number, logged in self._logged.items() if logged.is_committed))
 
     @property
     def votes(self) -> dict[int, Vote]:
-        """Votes of committed iterations that a replay may need, including iterations that are not logged."""
+        """Votes of the committed iterations that a replay may need, even if the log lacks their tensors."""
         return dict(self._votes)
 
     # -- while training ----------------------------------------------------------------------------------------
 
     def begin(self, iteration: int, generation: int) -> None:
-        """Start logging ``iteration`` of ``generation``. Replace the tensors of an earlier attempt at this iteration.
-        A committed iteration stays committed, because its replay sends bitwise equal tensors. If no slot is free, the
-        iteration is not logged, and ``figures.num_unlogged`` increases."""
+        """Start logging ``iteration`` of ``generation``. If the iteration ran before, replace its tensors; it stays
+        committed if it was, because its replay sends bitwise equal tensors. If no slot is free, do not log the
+        iteration, and increase ``figures.num_unlogged``."""
         # The slot of an earlier attempt is used again: an iteration must never have tensors of two attempts.
         earlier = self._logged.pop(iteration, None)
         # No older iteration is discarded to make space: a replay needs every iteration since the start of its window.
@@ -111,14 +111,14 @@ class UpstreamLog:
         self._open = self._logged[iteration] = _Logged(slot=slot, generation=generation, is_committed=committed)
 
     def take_gap(self) -> int | None:
-        """Return the first iteration of the newest gap, which is a sequence of iterations that were not logged. Return
-        None if no gap has begun since the last call."""
+        """Return the first iteration of the log's newest gap, which is a sequence of iterations that were not logged.
+        Return None if no gap has begun since the last call."""
         gap, self._gap = self._gap, None
         return gap
 
     def append(self, direction: Direction, tensor: torch.Tensor) -> None:
-        """Copy ``tensor``, which is being sent in ``direction``, to the log. Do nothing if no iteration is being
-        logged, because this is an evaluation or no slot was free."""
+        """Copy ``tensor``, which this rank is sending in ``direction``, to the log. Do nothing in an evaluation, or if
+        no slot was free for the iteration."""
         logged = self._open
         if logged is None:
             return
@@ -147,19 +147,19 @@ class UpstreamLog:
         assert logged.num_sent == expected, f"an iteration sent {logged.num_sent} tensors: must send {expected}"
 
     def abandon(self) -> None:
-        """Stop logging the current iteration, which failed. Later tensors do not belong to it."""
+        """Stop logging the current iteration, because it failed."""
         self._open = None
 
     def commit(self, vote: Vote) -> None:
-        """Commit the iteration of ``vote``, so that a replay may use its tensors."""
+        """Mark the iteration of ``vote`` as committed, so that a replay may use its tensors."""
         # The vote is stored even if this rank did not log the iteration: other ranks may have logged it.
         self._votes[vote.iteration] = vote
         if vote.iteration in self._logged:
             self._logged[vote.iteration].is_committed = True
 
     def trim(self, start_iteration: int) -> None:
-        """Discard the iterations that are not needed to replay windows which start at ``start_iteration`` or
-        later."""
+        """Discard iterations up to ``start_iteration``. Replays need only later iterations if snapshot windows start
+        at ``start_iteration`` or later."""
         # A window that starts at an iteration contains the state after it, so its replay begins with the next one.
         self._logged = {number: logged for number, logged in self._logged.items() if number > start_iteration}
         self._votes = {number: vote for number, vote in self._votes.items() if number > start_iteration}
@@ -167,10 +167,10 @@ class UpstreamLog:
     # -- for a replay ------------------------------------------------------------------------------------------
 
     def entries(self, iteration: int, direction: Direction) -> Iterator[tuple[LogKey, torch.Tensor]]:
-        """Yield the tensors that a committed iteration sent in ``direction``, in order, as views of the log.
+        """Yield the tensors that a committed iteration sent in ``direction``, in sending order, as views of the log.
 
         Raises:
-            RecoveryError: the iteration is not logged or not committed.
+            RecoveryError: the iteration is not in the log or is not committed.
         """
         # An iteration that is not committed cannot be used: its next attempt may send other bits.
         logged = self._logged.get(iteration)
@@ -190,7 +190,7 @@ class UpstreamLog:
             yield key, self._memory[direction][logged.slot, position]
 
     def grown(self, other: "UpstreamLog") -> None:
-        """Copy the content of ``other``, a log with fewer slots, to this log."""
+        """Copy the content of ``other``, a log with fewer slots, to this empty log."""
         for iteration, logged in other._logged.items():
             self.begin(iteration, logged.generation)
             taken = self._logged[iteration]
