@@ -1,4 +1,4 @@
-"""Durable writes: folder entries and files that survive a power failure."""
+"""Durable writes: functions that write files and folder entries so that they survive a power failure."""
 
 import os
 from pathlib import Path
@@ -66,10 +66,10 @@ def cut_half_line(descriptor: int) -> int:
 
 
 def write_whole(descriptor: int, content: bytes) -> None:
-    """Write all bytes of ``content``, in several calls if necessary.
+    """Write all bytes of ``content`` to a file descriptor, in several system calls if necessary.
 
     Raises:
-        OSError: a call failed, for instance on a full disk; a part of the bytes may have been written.
+        OSError: a system call failed, e.g. on a full disk; a part of the bytes may have been written.
     """
     left = memoryview(content)
     while left:
@@ -77,7 +77,7 @@ def write_whole(descriptor: int, content: bytes) -> None:
 
 
 def replace_file(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """Replace or create a file and sync it. Readers find the old or the new content, also after a power failure.
+    """Replace or create a file atomically and sync it. Even after a power failure, it has the old or the new content.
 
     Only one process at a time may write a file with this function.
 

@@ -1,6 +1,6 @@
-"""Exceptions of the project and their exit codes.
+"""Exceptions of the project, each with the exit code of a command that it ends.
 
-A message names the key, the value and the constraint, and says what to change.
+The message of an exception names the key, the value and the constraint, and says what to change.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class DataError(ConfigError):
 
 
 class SeveralErrors(ConfigError):
-    """All independent errors of one command. Its exit code is that of the first error."""
+    """Several independent errors of one command. The exit code is that of the first error."""
 
     def __init__(self, errors: Sequence[MegatronFtError]) -> None:
         super().__init__("\n".join(map(str, errors)))
@@ -63,7 +63,7 @@ class RankFailed(MegatronFtError):
 
 
 class RankLost(RankFailed):
-    """Raised if a rank cannot continue after an error in its process. Other ranks recover as if it had been killed."""
+    """Raised in a rank that cannot continue. The job then recovers as if the process of this rank had been killed."""
 
 
 class ControlError(MegatronFtError):
@@ -73,7 +73,7 @@ class ControlError(MegatronFtError):
 
 
 class RecoveryError(MegatronFtError):
-    """A failed recovery: state could not be restored, or its bits differ from the state before the failure."""
+    """A failed recovery: the state before the failure could not be restored, or not with the same bits."""
 
     exit_code = 9
 
@@ -84,7 +84,7 @@ EXIT_INTERRUPTED = 130
 
 # ``slurm/pretrain_array.sbatch`` repeats the exit codes of these errors as a pattern; a test compares both.
 FINAL_ERRORS = (ConfigError, DataError, SoftwareError, CheckpointError, TrainingStopped)
-"""Errors that would occur again if the ranks or the job were restarted."""
+"""Classes of errors that would occur again after a restart. A job that ends with one of them is not restarted."""
 FINAL_EXIT_CODES = frozenset(error.exit_code for error in FINAL_ERRORS)
 
 EXIT_CODES: dict[int, str] = {

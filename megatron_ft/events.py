@@ -1,7 +1,7 @@
-"""All records of a run. Ranks and processes of the control plane report them; sinks, reports and tests read them.
+"""All kinds of records of a run. Ranks and the control plane write records; sinks, reports and tests read them.
 
-An event is a frozen dataclass. ``docs/telemetry.md`` shows its docstring and the docstrings of its fields.
-``describe()`` returns its line for the terminal and for reports. Sinks need no change for a new event.
+Each kind is a frozen dataclass. ``docs/telemetry.md`` shows its docstring and the docstrings of its fields.
+``describe()`` returns its line for the terminal and for reports. Sinks need no change for a new kind.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from megatron_ft.snapshot_events import *  # noqa: F403
 
 # A job of thousands of ranks would fill the terminal.
 _MOST_PROCESSES_NAMED = 8
-"""Largest number of ranks whose process ids are shown on one line of the terminal."""
+"""Largest number of ranks for which the terminal shows all process ids, on one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics(Record):
-    """Metrics of one committed iteration. In JSON each metric is a top-level key beside ``iteration``.
+    """Metrics of one committed iteration. In the JSON record, each metric is a top-level key beside ``iteration``.
 
     Names, units and meanings are in ``megatron_ft/telemetry/metrics.py``.
     """
@@ -32,7 +32,7 @@ class Metrics(Record):
     durable: ClassVar[bool] = False
 
     iteration: int
-    """Iteration of the metrics, counted from 1."""
+    """Iteration to which the metrics belong, counted from 1."""
     values: dict[str, float]
     """Value of each metric, by name."""
 
@@ -58,7 +58,7 @@ class Metrics(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(Record):
-    """A job starts a run or continues it."""
+    """A job started a new run, or continued an earlier run."""
 
     run_name: str
     """Name of the run and of its folder."""
@@ -73,20 +73,20 @@ class RunStarted(Record):
     device: str | None = None
     """Device of the ranks, e.g. ``cpu`` or ``cuda: NVIDIA H200``."""
     versions: dict[str, str] | None = None
-    """Maps the name of each software package to its version."""
+    """Version of each software package, by the name of the package."""
     config_digest: str | None = None
     """Digest of the resolved configuration, hexadecimal."""
     resumed_from: str | None = None
     """Checkpoint or window from which the job continues the run; absent for a new run."""
     resumed_from_iteration: int | None = None
-    """Last iteration of the state in ``resumed_from``. Records that earlier jobs wrote about later iterations are
-    void."""
+    """Last iteration of the state in ``resumed_from``. Records of earlier jobs about later iterations are void, because
+    the job runs these iterations again."""
     run_dir: str | None = None
-    """Folder of the run, as the first rank names it."""
+    """Path of the run's folder, as rank 0 sees it."""
     peak_tflops: float | None = None
-    """Peak rate of a GPU in TFLOP/s with which ``mfu`` is computed; absent if it is unknown."""
+    """Peak rate of one GPU in TFLOP/s, from which the metric ``mfu`` is computed; absent if it is not known."""
     schema_version: int = SCHEMA_VERSION
-    """Version of the format of the records."""
+    """Version of the format of all records in this run."""
 
     def describe(self) -> Note:
         ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}"
@@ -107,9 +107,9 @@ class RanksReady(Record):
     seconds: float
     """Seconds that rank 0 took to build its model and to load the state from which the run continues."""
     world_size: int | None = None
-    """Number of ranks that are ready."""
+    """Number of ranks of the job, which are all ready."""
     process_ids: tuple[int, ...] | None = None
-    """Process id of each rank on its node."""
+    """Process id of each rank, in the order of ranks."""
 
     def describe(self) -> Note:
         named = self.process_ids or ()
@@ -125,9 +125,9 @@ class IterationSkipped(Record):
     iteration: int
     """Iteration that was skipped."""
     reason: str
-    """Reason, e.g. ``non_finite`` or ``loss_spike``."""
+    """Reason for the skip, e.g. ``non_finite`` or ``loss_spike``."""
     values: dict[str, float] | None = None
-    """Metrics on which the decision is based."""
+    """Metrics on which the decision to skip is based."""
 
     def describe(self) -> Note:
         return Note("warning", f"iteration {self.iteration} skipped: {self.reason}")
@@ -138,13 +138,13 @@ class Evaluation(Record):
     """Mean loss over validation data."""
 
     iteration: int
-    """Newest iteration of the evaluated weights."""
+    """Last iteration whose update the evaluated weights contain."""
     loss: float
     """Mean loss per token, in nats."""
     perplexity: float | None = None
-    """Exponential of the loss."""
+    """Perplexity: the exponential of the mean loss."""
     num_tokens: int | None = None
-    """Number of tokens over which the mean was taken."""
+    """Number of validation tokens over which the mean loss was taken."""
     seconds: float | None = None
     """Duration of the evaluation in seconds."""
 
@@ -179,7 +179,7 @@ class PipelineIdle(Record):
     iteration: int
     """Iteration in which the time was measured."""
     seconds: tuple[float, ...]
-    """Time of each stage, as a mean over its ranks."""
+    """Waiting time of each pipeline stage in seconds, as a mean over the ranks of the stage."""
 
     def describe(self) -> None:
         return None
@@ -187,37 +187,37 @@ class PipelineIdle(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementInForce(Record):
-    """Expert replicas get a new placement; the folder ``placements/`` of the run contains the plan."""
+    """A new assignment of expert replicas to ranks takes effect; the run's folder ``placements/`` contains it."""
 
     iteration: int
-    """First iteration with this placement."""
+    """First iteration with the new placement."""
     reason: str
-    """Reason for the placement: ``first``, ``resumed``, ``scripted``, ``membership``, or a text with the gain."""
+    """Reason for the new placement: ``first``, ``resumed``, ``scripted``, ``membership``, or a text with ``gain``."""
     stages: tuple[str, ...]
-    """Description of the placement, one line for each pipeline stage."""
+    """Description of the new placement, one line for each pipeline stage."""
     moved_bytes: int | None = None
-    """Bytes of expert weights and optimizer state that moved."""
+    """Bytes of expert weights and optimizer state that moved between ranks."""
     gain: float | None = None
-    """Predicted share by which the new placement reduces the number of tokens on the busiest ranks."""
+    """Predicted reduction of the number of tokens on the busiest ranks, as a share of their present number."""
     imbalance_before: float | None = None
-    """Largest imbalance of a layer before the change: tokens of the busiest rank divided by the mean tokens of a rank.
-    Tokens are computed from smoothed loads."""
+    """Largest imbalance of any layer before the change. The imbalance of a layer is the busiest rank's number of tokens
+    divided by the mean per rank, both computed from smoothed loads of experts."""
     imbalance_after: float | None = None
-    """Largest imbalance of a layer with the new placement, computed as ``imbalance_before``."""
+    """Largest imbalance of any layer with the new placement, computed like ``imbalance_before``."""
     seconds: float | None = None
-    """Seconds for which the change paused training."""
+    """Seconds for which the change of the placement paused training."""
     single_loss_survival: float | None = None
     """Probability that the job survives the loss of one failure domain if each domain is equally likely to fail. The
     job survives if every expert keeps a replica and enough nodes remain. Absent if there is only one domain, or if the
     job does not continue after a loss."""
     fewest_replicas: int | None = None
-    """Smallest number of replicas of an expert, over all layers."""
+    """Number of replicas of the expert with the fewest replicas, over all layers."""
     mean_replicas: float | None = None
-    """Mean number of replicas of an expert."""
+    """Mean number of replicas per expert, over all layers."""
     most_replicas: int | None = None
-    """Largest number of replicas of an expert, over all layers."""
+    """Number of replicas of the expert with the most replicas, over all layers."""
     file_error: str | None = None
-    """Error because of which the placement was not written to a file; training continues."""
+    """Error because of which the new placement could not be written to a file; training continues."""
 
     def describe(self) -> Note:
         found = f"new placement from iteration {self.iteration} on: {self.reason}"
@@ -274,10 +274,10 @@ class CheckpointLoaded(Record):
     seconds: float | None = None
     """Seconds for verification and loading."""
     generators_restored: bool | None = None
-    """Whether every rank restored its random generators. If the parallel layout changed, they start from the seed."""
+    """Whether every rank restored its random generators. If not (after a change of the layout), the seed sets them."""
     differences: tuple[str, ...] = ()
-    """Differences between the settings of the checkpoint and of the job, or a note that they cannot be compared. Empty
-    unless ``checkpoint.load`` names the checkpoint."""
+    """Settings in which the checkpoint differs from the job, or a note that settings cannot be compared. Only filled if
+    ``checkpoint.load`` names the checkpoint."""
 
     def describe(self) -> Note:
         text = "; ".join([f"checkpoint of iteration {self.iteration} loaded", *self.differences])
@@ -286,14 +286,14 @@ class CheckpointLoaded(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpike(Record):
-    """A loss exceeds ``training.loss_spike_factor`` times the median of recent losses."""
+    """The loss of an iteration exceeds ``training.loss_spike_factor`` times the median of recent losses."""
 
     iteration: int
-    """Iteration of the loss."""
+    """Iteration with the spike."""
     loss: float
-    """The loss, in nats per token."""
+    """Loss of the iteration, in nats per token."""
     median: float
-    """Median of recent committed losses, in nats per token."""
+    """Median of the losses of recent committed iterations, in nats per token."""
     policy: str | None = None
     """Reaction to the spike: ``warn``, ``skip`` or ``stop``."""
 
@@ -305,10 +305,10 @@ class LossSpike(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDigest(Record):
-    """Digests of all weights, master weights and optimizer moments. Equal digests mean that all bits are equal."""
+    """Digests of each rank's weights, master weights and optimizer moments. Equal digests mean equal bits."""
 
     iteration: int
-    """Newest iteration of the state."""
+    """Last iteration whose update the state contains."""
     digests: tuple[str, ...]
     """Hexadecimal digest of each rank, in rank order."""
 
@@ -318,12 +318,12 @@ class StateDigest(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailpointHit(Record):
-    """A fault is injected: the record is written just before the fault happens."""
+    """A test fault is about to happen in a rank. The record is written just before the fault."""
 
     action: str
-    """``kill``, ``stop``, ``exit``, ``raise`` or ``delay``."""
+    """Kind of the fault: ``kill``, ``stop``, ``exit``, ``raise`` or ``delay``."""
     phase: str
-    """Phase in which the fault happens."""
+    """Phase of the iteration in which the fault happens."""
     iteration: int
     """Iteration in which the fault happens."""
     rank: int | None = None
@@ -341,7 +341,7 @@ class FailpointHit(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailpointUnfired(Record):
-    """A rank ended before it reached one of its failpoints, so the fault was not injected."""
+    """A rank ended before it reached one of its failpoints (test faults), so this fault was not injected."""
 
     failpoint: str
     """The failpoint, as written in ``testing.failpoints``."""
@@ -368,7 +368,7 @@ class AlertRaised(Record):
     iteration: int
     """Newest iteration of the run."""
     rank: int | None = None
-    """Rank that ``value`` describes, by its number in the present membership; absent if ``value`` does not describe a
+    """Rank to which ``value`` belongs, by its number in the present membership. Absent if ``value`` belongs to no
     single rank."""
     node: int | None = None
     """Node of ``rank``; the number of a node never changes."""
@@ -400,15 +400,15 @@ class ProfileRecorded(Record):
     """A rank has recorded iterations with ``torch.profiler`` (``telemetry.profile_first_iteration``)."""
 
     rank: int
-    """Rank that recorded."""
+    """Rank that recorded the trace."""
     first_iteration: int
     """First recorded iteration."""
     last_iteration: int
-    """Last recorded iteration. It may be incomplete if the ranks formed a new membership or were about to end."""
+    """Last recorded iteration. Its recording may be incomplete if the membership changed or the ranks ended."""
     path: str
-    """Trace file."""
+    """Path of the trace file."""
     error: str | None = None
-    """Error because of which the file could not be written; absent if it was written."""
+    """Error because of which the trace file could not be written; absent if it was written."""
 
     def describe(self) -> Note:
         what = f"trace of rank {self.rank}, iterations {self.first_iteration} to {self.last_iteration}"
@@ -419,7 +419,7 @@ class ProfileRecorded(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested(Record):
-    """The run was requested to stop; the present iteration is finished first."""
+    """Someone requested that the run stops. The run first finishes the present iteration."""
 
     source: str
     """Name of the signal that requested the stop, or another source of the request."""
@@ -462,7 +462,7 @@ class RunStopped(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkFailed(Record):
-    """A sink can no longer write records; the other sinks continue."""
+    """A sink (destination of records) can no longer write records. All other sinks continue."""
 
     sink: str
     """Name of the sink."""
@@ -475,7 +475,7 @@ class SinkFailed(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkRecovered(Record):
-    """A failed sink can write records again."""
+    """A sink (destination of records) that had failed can write records again."""
 
     sink: str
     """Name of the sink."""
@@ -488,12 +488,12 @@ class SinkRecovered(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordRefused(Record):
-    """A report was not a valid record, so no sink received it. This event contains the text of the report."""
+    """A process reported an invalid record, so no sink received it. This event contains the record's text."""
 
     problem: str
-    """Reason why the report is not a valid record."""
+    """Reason why the record is invalid."""
     content: str
-    """Text of the invalid report."""
+    """Text of the invalid record."""
 
     def describe(self) -> Note:
         return Note("bad", f"invalid record: {self.problem}")

@@ -1,6 +1,6 @@
-"""Reads recorded expert loads, which are numbers of tokens per expert, from files in several formats.
+"""Reads recorded expert loads (numbers of tokens per expert) from files in several formats.
 
-The content is checked strictly, because a wrong load would lead to a wrong placement.
+The content is checked strictly, because wrong loads would lead to a bad placement of experts.
 """
 
 import csv
@@ -25,11 +25,11 @@ SUFFIXES = (".json", ".npz", ".npy", ".csv")
 CSV_FIELDS = ("batch_id", "stage", "router_layer_index", "expert_id", "assigned_tokens", "total_tokens")
 STAGES = ("encoder", "decoder")
 MAX_BYTES = 1 << 30
-"""Largest size of a file, or of an unpacked array in it; checked before memory is allocated."""
+"""Largest size in bytes of a file, or of an unpacked array in it. It is checked before memory is allocated."""
 MAX_EXPERTS = 1 << 16
-"""Largest number of experts of a layer."""
+"""Largest accepted number of experts of a layer."""
 MAX_LOADS = 1 << 26
-"""Largest product of the numbers of layers and experts in a file of expert ids."""
+"""Largest accepted number of layers times number of experts, in a file of expert ids."""
 
 Tokens = npt.NDArray[np.float64] | npt.NDArray[np.int64]
 
@@ -39,16 +39,16 @@ class ExpertLoads:
     """Recorded numbers of tokens per expert, for one or several iterations."""
 
     source: str
-    """Name of the file, for messages."""
+    """Name of the file with the loads, for error messages."""
     iterations: tuple[int, ...]
     """Iteration of each record, ascending."""
     tokens: Tokens
-    """Tokens per expert, ``[records, ranks, layers, microbatches, experts]``. The dimension of ranks or of microbatches
-    has size 1 if the file contains only sums over it. Integers, or floats if the file contains fractions."""
+    """Tokens per expert, ``[records, ranks, layers, microbatches, experts]``. If the file contains only sums over ranks
+    or over microbatches, this dimension has size 1. Integers, or floats if the file contains fractions."""
 
     @property
     def num_records(self) -> int:
-        """Number of records, one per iteration or batch."""
+        """Number of records in the file: one for each iteration or batch."""
         return int(self.tokens.shape[0])
 
     @property
@@ -67,16 +67,16 @@ class ExpertLoads:
         return int(self.tokens.shape[4])
 
     def per_layer(self, record: int | None = None) -> Tokens:
-        """Return the sum ``[layers, experts]`` over ranks and microbatches of one record, or of all records."""
+        """Return the loads ``[layers, experts]`` of one record, or of all records, summed over all other dimensions."""
         chosen = self.tokens if record is None else self.tokens[record : record + 1]
         result: Tokens = chosen.sum(axis=(0, 1, 3))
         return result
 
     def record_of(self, iteration: int) -> int:
-        """Return the index of the record of an iteration.
+        """Return the index of the record for ``iteration``.
 
         Raises:
-            DataError: there is no record of the iteration.
+            DataError: the file has no record for ``iteration``.
         """
         if iteration not in self.iterations:
             recorded = f"the {self.num_records} recorded ones, {self.iterations[0]} to {self.iterations[-1]}"

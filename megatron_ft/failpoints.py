@@ -1,11 +1,11 @@
 """Injects faults into ranks at named phases of an iteration, for tests and fault campaigns.
 
-A failpoint is written as a call with literal keywords, e.g. ``kill(rank=1, at_iteration=7, phase="backward")``. A
-failpoint fires once in each process that it matches. Without a generation, it matches processes of every generation. A
+A failpoint is a fault in a named phase, written as a call, e.g. ``kill(rank=1, at_iteration=7, phase="backward")``. Its
+fault happens once in each process that it matches. Without a generation, it matches processes of every generation. A
 record is on disk *before* the fault happens, so that a test can prove the injection. The rank of a process may change
-with the membership: ``rank`` is the rank in the generation that the failpoint names. If the failpoint names no
-generation, ``rank`` is the first rank of the process. If ``watch`` has set a function, ``hit`` also reports the
-rank's progress to this function. If there is neither a failpoint nor such a function, ``hit`` only evaluates two
+with the membership. ``rank`` is the rank in the generation that the failpoint names, or the first rank of the process
+if the failpoint names no generation. Training calls ``hit`` in each phase. ``hit`` also reports the rank's progress to
+the function that ``watch`` has set. If there is neither a failpoint nor such a function, ``hit`` only evaluates two
 conditions.
 """
 
@@ -37,7 +37,7 @@ ITERATION_PHASES = (
     "capture",
     "replicate",
 )
-"""Phases of an iteration, in order."""
+"""Phases of a training iteration, in order."""
 
 PHASES = (
     "prebuild",
@@ -88,7 +88,7 @@ class InjectedFault(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failpoint:
-    """A fault to inject in ``phase``. ``rank``, ``node``, ``at_iteration``, ``generation``: None matches any value."""
+    """A fault to inject in ``phase``. A selector (``rank``, ``node`` etc.) that is None matches any value."""
 
     action: str
     phase: str
@@ -97,7 +97,7 @@ class Failpoint:
     at_iteration: int | None = None
     generation: int | None = None
     passes: int = 1
-    """The fault is injected at the matching hit with this number, counted from 1."""
+    """Which time the phase must be reached with matching selectors until the fault happens, counted from 1."""
     code: int = 0
     message: str = "injected fault"
     seconds: float = 0.0
@@ -157,7 +157,7 @@ def append_to(path: Path) -> Callable[[Record], None]:
 
 
 ReportProgress = Callable[[int, str], None]
-"""Function that receives (iteration, phase)."""
+"""Function that is called with the iteration and phase which a rank has reached."""
 
 
 @dataclass
@@ -169,9 +169,9 @@ class _Watch:
 @dataclass
 class _Armed:
     waiting: list[Failpoint]
-    """Failpoints that have not fired."""
+    """Failpoints whose fault has not happened yet."""
     first_rank: int
-    """Rank of the process when ``arm`` was called; failpoints without a generation name this rank."""
+    """Rank of the process when ``arm`` was called. A failpoint without a generation refers to this rank."""
     rank: int
     """Rank of the process in the present generation."""
     node: int
@@ -181,7 +181,7 @@ class _Armed:
 
     @property
     def mine(self) -> tuple[Failpoint, ...]:
-        """Return the failpoints that match this process."""
+        """Return the remaining failpoints that match this process."""
         return tuple(
             failpoint
             for failpoint in self.waiting
@@ -190,7 +190,7 @@ class _Armed:
         )
 
     def due(self, phase: str, iteration: int) -> list[Failpoint]:
-        """Return the failpoints of this process that match the phase and iteration."""
+        """Return the failpoints of this process that match the phase, the iteration and the present generation."""
         return [
             failpoint
             for failpoint in self.mine
@@ -205,16 +205,16 @@ _watch: _Watch | None = None
 
 
 def watch(report: ReportProgress | None) -> None:
-    """Call ``report`` at each hit whose phase or iteration differs from the previous hit; None ends these calls.
+    """From now on, call ``report`` whenever this process reaches another phase or iteration. None ends these calls.
 
-    At a hit with an armed fault, the call comes before the fault.
+    If a fault is due at this phase, ``report`` is called before the fault.
     """
     global _watch
     _watch = None if report is None else _Watch(report)
 
 
 def arm(specs: Iterable[str], *, rank: int, node: int, record: Callable[[Record], None], generation: int = 0) -> None:
-    """Arm the failpoints of ``specs`` that match this process. All failpoints of earlier calls are removed.
+    """Activate the failpoints of ``specs`` that match this process. The failpoints of earlier calls are removed.
 
     Args:
         specs: e.g. ``config.testing.failpoints``.
@@ -233,22 +233,22 @@ def arm(specs: Iterable[str], *, rank: int, node: int, record: Callable[[Record]
 
 
 def enter(generation: int, *, rank: int) -> None:
-    """Set the present rank and generation of this process. Failpoints that name another generation do not fire."""
+    """Set the present rank and generation of this process. Failpoints of other generations have no effect then."""
     if _armed is not None:
         _armed.generation, _armed.rank = generation, rank
 
 
 def unfired() -> tuple[Failpoint, ...]:
-    """Return the failpoints that match this process and have not fired, for all generations."""
+    """Return the failpoints that match this process and whose fault has not happened, of all generations."""
     return () if _armed is None else _armed.mine
 
 
 def hit(phase: str, iteration: int) -> None:
-    """Report that this process has reached ``phase`` of ``iteration``, and inject the fault that is armed for this
-    point.
+    """Note that this process has reached ``phase`` of ``iteration``. If a failpoint matches, record and inject its
+    fault.
 
     Raises:
-        InjectedFault: a fault with the action ``raise`` is armed for this point.
+        InjectedFault: a matching failpoint has the action ``raise``.
     """
     if _watch is not None and _watch.last != (phase, iteration):
         # The progress is reported before the fault that is armed here, so that the failure report names this phase.

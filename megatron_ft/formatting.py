@@ -1,4 +1,4 @@
-"""Durations, sizes, counts and names of tensors in a readable form."""
+"""Formats durations, sizes, counts and names of tensors for readers."""
 
 import math
 from collections.abc import Collection
@@ -32,7 +32,7 @@ def every(iterations: int) -> str:
 
 
 def gib(num_bytes: float) -> str:
-    """Format a size of memory in GiB, e.g. ``74.5 GiB``; small sizes as ``3.2 MiB`` or ``1000 B``."""
+    """Format a size of memory, e.g. ``74.5 GiB``, ``3.2 MiB`` or ``1000 B`` (powers of two)."""
     if num_bytes < 2**20 / 10:
         return f"{num_bytes:.0f} B"
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes < 2**30 / 10 else f"{num_bytes / 2**30:.1f} GiB"
@@ -48,7 +48,7 @@ def size(num_bytes: float) -> str:
 
 
 def unlike_tensors(missing: Collection[str], unexpected: Collection[str]) -> str:
-    """List the first three names of each kind that has names: ``missing tensors: ['a']; unexpected tensors: ['b']``."""
+    """Format names of tensors, at most three of a kind: ``missing tensors: ['a']; unexpected tensors: ['b']``."""
     kinds = {"missing tensors": sorted(missing), "unexpected tensors": sorted(unexpected)}
     shown = {f"{kind}: {names[:3]}": len(names) for kind, names in kinds.items() if names}
     return "; ".join(f"{text} (the first 3 of {count})" if count > 3 else text for text, count in shown.items())

@@ -1,7 +1,7 @@
-"""JSON messages over local stream sockets. A message consists of its length in four bytes, big endian, and UTF-8 JSON.
+"""JSON messages over local stream sockets. A frame is the message's length in four bytes (big endian), then UTF-8 JSON.
 
-The ranks, the agent and the fork server of a node exchange such messages. File descriptors may be sent with a message;
-the receiver queues them in the order of arrival.
+The ranks, the agent and the fork server of a node exchange such messages. File descriptors can be sent with a message.
+The receiver queues these descriptors in the order of arrival.
 """
 
 import array
@@ -25,7 +25,7 @@ _MAX_DESCRIPTORS = 16
 
 
 def encode(message: Message) -> bytes:
-    """Convert a message to a frame.
+    """Convert a message to a frame: its length, then its JSON.
 
     Raises:
         ControlError: the message is larger than ``MAX_FRAME_BYTES``.
@@ -60,7 +60,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def pump(self) -> tuple[list[Message], bool]:
-        """Read once. Return the messages that are now complete, and whether the peer has closed the connection.
+        """Read from the socket once. Return the messages that are now complete, and whether the peer has closed it.
 
         If no data has arrived, the call blocks on a blocking socket and returns ``([], False)`` on a non-blocking one.
 
@@ -105,16 +105,16 @@ class FrameReader:
         return decode(payload)
 
     def close(self) -> None:
-        """Close the socket and all descriptors that are still queued."""
+        """Close the socket, and all received file descriptors that are still in the queue."""
         while self.descriptors:
             os.close(self.descriptors.popleft())
         self.sock.close()
 
 
 def read_line(descriptor: int, *, most: int = MAX_FRAME_BYTES) -> bytes:
-    """Read one line and nothing after it, so that other code can later wait for the end of the stream.
+    """Read one line from a descriptor. Bytes after the line stay unread, for a later reader.
 
-    The result has no newline if the peer closed the stream first, or if the line is longer than ``most`` bytes.
+    The result ends without a newline if the stream ended first, or if the line is longer than ``most`` bytes.
     """
     line = bytearray()
     # Read byte by byte: a buffer would also read the following bytes, and a later reader would miss them.

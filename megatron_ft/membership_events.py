@@ -8,19 +8,19 @@ from megatron_ft.records import Note, Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryStarted(Record):
-    """Ranks continue from a saved or replicated state, after a recovery or in a job that continues the run."""
+    """The ranks have restored a state and continue from it, after a recovery or in a new job of the run."""
 
     generation: int
-    """Generation number of the membership that starts with this state; 0 for a job that continues the run."""
+    """Generation of the membership that starts with the restored state; 0 for a new job that continues the run."""
     strategy: str
-    """Strategy that restored the state: ``living_state`` (surviving ranks have all of it), ``localized_replay`` (stages
-    that lost a rank replay), ``rollback`` (all ranks load a window), ``checkpoint`` or ``start_over``."""
+    """Strategy that restored the state: ``living_state`` (surviving ranks have the whole state), ``localized_replay``
+    (only stages that lost a rank replay), ``rollback`` (all ranks load a window), ``checkpoint`` or ``start_over``."""
     iteration: int
     """Newest iteration of the restored state, including replayed iterations."""
     source: str | None = None
-    """Location of the window if the strategy is ``rollback``: ``memory`` or ``persisted``."""
+    """Location of the loaded window if the strategy is ``rollback``: ``memory`` or ``persisted`` (on storage)."""
     declined: tuple[str, ...] = ()
-    """States that were preferred to the restored state but were not used, each with the reason."""
+    """Better choices than the restored state that could not be used, each with the reason."""
 
     def describe(self) -> Note:
         generation = f"generation {self.generation} " if self.generation else ""
@@ -31,26 +31,26 @@ class RecoveryStarted(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipChanged(Record):
-    """Nodes left or joined the job, and the remaining ranks continue in their processes."""
+    """Nodes left or joined the job. The remaining ranks continue in their existing processes."""
 
     generation: int
     """Generation number of the new membership, counted from 0."""
     world_size: int
     """Number of ranks in the new membership."""
     nodes: tuple[int, ...]
-    """Nodes of the new membership; the number of a node never changes."""
+    """Numbers of the nodes in the new membership; the number of a node never changes."""
     reason: str
-    """Reason for the end of the previous membership."""
+    """Reason why the previous membership ended."""
     iteration: int
-    """Newest iteration of the state with which the new membership begins."""
+    """Last iteration that is part of the state with which the new membership begins."""
     seconds: float
     """Seconds from the decision to change the membership until the first rank was ready."""
     joining: tuple[int, ...] = ()
-    """Nodes whose ranks received their state from other ranks, because these nodes had no state or the state of another
-    iteration. This includes a node that was lost and restarted within one iteration."""
+    """Nodes whose ranks received their state from ranks of other nodes. These nodes had no state, or the state of
+    another iteration. This includes a node that was lost and restarted within one iteration."""
     schedule: tuple[str, ...] = ()
-    """Entries for ``testing.membership_schedule`` with which another job repeats all membership changes since the
-    commit of ``iteration``. They replace the entries of earlier events with the same ``iteration``. Empty with
+    """Entries for ``testing.membership_schedule``. With them, another job repeats all membership changes since the
+    commit of ``iteration``. They replace the entries in earlier events of the same ``iteration``. Empty with
     ``recovery.keep_layout``."""
 
     def describe(self) -> Note:
@@ -63,7 +63,7 @@ class MembershipChanged(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRecovery(Record):
-    """One rank finished its part (``role``) in a recovery that keeps the layout."""
+    """A rank finished its work in a recovery that keeps the layout; ``role`` is the kind of work."""
 
     generation: int
     """Generation number of the membership that this recovery establishes."""
@@ -73,36 +73,36 @@ class StageRecovery(Record):
     """Pipeline stage of the rank, counted from 0."""
     role: str
     """Role of the rank. ``replays``: its stage loads a window and computes iterations again. ``receives``: it gets its
-    state from living ranks. ``serves``: it sends its log to a stage that replays, or its state to a rank of its stage.
-    ``waits``: none of these."""
+    state from surviving ranks. ``serves``: it sends its upstream log to a stage that replays, or its state to a rank of
+    its stage. ``waits``: none of these."""
     start_iteration: int
-    """Newest iteration of the state from which the stage replays, or ``iteration`` if the stage does not replay."""
+    """Last iteration in the state from which the rank's stage replays; ``iteration`` if the stage does not replay."""
     iteration: int
-    """Newest iteration of the state from which all ranks continue (the target)."""
+    """Last iteration that is part of the state from which all ranks continue."""
     num_iterations: int
     """Number of iterations that this rank replayed; 0 if its role is not ``replays``."""
     num_forward_passes: int
-    """Number of forward passes of this rank: microbatches times the rank's model chunks, in all replayed iterations."""
+    """Number of forward passes of this rank in all replayed iterations: microbatches times the rank's model chunks."""
     bytes_moved: int
-    """Bytes of the upstream log and of state that this rank sent or received, without the bytes of a window."""
+    """Bytes that this rank sent or received: of the upstream log and of state, but not of a window."""
     is_kept: bool = False
     """Whether the rank kept its model, gradient buffers and optimizer; false if it had to build them."""
     built: str = ""
-    """Parts that the rank had to build. ``kept``: none, because it kept all (see ``is_kept``). ``in_advance``: none,
-    because all were built in advance. ``optimizer``: only the optimizer, because the model was built in advance for
-    another rank with the same model. ``all``: every part. Empty in files of earlier versions."""
+    """What the rank had to build (model, gradient buffers, optimizer). ``kept``: nothing, see ``is_kept``.
+    ``in_advance``: nothing, it was built in advance. ``optimizer``: only the optimizer, the model was built in advance
+    for another rank with an equal model. ``all``: everything. Empty in files of earlier versions."""
     why_built: str = ""
-    """Reason, if ``built`` is ``all``, why the rank used no parts that were built in advance."""
+    """If ``built`` is ``all``: reason why the rank could not use a model that was built in advance."""
     build_seconds: float = 0.0
-    """Seconds that the rank needed to build parts, or to prepare parts that were kept or built in advance."""
+    """Seconds to build the model, gradient buffers and optimizer, or to prepare existing ones for use."""
     state_bytes: int = 0
-    """Bytes of weights, gradients, master weights and moments on the rank."""
+    """Bytes of the rank's weights, gradients, master weights and optimizer moments."""
     staged_bytes: int = 0
-    """Most bytes of temporary copies at one time while state moved; ``state_bytes`` does not include them."""
+    """Peak size in bytes of temporary copies while state moved; ``state_bytes`` does not include them."""
     began_unix_seconds: float
     """Time at which the recovery began on this rank, in seconds since 1970 by the clock of its node."""
     seconds: float
-    """Duration of this rank's part of the recovery in seconds."""
+    """Duration of this rank's work in the recovery, in seconds."""
 
     def describe(self) -> Note | None:
         if self.role == "receives":
@@ -124,16 +124,16 @@ class PartBuilt(Record):
     """A rank of a spare node has built a model, gradient buffers and an optimizer in advance."""
 
     node: int
-    """The spare node."""
+    """Number of the spare node."""
     local_rank: int
-    """Number of the process on its node."""
+    """Index of the rank's process on its node."""
     stage: int
-    """Pipeline stage that was built, counted from 0."""
+    """Pipeline stage whose model was built, counted from 0."""
     places: tuple[int, ...]
-    """Positions, in the layout, of the nodes whose model was built. The rank needs this model if its node replaces one
-    of these nodes."""
+    """Positions in the layout of the nodes that use this model. The rank needs the model if its node replaces one of
+    these nodes."""
     state_bytes: int
-    """Bytes of weights, gradients, master weights and moments that were allocated."""
+    """Bytes that were allocated for weights, gradients, master weights and optimizer moments."""
     seconds: float
     """Duration of the build in seconds."""
 
@@ -157,10 +157,10 @@ class RankFailed(Record):
     first: bool = False
     """Whether this rank was the first rank of the job to fail."""
     is_consequence: bool = False
-    """Whether another failure has caused the rank's error: the error only states that another rank closed a
-    connection."""
+    """Whether the failure of another rank caused this failure. This is so if the rank's error only states that another
+    rank closed a connection."""
     phase: str | None = None
-    """Last phase that the rank reported."""
+    """Last phase of an iteration that the rank reported."""
     iteration: int | None = None
     """Last iteration that the rank reported."""
     error: str | None = None
@@ -168,7 +168,7 @@ class RankFailed(Record):
 
     @property
     def ending(self) -> str:
-        """Cause of the rank's end as text: ``SIGKILL``, ``exit code 1`` or ``lost``."""
+        """How the rank ended, as text: ``SIGKILL``, ``exit code 1`` or ``lost``."""
         return self.signal or ("lost" if self.exit_code is None else f"exit code {self.exit_code}")
 
     def describe(self) -> Note:
@@ -189,7 +189,7 @@ class NodeLost(Record):
     node: int
     """Node that was lost; the number of a node never changes."""
     reason: str
-    """Reason why the node counts as lost."""
+    """Reason why the node is considered lost."""
 
     def describe(self) -> Note:
         return Note("bad", f"node {self.node} was lost: {self.reason}")
@@ -197,14 +197,14 @@ class NodeLost(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStartFailed(Record):
-    """A node that was started during the job did not join: its agent or a rank ended or was not ready in time."""
+    """A node that was started during the job did not join it. Its agent or a rank ended, or was not ready in time."""
 
     node: int
     """Node that did not join; the number of a node never changes."""
     reason: str
     """Cause, e.g. the agent's exit code and last output, or the rank that ended and its exit code or signal."""
     starts_again: bool
-    """Whether the node is started again (``nodes.max_node_restarts``)."""
+    """Whether the job starts the node again, as ``nodes.max_node_restarts`` allows."""
 
     def describe(self) -> Note:
         again = "starting it again" if self.starts_again else "it is not started again"
@@ -213,21 +213,21 @@ class NodeStartFailed(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksRestarted(Record):
-    """All ranks were started again after a failure, and continue the run."""
+    """After a failure, the job has started new processes for all ranks, which continue the run."""
 
     generation: int
-    """Number of the new generation, counted from 0. Each restart and each change of the membership adds 1."""
+    """Generation of the restarted ranks, counted from 0. Each restart and each change of the membership adds 1."""
     reason: str
-    """Reason for the end of the previous generation."""
+    """Reason why the previous generation of ranks ended."""
     failed_ranks: tuple[int, ...]
-    """Ranks that failed, in the order of failures. Ranks that ended because of these failures are left out."""
+    """Ranks that failed, in the order of failures. Ranks that only ended because other ranks failed are left out."""
     iteration: int
-    """Iteration in which the first rank failed; if a node was lost, the latest iteration of any rank. 0 before the
-    first iteration."""
+    """Iteration in which the first rank failed. If a node was lost, the latest iteration that any rank had begun. 0
+    before the first iteration."""
     num_restarts_left: int
-    """Number of restarts that are still allowed without progress. Progress resets it to ``recovery.max_restarts``."""
+    """Number of further restarts that the job may make. Progress resets it to ``recovery.max_restarts``."""
     nodes: tuple[int, ...] = ()
-    """Nodes of the new generation, in the order of their ranks."""
+    """Numbers of the nodes of the new generation, in the order of their ranks."""
 
     def describe(self) -> Note:
         where = f" in iteration {self.iteration}" if self.iteration else ""
@@ -239,10 +239,10 @@ class RanksRestarted(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerWaits(Record):
-    """The controller cannot write its journal because the disk is full. It reacts to no failure until space is free."""
+    """The controller's disk is full, so it cannot write its journal. Until space is free, it reacts to no failure."""
 
     problem: str
-    """Error of the write."""
+    """Error with which the write of the journal failed."""
 
     def describe(self) -> Note:
         effect = "until disk space is free, it does not react to lost ranks or nodes"
@@ -252,10 +252,10 @@ class ControllerWaits(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerGoesOn(Record):
-    """The disk has space again, and the controller now reacts to failures that occurred while it waited."""
+    """The controller's full disk has space again. The controller now reacts to failures that occurred meanwhile."""
 
     seconds: float
-    """Duration of the wait for space, in seconds."""
+    """Seconds that the controller waited for disk space."""
 
     def describe(self) -> Note:
         return Note("good", f"disk space is free again: the controller continues after {seconds(self.seconds)}")
@@ -278,7 +278,7 @@ class RunFolderMissing(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerReplaced(Record):
-    """The job's controller ended or did not answer, and another controller continues from its journal."""
+    """The job's controller ended or did not answer. A new controller process continues from its journal."""
 
     reason: str
     """Reason why the earlier controller was replaced."""

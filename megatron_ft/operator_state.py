@@ -1,8 +1,8 @@
-"""Components of an operator's state, and the shards of this state that each rank captures.
+"""Describes the state that snapshots capture: the components of each parameter, and the element ranges of each rank.
 
-A component is one tensor of a parameter's state, e.g. the master weight. Each parameter has two lists of components:
-``full`` for an active operator, and ``frozen`` for a frozen operator. A rank captures one element range of each of its
-parameters.
+A component is one tensor of a parameter's state, e.g. the master weight. Each parameter has two lists of components.
+``full`` is the whole state; ``frozen`` is what only the computation with the parameter needs. A rank captures one
+element range of each of its parameters.
 """
 
 import re
@@ -13,8 +13,8 @@ from megatron_ft.operators import OperatorId
 
 _LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)\.")
 SCALE_BLOCK_ELEMENTS = 64
-"""Number of consecutive elements of a flattened parameter that share a scale, if a component has scales. A captured
-range of such a parameter begins at a multiple of this number, so that no range divides a block."""
+"""Number of consecutive elements (a block) that share one scale, in the flattened parameters of quantized state. A
+captured range of such a parameter begins at a multiple of this number, so that no range divides a block."""
 
 _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 
@@ -29,14 +29,14 @@ class Component:
     item_bytes: int
     """Bytes of one value."""
     per_element: bool = True
-    """Whether the component has one value per element. Otherwise it has one value for the whole shard, which is
-    repeated in every captured part of the shard."""
+    """Whether the component has values per element or per block. Otherwise it has one value for the whole shard, which
+    every captured part of the shard repeats."""
     per_block: bool = False
-    """Whether the component has one value for each block of ``SCALE_BLOCK_ELEMENTS`` elements: the scales of quantized
-    state. The last block may have fewer elements. The name of such a component ends with ``_scales``."""
+    """Whether the component contains scales of quantized state: one value for each block of ``SCALE_BLOCK_ELEMENTS``
+    elements. The last block may have fewer elements. The name of such a component ends with ``_scales``."""
 
     def num_values(self, num_elements: int) -> int:
-        """Return the number of values for a range of ``num_elements`` elements that begins with a block."""
+        """Return the component's number of values in a range of ``num_elements`` elements. A block begins there."""
         if not self.per_element:
             return int(num_elements > 0)
         return -(-num_elements // SCALE_BLOCK_ELEMENTS) if self.per_block else num_elements
@@ -44,7 +44,7 @@ class Component:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateShard:
-    """The part of one parameter that one rank captures."""
+    """Range of elements of one parameter whose state one rank captures."""
 
     operator: OperatorId
     parameter: str
@@ -56,9 +56,9 @@ class StateShard:
     stop: int
     """Index after the last captured element."""
     full: tuple[Component, ...]
-    """Components of the full state of an active operator."""
+    """Components of the parameter's full state, which training needs to update it."""
     frozen: tuple[Component, ...]
-    """Components that a frozen operator needs to compute its outputs and the gradients of its inputs."""
+    """Components that a frozen (not updated) operator needs to compute outputs and the gradients of its inputs."""
 
     @property
     def num_elements(self) -> int:
@@ -67,20 +67,20 @@ class StateShard:
 
     @property
     def block_elements(self) -> int:
-        """Number of consecutive elements (a block) that must stay together if the shard is cut."""
+        """Number of consecutive elements (a block) that no cut of the shard may divide."""
         return block_elements((*self.full, *self.frozen))
 
 
 def block_elements(components: Iterable[Component]) -> int:
-    """Return the number of consecutive elements that must stay together if a shard with ``components`` is cut."""
+    """Return the number of consecutive elements that no cut of a shard with these components may divide."""
     return SCALE_BLOCK_ELEMENTS if any(component.per_block for component in components) else 1
 
 
 def operator_of(parameter: str, num_layers: int) -> OperatorId:
-    """Return the operator to which a parameter belongs, by the parameter's global name.
+    """Return the operator (the unit of snapshots) to which a parameter belongs, by the parameter's global name.
 
-    Every routed expert and every gate is an operator. The remaining parameters of a layer together are one more
-    operator (MoEvement, section 3.2; appendix E for layers).
+    Every routed expert and every gate is an operator. All other parameters of a layer together are one operator
+    (MoEvement, section 3.2; appendix E for layers).
     """
     layer = _LAYER.search(parameter)
     if layer is None:
@@ -97,7 +97,7 @@ def operator_of(parameter: str, num_layers: int) -> OperatorId:
 
 
 def check_shards(shards_by_rank: Sequence[Iterable[StateShard]], sizes: Mapping[tuple[str, int], int]) -> None:
-    """Assert that the shards of all ranks together cover every element of every parameter exactly once.
+    """Assert that the captured ranges of all ranks together contain every element of every parameter exactly once.
 
     Args:
         sizes: number of elements of each (parameter, tensor-parallel part).

@@ -1,7 +1,7 @@
 """Operators of a model with their parameter counts. Operators are the units in which snapshots capture state.
 
-An operator is one routed expert, one layer's gate (router), the rest of a layer, the embedding, or the head. The counts
-equal those of Megatron-Core's GPTModel.
+An operator is one routed expert, one layer's gate (router), all other parameters of a layer, the embedding, or the
+head. The parameter counts equal those of Megatron-Core's GPTModel.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class OperatorId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """An operator with two parameter counts: parameters split over TP ranks, and parameters that every TP rank has."""
+    """An operator with two counts: of parameters that are split over TP ranks, and of parameters on every TP rank."""
 
     id: OperatorId
     num_split_parameters: int
@@ -35,7 +35,7 @@ class Operator:
 
     @property
     def num_parameters(self) -> int:
-        """Total number of parameters of the operator."""
+        """Number of all parameters of the operator."""
         return self.num_split_parameters + self.num_repeated_parameters
 
 
@@ -67,9 +67,9 @@ def head_channels(model: ModelConfig) -> int:
 
 
 def operators_of(model: ModelConfig, tokenizer_vocab_size: int | None = None) -> tuple[Operator, ...]:
-    """List all operators from the embedding to the head, in layer order.
+    """List all operators of a model from the embedding to the head, in layer order.
 
-    ``tokenizer_vocab_size`` is used if ``model.vocab_size`` is null.
+    If ``model.vocab_size`` is null, the vocabulary has ``tokenizer_vocab_size`` entries.
     """
     vocab = padded_vocab_size(model, tokenizer_vocab_size)
     operators = [_embedding(model, vocab)]
@@ -84,7 +84,7 @@ def num_parameters(operators: tuple[Operator, ...]) -> int:
 
 
 def num_active_parameters(model: ModelConfig, operators: tuple[Operator, ...]) -> int:
-    """Return the number of parameters used for one token, i.e. without experts that the router does not choose."""
+    """Return the number of parameters used for one token. Of each MoE layer, only the chosen experts count."""
     topk = model.moe_router_topk
     # All experts of a layer have equal size, so the first ``topk`` experts stand for the chosen ones.
     chosen = (o for o in operators if o.id.expert is None or o.id.expert < topk)
@@ -151,7 +151,7 @@ def _attention(model: ModelConfig) -> tuple[int, int]:
 
 
 def _latent_attention(model: ModelConfig) -> tuple[int, int]:
-    """Return two numbers of parameters of multi-head latent attention: parameters that are split over TP ranks, and
+    """Return two parameter counts of multi-head latent attention: of parameters that are split over TP ranks, and of
     parameters that every TP rank has."""
     hidden, heads, query_width = model.hidden_size, model.num_attention_heads, model.qk_head_dim
     query_width += model.qk_pos_emb_head_dim

@@ -1,4 +1,4 @@
-"""Parsers for outside input: files, addresses, and values of keys that are calls. An error names the file or key."""
+"""Parsers for input from outside the program: files, addresses, and configuration values in the form of a call."""
 
 import ast
 import ipaddress
@@ -23,8 +23,8 @@ def reading(
     """Turn any exception in the ``with`` block into an error of type ``kind`` that names ``path``. The project's own
     errors pass unchanged.
 
-    Parsers raise undocumented errors on damaged bytes: MemoryError for huge lengths, RecursionError for deep nesting,
-    zlib.error, NotImplementedError... A panic of a library in Rust is a ``BaseException``.
+    Every exception is caught, because parsers raise undocumented errors on damaged bytes. Examples are MemoryError,
+    RecursionError, zlib.error and NotImplementedError. A panic of a library in Rust is a ``BaseException``.
     """
     try:
         yield
@@ -41,11 +41,11 @@ def reading(
 
 
 def read_bytes(path: Path, *, max_bytes: int, kind: type[MegatronFtError] = DataError) -> bytes:
-    """Read a regular file; its size is checked before memory is allocated.
+    """Read a regular file. Its size is checked before memory is allocated.
 
     Raises:
-        MegatronFtError: an error of type ``kind``: the file cannot be read, is not a regular file, or is larger than
-            ``max_bytes``.
+        MegatronFtError: the file cannot be read, is not a regular file, or is larger than ``max_bytes``. The type of
+            the error is ``kind``.
     """
     with reading(path, kind):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe must not block
@@ -61,13 +61,13 @@ def read_bytes(path: Path, *, max_bytes: int, kind: type[MegatronFtError] = Data
 
 
 def parse_call(key: str, text: str, names: Iterable[str], example: str) -> tuple[str, dict[str, object]]:
-    """Parse ``text``, the value of ``key``, as a call of one of ``names`` whose arguments are keywords with literals.
+    """Parse a configuration value in the form of a call, e.g. ``kill(rank=1)``. All arguments must be keyword literals.
 
     Returns:
         The called name, and the arguments by keyword. An argument ``**mapping`` has the keyword ``"**"``.
 
     Raises:
-        ConfigError: ``text`` is no such call, or gives a keyword twice.
+        ConfigError: ``text`` is not a call of one of ``names`` in this form, or gives a keyword twice.
     """
     match = re.fullmatch(r"\s*([A-Za-z_]+)\s*(\(.*\))\s*", text, re.DOTALL)
     if match is None or match.group(1) not in names:

@@ -1,9 +1,9 @@
 """``Record``, the base class of all records of a run, with strict conversion to and from flat JSON objects.
 
-``events.py`` defines the kinds of records. ``to_record()`` makes a flat JSON object; ``from_record()`` reads one and
-refuses invalid content; ``Record.read()`` also accepts kinds that this version does not define. Numbers that JSON lacks
+``events.py`` defines the kinds of records. ``to_record()`` makes a flat JSON object. ``from_record()`` reads one and
+refuses invalid content. ``Record.read()`` also accepts kinds that this version does not define. Numbers that JSON lacks
 are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``. Fields with the value ``None`` are left out.
-This module reads no clock: the process that reports a record, or the sink that receives it, sets ``time_unix_seconds``.
+This module reads no clock: the process that reports or receives a record sets ``time_unix_seconds``.
 """
 
 import json
@@ -25,15 +25,15 @@ FORMER_STRATEGIES = {
     "window": "rollback",
     "nothing": "start_over",
 }
-"""Maps former names of recovery strategies, which occur in records of earlier versions, to the present names."""
+"""Present name of each recovery strategy that was renamed, by its former name in records of earlier versions."""
 
 SCHEMA_VERSION = 2
-"""Version of the format. It increases when a field is removed or changes its meaning, not for new records or fields."""
+"""Version of the records' format. It rises when a field is removed or gets another meaning, not for a new field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Text and severity of a record for the terminal and for reports."""
+    """Text and severity with which the terminal and reports show a record."""
 
     level: Literal["info", "good", "warning", "bad"]
     text: str
@@ -42,11 +42,11 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One line of ``events.jsonl`` or ``metrics.jsonl``."""
+    """One record of a run, which is one line of ``events.jsonl`` or ``metrics.jsonl``."""
 
     kind: ClassVar[str] = ""
     durable: ClassVar[bool] = True
-    """Whether the line is synced to disk at once. It is false for records that are written every iteration."""
+    """Whether a record of this kind is synced to disk at once. False for records that every iteration writes."""
 
     time_unix_seconds: float | None = None
     """Time of the event in seconds since 1970, by the clock of the process that sets this field."""
@@ -60,7 +60,7 @@ class Record:
         _KINDS[cls.kind] = cls
 
     def describe(self) -> Note | None:
-        """Return the line that describes this record; None if no line is shown."""
+        """Return the text with which the terminal and reports show this record; None if they do not show it."""
         return Note("info", self.kind.replace("_", " "))
 
     def to_record(self) -> dict[str, JsonValue]:
@@ -70,7 +70,7 @@ class Record:
 
     @classmethod
     def from_record(cls, record: Mapping[str, JsonValue]) -> "Record":
-        """Read the result of ``to_record``.
+        """Create a record from a JSON object that ``to_record`` made.
 
         ``Record.from_record`` accepts every kind; a subclass accepts only its own kind. A kind that was renamed since
         an earlier version is read as its present kind.
@@ -100,8 +100,8 @@ class Record:
 
     @classmethod
     def read(cls, line: Mapping[str, JsonValue]) -> "Record":
-        """Read a line of a run's files as a record. A kind that this version does not define becomes an
-        ``OtherRecord``.
+        """Create a record from a line of a run's files. A record of a kind that this version does not define becomes
+        an ``OtherRecord``.
 
         Raises:
             ValueError: the kind is missing, a field has the wrong type, or a field of a defined kind is unknown or
@@ -116,10 +116,10 @@ class Record:
 
 
 RECORDS: Mapping[str, type[Record]] = MappingProxyType(_KINDS)
-"""Every defined kind of record, with its class."""
+"""Class of each kind of record that this version defines, by the name of the kind."""
 
 _MAX_SHOWN = 200
-"""Largest number of characters of the fields that the line of an ``OtherRecord`` shows."""
+"""Largest number of characters that the text of an ``OtherRecord`` shows of its fields."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class OtherRecord(Record):
     name: str
     """Kind of the record."""
     values: Mapping[str, JsonValue]
-    """Fields of the record in the file, except the time."""
+    """All fields of the record except its kind and its time."""
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -154,7 +154,7 @@ def _shown(value: JsonValue) -> str:
 
 
 def schema() -> dict[str, JsonValue]:
-    """Return the meaning of each kind of record as JSON, with the type of each field and whether it is required."""
+    """Return the schema of all records as JSON: each kind's meaning and fields, each field's type and necessity."""
     kinds = {
         kind: {
             "meaning": (found.__doc__ or "").strip().splitlines()[0],

@@ -1,7 +1,7 @@
 """Converts typed values to strict JSON and back, and checks the type and the ``Annotated`` bounds of each field.
 
-``encode`` converts a dataclass to JSON values, ``decode`` converts them back. ``decode`` raises a ``ValueError`` that
-names the field if a field is missing or unknown, has a wrong type, or has a length or number out of bounds. Numbers
+``encode`` converts a dataclass to JSON values, and ``decode`` converts JSON values to a dataclass. ``decode`` raises a
+``ValueError`` if a field is missing, unknown, of a wrong type or out of bounds; the message names the field. Numbers
 that JSON lacks become the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
 """
 
@@ -68,7 +68,7 @@ def decode(hint: Any, value: JsonValue, where: str = "") -> Any:
     """Convert a JSON value to the type ``hint``.
 
     Args:
-        where: name of the value, with which error messages begin.
+        where: name of the value; error messages begin with it.
 
     Raises:
         ValueError: a field is missing or unknown, has a wrong type, or has a length or number out of bounds.

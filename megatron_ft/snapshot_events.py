@@ -8,26 +8,26 @@ from megatron_ft.records import Note, Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotPlanned(Record):
-    """A new plan of snapshots: the windows that are captured from the next iteration on."""
+    """A new plan of snapshots is in force. It divides the capture of the state over the iterations of a window."""
 
     iteration: int
-    """Newest iteration when the plan was made; the next iteration uses the plan."""
+    """Newest iteration when the plan was made. The next iteration is the first that uses the plan."""
     window_iterations: int
-    """Number of iterations in which every operator is captured once (W)."""
+    """Number of iterations over which the capture of a window is divided (W)."""
     interval_iterations: int
-    """Number of iterations from the start of one window to the start of the next."""
+    """Number of iterations from the start of one window to the start of the next window."""
     window_bytes: int
-    """Size of a window on the rank with the largest window."""
+    """Bytes of one window on the rank with the largest window."""
     dense_bytes: int
-    """Size of the whole state of the same rank, if it were captured at once."""
+    """Bytes of a window that captures the whole state in one iteration, on the rank with the largest state."""
     host_bytes: int
-    """Host memory for windows and peer copies on the node with the largest need."""
+    """Bytes of host memory for the node's windows and for copies of other nodes' windows, on the node with the most."""
     reason: str
-    """Reason for the size of the window and the order of operators in the window."""
+    """Why the window has this number of iterations, and its operators this order."""
     captured_bytes: int | None = None
-    """Largest number of bytes that a window captures on any rank, if windows leave out experts; otherwise None."""
+    """Most bytes that any rank captures for one window, if windows leave out experts; otherwise None."""
     cause: str = ""
-    """Reason for another plan, or for the use of the plan with a new layout of the state; empty for a first plan."""
+    """Reason why an earlier plan was replaced; empty for the first plan of a job."""
 
     def describe(self) -> Note:
         windows = f"snapshots: windows of {counted(self.window_iterations, 'iteration')}"
@@ -41,36 +41,36 @@ class SnapshotPlanned(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowCommitted(Record):
-    """A window was committed: the configured number of other failure domains now have a copy of it."""
+    """A snapshot window was committed: all its slices are replicated to the configured number of failure domains."""
 
     iteration: int
     """Iteration whose commit vote committed the window."""
     start_iteration: int
-    """Iteration after which the window's first slice was captured."""
+    """Iteration after which the first slice of the window was captured."""
     num_iterations: int
-    """Number of slices of the window."""
+    """Number of slices of the window; one slice is captured per iteration."""
     stalled_seconds: float
-    """Seconds for which the first rank of the job waited for captures since the previous committed window."""
+    """Seconds that training on rank 0 waited for captures since the previous committed window."""
     captured_bytes: int | None = None
-    """Bytes that the first rank of the job has captured since the previous committed window."""
+    """Bytes that rank 0 has captured since the previous committed window."""
     replicated_bytes: int | None = None
-    """Bytes that the snapshot server of the first rank has sent to all peers since the previous committed window."""
+    """Bytes that the snapshot server of rank 0's node has sent to all peers since the previous committed window."""
     persisted_bytes: int | None = None
-    """Bytes that the snapshot server of the first rank has written to storage since the previous committed window."""
+    """Bytes that the snapshot server of rank 0's node has written to storage since the previous committed window."""
     idle_copied_bytes: int | None = None
-    """The part of ``captured_bytes`` that was copied while the rank waited for messages of another pipeline stage. None
-    without ``snapshot.copy_in_bubbles``."""
+    """Bytes of ``captured_bytes`` that were copied while rank 0 waited for messages of another pipeline stage. None if
+    ``snapshot.copy_in_bubbles`` is off."""
     at_risk_share: float | None = None
-    """Share of the whole training's tokens whose updates of experts would be lost by a recovery from this window, as a
-    mean over MoE layers. None if windows leave out no experts."""
+    """Tokens whose updates of experts a recovery from this window would lose, divided by the tokens of the whole
+    training; mean over MoE layers. None if windows leave out no experts."""
     lost_share: float | None = None
-    """Share of the training's tokens whose updates of experts were lost (PLT). None if windows leave out no experts."""
+    """Share of the training's tokens whose updates of experts were lost so far (PLT). None as in ``at_risk_share``."""
     owed_share: float | None = None
-    """The part of ``lost_share`` that extra tokens did not replace. None without ``snapshot.repay_capacity_share``."""
+    """The part of ``lost_share`` not yet repaid by extra tokens. None without ``snapshot.repay_capacity_share``."""
     stored_at_risk_share: float | None = None
-    """Share of the whole training's tokens whose updates of experts would be lost by a recovery from the newest file.
-    None unless files have fewer experts than windows (``snapshot.policy.num_persisted_experts`` or
-    ``snapshot.storage_bandwidth_bytes_per_second``) and a file was written or is being written."""
+    """Tokens whose updates of experts a recovery from the newest window on storage would lose, divided by the tokens of
+    the whole training. Only present if windows on storage have fewer experts than windows in memory
+    (``snapshot.policy.num_persisted_experts`` or ``snapshot.storage_bandwidth_bytes_per_second``)."""
 
     def describe(self) -> None:
         return None
@@ -78,12 +78,12 @@ class WindowCommitted(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowDelayed(Record):
-    """A window could not start, because a rank had no free buffer: peers or storage are slow. Training continues."""
+    """A snapshot window could not start, as a rank had no free buffer (slow peers or storage). Training continues."""
 
     iteration: int
-    """Iteration after which the window was planned to start."""
+    """Iteration after which the window should have started."""
     replicating_bytes: int
-    """Bytes on the node of the job's first rank that peers have not received yet."""
+    """Bytes of windows of rank 0's node that its peers have not received yet."""
 
     def describe(self) -> Note:
         behind = f"{size(self.replicating_bytes)} have not been replicated to peers yet"
@@ -92,16 +92,16 @@ class WindowDelayed(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotProblem(Record):
-    """An operation on a window failed on a node; training continues."""
+    """An operation on a snapshot window failed on a node. Training continues."""
 
     iteration: int
-    """Newest committed iteration when the problem was noticed."""
+    """Newest committed iteration when the failure was noticed."""
     node: int
     """Node on which the operation failed."""
     what: str
     """Operation that failed: ``replicate``, ``persist``..."""
     error: str
-    """Error of the operation."""
+    """Text of the error."""
 
     def describe(self) -> Note:
         return Note("bad", f"a snapshot operation failed on node {self.node} ({self.what}): {self.error}")
@@ -109,16 +109,16 @@ class SnapshotProblem(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamLogPlanned(Record):
-    """Memory was allocated for the upstream log, i.e. tensors that ranks send to adjacent pipeline stages."""
+    """Memory was allocated for the upstream log, which stores tensors that ranks send to adjacent pipeline stages."""
 
     iteration: int
     """Newest iteration when the memory was allocated."""
     iterations_kept: int
     """Largest number of iterations whose tensors fit into the log."""
     log_bytes: int
-    """Memory of the log on the rank with the largest log."""
+    """Bytes of the log on the rank with the largest log."""
     node_bytes: int
-    """Memory of all logs on the node with the largest logs."""
+    """Bytes of the logs of all ranks of a node, on the node with the largest sum."""
 
     def describe(self) -> Note:
         largest = f"at most {size(self.log_bytes)} per rank"
@@ -129,13 +129,13 @@ class UpstreamLogPlanned(Record):
 class UpstreamLogFull(Record):
     """The upstream log has no space for an iteration, because the next window is late. Training continues.
 
-    A lost stage cannot replay alone until a window is committed that starts after the iterations missing from the log.
+    Until a window that starts after the missing iterations is committed, a lost stage cannot replay alone.
     """
 
     iteration: int
     """First iteration that is missing from the log; later iterations may also be missing."""
     iterations_kept: int
-    """Number of iterations whose tensors are in the log."""
+    """Number of iterations whose tensors fit into the log."""
 
     def describe(self) -> Note:
         effect = "no stage can replay alone until a later window is committed"
@@ -144,23 +144,23 @@ class UpstreamLogFull(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertUpdatesLost(Record):
-    """The job continued from a window that leaves out experts, and lost the newest updates of these experts."""
+    """A recovery lost the newest updates of some experts, because it used a window that leaves out these experts."""
 
     iteration: int
-    """Iteration from which the job continued."""
+    """Iteration after which the job continued."""
     num_experts: int
-    """Number of experts, over all layers, that were set back to an earlier iteration."""
+    """Number of experts, over all layers, that continue with the state of an earlier iteration."""
     num_tokens: int
-    """Number of tokens, over all layers, whose updates of experts were lost in this recovery."""
+    """Number of tokens whose updates of experts this recovery lost, summed over all layers."""
     num_stored_tokens: int = 0
-    """The part of ``num_tokens`` that was lost by experts whose state was read from storage. The rest was lost by
-    experts whose state was in memory."""
+    """Tokens in ``num_tokens`` that were lost by experts whose state was read from storage. All other tokens in
+    ``num_tokens`` were lost by experts whose state was in memory."""
     num_memory_experts: int = 0
-    """Number of experts, over all layers, whose state was in memory, although the window was read from storage."""
+    """Number of experts, over all layers, whose state came from memory in a recovery from a window on storage."""
     lost_share: float
-    """Share of the tokens of the whole training whose updates were lost so far, as a mean over MoE layers (PLT)."""
+    """Tokens whose updates were lost so far, as a share of the whole training's tokens; mean over MoE layers (PLT)."""
     momentary_lost_tokens: float
-    """Sum over MoE layers of (tokens lost now) / (tokens processed so far) in the layer (MLT). It can exceed 1."""
+    """Sum over MoE layers of: tokens lost by this recovery / tokens processed so far (MLT). It can exceed 1."""
 
     def describe(self) -> Note:
         lost = f"updates of {self.num_tokens} tokens are lost; lost so far: {self.lost_share:.2%} of the whole training"
@@ -169,16 +169,16 @@ class ExpertUpdatesLost(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowReplayed(Record):
-    """Iterations of a window were replayed, so that the state is dense (every operator is at the same iteration)."""
+    """Iterations of a window were replayed. In the resulting (dense) state, all operators are at one iteration."""
 
     iteration: int
-    """Last iteration that the dense state contains."""
+    """Last iteration that is part of the state after the replay."""
     start_iteration: int
-    """Iteration of the state from which the window's first slice was captured."""
+    """Iteration after which the first slice of the window was captured."""
     num_iterations: int
     """Number of replayed iterations."""
     seconds: float
-    """Seconds for loading the window and replaying."""
+    """Seconds to load the window and to replay its iterations."""
 
     def describe(self) -> Note:
         duration = seconds(self.seconds)

@@ -1,4 +1,4 @@
-"""Positions of ranks in the parallel groups, in Megatron's rank order; nodes and failure domains of ranks."""
+"""Describes the position of each rank in the parallel groups (Megatron's rank order), its node and failure domain."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ class Topology:
         """Make the topology of ``world_size`` ranks.
 
         Raises:
-            ConfigError: a size is below 1, or does not divide the number of ranks of the job or of a stage.
+            ConfigError: a group size is below 1, or does not divide the number of ranks of the job or of a stage.
         """
         topology = cls(
             world_size=world_size,
@@ -55,7 +55,7 @@ class Topology:
         return topology
 
     def validate(self) -> None:
-        """Check that the sizes fit together as ``parallel_state.initialize_model_parallel`` requires."""
+        """Check the constraints of Megatron's ``parallel_state.initialize_model_parallel`` on the group sizes."""
         for name in self.__dataclass_fields__:
             if getattr(self, name) < 1:
                 raise ConfigError.of(_key(name), getattr(self, name), "must be at least 1")
@@ -87,16 +87,16 @@ class Topology:
 
     @property
     def data_parallel_size(self) -> int:
-        """Return the number of ranks that read different samples (data-parallel size)."""
+        """Return the data-parallel size, which is the number of ranks that read different samples."""
         return self.stage_size // (self.tensor_model_parallel_size * self.context_parallel_size)
 
     @property
     def expert_data_parallel_size(self) -> int:
-        """Return the number of ranks that have the same experts (expert data-parallel size)."""
+        """Return the expert data-parallel size, which is the number of ranks that have equal experts."""
         return self.stage_size // (self.expert_tensor_parallel_size * self.expert_model_parallel_size)
 
     def coordinates(self, rank: int) -> _Coordinates:
-        """Return the coordinates of a global rank."""
+        """Return the position of a global rank in each parallel group."""
         assert 0 <= rank < self.world_size, f"rank {rank} is not below the world size {self.world_size}"
         # The order is that of ``parallel_state.initialize_model_parallel``; another order would misplace shards.
         stage, inside = divmod(rank, self.stage_size)
@@ -108,13 +108,13 @@ class Topology:
 
     @property
     def model_parts(self) -> tuple[int, ...]:
-        """Return the part of the model that each rank has, as a number: stage * TP + tensor-parallel coordinate. All
-        ranks of a part have the same non-expert weights."""
+        """Return a number for each rank: stage * TP + tensor-parallel coordinate. Ranks with equal numbers have the
+        same part of the model, i.e. equal non-expert weights."""
         places = (self.coordinates(rank) for rank in range(self.world_size))
         return tuple(place.pp * self.tensor_model_parallel_size + place.tp for place in places)
 
     def describe_part(self, part: int) -> str:
-        """Describe one of ``model_parts``, e.g. ``pipeline stage 1, tensor part 0``."""
+        """Describe a part of the model, given by its number, e.g. ``pipeline stage 1, tensor part 0``."""
         stage, tensor = divmod(part, self.tensor_model_parallel_size)
         return f"pipeline stage {stage}, tensor part {tensor}"
 
@@ -142,23 +142,23 @@ class Topology:
         return range(first, first + layers_per_chunk)
 
     def stage_layers(self, num_layers: int, pipeline_stage: int) -> tuple[int, ...]:
-        """Return the layer numbers, counted from 1, of all chunks of a stage in ascending order."""
+        """Return the layer numbers, counted from 1, of all virtual pipeline chunks of a stage, in ascending order."""
         chunks = range(self.virtual_pipeline_model_parallel_size)
         return tuple(layer for chunk in chunks for layer in self.chunk_layers(num_layers, pipeline_stage, chunk))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Nodes of a job: the node of each rank, failure domains, and which nodes are alive."""
+    """Nodes of a job: the node of each rank, the failure domain of each node, and which nodes are alive."""
 
     nodes: tuple[int, ...]
-    """Node of each rank."""
+    """Number of the node of each rank."""
     failure_domains: tuple[str, ...]
     alive: frozenset[int]
 
     @classmethod
     def of(cls, num_nodes: int, ranks_per_node: int, failure_domains: list[str] | None = None) -> "Cluster":
-        """Make a cluster in which all nodes are alive. Without ``failure_domains``, each node is its own domain."""
+        """Make a cluster whose nodes are all alive. Without ``failure_domains``, each node is a domain of its own."""
         domains = tuple(failure_domains or (f"node{node}" for node in range(num_nodes)))
         assert len(domains) == num_nodes, f"failure_domains={domains}: must have {num_nodes} entries, one per node"
         nodes = tuple(node for node in range(num_nodes) for _ in range(ranks_per_node))

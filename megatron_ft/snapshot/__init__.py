@@ -1,1 +1,1 @@
-"""Captures windows of training state, keeps copies in the memory of other nodes and on storage, and reads them back."""
+"""Captures snapshots of training state, stores copies in other nodes' memory and on storage, and reads them back."""

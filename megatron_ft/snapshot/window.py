@@ -1,4 +1,4 @@
-"""Description of one rank's part of a window. The same description is used in memory, in messages and in files.
+"""Description of one rank's part of a snapshot window, as it is used in memory, in messages and in files.
 
 A window has ``num_slices`` slices of consecutive iterations, which together contain every operator's full state once
 (MoEvement, section 3.2). A slice consists of pieces. A piece is one component (such as the weight or a moment) of a
@@ -27,8 +27,8 @@ from megatron_ft.planning.snapshot.plan import (
 )
 
 WINDOW_FORMAT_VERSION = 2
-"""Version of the format. In version 1, ``run_id`` is the name of the run's folder. In version 2, it is the run's random
-id, and the header of slice 0 contains the run's settings."""
+"""Version of the format of windows. In version 1, ``run_id`` is the name of the run's folder. In version 2, ``run_id``
+is the run's random id, and the header of slice 0 contains the run's settings."""
 ITEM_BYTES = {
     "float64": 8,
     "int64": 8,
@@ -44,7 +44,7 @@ ITEM_BYTES = {
     "float8_e5m2": 1,
     "float8_e8m0fnu": 1,
 }
-"""Size in bytes of one value of each dtype, by torch's names."""
+"""Size in bytes of one value of each dtype, by the dtype's name in torch."""
 
 # Status pages and memory maps use signed 64-bit integers. Larger values are refused as soon as they are read.
 _MAX_INTEGER = 2**63 - 1
@@ -60,7 +60,7 @@ AnyWindow = TypeVar("AnyWindow", bound="Window")
 
 
 def _check_piece(piece: Piece) -> None:
-    """Check that the name, range and size of a piece are valid. Raises CheckpointError."""
+    """Raise CheckpointError if the name, the range or the size of a piece is invalid."""
     problem = _piece_problem(piece)
     if problem is not None:
         raise CheckpointError(f"piece {piece.parameter!r:.80} {piece.component!r:.80}: {problem}")
@@ -182,22 +182,22 @@ class Update:
 
 @dataclass(slots=True, kw_only=True)
 class Slice:
-    """The captured part of the state after one iteration."""
+    """Part of a window: the pieces of state that one rank captured after one iteration."""
 
     iteration: int
-    """Newest iteration whose update the state contains."""
+    """Last iteration whose update the captured state contains."""
     offset: int
     """Position of the slice's first byte in the window's memory."""
     num_bytes: int
     """Size of the slice in bytes, including padding between and after the pieces."""
     header: Mapping[str, Any]
-    """State besides tensors that a replay needs, such as the vote, histories and counters; must be strict JSON."""
+    """State that a replay needs besides tensors, such as the vote, histories and counters. It must be strict JSON."""
     pieces: tuple[Piece, ...]
-    """Pieces in order of offset."""
+    """Pieces of the slice, in order of their offsets."""
     hashes: tuple[str, ...] | None = None
     """Hexadecimal xxh3_128 hash of each piece; None until the hashes are computed."""
     captured_at: tuple[int, ...] | None = None
-    """Iteration of the state from which each piece was captured; None if all were captured at ``iteration``. In a
+    """For each piece, the iteration after which it was captured; None if this is ``iteration`` for all pieces. In a
     window that leaves out experts, the pieces of these experts are copies from earlier windows."""
     update: Update | None = None
     """Update with which a peer can compute some pieces; None if it needs all captured pieces. It is not stored."""
@@ -208,8 +208,8 @@ class Slice:
         return self.offset + self.num_bytes
 
     def extents(self) -> Iterator[tuple[int, int, int | None]]:
-        """Yield (first byte, byte after the last, index of the piece) of adjacent ranges, which together cover the
-        slice. The index is None for a range of padding."""
+        """Yield (first byte, byte after the last, index of the piece) of adjacent byte ranges that cover the slice. The
+        index is None for a range of padding."""
         position = 0
         for index, piece in enumerate(self.pieces):
             # Padding counts as an extent: files have zeros there, so that damage to any of their bytes is found.
@@ -221,23 +221,23 @@ class Slice:
             yield position, self.num_bytes, None
 
     def iteration_of(self, index: int) -> int:
-        """Return the iteration of the state from which piece ``index`` was captured."""
+        """Return the iteration after which piece ``index`` was captured."""
         return self.iteration if self.captured_at is None else self.captured_at[index]
 
     def is_captured(self, index: int) -> bool:
-        """Return whether a piece was captured with this slice, and not copied from an earlier window."""
+        """Return whether a piece was captured for this slice. Otherwise it was copied from an earlier window."""
         return self.iteration_of(index) == self.iteration
 
     @property
     def captured_bytes(self) -> int:
-        """Number of bytes that were captured with this slice."""
+        """Number of bytes that were captured for this slice, without pieces copied from earlier windows."""
         if self.captured_at is None:
             return self.num_bytes
         return sum(piece.num_bytes for index, piece in enumerate(self.pieces) if self.is_captured(index))
 
     def captured(self, payload: memoryview, *, without: Collection[int] = ()) -> list[memoryview]:
-        """Return the bytes of each piece that was captured with this slice. ``payload``: the bytes of the slice.
-        ``without``: indices of pieces to leave out."""
+        """Return the bytes of each piece that was captured for this slice, except of the pieces with an index in
+        ``without``. ``payload`` contains the slice's bytes."""
         return [
             payload[piece.offset : piece.end]
             for index, piece in enumerate(self.pieces)
@@ -252,8 +252,8 @@ class Slice:
         return all(other.pieces[index] == self.pieces[index] and other.is_captured(index) for index in indices)
 
     def has_same(self, index: int, other: "Slice") -> bool:
-        """Return whether slice ``other`` has the same bytes of piece ``index`` at the same offset. Both slices must be
-        of the same generation."""
+        """Return whether this slice and ``other`` have equal bytes of piece ``index`` at an equal offset. Both slices
+        must be of one generation."""
         if index >= len(other.pieces) or other.pieces[index] != self.pieces[index]:
             return False
         return self.iteration_of(index) == other.iteration_of(index)
@@ -270,7 +270,7 @@ class Slice:
         return tuple(hashes.get(index) or self.hash_piece(index, payload) for index in range(len(self.pieces)))
 
     def check_payload(self, payload: memoryview, where: str) -> None:
-        """Compare every piece in ``payload`` with its hash. Raises CheckpointError, naming ``where`` and the piece."""
+        """Verify the hash of every piece in ``payload``. An error (CheckpointError) names ``where`` and the piece."""
         payload = payload.cast("B")
         if payload.nbytes != self.num_bytes:
             raise CheckpointError(f"{where}: slice of {payload.nbytes} bytes, but its manifest says {self.num_bytes}")
@@ -278,7 +278,7 @@ class Slice:
             self.check_hash(index, found, where)
 
     def check_hash(self, index: int, found: str, where: str) -> None:
-        """Compare ``found`` with the hash of piece ``index``. Raises CheckpointError, naming ``where`` and piece."""
+        """Check that piece ``index`` has hash ``found``. An error (CheckpointError) names ``where`` and the piece."""
         assert self.hashes is not None, f"{where}: hashes are not computed yet"
         piece, expected = self.pieces[index], self.hashes[index]
         if found != expected:
@@ -289,7 +289,7 @@ class Slice:
             )
 
     def validate(self) -> None:
-        """Check that pieces are in order, inside the slice, and capture no element twice. Raises CheckpointError."""
+        """Raise CheckpointError if pieces are not in order, exceed the slice, or contain an element twice."""
         where = f"slice of iteration {self.iteration!r:.80}"
         for name in ("iteration", "offset", "num_bytes"):
             _check_integer(f"{where}: {name}", getattr(self, name))
@@ -320,7 +320,7 @@ class Slice:
             raise CheckpointError(f"{where}: captured_at={max(self.captured_at or ())}: exceeds the slice's iteration")
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values. Each piece is a list, which ends with its hash if the hashes are known."""
+        """Convert the slice to JSON values. A piece becomes a list, which ends with its hash if hashes are known."""
         rows: Any = self.pieces
         if self.hashes is not None:
             rows = [[*piece, digest] for piece, digest in zip(self.pieces, self.hashes, strict=True)]
@@ -331,7 +331,7 @@ class Slice:
 
     @classmethod
     def from_json(cls, content: object, *, hashed: bool) -> "Slice":
-        """Read the result of ``to_json``, with hashes if ``hashed``. Raises CheckpointError for any other content."""
+        """Create a slice from the result of ``to_json``, with hashes if ``hashed``; else raise CheckpointError."""
         types = _SLICE_FIELDS
         # Only slices that leave out experts have this field.
         if isinstance(content, dict) and "captured_at" in content:
@@ -352,13 +352,13 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLevel:
-    """Content of a window file in which the state of some experts is older than in memory (MoC-System, section 5.1).
-    The window has one slice."""
+    """What differs between a window's file and its copy in memory, if the file has older states of some experts
+    (MoC-System, section 5.1). The window has one slice."""
 
     captured_at: tuple[int, ...]
-    """Iteration after which each piece in the file was captured. In memory, the piece is of this iteration or later."""
+    """For each piece, the iteration after which its bytes in the file were captured. In memory it may be newer."""
     header: Mapping[str, str]
-    """Entries of the slice's header that differ between the file and memory: JSON texts by name."""
+    """Entries of the slice's header that the file has instead of those in memory: JSON texts by name."""
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values."""
@@ -378,20 +378,20 @@ class StoredLevel:
 
 @dataclass(kw_only=True)
 class Origin:
-    """Rank that captured a window, with its run, generation and parallel layout."""
+    """Where a part of a window comes from: the rank that captured it, its run, generation and parallel layout."""
 
     run_id: str
-    """Random id of the run; with ``format_version`` 1, the name of the run's folder."""
+    """Random id of the run. In format version 1, it is the name of the run's folder."""
     generation: int
-    """Generation in which the window was captured."""
+    """Number of the membership (generation) whose ranks captured the window."""
     topology: Mapping[str, int]
-    """Parallel sizes of the job."""
+    """Sizes of the job's parallel groups, by name."""
     rank: int
     world_size: int
     """Number of ranks of the job. A complete window has one part per rank."""
 
     def validate(self) -> None:
-        """Check that the values of all fields are valid. Raises CheckpointError."""
+        """Raise CheckpointError if the value of a field is invalid."""
         _check_pattern("run_id", self.run_id, _RUN_ID)
         for name in ("generation", "rank", "world_size"):
             _check_integer(name, getattr(self, name))
@@ -410,14 +410,14 @@ class Window(Origin):
     num_slices: int
     """Number of slices of the complete window."""
     plan: Mapping[str, Any]
-    """Plan from which the window was captured, as JSON values."""
+    """Plan by which the window was captured (``WindowPlan``), as JSON values."""
     slices: list[Slice] = field(default_factory=list)
-    """Slices captured so far. Slice i contains state after iteration ``start_iteration + i``."""
+    """Slices that were captured so far. Slice i contains state after iteration ``start_iteration + i``."""
     format_version: int = WINDOW_FORMAT_VERSION
 
     @property
     def key(self) -> WindowKey:
-        """Key that identifies the window; it is equal for the parts of all ranks."""
+        """Key that identifies the window. It is equal for the parts of all ranks."""
         return WindowKey(start_iteration=self.start_iteration, generation=self.generation)
 
     @property
@@ -427,7 +427,7 @@ class Window(Origin):
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes up to the end of the last captured slice, including padding."""
+        """Number of bytes of the slices captured so far, including padding."""
         return self.slices[-1].end if self.slices else 0
 
     @property
@@ -437,12 +437,12 @@ class Window(Origin):
 
     @property
     def leaves_out_experts(self) -> bool:
-        """Whether the window leaves out experts, and has copies of their pieces from earlier windows instead."""
+        """Whether the window leaves out experts. It then has copies of their pieces from earlier windows."""
         return any(iteration != part.iteration for part in self.slices for iteration in part.captured_at or ())
 
     @property
     def num_hashed(self) -> int:
-        """Number of slices whose hashes are known."""
+        """Number of slices for which the hashes of the pieces are known."""
         return sum(part.hashes is not None for part in self.slices)
 
     @property
@@ -451,7 +451,7 @@ class Window(Origin):
         return self.num_hashed == self.num_slices
 
     def validate(self) -> None:
-        """Check that all fields and slices are valid. Raises CheckpointError."""
+        """Raise CheckpointError if a field or a slice is invalid."""
         check_version(self.format_version)
         super().validate()
         for name in ("start_iteration", "num_slices"):
@@ -467,7 +467,7 @@ class Window(Origin):
             position = part.end
 
     def check_next(self, index: int, part: Slice, window_bytes: int) -> None:
-        """Check that ``part`` can be added as slice ``index``.
+        """Check that the slice ``part`` can be added to the window as slice ``index``.
 
         Args:
             window_bytes: size of the window's buffer.
@@ -499,19 +499,19 @@ class Window(Origin):
         )
 
     def describe(self) -> dict[str, Any]:
-        """Convert to JSON values, without the slices."""
+        """Convert the window to JSON values, without the slices."""
         return {**{entry.name: getattr(self, entry.name) for entry in fields(Window)}, "slices": []}
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values, including the slices captured so far."""
+        """Convert the window to JSON values, including the slices captured so far."""
         return {**self.describe(), "slices": [part.to_json() for part in self.slices]}
 
     @classmethod
     def from_json(cls: type[AnyWindow], content: object, *, whole: bool = True) -> AnyWindow:
-        """Read the result of ``to_json``. Raises CheckpointError for anything else, including a newer format.
+        """Create a window from JSON values. Raises CheckpointError if they are invalid or of a newer format.
 
         Args:
-            whole: if true, all slices with their hashes must be present; otherwise there must be no slices.
+            whole: true for the result of ``to_json`` with all slices and hashes; false for values without slices.
         """
         # Check the version first. Otherwise the error for a newer format would only name unknown fields.
         if isinstance(content, Mapping):
@@ -527,7 +527,7 @@ class Window(Origin):
         return window
 
     def to_bytes(self) -> bytes:
-        """Convert a complete window to the bytes of its manifest: canonical JSON, which is equal for equal windows.
+        """Convert a complete window to its manifest: the bytes of canonical JSON, which are equal for equal windows.
 
         Raises:
             CheckpointError: the window is invalid, so the bytes could not be read back.
@@ -547,7 +547,7 @@ _WINDOW_FIELDS: dict[str, type] = {
 
 
 def check_version(version: object) -> None:
-    """Check that this code can read format ``version``. Raises CheckpointError."""
+    """Raise CheckpointError if this code cannot read format ``version``."""
     if type(version) is not int or not 1 <= version <= WINDOW_FORMAT_VERSION:
         raise CheckpointError(
             f"window format_version={version!r:.80}: must be from 1 to {WINDOW_FORMAT_VERSION}; to read a newer "
@@ -556,7 +556,7 @@ def check_version(version: object) -> None:
 
 
 def _check_object(where: str, content: object, types: Mapping[str, type]) -> dict[str, Any]:
-    """Return a copy of ``content``. Raises CheckpointError unless it is an object with exactly the fields ``types``."""
+    """Return a copy of ``content``, a JSON object. Raises CheckpointError if its fields are not exactly ``types``."""
     if not isinstance(content, dict):
         raise CheckpointError(f"{where}: must be an object")
     if content.keys() != types.keys():

@@ -1,4 +1,4 @@
-"""The dispatch backend in CUDA. Its results equal the reference bitwise. Only ``plan`` copies data to the host, once."""
+"""The dispatch backend in CUDA. Its results equal the reference bitwise. Only ``plan`` copies data to the host."""
 
 import ctypes
 from collections.abc import Sequence

@@ -197,8 +197,8 @@ class _RowKernels(Protocol):
         ...
 
     def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """Sum the ``rows`` [S, H] of each token to [T, H]. ``rows_of_token`` [T, K] lists a token's rows in the order of
-        the sum. ``weights`` [S], of type ``sum_dtype(rows)``, are factors of the rows; None means no factors."""
+        """Sum the ``rows`` [S, H] of each token to [T, H]. ``rows_of_token`` [T, K] lists a token's rows in summing
+        order. ``weights`` [S], of type ``sum_dtype(rows)``, are factors of the rows; None means no factors."""
         ...
 
     def weigh(

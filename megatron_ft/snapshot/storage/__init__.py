@@ -1,1 +1,1 @@
-"""Checkpoints and windows on storage: written with checksums, complete only with a manifest, verified before use."""
+"""Checkpoints and snapshot windows on storage. They are written with checksums and verified before use."""

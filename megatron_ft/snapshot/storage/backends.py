@@ -1,8 +1,8 @@
-"""Storage of windows in a local folder, or in an object store or file system that fsspec opens by URL.
+"""Storage of snapshot windows: in a local folder, or in an object store or file system that fsspec opens by URL.
 
-Readers never see a part of a file. In a local folder a file is written under a temporary name, synced and renamed, and
-the directory is synced. In an object store (``ATOMIC_PUTS``) a file is written by one put of a whole object, which
-readers see only when it is complete. In other file systems a file is written under a temporary name and then moved.
+Readers never see an incomplete file. In a local folder, a file is written under a temporary name, synced and renamed,
+and the directory is synced. In an object store (``ATOMIC_PUTS``), one put writes the whole object, which readers see
+only when it is complete. In other file systems, a file is written under a temporary name and then moved.
 """
 
 import os
@@ -35,11 +35,11 @@ class LocalBackend:
         self.folder = folder
 
     def describe(self, directory: str, name: str = "") -> str:
-        """Return the full path of a directory or file, for messages."""
+        """Return the full path of a directory or file, for error messages."""
         return str(self.folder / directory / name)
 
     def write(self, directory: str, name: str, chunks: Chunks) -> None:
-        """Write a file. Readers see the new or the former content. Raises OSError and the errors of ``chunks``."""
+        """Write a file atomically: readers see its former or new content. Raises OSError, or an error of ``chunks``."""
         write_atomically(self._make(directory), name, chunks)
 
     def exists(self, directory: str, name: str) -> bool:
@@ -51,7 +51,7 @@ class LocalBackend:
         return _LocalSource(self.folder / directory / name)
 
     def list_directories(self) -> list[str]:
-        """Return the names of the directories in the folder, without links; empty if the folder does not exist."""
+        """Return the names of all directories in the folder, but not of links. Empty if the folder does not exist."""
         if not self.folder.is_dir():
             return []
         return sorted(entry.name for entry in os.scandir(self.folder) if entry.is_dir(follow_symlinks=False))
@@ -62,7 +62,7 @@ class LocalBackend:
         fsync_directory(self.folder)
 
     def delete(self, directory: str) -> None:
-        """Delete a directory. Files that remain after a crash do not count as a window. Raises OSError."""
+        """Delete a directory. After a crash, remaining files do not count as a window. Raises OSError if this fails."""
         # Rename first, so that a crash leaves no partly deleted window. Also delete remains of earlier crashes.
         self._empty_trash()
         self.move(directory, TRASH_PREFIX + directory)
@@ -86,7 +86,7 @@ class LocalBackend:
 
 
 class _LocalSource:
-    """A regular file, read by position. A device error raises OSError; with a memory map, it would cause a signal."""
+    """A regular file that is read by position. It is not a memory map, in which a device error would cause a signal."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -118,7 +118,7 @@ class _LocalSource:
 
 @contextmanager
 def _client_errors(where: str) -> Iterator[None]:
-    """Turn errors of fsspec clients in the ``with`` block into an OSError that names ``where``."""
+    """Turn any error of an fsspec client in the ``with`` block into an OSError that names ``where``."""
     try:
         yield
     except (OSError, MegatronFtError):
@@ -216,7 +216,7 @@ class _RemoteBackend:
 
 
 class _RemoteSource:
-    """An object that is read by position."""
+    """A file or object at an fsspec URL that is read by position."""
 
     def __init__(self, file: Any, where: str) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: names, completeness, ``latest``, damage and deletion.
+"""Manages the folder of a run's checkpoints: names, completeness, the file ``latest``, damage and deletion.
 
 ::
 
@@ -27,7 +27,7 @@ from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 
 LATEST_NAME = "latest"
 MEGATRON_LATEST_NAME = "latest_checkpointed_iteration.txt"
-"""File of Megatron-LM that contains the iteration of the newest checkpoint of a folder, or ``release``."""
+"""Name of Megatron-LM's file with the iteration of the newest checkpoint in a folder, or with ``release``."""
 RELEASE_NAME = "release"
 """Name of the directory in which Megatron-LM stores a checkpoint that belongs to no iteration."""
 _MAX_TRACKER_BYTES = 64
@@ -37,22 +37,22 @@ _SET_ASIDE_PREFIX = {"damaged": "damaged_", "foreign": "foreign_"}
 
 @dataclass(frozen=True, slots=True, order=True)
 class StoredCheckpoint:
-    """A checkpoint directory. Checkpoints are ordered by iteration and attempt, the oldest first."""
+    """Directory of a checkpoint. Objects are ordered by iteration, then by ``attempt``, the oldest first."""
 
     iteration: int
     attempt: int
-    """Number of earlier complete saves of this iteration: 0 for the first save, 1 if the iteration was saved again."""
+    """Number of earlier complete saves of this iteration: 0 for its first save, 1 for its second save."""
     path: Path
     complete: bool
-    """Whether the directory has a manifest. Files of a complete checkpoint may still be damaged."""
+    """Whether the directory has a manifest. Files of a complete checkpoint can be damaged nevertheless."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamageReport:
-    """A checkpoint or window that cannot be used, and the reason."""
+    """A checkpoint or snapshot window that cannot be used, and the reason."""
 
     path: Path | str
-    """Path of the checkpoint; path or URL of the window."""
+    """Path of the checkpoint, or path or URL of the window."""
     reason: str
 
 
@@ -74,10 +74,10 @@ def iteration_of(path: Path) -> int:
 
 
 def has_manifest(directory: Path, *, trust: bool, key: str = "checkpoint.load") -> bool:
-    """Return whether the checkpoint ``directory``, the value of the configuration key ``key``, has a manifest.
+    """Return whether ``directory``, a checkpoint that the configuration key ``key`` names, has a manifest.
 
     Raises:
-        CheckpointError: there is no such directory, or it has no manifest and ``trust`` is false.
+        CheckpointError: the directory does not exist, or it has no manifest and ``trust`` is false.
     """
     if not directory.is_dir():
         raise CheckpointError(f"{key}={directory}: must be an existing directory")
@@ -91,7 +91,7 @@ def has_manifest(directory: Path, *, trust: bool, key: str = "checkpoint.load") 
 
 
 def is_named(path: Path) -> bool:
-    """Return whether the directory has the name of a checkpoint."""
+    """Return whether the name of a directory is that of a checkpoint, such as ``iter_0000030``."""
     return _DIRECTORY.fullmatch(path.name) is not None
 
 
@@ -111,7 +111,7 @@ def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
 
 
 def list_set_aside(folder: Path) -> list[Path]:
-    """List the directories of damaged checkpoints that earlier starts have renamed; empty if ``folder`` is missing."""
+    """List the directories of checkpoints that earlier jobs found damaged and renamed. Empty if there is no folder."""
     if not folder.is_dir():
         return []
     return sorted(
@@ -120,10 +120,10 @@ def list_set_aside(folder: Path) -> list[Path]:
 
 
 def start_directory(folder: Path, iteration: int) -> Path:
-    """Create the directory for a save of ``iteration`` and return it.
+    """Create the directory for a checkpoint of ``iteration`` and return it.
 
-    Remains of an incomplete save of the same iteration are deleted. A complete checkpoint of the same iteration stays;
-    the new one gets the next attempt number. Call ``sync_directory`` before the manifest is written.
+    If an incomplete checkpoint of this iteration exists, it is deleted. If a complete one exists, it stays, and the
+    new directory gets the next attempt number. Call ``sync_directory`` before the manifest is written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     same = [stored for stored in list_checkpoints(folder) if stored.iteration == iteration]
@@ -137,7 +137,7 @@ def start_directory(folder: Path, iteration: int) -> Path:
 
 
 def sync_directory(path: Path) -> None:
-    """Sync the directory of a checkpoint and the two directories above it. Its files must be synced already."""
+    """Sync the directory of a checkpoint and the two directories above it. The files must have been synced before."""
     # A power failure could otherwise remove the directory together with its synced manifest.
     for directory in (path.parent.parent, path.parent, path):
         fsync_directory(directory)
@@ -146,10 +146,10 @@ def sync_directory(path: Path) -> None:
 def newest_valid(
     folder: Path, check: Callable[[Path], Manifest] = Manifest.verified
 ) -> tuple[Path | None, list[DamageReport]]:
-    """Return the newest checkpoint that passes ``check``, if any, and a report on each newer one that does not.
+    """Return the newest checkpoint that passes ``check``, if any, and a report on each newer checkpoint.
 
-    There are also reports on directories without a manifest, which an unfinished save has left, and on directories
-    whose name and manifest have different iterations.
+    A newer checkpoint is rejected if it fails ``check``, has no manifest because its save did not finish, or has
+    different iterations in its name and its manifest.
     """
     reports = []
     for stored in reversed(list_checkpoints(folder)):
@@ -167,8 +167,8 @@ def newest_valid(
 
 
 def other_iteration(path: Path, manifest: Manifest) -> str | None:
-    """Describe the difference between the iteration in a directory's name and the iteration in its manifest. Return
-    None if they are equal."""
+    """Compare the iteration in the name of a checkpoint's directory with the iteration in its manifest. Return None if
+    they are equal, otherwise a text about the difference."""
     named = iteration_of(path)
     if named == manifest.iteration:
         return None
@@ -179,14 +179,14 @@ def other_iteration(path: Path, manifest: Manifest) -> str | None:
 
 
 def move_latest(folder: Path, path: Path, iteration: int) -> None:
-    """Let the file ``latest`` name the checkpoint ``path``. The checkpoint must be complete. The change is atomic."""
+    """Atomically write the name of the checkpoint ``path`` to the file ``latest``. The checkpoint must be complete."""
     assert (path / MANIFEST_NAME).is_file(), f"{path}: cannot become latest without a manifest"
     content = json.dumps({"checkpoint": path.name, "iteration": iteration}) + "\n"
     write_atomically(folder, LATEST_NAME, content.encode())
 
 
 def read_latest(folder: Path) -> Path | None:
-    """Return the checkpoint that ``latest`` names; None without this file. Raises CheckpointError if it is damaged."""
+    """Return the checkpoint that the file ``latest`` names; None without a file. If damaged, raise CheckpointError."""
     path = folder / LATEST_NAME
     try:
         name = parse_json(path.read_bytes())["checkpoint"]
@@ -203,7 +203,7 @@ def newest_of_megatron(folder: Path) -> Path | None:
     """Return the newest checkpoint in a folder with the layout of Megatron-LM; None if ``folder`` has another layout.
 
     Raises:
-        CheckpointError: the file that names the newest checkpoint is damaged, or this checkpoint does not exist or is
+        CheckpointError: the file that names the newest checkpoint is damaged. Or this checkpoint does not exist, or is
             not in Megatron's format ``torch_dist``.
     """
     tracker = folder / MEGATRON_LATEST_NAME
@@ -225,9 +225,9 @@ def newest_of_megatron(folder: Path) -> Path | None:
 
 
 def set_aside(path: Path, kind: Literal["damaged", "foreign"] = "damaged") -> Path:
-    """Rename a checkpoint so that it no longer counts as a checkpoint of the run. Its files stay unchanged.
+    """Rename the directory of a checkpoint so that it no longer belongs to the run. Its files stay unchanged.
 
-    After that, ``latest`` names the newest remaining complete checkpoint; if there is none, ``latest`` is removed.
+    The file ``latest`` then names the newest remaining complete checkpoint. If there is none, ``latest`` is removed.
     """
     for attempt in range(1_000_000):
         target = path.with_name(f"{_SET_ASIDE_PREFIX[kind]}{path.name}" + (f"_{attempt}" if attempt else ""))
@@ -250,12 +250,12 @@ def _move_latest_back(folder: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint. After a crash, no partly deleted directory has the name of a checkpoint."""
+    """Delete a checkpoint. It is renamed first, so that a crash leaves no partly deleted checkpoint."""
     LocalBackend(path.parent).delete(path.name)
 
 
 def sweep(folder: Path, *, before_iteration: int) -> list[Path]:
-    """Delete the remains of unfinished saves and deletions: partly deleted directories, and incomplete checkpoints of
+    """Delete what unfinished saves and deletions have left: partly deleted directories, and incomplete checkpoints of
     ``before_iteration`` and earlier iterations. Return the deleted directories. Call this when a checkpoint of
     ``before_iteration`` is complete and no save is in progress.
     """

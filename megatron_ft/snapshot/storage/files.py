@@ -1,4 +1,4 @@
-"""Files that survive a power failure: hashed during writing, and renamed only after they are synced.
+"""Writes files that survive a power failure. A file is hashed while it is written, and renamed after it is synced.
 
 All bytes of checkpoints are written by ``_write``, so that a test can make any single write fail.
 """
@@ -16,7 +16,7 @@ import xxhash
 from megatron_ft.durable import fsync_folder
 
 CHUNK_BYTES = 256 << 10
-"""Bytes that are read at a time when a file is hashed or copied. They fit into the second-level cache of a core."""
+"""Number of bytes that one read returns when a file is hashed or copied. They fit into a core's second-level cache."""
 _WRITE_BACK_BYTES = 32 << 20
 
 
@@ -38,7 +38,7 @@ def _write(descriptor: int, data: memoryview) -> int:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add ``path`` to an OSError in the ``with`` block, because errors of file descriptors do not name the file."""
+    """Add ``path`` to an OSError raised in the ``with`` block. Without this, errors of descriptors name no file."""
     try:
         yield
     except OSError as error:
@@ -51,8 +51,8 @@ class HashedFile(io.RawIOBase):
     """A new file that hashes and counts the bytes written to it.
 
     The constructor fails if the file exists. :meth:`commit` syncs the content. ``failure`` is the error of a failed
-    write. Callers need it if they write through a library that replaces this error by another exception. With
-    ``writes_back``, the disk begins to write while the file is still being written, so the sync is short.
+    write. It is stored because a library between caller and file may replace this error by another exception. With
+    ``writes_back``, the disk begins to write before :meth:`commit`, so the sync is short.
     """
 
     def __init__(self, directory: Path, name: str, *, writes_back: bool = False) -> None:
@@ -102,7 +102,7 @@ class HashedFile(io.RawIOBase):
         return FileEntry(name=self.name, num_bytes=self.num_bytes, xxh3_128=self._hash.hexdigest())
 
     def close(self) -> None:
-        """Close the descriptor; a second call does nothing."""
+        """Close the file; a second call does nothing."""
         if not self.closed:
             os.close(self._descriptor)
         super().close()
@@ -115,9 +115,9 @@ def fsync_directory(directory: Path) -> None:
 
 
 def write_atomically(directory: Path, name: str, content: bytes | Iterable[bytes | memoryview]) -> FileEntry:
-    """Write ``content``, bytes or chunks, to the file ``name``. Readers see the old content or the new one. Raises
-    OSError if the disk is full or fails, and the errors of an iterator ``content``. After an error, an existing file is
-    unchanged."""
+    """Write ``content``, bytes or an iterator of chunks, atomically to the file ``name``: readers see the old or the
+    new content. Raises OSError if the disk is full or fails, or an error of the iterator. After an error, an existing
+    file is unchanged."""
     temporary, entry = write_temporary(directory, name, content)
     try:
         # Rename after the content is synced, so that a crash leaves the complete new file or the former state.
@@ -132,9 +132,9 @@ def write_atomically(directory: Path, name: str, content: bytes | Iterable[bytes
 def write_temporary(
     directory: Path, name: str, content: bytes | Iterable[bytes | memoryview]
 ) -> tuple[Path, FileEntry]:
-    """Write and sync ``content``, bytes or chunks, to a temporary file that can be renamed to ``name``. Return its path
-    and the manifest entry of ``name``. Raises OSError if the disk is full or fails, and the errors of an iterator
-    ``content``. After an error the temporary file does not exist."""
+    """Write and sync ``content``, bytes or an iterator of chunks, to a temporary file for a later rename to ``name``.
+    Return the temporary path and the manifest entry of ``name``. Raises OSError if the disk is full or fails, or an
+    error of the iterator. After an error, the temporary file does not exist."""
     temporary = f".{name}.{os.getpid()}.tmp"
     (directory / temporary).unlink(missing_ok=True)
     try:
@@ -162,7 +162,7 @@ def entry_of(directory: Path, name: str) -> FileEntry:
 
 
 def hash_file(file: IO[bytes]) -> str:
-    """Return the checksum of ``file`` from its present position to the end. It must be opened in binary mode."""
+    """Return the checksum of ``file``, which is open in binary mode, from its present position to its end."""
     digest = xxhash.xxh3_128()
     for chunk in read_chunks(file):
         digest.update(chunk)
@@ -170,10 +170,10 @@ def hash_file(file: IO[bytes]) -> str:
 
 
 def read_chunks(file: IO[bytes], num_bytes: int | None = None) -> Iterator[memoryview]:
-    """Yield the content of ``file`` from its present position: ``num_bytes`` bytes, or all up to the end.
+    """Yield chunks of ``file`` from its present position: ``num_bytes`` bytes, or all bytes up to the end of the file.
 
-    Each chunk is valid until the next one is read, because all chunks share one buffer; new memory for each chunk would
-    cost more time than the reading. Fewer bytes are yielded if the file ends earlier.
+    All chunks share one buffer, so a chunk is valid only until the next chunk is read. New memory for each chunk would
+    cost more time than the reading. If the file ends early, fewer bytes are yielded.
     """
     view = memoryview(bytearray(CHUNK_BYTES if num_bytes is None else min(CHUNK_BYTES, num_bytes)))
     left = num_bytes

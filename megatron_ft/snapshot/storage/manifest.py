@@ -1,8 +1,8 @@
-"""Manifest of a checkpoint: the list of its files with their checksums. It is written after all files.
+"""Manifest of a checkpoint: the list of the checkpoint's files with their checksums. It is written after all files.
 
 A directory with a readable manifest is a complete checkpoint. The manifest is JSON and contains a checksum of itself.
-The sizes and checksums of all files are verified before any other code opens them, because data files contain pickle,
-which must not be loaded from unverified bytes.
+The sizes and checksums of all files are verified before any other code opens the files. This is necessary because data
+files contain pickle, and loading pickle from unverified bytes is not safe.
 """
 
 import json
@@ -24,7 +24,7 @@ from megatron_ft.snapshot.storage.files import FileEntry, hash_file, write_atomi
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
 MAX_MANIFEST_BYTES = 64 << 20
-"""Largest size of a manifest in bytes; a larger one is not read."""
+"""Largest size of a manifest in bytes. A larger manifest is not read."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 _HASH = re.compile(r"[0-9a-f]{32}")
@@ -35,29 +35,29 @@ class Manifest:
     """Content of a manifest: the run and iteration of a checkpoint, and its files with their checksums."""
 
     run_id: str
-    """Random id of the run that wrote the checkpoint; with ``format_version`` 1, the name of the run's folder."""
+    """Random id of the run that wrote the checkpoint. In format version 1, it is the name of the run's folder."""
     run_name: str
-    """Name of the run's folder."""
+    """Name of the folder of the run that wrote the checkpoint."""
     generation: int
-    """Generation of the ranks that wrote the checkpoint."""
+    """Number of the membership (generation) whose ranks wrote the checkpoint."""
     topology: dict[str, int]
-    """Parallel sizes of the ranks that wrote the checkpoint, including ``world_size``."""
+    """Sizes of the parallel groups of the job that wrote the checkpoint, and its ``world_size``."""
     iteration: int
-    """Newest iteration whose update the checkpoint contains."""
+    """Last iteration whose update the checkpoint contains."""
     consumed_samples: int
-    """Number of samples that training has consumed up to and including ``iteration``."""
+    """Number of samples that training has consumed, including those of ``iteration``."""
     settings: Settings
-    """Settings of the run as [concern][key]; concerns are data, model, optimizer and schedule. Empty if
-    ``format_version`` is 1."""
+    """Settings of the run, as [group][key]. The groups are data, model, optimizer and schedule. Empty in format
+    version 1."""
     software: dict[str, str]
     """Versions of the software that wrote the checkpoint."""
     files: tuple[FileEntry, ...]
-    """All files except the manifest itself."""
+    """All files of the checkpoint except the manifest itself."""
     format_version: int = field(default=FORMAT_VERSION)
     """Version of the manifest's format."""
 
     def validate(self) -> None:
-        """Check that names, sizes and checksums are valid. Raises CheckpointError if not."""
+        """Raise CheckpointError if a name, a size or a checksum in the manifest is invalid."""
         seen: set[str] = set()
         for entry in self.files:
             _check_name(entry.name)
@@ -78,14 +78,14 @@ class Manifest:
         )
 
     def to_bytes(self) -> bytes:
-        """Convert to JSON. The field ``manifest_xxh3_128`` is the checksum of all other fields."""
+        """Convert the manifest to JSON. The field ``manifest_xxh3_128`` is the checksum of all other fields."""
         body = asdict(self)
         body["manifest_xxh3_128"] = _body_checksum(body)
         return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "Manifest":
-        """Read the result of ``to_bytes``. Raises CheckpointError for anything else."""
+        """Create a manifest from the result of ``to_bytes``. Raises CheckpointError for any other content."""
         body = parse_object(content)
         claimed = body.pop("manifest_xxh3_128", None)
         version = body.get("format_version")
@@ -103,7 +103,7 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
-        """Read the manifest in ``directory``. Raises CheckpointError if it cannot be read; the error names the
+        """Read the manifest in ``directory``. If it cannot be read, raise a CheckpointError that names the
         directory."""
         path = directory / MANIFEST_NAME
         try:
@@ -128,9 +128,9 @@ class Manifest:
     def verified(cls, directory: Path, *, part: int = 0, num_parts: int = 1, known: Collection[str] = ()) -> "Manifest":
         """Compare the files of a checkpoint with its manifest, and return the manifest.
 
-        Every caller checks the names and sizes of all files. Ranks can share the reading: a caller computes the
-        checksum of only every ``num_parts``-th file in the order of size, beginning with file ``part``. Files in
-        ``known`` are not read, because the caller has compared their content with the checksums in the manifest.
+        Every caller checks the names and sizes of all files. Ranks can share the reading: a caller reads only every
+        ``num_parts``-th file in the order of size, beginning with file ``part``, and verifies its checksum. Files in
+        ``known`` are not read, because the caller has verified their checksums itself.
 
         Raises:
             CheckpointError: a file is missing, unlisted, not a regular file, or has other content; the message names
@@ -152,7 +152,7 @@ class Manifest:
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raises CheckpointError unless it is UTF-8, with distinct keys and finite numbers."""
+    """Parse a JSON object in UTF-8. Raises CheckpointError if it is invalid, or has a repeated key, NaN or infinity."""
     try:
         body = json.loads(content.decode(), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -163,7 +163,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
 
 
 def _check_name(name: str) -> None:
-    """Check that ``name`` is a relative path inside the checkpoint directory. Raises CheckpointError."""
+    """Raise CheckpointError if ``name`` is not a relative path inside the checkpoint directory."""
     if len(name) > 255 or not _NAME.fullmatch(name) or any(set(part) == {"."} for part in name.split("/")):
         raise CheckpointError(
             f"file name {name!r:.200}: must be a relative path of 1 to 255 characters, whose names between '/' "

@@ -1,4 +1,4 @@
-"""Compares the settings of a job with the settings in the manifests of its run's checkpoints and windows."""
+"""Compares the settings of a job with the settings that its run's checkpoints and snapshot windows contain."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
@@ -22,7 +22,7 @@ from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.snapshot.window import Window
 
 SETTINGS = "settings"
-"""Key of a window's settings in the header of its first slice; the value is JSON text."""
+"""Name of the entry with the job's settings in the header of a window's first slice. The entry is JSON text."""
 
 
 def check_same_settings(
@@ -33,16 +33,16 @@ def check_same_settings(
     compares_data: bool,
     allow_other_data: bool,
 ) -> None:
-    """Refuse a job whose settings differ from those of its run's saved state, before any rank starts.
+    """Check, before any rank starts, that a job has the same settings as the newest saved state of its run.
 
     Only the manifests of the newest checkpoint and of rank 0's part of the newest window are read. A manifest that
-    cannot be read is skipped here, because the ranks verify the files later.
+    cannot be read is skipped here, because the ranks verify all files later.
 
     Args:
         identity: settings of the job.
         windows: the run's persisted windows; None if it has no folder for them.
-        compares_data: whether ``identity`` contains the fingerprint of the data.
-        allow_other_data: ``checkpoint.allow_other_data``, which applies only to checkpoints.
+        compares_data: whether ``identity`` contains the fingerprint of the training data.
+        allow_other_data: value of ``checkpoint.allow_other_data``, which applies only to checkpoints.
 
     Raises:
         CheckpointError: the newest state has other settings; the message names each key with both values.
@@ -67,15 +67,15 @@ def check_source(directory: Path, settings: Settings | None, *, weights_only: bo
     """Check that a new run can start from ``directory``, before any rank starts. Only the manifest is read.
 
     Args:
-        settings: settings of the job (``settings_of``). The groups ``model`` and ``optimizer`` are compared. If
-            None, because the job has other errors, nothing is compared.
-        weights_only: whether only the weights are loaded (``checkpoint.load_weights``).
-        trust: ``checkpoint.trust``.
+        settings: settings of the job (``settings_of``). Only the groups ``model`` and ``optimizer`` are compared. None
+            compares nothing; it is used if the job has other errors.
+        weights_only: whether the job loads only the weights (``checkpoint.load_weights``).
+        trust: value of ``checkpoint.trust``.
 
     Raises:
-        CheckpointError: ``directory`` is no checkpoint; or it has no manifest and ``trust`` is false; or it contains
-            only weights and ``weights_only`` is false; or it does not fit the job. With ``weights_only``, the models
-            must be equal; otherwise the tensors of model and optimizer must match.
+        CheckpointError: ``directory`` is not a checkpoint; or it has no manifest and ``trust`` is false; or it contains
+            only weights and ``weights_only`` is false; or it does not fit the job. To fit with ``weights_only``, the
+            models must be equal. To fit otherwise, the tensors of model and optimizer must match.
     """
     key = "checkpoint.load_weights" if weights_only else "checkpoint.load"
     name = f"{key}={directory}"
@@ -125,14 +125,14 @@ def _listed(found: list[Difference]) -> str:
 
 
 def refuse_other_folder(directory: Path, name: str) -> None:
-    """Check that a directory without a manifest may be a checkpoint of another project.
+    """Raise an error if a directory without a manifest cannot be a checkpoint that other software has written.
 
     Args:
-        name: beginning of the error, which names the directory.
+        name: beginning of the error's text, which names the directory.
 
     Raises:
-        CheckpointError: the directory is a run, a folder of runs or of checkpoints, a window, a Hugging Face folder, a
-            checkpoint whose save was interrupted, or none of these. The error names what to use instead.
+        CheckpointError: the directory has no file ``.metadata``, or is another folder of this project, such as a run.
+            The error says what the directory is and what to use instead.
     """
     has_metadata = (directory / ".metadata").exists()
     if (directory / "config.yaml").is_file() and not has_metadata:
@@ -186,8 +186,8 @@ def _newest_states(run_dir: Path) -> str:
 
 
 def other_model(stored: Settings, present: Settings, *, keys: Sequence[str] | None = None) -> list[Difference]:
-    """List the model keys in which two settings differ. Only ``keys`` are compared; None means all keys that determine
-    the shapes of weights or how outputs are computed from weights."""
+    """List the keys of the model in which two jobs' settings differ. Only ``keys`` are compared. None means all keys
+    that determine the shapes of weights or how outputs are computed from weights."""
     names = keys or _FUNCTION
     one, other = ({key: _normal(key, each.get("model", {})) for key in names} for each in (stored, present))
     return Difference.between({"model": one}, {"model": other})
@@ -197,7 +197,7 @@ _EQUAL_IF_NULL = {
     "model.num_query_groups": "model.num_attention_heads",
     "model.moe_ffn_hidden_size": "model.ffn_hidden_size",
 }
-"""Keys that, if they are null, have the value of another key; each is mapped to that other key."""
+"""Keys whose default is the value of another key. Each key that may be null is mapped to this other key."""
 _FUNCTION = tuple(
     f"model.{name}"
     for name in (
@@ -212,16 +212,16 @@ _FUNCTION = tuple(
         *("ffn_hidden_size", "max_position_embeddings", *YARN_KEYS),
     )
 )
-"""Keys of the model that determine the shapes of weights, or how outputs are computed from weights."""
+"""Keys of the model's configuration that determine the shapes of weights, or how outputs are computed from weights."""
 _ONLY_OUTPUTS = ("rotary_base", "rotary_percent", "layernorm_epsilon", "activation", "moe_router_topk", "rope_type")
 _ONLY_OUTPUTS += ("moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups", *YARN_KEYS)
 _ONLY_OUTPUTS += ("moe_router_group_topk", "moe_router_topk_scaling_factor")
 _SHAPES = tuple(key for key in _FUNCTION if key.removeprefix("model.") not in _ONLY_OUTPUTS)
-"""Keys of the model that determine which tensors it has, and their shapes."""
+"""Keys of the model's configuration that determine which tensors the model has, and their shapes."""
 
 
 def _other_optimizer(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[Difference]:
-    """List the keys because of which the optimizer of a checkpoint has other tensors than the optimizer of this job."""
+    """List the differing keys which make a checkpoint's optimizer have other tensors than this job's optimizer."""
     keys: list[str] = []
     if _master_weights(stored) != _master_weights(present):
         names = (_SHARDED, _DTYPE, _REGIME)
@@ -236,8 +236,8 @@ _REGIME = "precision.regime"
 
 
 def _master_weights(optimizer: Mapping[str, Any]) -> str | None:
-    """Return the name of the master weights in a checkpoint: Megatron's name, or the regime of quantized state. Return
-    None if the checkpoint stores no master weights besides the weights."""
+    """Return the name under which a checkpoint stores the master weights: Megatron's name, or the regime of quantized
+    state. Return None if the checkpoint stores no master weights besides the weights."""
     if optimizer.get(_REGIME) is not None:
         return str(optimizer[_REGIME])
     if optimizer.get(_SHARDED):
@@ -267,7 +267,7 @@ def _has_dense_layers(values: Mapping[str, Any]) -> bool:
 def other_checkpoint(
     path: Path, manifest: Manifest, settings: Settings, *, ignores_data: bool, allowed: Collection[str] = ()
 ) -> str | None:
-    """Describe the settings in which a checkpoint differs from the job. Return None if there is no difference.
+    """Return an error text about the settings in which a checkpoint differs from the job; None if it does not differ.
 
     Args:
         allowed: keys that may differ (``run.allow_change``).
@@ -288,7 +288,7 @@ def other_checkpoint(
 def other_window(
     window: Window, where: str, settings: Settings, *, ignores_data: bool = False, allowed: Collection[str] = ()
 ) -> str | None:
-    """Describe the settings in which a window differs from the job. Return None if there is no difference.
+    """Return an error text about the settings in which a window differs from the job; None if it does not differ.
 
     Args:
         allowed: keys that may differ (``run.allow_change``).

@@ -1,4 +1,4 @@
-"""File of one rank's part of a window: written completely or not at all, and verified before use.
+"""File with one rank's part of a snapshot window. It is written completely or not at all, and verified before use.
 
 ::
 
@@ -10,8 +10,8 @@
     ...        zeros up to a multiple of 4096
     ...        payload: the slices, with zeros between pieces
 
-The file of a window that leaves out experts may omit pieces that are in the file of an earlier window. The header of
-its slice then names that earlier window for each omitted piece (``StoredIn``), and its payload omits these pieces.
+A piece is one tensor's range of elements. The file of a window that leaves out experts may omit pieces that are in the
+file of an earlier window. For each omitted piece, the header of the slice names this earlier window (``StoredIn``).
 """
 
 import struct
@@ -36,28 +36,28 @@ _ZEROS = bytes(1 << 16)
 
 
 def window_name(key: WindowKey) -> str:
-    """Return the name of a window's directory, which contains the start iteration and the generation, if not 0."""
+    """Return the name of a window's directory: ``window_``, the start iteration, and the generation if not 0."""
     return f"window_{key.start_iteration:07d}" + (f".{key.generation}" if key.generation else "")
 
 
 def rank_name(rank: int) -> str:
-    """Return the name of a rank's file."""
+    """Return the name of a rank's window file."""
     return f"rank-{rank:05d}.window"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredIn:
-    """Record of the window files that contain the pieces of a slice."""
+    """States for each piece of a slice which window's file contains the piece: this window's or an earlier one's."""
 
     windows: tuple[WindowKey, ...]
-    """Earlier windows of the same rank."""
+    """Earlier windows whose files of the same rank contain pieces of the slice."""
     pieces: tuple[int, ...]
-    """Index in ``windows`` for each piece; -1 if the piece is in the file itself."""
+    """For each piece, the index in ``windows`` of the window whose file contains it; -1 for the slice's own file."""
 
     @classmethod
     def of(cls, places: Sequence[WindowKey | None]) -> "StoredIn | None":
-        """Create the record; return None if all pieces are in the file itself. ``places`` names, for each piece, the
-        earlier window whose file contains it; None for a piece in the file itself."""
+        """Create the object from ``places``, which has for each piece the earlier window whose file contains it, or
+        None. Return None if no piece is in the file of an earlier window."""
         windows = tuple(sorted({key for key in places if key is not None}))
         if not windows:
             return None
@@ -65,10 +65,10 @@ class StoredIn:
 
     @classmethod
     def read(cls, window: Window) -> "StoredIn | None":
-        """Read the record from the header of slice 0. Return None if all pieces are in the file itself.
+        """Read the object from the header of slice 0. Return None if no piece is in the file of an earlier window.
 
         Raises:
-            CheckpointError: the record is invalid, or names a window that is not older.
+            CheckpointError: the entry in the header is invalid, or names a window that is not older.
         """
         content = window.slices[0].header.get(_STORED_IN)
         if content is None:
@@ -89,7 +89,7 @@ class StoredIn:
         return cls(windows=keys, pieces=pieces)
 
     def layout(self, part: Slice) -> tuple[list[tuple[int, int]], int]:
-        """Return (index, position in the payload) of each piece in the file itself, and the payload's size in bytes."""
+        """Return (index, position in the payload) of each piece in the slice's own file, and the payload's bytes."""
         found, position = [], 0
         for index, piece in enumerate(part.pieces):
             if self.pieces[index] < 0:
@@ -119,14 +119,14 @@ def write_window(
 ) -> int:
     """Write a rank's part of a window below ``folder``, a path or URL. When this returns, the file is on storage.
 
-    Zeros are written for padding, whatever the memory contains there. An existing valid file with the same content is
-    kept, and a damaged one is replaced.
+    Padding is written as zeros. If a valid file with the same content exists, it stays. If a damaged file exists, it is
+    replaced.
 
     Args:
-        payload: the bytes of each slice; slice i has ``window.slices[i].num_bytes`` bytes. The bytes of pieces that are
-            in an earlier file are not read.
-        places: for each piece of a window with one slice, the earlier window whose file contains the piece, or None if
-            the piece must be written; empty if all pieces must be written.
+        payload: the bytes of each slice; slice i has ``window.slices[i].num_bytes`` bytes. Pieces that an earlier
+            window's file contains are not read.
+        places: only for a window with one slice. For each piece, the earlier window whose file contains the piece, or
+            None to write the piece. Empty to write all pieces.
 
     Returns:
         Size of the file in bytes.
@@ -156,7 +156,7 @@ def write_window(
 
 
 class WindowFile:
-    """An open window file. Bytes are read on request and verified before they are returned."""
+    """An open file with one rank's part of a window. Bytes are read on request, and verified before they are used."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class WindowFile:
         """Open the file at ``where``.
 
         Args:
-            open_earlier: opens this rank's file of an earlier window, which has pieces that this file lacks.
+            open_earlier: function that opens this rank's file of an earlier window, to read pieces from it.
         """
         self.path = where
         self._open_earlier = open_earlier
@@ -190,11 +190,11 @@ class WindowFile:
 
     @property
     def earlier(self) -> tuple[WindowKey, ...]:
-        """Earlier windows whose files contain pieces of this window."""
+        """Earlier windows whose files contain pieces that this file omits."""
         return () if self._stored_in is None else self._stored_in.windows
 
     def read_slice(self, index: int, into: memoryview | None = None) -> memoryview:
-        """Read and verify slice ``index``. Return its bytes in new memory, or in ``into`` if given (of the same size).
+        """Read and verify slice ``index``. Return its bytes, in the buffer ``into`` if given, otherwise in new memory.
 
         Raises:
             CheckpointError: a piece is damaged, padding is not zero, or the storage fails. ``into`` may then contain
@@ -368,7 +368,7 @@ def _zeros(num_bytes: int) -> Iterator[bytes]:
 
 
 def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bool:
-    """Return whether a valid file of ``window`` exists. Raises CheckpointError if a valid file has other content."""
+    """Return whether a valid file with this window exists. Raises CheckpointError if it is valid but not equal."""
     if not backend.exists(directory, name):
         return False
     where = backend.describe(directory, name)
@@ -390,8 +390,8 @@ def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bo
 
 
 def _read_head(source: Source) -> tuple[Window, int, StoredIn | None]:
-    """Check the file's size. Return its window, the position at which its payload begins, and the record of pieces in
-    other files."""
+    """Read the part of the file before its payload, and check the file's size. Return the window's description, the
+    position of the payload, and the object about pieces in earlier files."""
     size = source.num_bytes
     if size < _HEADER.size:
         raise CheckpointError(f"{size} bytes are too few for a window file")

@@ -1,4 +1,4 @@
-"""Folder of a run's persisted windows: finds the newest complete window, and verifies and deletes windows.
+"""Manages the folder of a run's windows on storage: finds the newest complete window, verifies and deletes windows.
 
 ::
 
@@ -36,18 +36,18 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectedWindow:
-    """A window that must not be replayed again, because a replay gave other results than the logged ones."""
+    """A window that is not used again, because its replay gave other results than training had logged."""
 
     start_iteration: int
     generation: int
-    """Generation that captured the window."""
+    """Number of the membership (generation) whose ranks captured the window."""
     digest: str
-    """Digest of the window, from ``window_digest``."""
+    """Digest of the window's content: the result of ``window_digest``."""
     reason: str
 
     @classmethod
     def from_json(cls, content: JsonValue) -> "RejectedWindow":
-        """Read the result of ``dataclasses.asdict``. Raises ValueError for anything else."""
+        """Create an object from the result of ``dataclasses.asdict``. Raises ValueError for any other content."""
         names = [entry.name for entry in fields(cls)]
         if not isinstance(content, dict) or sorted(content) != sorted(names):
             raise ValueError(f"{str(content)[:80]}: must be an object of {', '.join(names)}")
@@ -57,7 +57,7 @@ class RejectedWindow:
         return window
 
     def add_to(self, run_dir: Path) -> None:
-        """Add this window to the run's list. Readers see the old or the new list. Only one process may call this.
+        """Add this window to the run's file of rejected windows, atomically. Only one process at a time may call this.
 
         Raises:
             CheckpointError: the file cannot be read or written; its content is unchanged.
@@ -88,10 +88,10 @@ class RejectedWindow:
 
     @classmethod
     def reason_for(cls, run_dir: Path, windows: Sequence[Window]) -> str | None:
-        """Return why an earlier start of the run rejected a window; None if no earlier start rejected it.
+        """Return the reason why a window was rejected earlier in the run; None if it was not rejected.
 
         Args:
-            windows: description of each rank's part of the window.
+            windows: descriptions of all ranks' parts of the window.
 
         Raises:
             CheckpointError: the list of rejected windows cannot be read.
@@ -102,9 +102,9 @@ class RejectedWindow:
 
 
 def window_digest(manifests: Sequence[str]) -> str:
-    """Return a checksum of the manifests of all ranks' parts of a window: 32 hexadecimal digits.
+    """Return a digest that identifies the content of a window, as 32 hexadecimal digits.
 
-    The checksum identifies the content, because a manifest contains the plan, the votes and a checksum of every piece.
+    It is the checksum of all ranks' manifests. A manifest contains the plan, the votes and a checksum of every piece.
     """
     # The manifests are in rank order and canonical JSON, so every restart computes the same digest for equal content.
     return xxhash.xxh3_128("\n".join(manifests).encode()).hexdigest()
@@ -114,27 +114,27 @@ _DIRECTORY = re.compile(r"window_(\d{7,19})(?:\.(\d{1,9}))?")
 _FOLDER = "windows"
 _SUPERSEDED_PREFIX = "superseded_"
 _SHARED = ("run_id", "generation", "topology", "world_size", "start_iteration", "num_slices", "plan")
-"""Fields that must be equal in the files of all ranks of a window."""
+"""Fields of a window's description that must be equal in the files of all ranks."""
 
 
 def persist_url(config: JobConfig, run_dir: Path) -> str:
-    """Return the path or URL for this run's persisted windows."""
+    """Return the path or URL of the folder for this run's windows on storage."""
     url = config.snapshot.persist_url
     return str(run_dir / _FOLDER) if url is None else f"{url.rstrip('/')}/{run_dir.name}"
 
 
 class WindowFolder:
-    """Persisted windows of a run in one folder, given as a path or URL."""
+    """Folder of a run's windows on storage. It is given as a path or URL."""
 
     def __init__(self, folder: Path | str) -> None:
         self._backend = open_backend(folder)
 
     def describe(self, stored: WindowKey) -> str:
-        """Return the full path or URL of a window."""
+        """Return the full path or URL of a window's directory."""
         return self._backend.describe(window_name(stored))
 
     def list_windows(self) -> list[WindowKey]:
-        """Return all windows, complete or not, the oldest first."""
+        """Return the keys of all windows in the folder, complete or not, the oldest first."""
         found = []
         for match in filter(None, map(_DIRECTORY.fullmatch, self._backend.list_directories())):
             key = WindowKey(start_iteration=int(match[1]), generation=int(match[2] or 0))
@@ -143,10 +143,10 @@ class WindowFolder:
         return sorted(found)
 
     def open(self, stored: WindowKey, rank: int) -> WindowFile:
-        """Open a rank's file. The start iteration, generation and rank in the file must be those in its path.
+        """Open a rank's file of a window. Start iteration, generation and rank in the file must be those in its path.
 
         Raises:
-            CheckpointError: the same cases as in ``WindowFile.open``.
+            CheckpointError: the file is invalid, or its path does not fit its content.
         """
         expect = {"start_iteration": stored.start_iteration, "generation": stored.generation, "rank": rank}
         directory, name = window_name(stored), rank_name(rank)
@@ -158,10 +158,10 @@ class WindowFolder:
         )
 
     def verify(self, stored: WindowKey, world_size: int, *, part: int = 0, num_parts: int = 1) -> Window:
-        """Check that a window is complete, and return the part of it that belongs to rank ``part``.
+        """Check that a window is complete. Return the description of rank ``part``'s part of the window.
 
         Every caller opens the files of all ranks and compares their descriptions. Ranks can share the reading: each
-        caller reads the payload of only every ``num_parts``-th file, beginning with file ``part``.
+        caller verifies the payload of only every ``num_parts``-th file, beginning with file ``part``.
 
         Raises:
             CheckpointError: a file is missing, damaged, or of another window; the message names the first such file.
@@ -177,16 +177,16 @@ class WindowFolder:
     def newest(
         self, world_size: int, refuse: Callable[[Window], str | None] = lambda _: None
     ) -> tuple[WindowKey | None, list[DamageReport]]:
-        """Return the newest complete window for which ``refuse`` returns None, if any, and a report on each newer
-        window. For other windows, ``refuse`` returns the reason to reject them."""
+        """Return the newest complete window that ``refuse`` accepts, if any, and a report on each newer window.
+        ``refuse`` returns None to accept a window, otherwise the reason to reject it."""
         return self._first_sound(self.list_windows()[::-1], world_size, refuse=refuse)
 
     def retain(self, num_windows: int, world_size: int, *, part: int = 0, num_parts: int = 1) -> list[WindowKey]:
-        """Delete old windows. Keep the newest ``num_windows`` complete and undamaged windows, and all windows that are
-        newer than the oldest of these. Also keep windows whose files contain pieces of a kept window.
+        """Delete old windows. Keep the newest ``num_windows`` complete and undamaged windows, and every window newer
+        than the oldest of them. Also keep windows whose files contain pieces that the file of a kept window omits.
 
         Nothing is deleted while fewer than ``num_windows`` windows are complete and undamaged. Only one process of the
-        job may call this. ``part`` and ``num_parts`` limit the payload that this method reads, as in :meth:`verify`.
+        job may call this. ``part`` and ``num_parts`` limit how many files' payload is verified, as in :meth:`verify`.
 
         Returns:
             The deleted windows.
@@ -220,15 +220,15 @@ class WindowFolder:
         return needed
 
     def set_aside_from(self, iteration: int) -> list[str]:
-        """Rename windows that start at ``iteration`` or later. Return the new names.
+        """Rename all windows that start at ``iteration`` or later, so that they are not used. Return the new names.
 
-        Call this before training resumes at ``iteration`` from a state other than these windows, because training may
-        then write windows with the same names.
+        Call this before training resumes at ``iteration`` from a state that is in none of these windows. Training would
+        otherwise write windows with the names of existing ones.
         """
         return self.set_aside([stored for stored in self.list_windows() if stored.start_iteration >= iteration])
 
     def set_aside(self, windows: Sequence[WindowKey]) -> list[str]:
-        """Rename ``windows``, so that they no longer count as windows of the run. Return the new names."""
+        """Rename ``windows``, so that they no longer belong to the run. Return their new names."""
         taken, moved = set(self._backend.list_directories()), []
         for stored in windows:
             name, attempt = _SUPERSEDED_PREFIX + window_name(stored), 0
@@ -274,7 +274,7 @@ class WindowFolder:
 
     @classmethod
     def of_run(cls, config: JobConfig, run_dir: Path) -> "WindowFolder | None":
-        """Open the folder of this run's persisted windows; return None if the run has no such folder."""
+        """Open the folder of this run's windows on storage. Return None if the run has no such folder."""
         if config.snapshot.persist_url is None and not (run_dir / _FOLDER).is_dir():
             return None
         return cls(persist_url(config, run_dir))
