@@ -274,7 +274,7 @@ class CheckpointLoaded(Record):
     seconds: float | None = None
     """Seconds for verification and loading."""
     generators_restored: bool | None = None
-    """Whether every rank restored its random generators. If not (after a change of the layout), the seed sets them."""
+    """Whether every rank restored its random generators. If not (changed layout), they start from the seed."""
     differences: tuple[str, ...] = ()
     """Settings in which the checkpoint differs from the job, or a note that settings cannot be compared. Only filled if
     ``checkpoint.load`` names the checkpoint."""

@@ -53,13 +53,13 @@ PHASES = (
     "reform_move",
     "reform_build",
 )
-"""Phases that a failpoint can name, in order. ``prebuild`` is hit before a spare builds a model in advance; ``rank`` is
-then the number of the process in the order of nodes. ``migrate`` is hit before experts move, ``migrate_step`` before
-each step of a rebalance, and ``migrate_build`` before the model is built for a new placement. This build is necessary
-only if a rank gets another number of experts. Three phases are hit while a membership is formed: ``reform_join`` before
-ranks connect, ``reform_move`` before state moves, and ``reform_build`` before the model is built. With the distributed
-optimizer, ``reform_move`` is hit once more, before the shards of the optimizer move. In these three phases, the
-iteration is the last one of the previous membership."""
+"""Phases that a failpoint can name, in order. ``prebuild``: before a spare builds a model in advance; ``rank`` is then
+the number of the process in the order of nodes. ``migrate``: before experts move. ``migrate_step``: before each step of
+a rebalance. ``migrate_build``: before the model is built for a new placement, which happens only if a rank gets another
+number of experts. Three phases belong to the forming of a membership. ``reform_join``: before ranks connect.
+``reform_move``: before state moves and, with the distributed optimizer, once more before the optimizer's shards move.
+``reform_build``: before the model is built. In these three phases, the iteration is the last one of the previous
+membership."""
 
 _SELECTORS: dict[str, type] = {
     "rank": int,
@@ -97,7 +97,7 @@ class Failpoint:
     at_iteration: int | None = None
     generation: int | None = None
     passes: int = 1
-    """Which time the phase must be reached with matching selectors until the fault happens, counted from 1."""
+    """Number of times that the phase must be reached, with matching selectors, until the fault happens."""
     code: int = 0
     message: str = "injected fault"
     seconds: float = 0.0
@@ -205,7 +205,7 @@ _watch: _Watch | None = None
 
 
 def watch(report: ReportProgress | None) -> None:
-    """From now on, call ``report`` whenever this process reaches another phase or iteration. None ends these calls.
+    """Call ``report`` whenever this process reaches another phase or iteration. None ends these calls.
 
     If a fault is due at this phase, ``report`` is called before the fault.
     """

@@ -20,7 +20,7 @@ class RecoveryStarted(Record):
     source: str | None = None
     """Location of the loaded window if the strategy is ``rollback``: ``memory`` or ``persisted`` (on storage)."""
     declined: tuple[str, ...] = ()
-    """Better choices than the restored state that could not be used, each with the reason."""
+    """States that would have been preferred to the restored state but could not be used, each with the reason."""
 
     def describe(self) -> Note:
         generation = f"generation {self.generation} " if self.generation else ""
@@ -88,11 +88,11 @@ class StageRecovery(Record):
     is_kept: bool = False
     """Whether the rank kept its model, gradient buffers and optimizer; false if it had to build them."""
     built: str = ""
-    """What the rank had to build (model, gradient buffers, optimizer). ``kept``: nothing, see ``is_kept``.
+    """Part that the rank had to build (model, gradient buffers, optimizer). ``kept``: nothing, see ``is_kept``.
     ``in_advance``: nothing, it was built in advance. ``optimizer``: only the optimizer, the model was built in advance
     for another rank with an equal model. ``all``: everything. Empty in files of earlier versions."""
     why_built: str = ""
-    """If ``built`` is ``all``: reason why the rank could not use a model that was built in advance."""
+    """Reason why the rank could not use a model that was built in advance; only if ``built`` is ``all``."""
     build_seconds: float = 0.0
     """Seconds to build the model, gradient buffers and optimizer, or to prepare existing ones for use."""
     state_bytes: int = 0
@@ -168,7 +168,7 @@ class RankFailed(Record):
 
     @property
     def ending(self) -> str:
-        """How the rank ended, as text: ``SIGKILL``, ``exit code 1`` or ``lost``."""
+        """Text about the end of the rank's process: ``SIGKILL``, ``exit code 1`` or ``lost``."""
         return self.signal or ("lost" if self.exit_code is None else f"exit code {self.exit_code}")
 
     def describe(self) -> Note:

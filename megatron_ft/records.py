@@ -154,7 +154,7 @@ def _shown(value: JsonValue) -> str:
 
 
 def schema() -> dict[str, JsonValue]:
-    """Return the schema of all records as JSON: each kind's meaning and fields, each field's type and necessity."""
+    """Return the schema of all records as JSON: meaning of each kind, type of each field and whether it is required."""
     kinds = {
         kind: {
             "meaning": (found.__doc__ or "").strip().splitlines()[0],

@@ -23,7 +23,7 @@ class SnapshotPlanned(Record):
     host_bytes: int
     """Bytes of host memory for the node's windows and for copies of other nodes' windows, on the node with the most."""
     reason: str
-    """Why the window has this number of iterations, and its operators this order."""
+    """Reason why the window has this number of iterations and this order of operators."""
     captured_bytes: int | None = None
     """Most bytes that any rank captures for one window, if windows leave out experts; otherwise None."""
     cause: str = ""
@@ -62,9 +62,9 @@ class WindowCommitted(Record):
     ``snapshot.copy_in_bubbles`` is off."""
     at_risk_share: float | None = None
     """Tokens whose updates of experts a recovery from this window would lose, divided by the tokens of the whole
-    training; mean over MoE layers. None if windows leave out no experts."""
+    training; mean over MoE layers. None if windows contain all experts."""
     lost_share: float | None = None
-    """Share of the training's tokens whose updates of experts were lost so far (PLT). None as in ``at_risk_share``."""
+    """Share of training tokens whose updates of experts were lost so far (PLT). None if windows have all experts."""
     owed_share: float | None = None
     """The part of ``lost_share`` not yet repaid by extra tokens. None without ``snapshot.repay_capacity_share``."""
     stored_at_risk_share: float | None = None

@@ -197,8 +197,8 @@ class Slice:
     hashes: tuple[str, ...] | None = None
     """Hexadecimal xxh3_128 hash of each piece; None until the hashes are computed."""
     captured_at: tuple[int, ...] | None = None
-    """For each piece, the iteration after which it was captured; None if this is ``iteration`` for all pieces. In a
-    window that leaves out experts, the pieces of these experts are copies from earlier windows."""
+    """Iteration after which each piece was captured; None if this is ``iteration`` for all pieces. In a window that
+    leaves out experts, the pieces of these experts are copies from earlier windows."""
     update: Update | None = None
     """Update with which a peer can compute some pieces; None if it needs all captured pieces. It is not stored."""
 
@@ -352,11 +352,11 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLevel:
-    """What differs between a window's file and its copy in memory, if the file has older states of some experts
+    """Differences between a window's file and its copy in memory, if the file has older states of some experts
     (MoC-System, section 5.1). The window has one slice."""
 
     captured_at: tuple[int, ...]
-    """For each piece, the iteration after which its bytes in the file were captured. In memory it may be newer."""
+    """Iteration after which each piece in the file was captured. The piece in memory may be of a later iteration."""
     header: Mapping[str, str]
     """Entries of the slice's header that the file has instead of those in memory: JSON texts by name."""
 
@@ -378,7 +378,7 @@ class StoredLevel:
 
 @dataclass(kw_only=True)
 class Origin:
-    """Where a part of a window comes from: the rank that captured it, its run, generation and parallel layout."""
+    """Origin of one part of a window: the rank that captured it, and the rank's run, generation and parallel layout."""
 
     run_id: str
     """Random id of the run. In format version 1, it is the name of the run's folder."""

@@ -130,7 +130,7 @@ class Goodput:
 
 @dataclass(slots=True, kw_only=True)
 class _Gap:
-    """What happened since the newest ``metrics`` record: failures, recoveries and pauses between jobs."""
+    """Events since the newest ``metrics`` record: failures, recoveries and pauses between jobs."""
 
     begin: float
     """Time at which the newest metrics of an iteration were recorded."""
@@ -167,7 +167,7 @@ class _Counted:
     seconds: "array[float]" = field(default_factory=lambda: array("d"))
     tokens: "array[float]" = field(default_factory=lambda: array("d"))
     num_iterations: int = 0
-    """Number of useful iterations. The totals of time and of tokens are integers too, to subtract without error."""
+    """Number of useful iterations. All totals are integers, so that subtracting from them has no rounding error."""
     total_nanoseconds: int = 0
     total_tokens: int = 0
 
@@ -179,7 +179,7 @@ class _Counted:
         self._sum(1, count, seconds, tokens)
 
     def go_back(self, iteration: int) -> float:
-        """Remove the iterations after ``iteration``, which a recovery discarded. Return the seconds that they took."""
+        """Remove the iterations after ``iteration``, because a recovery discarded them. Return their total seconds."""
         lost = 0.0
         # The newest entries are removed first. The last removed entry may also cover iterations that remain useful.
         while self.newest and self.newest[-1] > iteration:
@@ -231,7 +231,7 @@ class GoodputMeter:
             self._note(record)
 
     def result(self) -> Goodput:
-        """Return the goodput of all records added so far. This call takes time proportional to the iterations."""
+        """Return the goodput of all records so far. This takes time proportional to the number of iterations."""
         counted = self._counted
         each = [seconds / count for seconds, count in zip(counted.seconds, counted.counts, strict=True)]
         return self._shares(

@@ -27,7 +27,7 @@ class RunFigures:
         return self._meter.so_far()
 
     def whole_goodput(self) -> Goodput:
-        """Return the goodput with the median duration of iterations. This takes time proportional to the iterations."""
+        """Return the goodput with the median duration of iterations. The call takes longer the longer the run is."""
         return self._meter.result()
 
     @property
@@ -128,4 +128,4 @@ _OF_THE_RUN = frozenset(
     f"snapshot/{name}"
     for name in ("stalled_seconds", "captured_bytes", "replicated_bytes", "persisted_bytes", "idle_copied_bytes")
 )
-"""Figures that are sums over the whole run. All other figures begin anew whenever all ranks start."""
+"""Figures that are sums over the whole run. All other figures are reset whenever all ranks start."""

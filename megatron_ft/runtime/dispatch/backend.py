@@ -40,7 +40,7 @@ class DispatchBackend(Protocol):
     Inputs may be on any device that the backend supports."""
 
     shares: str
-    """How the tokens of an expert are divided over its copies: the value of ``placement.shares``."""
+    """Rule by which the tokens of an expert are divided over its copies: the value of ``placement.shares``."""
 
     def schedule(self, counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> torch.Tensor:
         """Compute how many tokens ``rank`` sends and receives, by the rule in ``planning/dispatch.py``.
@@ -51,7 +51,7 @@ class DispatchBackend(Protocol):
         the number of tokens of expert e that ``rank`` receives from rank i.
 
         Raises ``ValueError`` for wrong shapes, negative values, and an expert that has tokens but no copy. The backend
-        ``cuda`` checks only shapes here; its ``plan`` raises the error if the values contradict each other.
+        ``cuda`` does not check values here. Its ``plan`` raises the error if values contradict each other.
         """
         ...
 
@@ -100,7 +100,7 @@ def open_backend(name: str, shares: str = BALANCED) -> DispatchBackend:
 
     Args:
         name: name of the backend, a key of ``BACKENDS``.
-        shares: how the tokens of an expert are divided over its copies; value of ``placement.shares``.
+        shares: rule by which the tokens of an expert are divided over its copies; value of ``placement.shares``.
 
     Raises:
         ConfigError: the name is unknown.

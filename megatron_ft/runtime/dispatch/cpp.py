@@ -1,4 +1,4 @@
-"""The dispatch backend in C++, for tokens in host memory. Its results are bitwise equal to those of the reference."""
+"""The dispatch backend in C++, for tokens in host memory. Its results equal the reference backend's bitwise."""
 
 import ctypes
 from collections.abc import Sequence

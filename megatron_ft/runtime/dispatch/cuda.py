@@ -1,4 +1,4 @@
-"""The dispatch backend in CUDA. Its results equal the reference bitwise. Only ``plan`` copies data to the host."""
+"""The dispatch backend in CUDA. Its results equal the reference backend's bitwise. Only ``plan`` copies to the host."""
 
 import ctypes
 from collections.abc import Sequence

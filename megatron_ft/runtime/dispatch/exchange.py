@@ -1,4 +1,4 @@
-"""Uneven all-to-all over a process group, without padding, and its gradient. ``backend.py`` explains the notation."""
+"""All-to-all exchange of unevenly many rows, without padding, and its gradient. ``backend.py`` has the notation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -29,7 +29,7 @@ def check_matrices(counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> N
 
 
 def check_plan(routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]) -> None:
-    """Check shapes, types and ranges of the arguments of ``DispatchBackend.plan``. Raises ``ValueError``."""
+    """Raise ``ValueError`` if an argument of ``DispatchBackend.plan`` has a wrong shape, type or range of values."""
     if routing_map.dtype != torch.bool or routing_map.dim() != 2:
         raise ValueError(f"routing_map is {routing_map.dtype} {list(routing_map.shape)}: must be bool [T, E]")
     num_experts = routing_map.shape[1]
@@ -147,7 +147,7 @@ class DispatchHandle:
         sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         receive_order: torch.Tensor,
     ) -> "DispatchHandle":
-        """Build a handle. ``sent`` is (``permutation``, ``expert_of_row``, ``rows_of_token``)."""
+        """Build a handle. ``sent`` contains the fields ``permutation``, ``expert_of_row`` and ``rows_of_token``."""
         permutation, expert_of_row, rows_of_token = sent
         return cls(
             num_tokens=num_tokens,

@@ -122,7 +122,8 @@ class WaitAbandoned(RuntimeError):
 
 
 class WaitLimit:
-    """Time limit of all waits in one membership (ranks that train together). It begins when a thread calls ``end``."""
+    """Time limit of waits in one membership (ranks that train together). Waits have no limit until a thread calls
+    ``end``."""
 
     def __init__(self, grace_seconds: float = GRACE_SECONDS) -> None:
         self._grace_seconds = grace_seconds
@@ -136,8 +137,7 @@ class WaitLimit:
         return self._end is not None
 
     def end(self, reason: str) -> None:
-        """Let waits continue for the grace period, then abandon them with the error text ``reason``. Only the first
-        call has an effect."""
+        """Let waits continue for the grace period, then abandon them because of ``reason``. Later calls do nothing."""
         if self._end is None:
             self._end = (time.monotonic() + self._grace_seconds, reason)
 

@@ -237,7 +237,7 @@ def _gloo_group(handle: Handle, store: dist.Store) -> ProcessGroup:
 
 
 def disconnect(targets: Sequence[Handle]) -> list[ProcessGroup]:
-    """Remove the inner groups from the handles ``targets``. Return each inner group once, as its last reference."""
+    """Remove the inner groups from the handles ``targets``. Return each inner group once; the caller releases it."""
     found: dict[ProcessGroup, None] = {}
     for handle in targets:
         if handle.inner is not None:

@@ -97,8 +97,8 @@ class UpstreamLog:
     # -- while training ----------------------------------------------------------------------------------------
 
     def begin(self, iteration: int, generation: int) -> None:
-        """Start logging ``iteration`` of ``generation``. If the iteration ran before, replace its tensors; it stays
-        committed if it was, because its replay sends bitwise equal tensors. If no slot is free, do not log the
+        """Start logging ``iteration`` of ``generation``. If the iteration ran before, replace its tensors. A committed
+        iteration stays committed, because its replay sends bitwise equal tensors. If no slot is free, do not log the
         iteration, and increase ``figures.num_unlogged``."""
         # The slot of an earlier attempt is used again: an iteration must never have tensors of two attempts.
         earlier = self._logged.pop(iteration, None)
@@ -158,8 +158,8 @@ class UpstreamLog:
             self._logged[vote.iteration].is_committed = True
 
     def trim(self, start_iteration: int) -> None:
-        """Discard iterations up to ``start_iteration``. Replays need only later iterations if snapshot windows start
-        at ``start_iteration`` or later."""
+        """Discard iterations up to ``start_iteration``. Replays of snapshot windows that start at ``start_iteration``
+        or later do not need them."""
         # A window that starts at an iteration contains the state after it, so its replay begins with the next one.
         self._logged = {number: logged for number, logged in self._logged.items() if number > start_iteration}
         self._votes = {number: vote for number, vote in self._votes.items() if number > start_iteration}

@@ -52,7 +52,7 @@ class StoredIn:
     windows: tuple[WindowKey, ...]
     """Earlier windows whose files of the same rank contain pieces of the slice."""
     pieces: tuple[int, ...]
-    """For each piece, the index in ``windows`` of the window whose file contains it; -1 for the slice's own file."""
+    """Index in ``windows`` of the window whose file contains the piece, for each piece; -1 for the slice's own file."""
 
     @classmethod
     def of(cls, places: Sequence[WindowKey | None]) -> "StoredIn | None":

@@ -156,7 +156,7 @@ class Scale:
     """Pixel at which ``high`` is drawn."""
 
     def __call__(self, value: float) -> float:
-        """Return the pixel at which ``value`` is drawn. Values outside the scale are drawn at its nearer end."""
+        """Return the pixel at which ``value`` is drawn. A value outside the scale is drawn at the nearer end of it."""
         share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
         return self.begin + min(1.0, max(0.0, share)) * (self.end - self.begin)
 

@@ -20,7 +20,7 @@ MAX_EXPERTS = 2**16
 POLL_SECONDS = 0.5
 """Time in seconds between two checks of whether the run's files have grown."""
 MAX_SHARE = 0.1
-"""Largest share of the time that may be spent on writing pages."""
+"""Largest share of wall time that may be spent on writing report pages while a run is followed."""
 _LARGEST = 2**63 - 1
 
 _Parsed = TypeVar("_Parsed")
@@ -45,14 +45,14 @@ class Decision:
     declined: str | None = None
     """Reason why the surviving ranks had to restart as new processes; None if their processes continue."""
     previous_ranks: tuple[int | None, ...] = ()
-    """For each rank of the next membership, its rank before; None for a new process. Empty if ``declined`` is set."""
+    """Rank in the previous membership, for each rank of the next one; None if new. Empty if ``declined`` is set."""
     nodes: tuple[int, ...] = ()
     """Node of each rank of the next membership. Empty if ``declined`` is set."""
 
     @classmethod
     def of(cls, line: Mapping[str, JsonValue]) -> "Decision":
-        """Parse a decision from a line of the file. Fields that a page does not show (positions, votes, addresses) are
-        ignored.
+        """Parse a decision from a line of ``decisions.jsonl``. Fields that the report page does not show (positions,
+        votes, addresses) are ignored.
 
         Raises:
             ValueError: a field is missing or of another type; the message names it.

@@ -27,7 +27,7 @@ class _Panel:
     num_rows: int
     num_columns: int
     runs: tuple[tuple[str, int, int, int], ...]
-    """Neighbouring cells with the same CSS class, merged: (class, row, first column, number of columns)."""
+    """Cells of the map. Adjacent cells of one CSS class are merged: (class, row, first column, number of columns)."""
     rows: tuple[str, str]
     """Labels of the first and the last row."""
     columns: tuple[str, str]
@@ -49,7 +49,7 @@ def _runs_of(rows: Iterable[Sequence[str | None]]) -> Iterator[tuple[str, int, i
 
 
 def _panels(name: str, maps: Sequence[_Panel], *, title: str, description: str, more: str) -> Iterator[Element]:
-    """Draw all maps. The first ``NUM_OPEN`` are shown; the rest is folded under the title ``more``.
+    """Draw all maps. The first ``NUM_OPEN`` maps are visible; further maps are folded under the title ``more``.
 
     Args:
         name: Name of the drawings, unique on the page.

@@ -35,7 +35,7 @@ class Mark:
 
     iteration: int
     kind: str
-    """``failure``, ``recovery`` or ``change``."""
+    """Kind of the mark: ``failure``, ``recovery`` or ``change`` (of the membership)."""
     words: str
     number: int | None = None
     """Index of the recovery, counted from 1; None for a failure."""

@@ -38,10 +38,10 @@ LEFT, RIGHT = 196, 984
 FATE_WIDTH = 94
 """Width in pixels of the column that shows ``Lane.fate``. The column exists only if some rank's fate is not empty."""
 BYTES_WIDTH = 130
-"""Width in pixels of the right column: bytes that ranks moved in the recovery. It exists only if there are any."""
+"""Width in pixels of the column with the bytes that each rank moved. It exists only if some rank moved bytes."""
 _BEHIND = ("forms", "starts")
 _MARGIN = 0.35
-"""Time shown before and after a recovery, as a share of its duration."""
+"""Time that the timeline shows before and after a recovery, divided by the duration of the recovery."""
 _LEAST_MARGIN_SECONDS = 0.2
 _NONE = "-"
 
@@ -67,15 +67,15 @@ class Lane:
     rank: int | None
     """Rank after the recovery; None if the process has ended."""
     previous: int | None
-    """Rank before the recovery, of this process or of the process that it replaces; None if there is none."""
+    """Rank that this process, or the process that it replaces, had before the recovery; None if there was none."""
     node: int | None
     stage: int | None
     """Pipeline stage of the rank; None if no record names it."""
     fate: str
-    """What happened to the process, e.g. ``new process`` or ``lost``; empty if it kept its rank."""
+    """Text about a change of the process, e.g. ``new process`` or ``lost``; empty if it kept its rank."""
     spans: tuple[_Span, ...] = ()
     died_seconds: float | None = None
-    """Seconds after the begin of the recovery at which the process with rank ``previous`` ended; None if not."""
+    """Seconds from the begin of the recovery until the process with rank ``previous`` ended; None if it did not."""
     work: events.StageRecovery | None = None
     """This rank's record of its work in the recovery; None if there is none."""
 
@@ -369,7 +369,7 @@ def _step_table(recovery: Recovery, timeline: Timeline | None) -> Element:
 
 
 def _steps_of(recovery: Recovery) -> list[tuple[float | None, str]]:
-    """Return (seconds after the begin of the recovery, text) of each record, sorted by time; without a time, last."""
+    """Return (seconds after the begin of the recovery, text) of each record, by time. Records without time are last."""
     course, decision = recovery.course, recovery.decision
 
     def after(at: float | None) -> float | None:

@@ -26,7 +26,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkContext:
-    """What a sink may need to know about the job for which it is opened."""
+    """Information about a job that its sinks may need."""
 
     config: JobConfig
     run_dir: Path

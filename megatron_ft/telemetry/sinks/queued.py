@@ -38,7 +38,7 @@ class QueuedSink(Sink):
         self._thread.start()
 
     def start(self) -> "StepSender":
-        """Open the tracker. Only the thread calls this. May raise any exception."""
+        """Open the experiment tracker. Only the sink's thread calls this. May raise any exception."""
         raise NotImplementedError
 
     @property
@@ -113,7 +113,7 @@ class Steps:
         self._sent = max(self._sent, iteration)
 
     def repeat_after(self, iteration: int) -> None:
-        """From now on, return the steps after ``iteration`` even if they were sent before: they will run again."""
+        """Return the steps after ``iteration`` again from now on, even if they were sent before."""
         self._sent = min(self._sent, iteration)
 
     def take(self, record: Record) -> Step | None:
@@ -215,7 +215,7 @@ class StepSender:
         raise NotImplementedError
 
     def begin_attempt(self, record: RunStarted) -> None:
-        """Note that all ranks of the run have started anew. Called when all steps before this start are sent."""
+        """Note that all ranks of the run have been started. Called when all steps before this start are sent."""
 
     def pause(self) -> None:
         """Write buffered data to the tracker. Called whenever the queue of records is empty."""

@@ -57,13 +57,13 @@ class _Symbols:
     """Arrow between two figures, such as the first and the last loss."""
 
     def bar(self, value: float, top: float) -> str:
-        """Return one character for ``value``: full at ``top`` and above, blank for NaN."""
+        """Return the bar character for ``value``: full height at ``top`` and above, blank for NaN."""
         if not math.isfinite(value) or top <= 0:
             return " "
         return self.heights[min(len(self.heights) - 1, max(0, int(value / top * len(self.heights))))]
 
     def chart(self, values: Sequence[float | None], *, num_rows: int) -> list[str]:
-        """Return ``num_rows`` lines from top to bottom with a column per value; ``None`` leaves a column blank."""
+        """Return the lines of a chart, from top to bottom. Each value has one column, which is blank for None."""
         finite = [value for value in values if value is not None]
         low, span = min(finite, default=0.0), (max(finite) - min(finite)) if finite else 0.0
         levels = [None if value is None else self._level(value - low, span, num_rows) for value in values]
