@@ -186,7 +186,7 @@ def move_latest(folder: Path, path: Path, iteration: int) -> None:
 
 
 def read_latest(folder: Path) -> Path | None:
-    """Return the checkpoint that the file ``latest`` names; None without a file. If damaged, raise CheckpointError."""
+    """Return the checkpoint that ``latest`` names, or None without this file. A damaged file raises CheckpointError."""
     path = folder / LATEST_NAME
     try:
         name = parse_json(path.read_bytes())["checkpoint"]

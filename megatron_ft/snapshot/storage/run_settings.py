@@ -197,7 +197,7 @@ _EQUAL_IF_NULL = {
     "model.num_query_groups": "model.num_attention_heads",
     "model.moe_ffn_hidden_size": "model.ffn_hidden_size",
 }
-"""Keys whose default is the value of another key. Each key that may be null is mapped to this other key."""
+"""Keys that, if they are null, have the value of another key. Each key is mapped to this other key."""
 _FUNCTION = tuple(
     f"model.{name}"
     for name in (
@@ -221,7 +221,7 @@ _SHAPES = tuple(key for key in _FUNCTION if key.removeprefix("model.") not in _O
 
 
 def _other_optimizer(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[Difference]:
-    """List the differing keys which make a checkpoint's optimizer have other tensors than this job's optimizer."""
+    """List the keys that differ and therefore give a checkpoint's optimizer other tensors than this job's optimizer."""
     keys: list[str] = []
     if _master_weights(stored) != _master_weights(present):
         names = (_SHARDED, _DTYPE, _REGIME)

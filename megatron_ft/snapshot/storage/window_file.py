@@ -47,16 +47,16 @@ def rank_name(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredIn:
-    """States for each piece of a slice which window's file contains the piece: this window's or an earlier one's."""
+    """Table that maps each piece of a slice to the window whose file contains it: this window or an earlier window."""
 
     windows: tuple[WindowKey, ...]
     """Earlier windows whose files of the same rank contain pieces of the slice."""
     pieces: tuple[int, ...]
-    """Index in ``windows`` of the window whose file contains the piece, for each piece; -1 for the slice's own file."""
+    """Index per piece: the window in ``windows`` whose file contains the piece, or -1 for the slice's own file."""
 
     @classmethod
     def of(cls, places: Sequence[WindowKey | None]) -> "StoredIn | None":
-        """Create the object from ``places``, which has for each piece the earlier window whose file contains it, or
+        """Create the table from ``places``, which has for each piece the earlier window whose file contains it, or
         None. Return None if no piece is in the file of an earlier window."""
         windows = tuple(sorted({key for key in places if key is not None}))
         if not windows:
@@ -65,7 +65,7 @@ class StoredIn:
 
     @classmethod
     def read(cls, window: Window) -> "StoredIn | None":
-        """Read the object from the header of slice 0. Return None if no piece is in the file of an earlier window.
+        """Read the table from the header of slice 0. Return None if no piece is in the file of an earlier window.
 
         Raises:
             CheckpointError: the entry in the header is invalid, or names a window that is not older.
@@ -391,7 +391,7 @@ def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bo
 
 def _read_head(source: Source) -> tuple[Window, int, StoredIn | None]:
     """Read the part of the file before its payload, and check the file's size. Return the window's description, the
-    position of the payload, and the object about pieces in earlier files."""
+    position of the payload, and the table of pieces in earlier files."""
     size = source.num_bytes
     if size < _HEADER.size:
         raise CheckpointError(f"{size} bytes are too few for a window file")
