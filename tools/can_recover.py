@@ -61,9 +61,9 @@ from megatron_ft.snapshot.window import Window
 from megatron_ft.telemetry.read import read_events, read_metrics
 
 NUM_MEASURED = 50
-"""Number of newest iterations whose median duration is the basis of predicted times."""
+"""Number of recent iterations. Predicted times use the median duration of these iterations."""
 _VOCABULARY = 1
-"""Placeholder for a vocabulary size that only the tokenizer knows. No result of this tool depends on it."""
+"""Placeholder for the vocabulary size, which only the tokenizer knows. No result of this tool depends on this size."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Answer:
     cost: Cost
     num_operators: int
     seconds_again: float | None
-    """Seconds for the iterations that would run again, from the median duration of an iteration; None if unknown."""
+    """Predicted seconds to repeat lost iterations: their number times the median duration. None if unknown."""
     seconds_to_continue: float | None
     """Median duration of earlier changes of membership in the run, in seconds. None if there were no such changes, or
     if ``living_state`` would not be used."""
@@ -125,7 +125,7 @@ class Run:
         return cls(path=path, config=config, events=events, layout=layout, is_running=is_running, status=status)
 
     def facts(self, plans: Sequence[PlacementPlan], snapshot: SnapshotReport | None) -> RecoveryFacts:
-        """Return the facts on which recovery strategies decide, including facts from the controller and the events."""
+        """Return the facts that recovery strategies decide on. Some come from the controller and the run's events."""
         facts, status = RecoveryFacts.of(self.config, plans, snapshot, self.layout), self.status
         num_nodes = self.config.launch.num_nodes
         has_changed = any(len(nodes) != num_nodes for nodes in nodes_since_restart(self.events))
@@ -170,7 +170,7 @@ class Run:
         return plans, loads
 
     def stored(self) -> tuple[Stored, tuple[str, ...]]:
-        """Return the stored states of the run, and a note on each state that is damaged or belongs to another run."""
+        """Return the stored states of the run, and a note for each stored state that is damaged or of another run."""
         metrics = read_metrics(self.path)
         identity = self._identity()
 
@@ -200,8 +200,8 @@ class Run:
         return stored, tuple(notes)
 
     def _identity(self) -> JobIdentity | None:
-        """Return the identity of the run without its settings; None if the folder contains no run id, because an older
-        version wrote it."""
+        """Return the identity of the run without its settings. Return None if the folder contains no run id, as in runs
+        of older versions."""
         if not (self.path / RUN_ID_NAME).exists():
             return None
         known = RunId.read(self.path)
@@ -210,7 +210,7 @@ class Run:
 
 
 def _not_own(identity: JobIdentity | None, found: Manifest | Window) -> str | None:
-    """Return the reason why a checkpoint or window belongs to another run; None if it belongs to this run."""
+    """Return why the checkpoint or window ``found`` belongs to another run; None if it belongs to ``identity``."""
     if identity is None:
         return None
     name = found.run_name if isinstance(found, Manifest) else "of another name"
@@ -232,14 +232,14 @@ def read_config(path: Path) -> JobConfig:
 
 
 def _on_its_device(config: JobConfig, events: Sequence[Record]) -> JobConfig:
-    """Return ``config`` with the device that the ranks reported last. If no rank has reported a device, return
-    ``config`` unchanged."""
+    """Return ``config`` with ``training.device`` set to the device that ranks reported last. Return ``config``
+    unchanged if no rank has reported a device."""
     reported = [event.device.partition(":")[0] for event in events if isinstance(event, RunStarted) and event.device]
     return on_device(config, reported[-1]) if reported else config
 
 
 def since_start(events: Sequence[Record]) -> Sequence[Record]:
-    """Return the events since the newest job has started its ranks for the first time."""
+    """Return the events of the newest job of the run, from the first start of its ranks on."""
     first, is_restarting = len(events), False
     for index, event in enumerate(events):
         if isinstance(event, RanksRestarted):
@@ -251,7 +251,7 @@ def since_start(events: Sequence[Record]) -> Sequence[Record]:
 
 
 def nodes_since_restart(events: Sequence[Record]) -> list[tuple[int, ...]]:
-    """Return the nodes of each membership since the newest start or restart of the ranks."""
+    """Return the nodes of each membership (set of ranks that train together) since the ranks last (re)started."""
     found: list[tuple[int, ...]] = []
     for event in since_start(events):
         if isinstance(event, RanksRestarted):
@@ -262,8 +262,8 @@ def nodes_since_restart(events: Sequence[Record]) -> list[tuple[int, ...]]:
 
 
 def windows_in_memory(events: Sequence[Record]) -> list[WindowCommitted]:
-    """Return the windows committed since the number of ranks last changed. Earlier windows cannot be loaded, because a
-    window needs the number of ranks that captured it."""
+    """Return the windows committed since the number of ranks last changed. Earlier windows cannot be loaded: a window
+    can be loaded only by as many ranks as captured it."""
     found: list[WindowCommitted] = []
     num_ranks = None
     for event in since_start(events):
@@ -276,8 +276,8 @@ def windows_in_memory(events: Sequence[Record]) -> list[WindowCommitted]:
 
 
 def placed_from(events: Sequence[Record]) -> int:
-    """Return the first iteration with the present placement of experts. Return 0 if experts have not moved since the
-    newest start or restart of the ranks."""
+    """Return the first iteration that used the present placement of experts on ranks. Return 0 if no expert has moved
+    since the ranks last started or restarted."""
     first = 0
     for event in since_start(events):
         if isinstance(event, RanksReady | RanksRestarted):
@@ -288,8 +288,8 @@ def placed_from(events: Sequence[Record]) -> int:
 
 
 def layout_of(config: JobConfig, events: Sequence[Record], members: Sequence[int] | None = None) -> MembershipLayout:
-    """Return the layout of the newest membership in ``events``, or of the start if no change is recorded. ``members``
-    are the current nodes of a running job. If they differ from the recorded nodes, return the layout of ``members``."""
+    """Return the parallel layout of the newest membership in ``events``. ``members`` are the current nodes of a running
+    job; if ``members`` differ from the nodes in ``events``, return the layout on ``members`` instead."""
     layouts, first = JobLayouts.of(config), tuple[int, ...]()
     changes: list[Record] = []
     for event in since_start(events):
@@ -307,7 +307,7 @@ def layout_of(config: JobConfig, events: Sequence[Record], members: Sequence[int
 
 
 def _memberships(events: Sequence[Record]) -> list[tuple[int, ...]]:
-    """Return the nodes of each membership that formed, except memberships whose iterations were discarded later."""
+    """Return the nodes of each membership, except memberships whose iterations a later recovery discarded."""
     found: list[MembershipChanged] = []
     for event in events:
         if not isinstance(event, MembershipChanged):
@@ -320,8 +320,8 @@ def _memberships(events: Sequence[Record]) -> list[tuple[int, ...]]:
 
 
 def ask_run(path: Path, lost: Sequence[int] | None, *, is_gone: bool, as_if_running: bool) -> Answer:
-    """Analyse the loss of nodes ``lost`` for the run in a folder. If ``lost`` is None, analyse the death of all
-    processes of the job. Raise a MegatronFtError if the folder cannot be read or ``lost`` is invalid."""
+    """Predict the recovery of the run in folder ``path`` if it lost the nodes ``lost``, or all its processes if
+    ``lost`` is None. Raise a MegatronFtError if the folder cannot be read or ``lost`` is invalid."""
     run = Run.of(path, as_if_running=as_if_running)
     plans, loads = run.placement()
     facts = run.facts(plans, SnapshotReport.of(run.config, _VOCABULARY))
@@ -336,7 +336,7 @@ def ask_run(path: Path, lost: Sequence[int] | None, *, is_gone: bool, as_if_runn
 
 
 def ask_config(overrides: Sequence[str], lost: Sequence[int] | None, *, is_gone: bool) -> Answer:
-    """Analyse a loss of nodes for a job that has not been started. Raise the same errors as ``ask_run``."""
+    """Predict the recovery of a job that has not been started. Raise a MegatronFtError for invalid arguments."""
     from megatron_ft.config.validate import validate
     from pretrain_moe import compose
 
@@ -363,7 +363,7 @@ def ask_config(overrides: Sequence[str], lost: Sequence[int] | None, *, is_gone:
 
 
 def _device_of(config: JobConfig) -> tuple[str, tuple[str, ...]]:
-    """Return the device for which the result is valid. If ranks may also run on the other device, add a note about it.
+    """Return the device (``cpu`` or ``cuda``) that the tool's result assumes, and a note if ranks may run on another.
 
     Raises:
         ConfigError: the configuration cannot run on its device.
@@ -383,13 +383,13 @@ def _device_of(config: JobConfig) -> tuple[str, tuple[str, ...]]:
 
 
 def iteration_seconds_of(run: Run) -> float | None:
-    """Return the median duration of the newest iterations of a run; None without records."""
+    """Return the median duration of the newest iterations of a run. Return None if no duration is recorded."""
     pace = [each.values["iteration_seconds"] for each in read_metrics(run.path) if "iteration_seconds" in each.values]
     return statistics.median(pace[-NUM_MEASURED:]) if pace else None
 
 
 def seconds_of(run: Run, cost: Cost) -> dict[str, float | None]:
-    """Return durations measured from the records of the run. A duration without records is None."""
+    """Predict two durations from the records of the run, by field of ``Answer``. None if the run has no records."""
     pace = iteration_seconds_of(run)
     changes = [event.seconds for event in run.events if isinstance(event, MembershipChanged)]
     again = None
@@ -421,7 +421,7 @@ def render(answer: Answer) -> str:
 
 
 def _held(cost: Cost) -> str:
-    """Return the words that follow the number of operators whose current state survives the loss."""
+    """Return the end of the line ``operators: N of M ...``. N operators have their current state on remaining nodes."""
     if cost.keeps_processes:
         return "keep their current state"
     return "have their current state on remaining nodes, but the recovery does not use this state"

@@ -18,7 +18,7 @@ _PRAGMA = re.compile(r"#\s*(?:noqa|type:|pragma|fmt:)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeSize:
-    """Size of the package's files."""
+    """Counts of lines, names and comments in the files of the package ``megatron_ft``."""
 
     num_lines: int
     """Number of lines, except those that contain only a comment."""
@@ -58,7 +58,7 @@ class CodeSize:
 
 
 def measure(root: Path = ROOT) -> CodeSize:
-    """Measure ``megatron_ft/`` below ``root``, without ``megatron_ft/testing/``."""
+    """Measure the Python files of ``root/megatron_ft/``, except those in ``megatron_ft/testing/``."""
     testing = root / "megatron_ft" / "testing"
     files = [path for path in sorted((root / "megatron_ft").rglob("*.py")) if testing not in path.parents]
     sources = {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in files}

@@ -239,7 +239,7 @@ SHOWN = tuple(
         *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
     )
 )
-"""Keys that commands print with their values, so that users can copy them to the command line of a new run."""
+"""Keys of ``model``. Commands print them with the checkpoint's values, to be copied to the command of a new run."""
 
 
 def _word(value: Any) -> str:
@@ -257,8 +257,8 @@ def _tell(line: str) -> None:
 
 
 class Progress:
-    """Prints lines of progress. A terminal shows all lines. Otherwise at most one line every ten seconds is printed, so
-    that the log of a batch job stays short. Used as a context manager; the end of the block prints the last line."""
+    """Prints lines of progress. A terminal shows all lines. Otherwise at most one line in ten seconds is printed, so
+    that the log of a batch job stays short. At the end of its ``with`` block, it prints the last line."""
 
     SECONDS = 10.0
 
@@ -275,7 +275,7 @@ class Progress:
             _tell(self._left)
 
     def __call__(self, line: str) -> None:
-        """Print ``line``. Too soon after another line, only keep it, until the next call or the end of the block."""
+        """Print ``line``, or keep it if another line was just printed. A kept line is printed if no line follows it."""
         now = self._clock()
         if self._is_terminal or now >= self._next_seconds:
             self._next_seconds, self._left = now + self.SECONDS, None

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def examine(overrides: Sequence[str], *, nodes_here: int | None) -> list[Finding]:
     """Return all findings for the job that ``overrides`` describe.
 
-    If required packages are missing, the configuration cannot be read, and the findings name only these packages.
+    If required packages are missing, return only findings about these packages, as the configuration cannot be read.
     """
     software = SoftwareFacts.observe()
     if lacking := software.missing():

@@ -40,7 +40,7 @@ _REQUIRED_BEFORE = {
     },
     "rollback": {"snapshot.policy": "must be given"},
 }
-"""Requirements of each recovery strategy, by key, in earlier versions, which supported only some layouts."""
+"""Requirements of each recovery strategy in earlier versions: what they demanded of each key of the configuration."""
 
 INTRODUCTION = """\
 # Configuration
@@ -96,7 +96,7 @@ def _row(doc: KeyDoc) -> str:
 
 
 def recovery_page() -> str:
-    """Return the text of docs/recovery.md with the present requirements of the recovery strategies."""
+    """Return the text of docs/recovery.md, with a new table of the requirements of the recovery strategies."""
     rows = ["| strategy | key | before | now | what is missing otherwise |", "|---|---|---|---|---|"]
     for name, requirements in REQUIREMENTS.items():
         now = {requirement.key: requirement for requirement in requirements}
@@ -106,7 +106,7 @@ def recovery_page() -> str:
 
 
 def _with_rows(path: Path, name: str, rows: Sequence[str]) -> str:
-    """Return the text of a page with ``rows`` between the two markers that are called ``name``."""
+    """Return the text of the page ``path`` with ``rows`` between ``<!-- name:begin -->`` and ``<!-- name:end -->``."""
     first, last = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     head, begin, rest = path.read_text(encoding="utf-8").partition(first)
     _, end, tail = rest.partition(last)
@@ -115,7 +115,7 @@ def _with_rows(path: Path, name: str, rows: Sequence[str]) -> str:
 
 
 def megatron_page() -> str:
-    """Return the text of docs/from-megatron-lm.md with the present answers to Megatron-LM's flags."""
+    """Return the text of docs/from-megatron-lm.md, with a new table of Megatron-LM's flags and their replacements."""
     rows: list[str] = []
     for section, of_section in groupby(flags().values(), key=lambda flag: flag.section):
         rows += ["", f"### {section}", "", "| Megatron-LM | here |", "|---|---|"]

@@ -58,7 +58,7 @@ def render(page: str) -> str:
     """Replace the generated tables in ``page``.
 
     Raises:
-        ValueError: ``page`` lacks a marker line that begins or ends a table.
+        ValueError: ``page`` has no marker line for the begin or end of a table.
     """
     for name, text in (("metrics", metrics_table()), ("events", events_table())):
         begin, end = _BEGIN.format(name=name), _END.format(name=name)

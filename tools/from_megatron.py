@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _divided(arguments: list[str]) -> tuple[list[str], bool, list[str]]:
-    """Return the tool's own options, whether there is a ``--``, and the words after it."""
+    """Split ``arguments`` at ``--``. Return the words before it, whether there is a ``--``, and the words after it."""
     if "--" not in arguments:
         return arguments, False, []
     at = arguments.index("--")
@@ -70,7 +70,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def table(translation: Translation) -> str:
-    """Return the translation as text: the answers, grouped by kind, then the command that starts the job."""
+    """Return the translation as text: the translation of each flag, then the command that starts the job."""
     lines = []
     for kind, meaning in _MEANINGS.items():
         answers = translation.with_kind(kind)

@@ -63,7 +63,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _find(path: Path, run: Path | None) -> tuple[Path, JobConfig]:
-    """Return the checkpoint (``path``, or the newest of run ``path``) and the configuration of its run, or of ``run``.
+    """Return the checkpoint ``path`` (or the newest of the run ``path``), and the configuration of its run or ``run``.
 
     Raises:
         CheckpointError: there is no undamaged checkpoint. DataError: the configuration cannot be read.
@@ -84,7 +84,7 @@ def _find(path: Path, run: Path | None) -> tuple[Path, JobConfig]:
 
 
 def _in_one_process(config: JobConfig, arguments: argparse.Namespace) -> JobConfig:
-    """Return ``config`` changed to a job of one rank with the same model. Raises ConfigError."""
+    """Return ``config`` changed to a job of one rank with the same model. Raise a ConfigError for a forced router."""
     if config.model.router != "learned":
         raise ConfigError.of(
             "model.router", config.model.router, "must be learned: forced routing does not depend on the text"

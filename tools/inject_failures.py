@@ -92,8 +92,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _inject(options: argparse.Namespace) -> list[str]:
-    """Inject the requested failures. Return a description of each failure that could not be injected. Raises
-    MegatronFtError."""
+    """Inject the failures that the command line requests. Return a description of each failure that could not be
+    injected. Raise a MegatronFtError for invalid options or if no job runs."""
     _check(options)
     with AdminClient(options.run_dir) as operator:
         operator.status()  # raises an error if no job runs in this folder
@@ -123,7 +123,7 @@ def _inject(options: argparse.Namespace) -> list[str]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Check that the options are consistent, before waiting for an iteration. Raises ConfigError."""
+    """Check that the options of the command line are consistent. Raise a ConfigError if they are not."""
     for option in ("minutes", "scale", "most-nodes"):
         if (value := getattr(options, option.replace("-", "_"))) is not None and options.trace is None:
             raise ConfigError.of(f"--{option}", value, "can only be used with --trace")
@@ -139,7 +139,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _launch(run_dir: Path) -> dict[str, int]:
-    """Read the numbers of nodes and ranks from the configuration of a run. Raises DataError."""
+    """Read the numbers of nodes and ranks from the run's configuration. Raise a DataError if it cannot be read."""
     path = run_dir / "config.yaml"
     try:
         config = with_present_keys(yaml.safe_load(path.read_text(encoding="utf-8")))

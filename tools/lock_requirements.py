@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "requirements"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 SETS: Mapping[str, str] = {"torch": "torch-needs.txt", "train": "train.txt", "docs": "docs.txt", "dev": "dev.txt"}
-"""Requirements file of each lock. Each lock includes the previous one."""
+"""Maps each lock file (file of pinned versions) to its requirements file. Each lock file includes the previous one."""
 HEADER = "# Written by `make lock` from constraints.txt; do not edit it by hand.\n"
 MEGATRON = ("0.17.1", "0.18.2", "0.19.0")
-"""Supported releases of Megatron-Core besides the one in constraints.txt. They have the same requirements."""
+"""Releases of Megatron-Core that are supported besides the one in constraints.txt. All have equal requirements."""
 _PLATFORM = "x86_64-manylinux_2_28"
 _PIN = re.compile(r'([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)(?:\s*;\s*python_version\s*(<|>=)\s*"3\.11")?')
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
@@ -31,7 +31,7 @@ _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Pin:
-    """Version of a package, with the Python versions to which it applies."""
+    """Pinned version of a package, with the versions of Python for which it is pinned."""
 
     name: str
     """Normalized name of the package: lower case, with ``-``."""
@@ -45,7 +45,7 @@ class Pin:
 
 
 def read_pins(text: str) -> dict[Pin, tuple[str, ...]]:
-    """Return the pins of a constraints file or of a lock, each with its hashes. Constraints have no hashes.
+    """Map each pinned version in a lock file or constraints file to its hashes. A constraints file has no hashes.
 
     Raises:
         ValueError: a line is neither a pin, a hash nor a comment.
@@ -67,12 +67,12 @@ def read_pins(text: str) -> dict[Pin, tuple[str, ...]]:
 
 
 def normal(name: str) -> str:
-    """Return a package's name in the normal form that package indexes compare."""
+    """Return a package's name in normal form: lower case, with ``-`` instead of ``_`` and ``.``."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def render(pins: Iterable[Pin], hashes: Mapping[Pin, Sequence[str]], includes: str | None = None) -> str:
-    """Return the text of a lock. ``includes`` names another lock that this one includes."""
+    """Return the text of a lock file with ``pins``. If ``includes`` is given, it includes that other lock file."""
     lines = [HEADER, *([f"-r {includes}.lock\n"] if includes else [])]
     for pin in sorted(pins):
         lines.append(" \\\n".join([str(pin), *(f"    --hash=sha256:{found}" for found in sorted(hashes[pin]))]) + "\n")
@@ -80,7 +80,7 @@ def render(pins: Iterable[Pin], hashes: Mapping[Pin, Sequence[str]], includes: s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write all locks."""
+    """Write all lock files of ``requirements/``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--uv", default="uv", help="the uv command")
     uv = parser.parse_args(argv).uv

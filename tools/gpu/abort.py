@@ -1,8 +1,8 @@
-"""Stage ``abort`` of a GPU day: kills or stops a rank inside an all-reduce.
+"""Stage ``abort`` of ``tools/gpu_day.py``, a series of tests on a GPU: kills or stops a rank inside an all-reduce.
 
 The other ranks must abort their communicators, continue in the same process, and form groups again without the lost
-rank. A stopped rank simulates a peer that does not answer over NVLink or InfiniBand, where a lost peer closes no
-connection.
+rank. A stopped rank simulates a rank that was lost behind NVLink or InfiniBand: it does not answer, but no connection
+is closed.
 """
 
 import os
@@ -22,8 +22,8 @@ from tools.gpu.transports import Transport, find_transport, join
 
 WORLD_SIZE, SHORT_WORLD_SIZE = 4, 3
 NUM_ELEMENTS = 1 << 25
-"""Number of elements of the all-reduce in which a rank is lost. Socket buffers are far smaller, so the operation
-cannot complete without the lost rank."""
+"""Number of elements of the all-reduce in which a rank is lost. This is far more than the buffers of sockets hold, so
+the all-reduce cannot complete without the lost rank."""
 UNTOUCHED_ELEMENTS, SHORT_UNTOUCHED_ELEMENTS = 1 << 28, 1 << 16
 TRIAL_SECONDS = 60.0
 BLOCKING = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}
@@ -32,7 +32,7 @@ _PAUSE_SECONDS = 0.005
 
 
 def run(day: Day) -> None:
-    """Run a trial for each way to lose a rank: killed or stopped."""
+    """Run a trial with a rank that is killed, and a trial with a rank that is stopped."""
     transport, ours = find_transport(day), surviving()
     for how in SIGNALS:
         with day.part(how):
@@ -54,8 +54,8 @@ def surviving() -> dict[str, str]:
 
 
 def _record_defaults(day: Day, transport: Transport) -> None:
-    """Record what happens to the other ranks with torch's default settings. The figures are not checked; they show why
-    ``surviving`` sets other values."""
+    """Record what a killed rank does to the other ranks with torch's default settings. The figures are not checked.
+    They show why ``surviving`` sets other values."""
     try:
         report: Any = run_trial(day, transport, "killed", {}, judged=False)
     except RuntimeError as error:
@@ -66,7 +66,7 @@ def _record_defaults(day: Day, transport: Transport) -> None:
 def run_trial(
     day: Day, transport: Transport, how: str, variables: dict[str, str], *, judged: bool = True
 ) -> dict[str, Any]:
-    """Lose the last rank inside a collective, and return the figures of the slowest remaining rank.
+    """Kill or stop the last rank inside a collective. Return the largest figures of the remaining ranks, by name.
 
     Raises:
         RuntimeError: a remaining rank raised an exception, ended or did not answer.
@@ -228,7 +228,7 @@ class _Breaker(threading.Thread):
 
 
 def _wait_for(tensor: Any, device: Any) -> str:
-    """Run an all-reduce in which one rank is lost. Return the type of the exception, or an empty string for none."""
+    """Run an all-reduce in which one rank is lost. Return the type of its exception, or an empty string without one."""
     import torch.distributed as dist
 
     try:

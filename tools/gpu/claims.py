@@ -1,6 +1,6 @@
-"""Stages of the call ``speed`` of a GPU day. Each measures a claim, stores the result and compares it with a threshold.
+"""Stages of ``tools/gpu_day.py speed``. Each measures a claim of ``benchmarks/claims.yaml`` and checks its threshold.
 
-A stage has the name of its claim. Without a GPU, it runs the quick variant on the CPU and ignores the threshold.
+A stage has the name of its claim. Without a GPU, a stage runs the quick variant on the CPU and checks no threshold.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from benchmarks.prove import FIELDS, prove
 from tools.gpu.day import Day
 
 RESERVE_SECONDS = 15.0
-"""Time reserved for stopping a script that takes too long, and for writing the result."""
+"""Part of the stage's time limit that is reserved for stopping a slow script and for writing the result."""
 
 
 def run(day: Day) -> None:

@@ -1,5 +1,5 @@
-"""Stage ``smoke`` of a GPU day: several ranks run every collective that training uses. Results are checked and
-timed."""
+"""Stage ``smoke`` of ``tools/gpu_day.py``, a series of tests on a GPU: several ranks run and time every collective
+that training uses, and check its result."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ REPEATS, SHORT_REPEATS = 20, 3
 
 
 def run(day: Day) -> None:
-    """Find a transport that works, and run every collective over it."""
+    """Find a transport (backend of torch.distributed) that works here, and run every collective over it."""
     transport = find_transport(day)
     if transport.backend != "nccl":
         day.lacks("NCCL", "no transport between ranks that share a GPU works on this machine")
@@ -36,7 +36,7 @@ def run(day: Day) -> None:
 
 
 def be_rank(place: ranks.Place, pipe: Any, *, backend: str, device_type: str, repeats: int) -> dict[str, Any]:
-    """Run each collective several times on one rank. Return median durations in seconds and wrong results."""
+    """Run each collective several times on one rank. Return its median seconds, and an error or wrong result."""
     import torch
 
     join(place, backend)
@@ -86,7 +86,7 @@ def _all_gather(place: ranks.Place, device: Any) -> bool:
 
 
 def _all_to_all(place: ranks.Place, device: Any) -> bool:
-    """Run an all-to-all in which rank i sends j + 1 rows with the value i to rank j. Return whether it is correct."""
+    """Send j + 1 rows with the value i from each rank i to each rank j. Return whether this rank received its rows."""
     import torch
     import torch.distributed as dist
 
@@ -110,7 +110,7 @@ def _reduce_scatter(place: ranks.Place, device: Any) -> bool:
 
 
 def _point_to_point(place: ranks.Place, device: Any) -> bool:
-    """Return whether every rank can send to the next rank and receive from the previous one."""
+    """Send a tensor to the next rank. Return whether the tensor of the previous rank arrived correctly."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Gives each stage of a GPU day its context, and stores its reports: figures, problems, and parts that could not run.
+"""Gives each stage of ``tools/gpu_day.py`` its context, and stores its reports: figures, problems, parts not run.
 
 Each report is appended to a file immediately, so that the reports of a stage that is killed are not lost.
 """
@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 GPU_DAY = "MEGATRON_FT_GPU_DAY"
-"""Environment variable, set to 1 in every stage that sees a GPU. With 1, a part of a stage that cannot run counts as a
-problem."""
+"""Environment variable that is 1 in every stage that sees a GPU. Such a stage fails if one of its parts cannot
+run."""
 REPORT = "report.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Day:
-    """Context of one stage of a GPU day."""
+    """Context of one stage of ``tools/gpu_day.py``: device, folders, deadline, and methods that report results."""
 
     device_type: str
     """``cuda`` or ``cpu``. On a CPU, stages run the same code with small sizes."""
     folder: Path
     """Folder of this stage: its log, its report and its files."""
     shared: Path
-    """Folder of the whole call. Files in it are available to later stages."""
+    """Folder that all stages of one call of ``tools/gpu_day.py`` share. Later stages can read its files."""
     deadline: float
     """Time at which the stage is killed, by ``time.monotonic()``."""
 
@@ -54,8 +54,8 @@ class Day:
             print(f"PROBLEM {problem}", flush=True)
 
     def lacks(self, part: str, reason: str) -> None:
-        """Report that a part of the stage cannot run on this machine. If ``MEGATRON_FT_GPU_DAY=1``, this is a
-        problem."""
+        """Report that a part of the stage cannot run on this machine. The stage fails if
+        ``MEGATRON_FT_GPU_DAY=1``."""
         if os.environ.get(GPU_DAY) == "1":
             self.check(False, f"{part} was not run: {reason}")
         else:
@@ -63,7 +63,7 @@ class Day:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Report an exception in the block as a problem, so that the next parts of the stage still run."""
+        """Report an exception in the ``with`` block as a problem. Then the next parts of the stage still run."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - after any exception, the next parts still run

@@ -1,4 +1,4 @@
-"""Runs one small dispatch with every kernel, for use under a sanitizer, and compares the result with the reference.
+"""Dispatches a few tokens to experts with every kernel, for compute-sanitizer, and compares results with the reference.
 
 python -m tools.gpu.dispatch_once cuda
 """
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def dispatch(name: str, device: str) -> bool:
-    """Return whether schedule, plan, rows and sums of a backend equal those of the reference."""
+    """Dispatch tokens with a backend. Return whether schedule, plan, rows and sums equal those of the reference."""
     routing = make_routing(num_ranks=4, topk=3, num_experts=16, tokens=(50, 1, 0, 33), skew=1.0, seed=5)
     backend, reference = open_backend(name), open_backend("reference")
     generator = torch.Generator().manual_seed(1)

@@ -1,5 +1,5 @@
-"""Stage ``facts`` of a GPU day: reports software versions and import times, and measures speeds of copies and matrix
-products, which limit the results of other stages."""
+"""Stage ``facts`` of ``tools/gpu_day.py``, a series of tests on a GPU: reports software versions and import times, and
+measures the speed of copies and matrix products, which limits the results of other stages."""
 
 import mmap
 import os
@@ -76,7 +76,7 @@ def _last_line(*command: str) -> str | None:
 
 
 def _output(command: tuple[str, ...]) -> list[str]:
-    """Return the lines that a program prints; empty if the program is not installed or fails."""
+    """Return the lines that a command prints. Return an empty list if its program is not installed or fails."""
     if shutil.which(command[0]) is None:
         return []
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
@@ -94,7 +94,7 @@ def _limits() -> dict[str, Any]:
 
 
 def _imports(day: Day) -> None:
-    """Report how long imports take, and check that a process can be forked after them."""
+    """Report how long imports take, and check that they leave the process in a state that can be forked."""
     day.record(import_seconds=warm.seconds)
     day.check(not warm.problem, f"imports failed: {warm.problem}")
     day.check(not torch.cuda.is_initialized(), "imports have initialised CUDA, so ranks cannot be forked")
@@ -105,8 +105,8 @@ def _imports(day: Day) -> None:
 
 
 def _copies_to_host(device: torch.device, num_bytes: int) -> dict[str, float]:
-    """Measure copies from the device to the host in bytes per second: into pageable memory, into pinned memory, and
-    with ``capture.capture_bandwidth``, which jobs use."""
+    """Measure the bytes per second of copies from the device to the host: into pageable memory, into pinned memory, and
+    as ``capture.capture_bandwidth`` measures them in jobs."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     targets = {"pageable": torch.ones(num_bytes, dtype=torch.uint8)}
     if device.type == "cuda":
@@ -121,8 +121,8 @@ def _copies_to_host(device: torch.device, num_bytes: int) -> dict[str, float]:
 
 
 def _mapped_file(device: torch.device, num_bytes: int) -> dict[str, Any]:
-    """Measure the seconds per GiB to allocate and to pin a memory-mapped file, and the bytes per second of copies into
-    it. On a GPU, also check whether other threads run while the memory is pinned."""
+    """Measure seconds per GiB to allocate a memory file, and bytes per second of copies from the device into it. On a
+    GPU, also measure seconds per GiB to pin the file, and whether other threads run meanwhile."""
     descriptor = os.memfd_create("facts")
     try:
         os.ftruncate(descriptor, num_bytes)
@@ -152,7 +152,7 @@ def _mapped_file(device: torch.device, num_bytes: int) -> dict[str, Any]:
 
 
 class _Ticks:
-    """Measures the longest time within a ``with`` block in which another thread did not run."""
+    """Measures the longest pause of a second thread during a ``with`` block, in ``longest_seconds``."""
 
     def __enter__(self) -> "_Ticks":
         self.longest_seconds = 0.0

@@ -1,7 +1,7 @@
-"""Stage ``parallel`` of a GPU day: trains in several parallel layouts on the device.
+"""Stage ``parallel`` of ``tools/gpu_day.py``, a series of tests on a GPU: trains in several parallel layouts.
 
-Each layout must give the losses of one rank on the CPU within a tolerance, and the same bits when it runs twice. Some
-layouts reduce gradients during the backward pass.
+Each layout must give the losses of one rank on the CPU within a tolerance. Two runs of a layout must give equal bits.
+One layout reduces gradients during the backward pass.
 """
 
 from typing import Any
@@ -22,14 +22,14 @@ LAYOUTS: dict[str, Layout] = {
 }
 SHORT_LAYOUTS = ("EP=2",)
 FIRST_TOLERANCE = 1e-5
-"""Relative tolerance for the loss of the first iteration, which all runs compute from the same initial state."""
+"""Relative tolerance for the loss of the first iteration. All layouts compute it from the same initial state."""
 TOLERANCE = 1e-2
-"""Relative tolerance for the losses of all iterations. Runs differ because rounding can change the
-expert to which a token is routed."""
+"""Relative tolerance for the losses of all iterations. Losses of different layouts differ because rounding can change
+the expert to which a token is routed."""
 
 
 def run(day: Day) -> None:
-    """Train twice in every layout, and compare the results."""
+    """Train twice in every layout. Compare the results with each other and with those of one rank on the CPU."""
     transport = find_transport(day)
     with day.part("one rank on the CPU"):
         expected = _on_cpu(day)
@@ -39,7 +39,7 @@ def run(day: Day) -> None:
 
 
 def _on_cpu(day: Day) -> dict[str, Any]:
-    """Train one rank on the CPU, in a process that does not see the GPU."""
+    """Return the results of training one rank on the CPU, in a process that does not see the GPU."""
     config, seconds = ranks.config_for("cpu", MODEL), day.remaining_seconds - 10
     if day.has_gpu:
         jobs = {"one": {"config": config, "world_size": 1}}
@@ -68,7 +68,7 @@ def _compare(day: Day, transport: Transport, name: str, expected: dict[str, Any]
 
 
 def train(day: Day, transport: Transport, world_size: int, parallel: dict[str, Any]) -> list[dict[str, Any]]:
-    """Train on every rank of a layout. Return the results of the ranks."""
+    """Train a few iterations in the parallel layout ``parallel``. Return the results of its ranks in rank order."""
     overrides = {**MODEL, **parallel}
     if day.has_gpu and transport.backend != "nccl":
         overrides["parallel.device_backend"] = transport.backend

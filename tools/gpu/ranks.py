@@ -1,7 +1,7 @@
-"""Runs a function on every rank of a small job on one device. Most stages run ``train``, which runs a few iterations.
+"""Runs a function on every rank of a small job on one device. Most stages of ``tools/gpu_day.py`` run ``train``.
 
-``python -m tools.gpu.ranks SPEC OUT`` runs a job in another interpreter. On a machine with a GPU, the reference job on
-the CPU needs this, because one process cannot use both devices.
+``python -m tools.gpu.ranks SPEC OUT`` runs jobs in another interpreter. On a machine with a GPU, the reference job on
+the CPU needs its own interpreter, because one process cannot train on the CPU and on the GPU.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ JOB_SECONDS = 120.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Rank of a process in a job, with what the process needs to join the job."""
+    """Rank of a process in a job, with the number of ranks and the port that the process needs to join the job."""
 
     rank: int
     world_size: int
@@ -45,7 +45,7 @@ class Place:
 
 
 class RankProcess:
-    """Rank that runs as a forked process, with a pipe to this process."""
+    """One rank of a job: a process forked from this process, and a pipe to it."""
 
     def __init__(self, entry: str, place: Place, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         fork = multiprocessing.get_context("fork")
@@ -83,8 +83,8 @@ class RankProcess:
 def start_ranks(
     entry: str, *, world_size: int, arguments: Mapping[str, Any], environments: Sequence[Mapping[str, str]] = ()
 ) -> list[RankProcess]:
-    """Fork all ranks. Each rank calls the function ``entry`` (``module:function``) with its ``Place``, its pipe to this
-    process, and ``arguments``."""
+    """Fork a process for each rank. Each process calls the function ``entry`` (``module:function``) with its ``Place``
+    (rank and port), its pipe to this process, and ``arguments``."""
     port = free_port("127.0.0.1")
     places = [Place(rank=rank, world_size=world_size, port=port) for rank in range(world_size)]
     sets = environments or [{}] * world_size
@@ -102,8 +102,8 @@ def run_ranks(
     """Run all ranks until they end. Return their results in rank order.
 
     Raises:
-        RuntimeError: a rank raised an exception, ended or took longer than ``seconds``. The message describes the first
-            such rank.
+        RuntimeError: a rank raised an exception, ended or took longer than ``seconds``. The message names the rank that
+            failed first.
     """
     deadline = time.monotonic() + seconds
     ranks = start_ranks(entry, world_size=world_size, arguments=arguments, environments=environments)
@@ -119,7 +119,7 @@ def receive_all(ranks: Sequence[RankProcess], deadline: float) -> list[Any]:
 
     Raises:
         RuntimeError: a rank raised an exception, ended, or reported nothing until the deadline. The message names the
-            first rank that raised or ended, because other ranks may only be waiting for that rank.
+            rank that failed first, because other ranks may only be waiting for that rank.
     """
     waiting, results = {rank.pipe: rank for rank in ranks}, {}
     while waiting:
@@ -136,7 +136,7 @@ def receive_all(ranks: Sequence[RankProcess], deadline: float) -> list[Any]:
 def run_apart(
     jobs: Mapping[str, Mapping[str, Any]], *, folder: Path, seconds: float, sees_gpu: bool = False
 ) -> dict[str, list[Any]]:
-    """Train jobs in another interpreter. Return the results of the ranks by job name.
+    """Train jobs in another interpreter. Map the name of each job to the results of its ranks.
 
     Args:
         jobs: Maps the name of each job to ``config``, ``world_size`` and optionally ``environments``, a list with the
@@ -174,7 +174,7 @@ def _be_rank(
 
 
 def config_for(device_type: str, overrides: Mapping[str, Any], *, world_size: int = 1) -> dict[str, Any]:
-    """Return the configuration of a small job on a device, for ``train``."""
+    """Return the configuration of a small job on a device, as the argument ``config`` of ``train``."""
     from megatron_ft.testing.engines import micro_config
 
     device = {"training.device": device_type, "launch.ranks_per_gpu": world_size}
@@ -182,8 +182,8 @@ def config_for(device_type: str, overrides: Mapping[str, Any], *, world_size: in
 
 
 def open_engine(place: Place, job: JobConfig) -> "TrainingEngine":
-    """Make this process a rank of ``job`` on the job's device, and build a ``TrainingEngine`` with generated
-    samples."""
+    """Make this process the rank ``place.rank`` of ``job``. Return the rank's ``TrainingEngine``, which trains on
+    generated samples."""
     import torch.distributed as dist
 
     from megatron_ft.mcore.device.install import install, take_device
@@ -223,7 +223,7 @@ def open_engine(place: Place, job: JobConfig) -> "TrainingEngine":
 
 
 def train(place: Place, pipe: Connection, *, config: dict[str, Any]) -> dict[str, Any]:
-    """Train ``NUM_ITERATIONS`` iterations on the configured device. Return the results and their durations."""
+    """Train ``NUM_ITERATIONS`` iterations on the configured device. Return losses, other results and durations."""
     import torch
 
     engine = open_engine(place, from_dict(config))
@@ -249,12 +249,12 @@ def train(place: Place, pipe: Connection, *, config: dict[str, Any]) -> dict[str
 
 
 def bits(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a result that must be equal bit for bit if the same job runs twice."""
+    """Return the entries of a rank's training result that must be bit-identical if the same job runs twice."""
     return {name: result[name] for name in ("losses", "grad_norms", "aux_losses", "load", "evaluation", "digest")}
 
 
 def difference(result: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
-    """Return the largest relative difference of losses, gradient norms and auxiliary losses; infinity if one is NaN."""
+    """Return the largest relative difference between losses and gradient norms of two results; infinity for a NaN."""
     pairs = [
         pair
         for name in ("losses", "grad_norms", "aux_losses")
@@ -265,7 +265,7 @@ def difference(result: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train the jobs that a file describes, and write the results of the ranks to another file."""
+    """Train the jobs that a JSON file describes, and write the results of their ranks to another file."""
     from megatron_ft.mcore.rank_main import warm, warm_cuda
     from tools.gpu.day import find_device_type
 

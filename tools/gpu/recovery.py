@@ -1,7 +1,7 @@
-"""Stage ``recovery`` of a GPU day: runs the real program on the device.
+"""Stage ``recovery`` of ``tools/gpu_day.py``, a series of tests on a GPU: recovers jobs of the real program.
 
-In one run, ranks are killed and continue from the window in the node's memory. Another run is stopped and continues
-from its checkpoint. Both runs must give the same bits as an undisturbed run.
+In one run, a rank is killed and continues from a window of snapshots in the node's memory. Another run is stopped and
+continues from its checkpoint. Both runs must give the same bits as a run without kills or stops.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ SHORT_KILLS = (("backward", 6), ("forward", 7))
 MIN_WINDOW_ITERATIONS = 3
 _POLICY = "{_target_:megatron_ft.planning.snapshot.sparse_window.SparseWindow}"
 SLICE_BYTES = 700_000
-"""Bytes of state that are captured in each iteration. The number is so small that a window of ``moe_micro`` has
-several iterations."""
+"""Bytes of state that are captured in each iteration. The number is so small that capturing the whole state of
+``moe_micro`` takes several iterations."""
 _JOB = (
     "model=moe_micro",
     "model.num_layers=2",
@@ -45,18 +45,18 @@ _JOB = (
     "launch.ranks_per_node=1",
 )
 Kills = Sequence[tuple[str, int]]
-"""Phase and iteration of each kill, in the order of the kills."""
+"""Sequence of (phase, iteration): the moments at which the rank is killed."""
 
 
 def run(day: Day) -> None:
-    """Run the jobs and compare their records."""
+    """Run a job without failures, a job with kills and a job that is stopped. Compare their losses and states."""
     kills, num_iterations = (KILLS, NUM_ITERATIONS) if day.has_gpu else (SHORT_KILLS, SHORT_ITERATIONS)
     run_kills(day, kills, num_iterations=num_iterations, also_stops=True)
 
 
 def run_kills(day: Day, kills: Kills, *, num_iterations: int, also_stops: bool = False) -> None:
-    """Compare a job whose rank is killed with an undisturbed job. If ``also_stops`` is true, also compare a job that is
-    stopped and resumed."""
+    """Run a job whose rank is killed, and a reference job without kills. Check that the results are bit-identical. If
+    ``also_stops`` is true, also compare a job that is stopped and resumed."""
     with rank_server(day.device_type) as socket, ThreadPoolExecutor(2) as pool:
         jobs = Jobs(day, socket, num_iterations)
         left_alone = pool.submit(jobs.run, "left-alone", [])
@@ -107,7 +107,7 @@ def _serve(path: str, device_type: str, held: int, ends: int, says: Any) -> None
 
 
 def job_words(device_type: str, num_iterations: int) -> list[str]:
-    """Return the overrides that all jobs have in common."""
+    """Return the overrides that all jobs of this stage have in common."""
     return [*_JOB, f"training.device={device_type}", f"training.train_iterations={num_iterations}"]
 
 
@@ -123,7 +123,7 @@ def windows(slice_bytes: int) -> list[str]:
 
 
 class Jobs:
-    """Starts jobs from the same fork server."""
+    """Starts the jobs of a stage. The fork server at ``socket`` forks the ranks of all these jobs."""
 
     def __init__(self, day: Day, socket: str, num_iterations: int) -> None:
         self._day, self._socket, self._num_iterations = day, socket, num_iterations
@@ -158,8 +158,8 @@ def failpoints(kills: Kills) -> str:
 
 
 def judge_kills(day: Day, run: JobResult, kills: Kills, reference: Generation) -> None:
-    """Check that every kill happened, that after each kill the job continued from a window in memory, and that all
-    bits are equal to those of ``reference``."""
+    """Check that every kill happened, that the job continued from a window in memory after each kill, and that all
+    its losses and digests of state equal those of ``reference``."""
     generations = generations_of(run)
     day.check(
         len(generations) == len(kills) + 1, f"the job restarted {len(generations) - 1} times after {len(kills)} kills"
@@ -184,7 +184,7 @@ def judge_kills(day: Day, run: JobResult, kills: Kills, reference: Generation) -
 
 
 def judge_resumed(day: Day, run: JobResult, reference: Generation) -> None:
-    """Check that the resumed run has all iterations, and that all bits are equal to those of ``reference``."""
+    """Check that the resumed run has all iterations, and that its losses and digests equal those of ``reference``."""
     found = generations_of(run)
     differences = _differences(found, reference)
     day.check(not differences, f"stopped: {differences[:3]}")

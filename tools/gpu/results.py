@@ -1,5 +1,5 @@
-"""Stores the results of a call of a GPU day: a line for each stage when the stage ends, and at the end of the call a
-record, an archive of logs and a table."""
+"""Stores the results of ``tools/gpu_day.py``, a series of tests on a GPU. Writes a line when a stage ends, and a
+record, an archive of logs and a table at the end."""
 
 import datetime
 import io
@@ -20,7 +20,7 @@ _LOG_TAIL = 2000
 
 
 def append_line(path: Path, outcome: Outcome) -> None:
-    """Append the outcome to ``path`` as a JSON line, and print it. If the stage failed, include the end of its log."""
+    """Append the outcome of a stage to ``path`` as a JSON line, and print this line. A failed stage adds its log."""
     entry = asdict(outcome) | {"log": outcome.log[-_LOG_TAIL:] if outcome.failed else ""}
     line = json.dumps(without_paths(entry))
     with path.open("a", encoding="utf-8") as file:
@@ -29,9 +29,9 @@ def append_line(path: Path, outcome: Outcome) -> None:
 
 
 def keep(call: str, outcomes: Sequence[Outcome], *, out: Path, results_dir: Path) -> None:
-    """Write ``<call>.json`` and ``<call>-logs.tar.gz`` to ``out``. The archive includes the results of claims.
+    """Write the record ``<call>.json`` and the archive ``<call>-logs.tar.gz`` to ``out``.
 
-    If the stages ran on a GPU, the record is also written to ``results_dir``.
+    The archive includes results of claims. If the stages ran on a GPU, also write the record to ``results_dir``.
     """
     record = make_record(call, outcomes)
     text = json.dumps(record, indent=2, sort_keys=True) + "\n"
@@ -51,7 +51,7 @@ def keep(call: str, outcomes: Sequence[Outcome], *, out: Path, results_dir: Path
 
 
 def make_record(call: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return the outcomes of a call in the format of a claim's result, without host names and paths of the machine."""
+    """Return the outcomes of all stages in the format of a benchmark's result, without host names and paths."""
     passed = [outcome.stage for outcome in outcomes if not outcome.failed]
     others = [f"{outcome.stage} {outcome.status}" for outcome in outcomes if outcome.failed]
     record = {
@@ -71,7 +71,7 @@ def make_record(call: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def without_paths(value: Any) -> Any:
-    """Replace every absolute path in the texts of ``value`` by its last part."""
+    """Return ``value`` with each absolute path ``/a/b/c`` in its strings replaced by ``<path>/c``."""
     if isinstance(value, str):
         return _PATH.sub(lambda match: f"<path>/{match.group().rstrip('/').rpartition('/')[2]}", value)
     if isinstance(value, dict):
@@ -82,7 +82,7 @@ def without_paths(value: Any) -> Any:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Return a table: a line per stage with status, seconds, name and purpose, then its problems and skipped parts."""
+    """Return a table with a line for each stage: status, seconds, name and purpose. A stage's problems follow it."""
     lines = []
     for outcome in outcomes:
         lines.append(f"{outcome.status:<10}{outcome.seconds:>7.1f} s  {outcome.stage:<22}{outcome.about}")

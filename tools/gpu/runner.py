@@ -1,5 +1,5 @@
-"""Runs the stages of a GPU day within a time budget. All stages are forked from one process that has imported all
-packages."""
+"""Runs the stages of ``tools/gpu_day.py``, a series of tests on a GPU, within a time budget. All stages are forked from
+one process that has imported all packages."""
 
 import contextlib
 import importlib
@@ -20,14 +20,14 @@ from tools.gpu.stages import Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 RESERVE_SECONDS = 5.0
-"""Part of the budget that is reserved for writing results and the table."""
+"""Part of the time budget that is reserved for writing results and the table."""
 LEAST_SECONDS = 5.0
-"""Remaining budget below which no further stage is started."""
+"""Remaining time budget that is needed to start another stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Outcome of one stage."""
+    """Outcome of one stage of ``tools/gpu_day.py``: its status, duration, figures, problems and log."""
 
     stage: str
     about: str
@@ -44,7 +44,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Return whether the stage makes the call fail."""
+        """Return whether the stage did not pass. Then the whole call of ``tools/gpu_day.py`` fails."""
         return self.status != "passed"
 
 
@@ -109,12 +109,12 @@ def _run_stage(stage: Stage, limit_seconds: float, work: Path) -> Outcome:
 
 
 def _do_nothing() -> None:
-    """Return at once. When a process has run this function, the fork server has started and imported all packages."""
+    """Do nothing. Running this function in a process makes the fork server start and import all packages first."""
 
 
 def _start(function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
-    """Start a process from the fork server. If the server cannot run, e.g. because an import kills it, start a new
-    interpreter."""
+    """Start ``function`` in a process from the fork server. If the fork server cannot run, e.g. because an import kills
+    it, start ``function`` in a new interpreter."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tools.gpu.warm"])
     try:
@@ -135,7 +135,7 @@ def _status(timed_out: bool, exit_code: int | None, problems: Sequence[str]) -> 
 
 
 def _be_stage(entry: str, folder: str, shared: str, deadline: float, mark: str) -> None:
-    """Run one stage. This process was started only for this stage."""
+    """Run one stage in this process, which runs nothing else."""
     os.setsid()
     log = os.open(f"{folder}/log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)

@@ -1,5 +1,5 @@
-"""Stage ``sanitizer`` of a GPU day: runs a dispatch with every kernel, and updates of FP8 state, under
-compute-sanitizer."""
+"""Stage ``sanitizer`` of ``tools/gpu_day.py``, a series of tests on a GPU: runs the kernels of dispatch and of FP8
+updates under compute-sanitizer."""
 
 import itertools
 import shutil
@@ -21,12 +21,12 @@ PROGRAMS = {
         "tests/gpu/test_fp8.py::test_the_kernel_writes_nothing_outside_its_range",
     ),
 }
-"""Maps each program that is checked to its module and arguments (``python -m ...``)."""
+"""Programs that run under compute-sanitizer. Maps the name of each to its module and arguments (``python -m ...``)."""
 _FOUND = 99
 
 
 def run(day: Day) -> None:
-    """Run every program under every check of compute-sanitizer. Without a GPU, run only a dispatch on the CPU."""
+    """Run each of ``PROGRAMS`` under each tool of compute-sanitizer. Without a GPU, run only a dispatch on the CPU."""
     if not day.has_gpu:
         day.check(dispatch("reference", "cpu"), "the results of the dispatch differ from those of the reference")
     for name, check in itertools.product(PROGRAMS, CHECKS):

@@ -1,4 +1,4 @@
-"""Lists the stages of each call of a GPU day by priority. If the budget is short, the last stages are left out."""
+"""Lists the stages of each call of ``tools/gpu_day.py`` by priority. If time is short, the last stages do not run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ class Stage:
 
     name: str
     entry: str
-    """Function of the stage as ``module:function``. It is called with a ``Day``, to which it reports."""
+    """Function of the stage as ``module:function``. Its argument is a ``Day``, which stores its results."""
     seconds: float
-    """Time limit in seconds."""
+    """Time limit of the stage in seconds."""
     about: str
     """Text about what the stage checks or measures, shown in the table of results."""
 

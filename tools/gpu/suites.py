@@ -1,7 +1,7 @@
-"""Stages ``dispatch``, ``fp8``, ``snapshots`` and ``engine`` of a GPU day: run the tests that need a GPU. Pytest runs
-in the stage's process.
+"""Stages ``dispatch``, ``fp8``, ``snapshots`` and ``engine`` of ``tools/gpu_day.py``: run the pytest tests that need a
+GPU, in the stage's process.
 
-Without a GPU these tests are skipped. A few tests that can run on a CPU run instead.
+Without a GPU, each stage runs a few tests that need no GPU instead.
 """
 
 import xml.etree.ElementTree as ElementTree
@@ -22,7 +22,7 @@ def run_dispatch(day: Day) -> None:
 
 
 def run_fp8(day: Day) -> None:
-    """Run the tests of FP8 products and of scaled AdamW, except the comparison with FusedAdam in stage ``engine``.
+    """Run the GPU tests of FP8 products and of scaled AdamW. The comparison with FusedAdam is part of stage ``engine``.
     Without a GPU, run tests of ``transformer_engine_ext`` that need no GPU."""
     run_tests(
         day, (FP8, "-k", "not fused_adam") if day.has_gpu else ("tests/unit/transformer_engine_ext/test_providers.py",)

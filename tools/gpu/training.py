@@ -1,5 +1,5 @@
-"""Stage ``training`` of a GPU day: trains one rank on the device in every precision. The losses must equal those of the
-CPU within a tolerance, and two runs must give the same bits."""
+"""Stage ``training`` of ``tools/gpu_day.py``, a series of tests on a GPU: trains one rank in every precision.
+The losses must equal those of the CPU within a tolerance, and two runs on the GPU must give the same bits."""
 
 from typing import Any
 
@@ -23,13 +23,13 @@ VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
     "grouped queries": ({"model.num_query_groups": 2}, 1e-4),
     "shared expert": ({"model.moe_shared_expert_intermediate_size": 32}, 1e-4),
 }
-"""Overrides of each variant, and the largest allowed relative difference from results of the CPU in fp32."""
+"""Maps each variant to its overrides, and the largest allowed relative difference of its losses from fp32 on a CPU."""
 ON_SHORT_DAYS = ("bf16",)
 _SECONDS = 60.0
 
 
 def run(day: Day) -> None:
-    """Train every variant twice on the device, and once in fp32 on the CPU."""
+    """Train each of ``VARIANTS`` twice on the device, and once in fp32 on the CPU. Compare the results."""
     names = list(VARIANTS) if day.has_gpu else list(ON_SHORT_DAYS)
     jobs = {name: _job("cpu", fp32(VARIANTS[name][0])) for name in names}
     with day.part("training on the CPU"):

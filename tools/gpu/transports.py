@@ -22,22 +22,22 @@ SOCKETS_ONLY = {
     "NCCL_PROTO": "Simple",
 }
 PROBE_SECONDS = 30.0
-"""Time limit of one attempt. Even if all three attempts hang, the stage has time left to report this."""
+"""Time limit for the test of one transport. Even if all three tests hang, the stage has time to report this."""
 TIMEOUT_SECONDS = 60.0
-"""Timeout of process groups."""
+"""Timeout of the process groups that a stage forms."""
 _FILE = "transport.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """Transport between the ranks of a job."""
+    """Backend of torch.distributed with the environment variables that let several ranks share one GPU."""
 
     name: str
     backend: str
     """Backend of torch's process groups for tensors on the device."""
     variables: Mapping[str, str] = field(default_factory=dict)
     host_ids: bool = False
-    """Whether each rank pretends to be on a different host."""
+    """Whether each rank sets another ``NCCL_HOSTID``, so that NCCL treats the ranks as on different hosts."""
 
     def environments(self, world_size: int, more: Mapping[str, str] | None = None) -> list[dict[str, str]]:
         """Return the environment variables of each rank, including ``more``."""
@@ -60,7 +60,7 @@ TRANSPORTS = (
 
 
 def find_transport(day: Day) -> Transport:
-    """Return the first transport that works. A result of an earlier stage of the same call is used again.
+    """Return the first of ``TRANSPORTS`` that works. An earlier stage of the same call may have found it already.
 
     Raises:
         RuntimeError: no transport works.
@@ -83,7 +83,7 @@ def find_transport(day: Day) -> Transport:
 
 
 def _probe(day: Day, transport: Transport) -> None:
-    """Sum a tensor over two ranks. Raise a RuntimeError if this fails or gives a wrong sum."""
+    """Test a transport: sum a tensor over two ranks. Raise a RuntimeError if this fails or gives a wrong sum."""
     sums = ranks.run_ranks(
         "tools.gpu.transports:add_up",
         world_size=2,
@@ -96,7 +96,7 @@ def _probe(day: Day, transport: Transport) -> None:
 
 
 def add_up(place: ranks.Place, pipe: Any, *, backend: str, device_type: str) -> float:
-    """Sum the numbers of all ranks, counted from 1, with an all-reduce on the device. Return the sum."""
+    """Sum rank + 1 over all ranks with an all-reduce on the device. Return the sum."""
     import torch
     import torch.distributed as dist
 
@@ -107,7 +107,7 @@ def add_up(place: ranks.Place, pipe: Any, *, backend: str, device_type: str) -> 
 
 
 def join(place: ranks.Place, backend: str, *, prefix: str = "first", store: Any = None) -> Any:
-    """Form the default process group with ``store``, or else with a new store in rank 0. Return the store."""
+    """Form the default process group. Use ``store``, or a new TCPStore in rank 0 if None. Return the store."""
     import datetime
 
     import torch.distributed as dist

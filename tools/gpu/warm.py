@@ -1,6 +1,6 @@
-"""Imports once, in the fork server, all packages that stages need.
+"""Imports all packages that stages of ``tools/gpu_day.py`` need. The fork server, which forks all stages, preloads it.
 
-Importing this module imports those packages, because a fork server of ``multiprocessing`` can only preload modules.
+The imports run when this module is imported, because a fork server of ``multiprocessing`` can only preload modules.
 If an import fails, ``problem`` contains the traceback, and each stage that needs the package fails. ``device_type`` is
 set before Megatron's layer for CPUs is installed, because this layer changes the device that torch reports.
 """
@@ -12,7 +12,7 @@ import warnings
 from importlib import import_module
 
 MAX_SECONDS = 240
-"""Time limit of all imports. If an import hangs, the fork server ends, and stages start without it."""
+"""Time limit of all imports in seconds. If an import hangs, the fork server ends, and stages start without it."""
 problem = ""
 device_type = "cpu"
 seconds: dict[str, float] = {}
