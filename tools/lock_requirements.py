@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _hashes(uv: str, pins: Iterable[Pin], python: str, kinds: tuple[str, str]) -> dict[Pin, tuple[str, ...]]:
-    """Return the hashes, from the package index, of the pins whose ``pythons`` is in ``kinds``."""
+    """Read the hashes of pinned packages from the package index, for the pins whose ``pythons`` is in ``kinds``."""
     wanted = [pin for pin in pins if pin.pythons in kinds]
     plain = {Pin(pin.name, pin.version): pin for pin in wanted}
     with tempfile.TemporaryDirectory() as folder:
@@ -116,8 +116,8 @@ def _hashes(uv: str, pins: Iterable[Pin], python: str, kinds: tuple[str, str]) -
 
 
 def _closure(uv: str, files: Sequence[str], python: str) -> set[str]:
-    """Return all packages that an installation of ``files`` contains, without torch and the packages that only CUDA
-    builds of torch need."""
+    """Return the names of all packages that installing the requirements ``files`` would install. Leave out torch and
+    packages that only CUDA builds of torch need."""
     with tempfile.TemporaryDirectory() as folder:
         never = Path(folder, "never.txt")
         never.write_text('torch==0; sys_platform == "never"\n')

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MIN_REPLICAS = 2
 MAX_CURVE_NODES = 16
-"""Largest number of nodes for which plots show a whole survival curve. For more nodes, plots show survival only for the
-requested numbers of lost nodes."""
+"""Largest number of nodes for which plots show survival for every number of lost nodes. For more nodes, plots show it
+only for the requested numbers of lost nodes."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,13 +77,13 @@ def parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Placement plan with survival probabilities. ``joint`` has the probabilities for all layers together."""
+    """Placement plan with survival probabilities. ``joint`` has the probabilities that no layer loses an expert."""
 
     allocations: tuple[Allocation, ...]
-    """Replica counts computed for each layer; empty if the counts were given on the command line."""
+    """Replica counts of experts, computed for each layer. Empty if the command line gives the replica counts."""
     plan: PlacementPlan
     layers: tuple[tuple[Survival, ...], ...]
-    """Survival probabilities of each layer, one for each number of lost nodes."""
+    """For each layer and each number of lost nodes: the probability that every expert still has a replica."""
     joint: tuple[Survival, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def plan(options: argparse.Namespace) -> Result:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check the numbers on the command line. Raise a ConfigError for an impossible number."""
+    """Check the options of the command line. Raise a ConfigError for an impossible number or combination."""
     for key in ("num_nodes", "slots_per_node", "min_replicas"):
         value = getattr(options, key)
         if value is not None and value < 1:
@@ -154,7 +154,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def lost_of(options: argparse.Namespace) -> tuple[int, ...]:
-    """Return the numbers of simultaneously lost nodes for which survival is computed."""
+    """Return the numbers k for which the tool computes the probability to survive a loss of k nodes at once."""
     return tuple(dict.fromkeys(options.lost_nodes or [k for k in (1, 2) if k <= options.num_nodes]))
 
 
@@ -171,8 +171,8 @@ def flag(name: str) -> str:
 def demand(
     options: argparse.Namespace,
 ) -> tuple[list[list[float]] | None, tuple[Allocation, ...], list[tuple[int, ...]]]:
-    """Return the loads, the allocation and the replica counts of each layer. With ``--replica-counts``, there is only
-    one layer, and no loads (None) and no allocations."""
+    """Return loads, allocation and replica counts, each for every layer. With ``--replica-counts``, return None, no
+    allocations, and the replica counts of a single layer."""
     num_slots = options.num_nodes * options.slots_per_node
     if options.replica_counts is not None:
         counts = parse_counts(options.replica_counts)
@@ -197,29 +197,29 @@ def parse_counts(text: str) -> tuple[int, ...]:
 
 
 def read_loads(options: argparse.Namespace) -> Tokens:
-    """Read the recorded loads as ``[layers, experts]``, of one iteration or summed over all."""
+    """Read recorded tokens per expert as ``[layers, experts]``: of ``--iteration``, or the sum of all iterations."""
     recorded = ExpertLoads.read(options.loads)
     return recorded.per_layer(None if options.iteration is None else recorded.record_of(options.iteration))
 
 
 def chosen_algorithm(options: argparse.Namespace, lost: Sequence[int]) -> PlacementAlgorithm:
-    """Return the chosen placement algorithm. ``overlap_search`` optimizes the survival of each number of lost nodes in
-    ``lost``, with equal weights."""
+    """Return the chosen placement algorithm. ``overlap_search`` maximizes the probabilities to survive k lost nodes,
+    for each k in ``lost`` with equal weight."""
     if options.algorithm != "overlap_search":
         return ALGORITHMS[options.algorithm]()
     return search_for(lost, options.num_nodes, options.survival_share or 0.0)
 
 
 def search_for(lost: Sequence[int], num_nodes: int, survival_share: float = 0.0) -> OverlapSearch:
-    """Return an ``OverlapSearch`` that optimizes the survival of each number of lost nodes in ``lost``."""
+    """Return an ``OverlapSearch`` that maximizes the probabilities to survive k lost nodes, for each k in ``lost``."""
     weights = tuple(float(k in lost) for k in range(1, num_nodes + 1))
     objective = SurvivalObjective(lost_weights=weights) if any(weights) else SurvivalObjective()
     return OverlapSearch(objective=objective, survival_share=survival_share)
 
 
 def curve(options: argparse.Namespace) -> list[TradeoffPoint]:
-    """Compute survival and balance for each number of slots per node. The first number is the smallest with which every
-    expert has its minimum number of replicas. The last number is ``--slots-per-node``."""
+    """Compute survival and balance for each number of slots per node, up to ``--slots-per-node``. The smallest number
+    of slots is just enough for the minimum number of replicas of every expert."""
     check(options)
     lost, loads = lost_of(options), read_loads(options).tolist()
     fewest = min(-(-floor_of(options) * len(loads[0]) // options.num_nodes), options.slots_per_node)
@@ -236,7 +236,7 @@ def curve(options: argparse.Namespace) -> list[TradeoffPoint]:
 
 
 def curve_table(points: Sequence[TradeoffPoint]) -> str:
-    """Format the points of a curve as text."""
+    """Format the results of ``curve`` as a table. Each row has one number of slots and one survival share."""
     lost = "".join(f"{value.num_lost:>3} lost" for value in points[0].survival)
     lines = [f"slots  survival_share  busiest/mean  worst layer  survival{lost}"]
     for point in points:
@@ -247,7 +247,7 @@ def curve_table(points: Sequence[TradeoffPoint]) -> str:
 
 
 def draw_curve(points: Sequence[TradeoffPoint], path: Path) -> None:
-    """Draw imbalance over the survival of the largest number of lost nodes. Each number of slots has its own line."""
+    """Draw load imbalance against the probability to survive lost nodes, with a line for each number of slots."""
     figure = new_figure()
     axes = figure.subplots()
     for num_slots in sorted({point.num_slots for point in points}):
@@ -263,7 +263,7 @@ def draw_curve(points: Sequence[TradeoffPoint], path: Path) -> None:
 
 
 def table(result: Result) -> str:
-    """Format the replicas and slots of each layer and the survival probabilities as text."""
+    """Format the survival probabilities as text, followed by the replica counts and slots of each layer."""
     lines = [result.plan.summary()]
     lowered = {allocation.min_replicas for allocation in result.allocations if allocation.lowered}
     if lowered:
@@ -287,7 +287,7 @@ def table(result: Result) -> str:
 
 
 def new_figure() -> "Figure":
-    """Return an empty figure. Raises SoftwareError if matplotlib is not installed."""
+    """Return an empty figure. Raise a SoftwareError if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -299,7 +299,7 @@ def new_figure() -> "Figure":
 
 
 def plot(result: Result, path: Path) -> None:
-    """Draw the slots of the first layer, and the survival of each layer and of all layers together."""
+    """Draw the replicas of the first layer per node, and survival probabilities over the number of lost nodes."""
     figure = new_figure()
     left, right = figure.subplots(1, 2)
     matrix = result.plan.replicas_per_rank(0)
@@ -318,7 +318,7 @@ def plot(result: Result, path: Path) -> None:
 
 
 def curves(result: Result) -> tuple[list[int], list[list[float]], list[float]]:
-    """Return the numbers of lost nodes, the survival of each layer, and the survival of all layers together."""
+    """Return the numbers of lost nodes, and survival probabilities for them: of each layer, and of all together."""
     num_nodes = len(result.plan.ranks)
     if num_nodes > MAX_CURVE_NODES:
         rows = [[value.probability for value in values] for values in result.layers]

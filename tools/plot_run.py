@@ -91,7 +91,7 @@ def draw(metrics: Sequence[Metrics], events: Sequence[Record], *, title: str) ->
 
 
 def _draw_figures(figure: Any, metrics: Sequence[Metrics], events: Sequence[Record]) -> None:
-    """Draw the losses of training and evaluations on the left, learning rate and gradient norm on the right."""
+    """Draw training and evaluation loss on the left, and learning rate and gradient norm on the right."""
     panels = figure.subplot_mosaic([["loss", "learning_rate"], ["loss", "grad_norm"]], width_ratios=(2.2, 1))
     _draw_loss(panels["loss"], metrics, events)
     for name, label, colour in SECONDARY:
@@ -121,7 +121,7 @@ def _draw_loss(panel: Any, metrics: Sequence[Metrics], events: Sequence[Record])
 
 
 def _draw_expert_load(figure: Any, loads: Sequence[ExpertLoad]) -> None:
-    """Draw a heat map of at most ``MAX_LAYERS`` MoE layers: experts over iterations. White is the even share."""
+    """Draw heat maps of tokens per expert and iteration, one for each of at most ``MAX_LAYERS`` layers. White: mean."""
     layers = list(zip(*(load.layers for load in loads), strict=True))
     numbers = loads[0].layer_numbers or tuple(range(1, len(layers) + 1))
     count = min(MAX_LAYERS, len(layers))
@@ -140,7 +140,7 @@ def _draw_expert_load(figure: Any, loads: Sequence[ExpertLoad]) -> None:
 
 
 def _draw_layer(panel: Any, loads: Sequence[ExpertLoad], layer: Sequence[Sequence[int]]) -> Any:
-    """Draw the heat map of one layer. ``layer`` has the tokens per expert for each entry of ``loads``."""
+    """Draw the heat map of one layer. ``layer[i]`` has the tokens per expert at the iteration of ``loads[i]``."""
     shares = [list(column) for column in zip(*(relative_load(tokens) for tokens in layer), strict=True)]
     extent = (loads[0].iteration - 0.5, loads[-1].iteration + 0.5, -0.5, len(shares) - 0.5)
     panel.set_yticks([0, len(shares) - 1])

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _live(run_dir: Path, out: Path, *, every_seconds: int, patience_seconds: int) -> int:
-    """Update the page until the run has ended. The last page does not reload itself in the browser."""
+    """Update the page until the run has ended. A browser reloads the page regularly, except its last version."""
 
     def write_page() -> bool:
         report = RunReport.of(RunFiles.read(run_dir))
@@ -87,7 +87,7 @@ def _whole_seconds(text: str) -> int:
 
 
 def write(path: Path, page: str) -> None:
-    """Replace the page atomically. Readers see either the old page or the new one.
+    """Replace the page atomically. A reader sees either the old page or the new page.
 
     Raises:
         ConfigError: ``path`` cannot be written.

@@ -1,4 +1,4 @@
-"""FP8 training state: quantized tensors and their bytes, scaling recipes, providers of FP8 products, scaled AdamW.
+"""FP8 training: quantized tensors, scaling recipes, FP8 matrix products, and AdamW with quantized state.
 
 This package imports neither ``megatron_ft`` nor Megatron. In ``megatron_ft``, only ``mcore`` may import it.
 """

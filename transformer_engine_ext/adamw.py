@@ -1,11 +1,11 @@
 """AdamW on quantized master weights (masters) and moments: the state, the update, and the reference of its arithmetic
 in plain torch.
 
-An update decodes a range of the state to FP32, computes AdamW, and encodes the result. It only uses sums, products,
-quotients and correctly rounded square roots of FP32 numbers, whose results IEEE 754 defines exactly, and scales of
-fixed blocks. So the bits do not depend on the device, on the number of threads, or on how a parameter is cut into
-shards. Nothing is communicated. ``torch.optim.AdamW`` uses fused operations whose last bit depends on the length of a
-tensor.
+An update decodes a range of the state to FP32, computes AdamW, and encodes the result. The bits of the result do not
+depend on the device, on the number of threads, or on how a parameter is cut into shards. The reason is that an update
+only uses sums, products, quotients and square roots of FP32 numbers, whose results IEEE 754 defines exactly, and scales
+of fixed blocks. Nothing is communicated. ``torch.optim.AdamW`` does not have this property: it uses fused operations
+whose last bit depends on the length of a tensor.
 """
 
 import math
@@ -37,7 +37,7 @@ class Hyperparameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
-    """Numbers of one update, which all backends round from FP64 to FP32."""
+    """Scalar factors of one AdamW update. All backends round them from FP64 to FP32."""
 
     beta1: float
     rest1: float
@@ -45,16 +45,16 @@ class Factors:
     beta2: float
     rest2: float
     correction: float
-    """Factor of the square root of the second moment, which corrects the bias."""
+    """Bias correction: factor by which the square root of the second moment is multiplied."""
     eps: float
     rate: float
-    """Learning rate, divided by the correction of the first moment."""
+    """Learning rate, divided by 1 - beta1**step, the bias correction of the first moment."""
     decay: float
-    """Factor of the masters, for weight decay."""
+    """Weight decay: factor by which an update multiplies the master weights."""
 
     @classmethod
     def of(cls, values: Hyperparameters, step: int) -> "Factors":
-        """Compute the numbers of update ``step``, counted from 1.
+        """Compute the factors of the update with number ``step``, counted from 1.
 
         Raises:
             ValueError: epsilon is no normal FP32 number above zero.
@@ -82,16 +82,16 @@ class ScaledState:
 
     regime: Regime
     name: str
-    """Global name of the parameter, for stochastic rounding."""
+    """Global name of the parameter. Random numbers of stochastic rounding depend on it."""
     start: int
-    """Index of the first element in the flattened parameter; a multiple of the block size."""
+    """Index of the range's first element in the flattened parameter; a multiple of the block size."""
     master: QuantizedTensor
     exp_avg: QuantizedTensor
     exp_avg_sq: QuantizedTensor
 
     @classmethod
     def of(cls, regime: Regime, values: torch.Tensor, *, name: str, start: int = 0) -> "ScaledState":
-        """Make the state of an untrained range from FP32 ``values [elements]``. Masters are rounded to nearest."""
+        """Make the state of a range with master weights ``values [elements]``, rounded to nearest, and zero moments."""
         return cls(
             regime=regime,
             name=name,
@@ -103,11 +103,11 @@ class ScaledState:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements of the range."""
+        """Number of elements of the range ``[start, start + elements)`` of the parameter."""
         return self.master.codes.numel()
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """Return codes and scales of all components by name, as views, for the codec and for windows."""
+        """Return codes and scales of masters and moments by name, as views. Codec and snapshots copy these tensors."""
         return {
             **parts_of("master", self.master),
             **parts_of("exp_avg", self.exp_avg),
@@ -116,7 +116,7 @@ class ScaledState:
 
     @classmethod
     def from_parts(cls, regime: Regime, parts: Mapping[str, torch.Tensor], *, name: str, start: int) -> "ScaledState":
-        """Make the state from the tensors of :meth:`parts`, without a copy.
+        """Make the state from tensors that :meth:`parts` returned, without copying them.
 
         Raises:
             CodecError: the number of scales does not fit the codes.
@@ -125,8 +125,8 @@ class ScaledState:
         return cls(regime=regime, name=name, start=start, **found)
 
     def cut(self, first: int, last: int) -> "ScaledState":
-        """Return the elements [first, last) of the parameter as views. ``first`` and ``last`` must be multiples of the
-        block size, or ``last`` the end of the range."""
+        """Return the state of the elements [first, last) of the parameter as views. ``first`` must be a multiple of the
+        block size; ``last`` too, or the end of the range."""
         begin, end = first - self.start, last - self.start
         is_end = end == self.num_elements
         assert begin % BLOCK_ELEMENTS == 0 and (is_end or end % BLOCK_ELEMENTS == 0), f"[{first}, {last}) cuts a block"
@@ -146,14 +146,14 @@ class ScaledState:
         return ScaledState(regime=self.regime, name=self.name, start=first, **found)
 
     def compute_weights(self) -> QuantizedTensor:
-        """Return the compute weights that follow from the stored masters. FP8 masters are themselves the compute
-        weights."""
+        """Return the compute weights (weights of the forward pass) that follow from the stored masters. FP8 masters are
+        used as compute weights directly."""
         return compute_weights(self.regime, self.master, self.start)
 
 
 def compute_weights(regime: Regime, master: QuantizedTensor, start: int = 0) -> QuantizedTensor:
-    """Return the compute weights of ``master``, a range of a parameter that begins at element ``start``: FP8 codes with
-    scales of the same blocks, or FP16 values without scales."""
+    """Return the compute weights (weights of the forward pass) of ``master``, a range of a parameter that begins at
+    element ``start``: FP8 codes with a scale for each block, or FP16 values without scales."""
     if regime.compute is regime.master is E4M3:
         return master
     values = master.decode()
@@ -164,25 +164,25 @@ def compute_weights(regime: Regime, master: QuantizedTensor, start: int = 0) -> 
 
 
 class Backend(Protocol):
-    """Computes the arithmetic of an update. All backends give the same bits."""
+    """Computes the arithmetic of an AdamW update. All backends give bit-identical results."""
 
     @property
     def name(self) -> str:
         """Name of the backend: ``torch``, ``cpp`` or ``cuda``."""
 
     def compute(self, state: ScaledState, gradient: torch.Tensor, factors: Factors, draws: Draws | None) -> None:
-        """Update ``state`` in place from the finite FP32 ``gradient [elements]``. ``draws`` rounds masters
-        stochastically; None rounds them to nearest."""
+        """Update ``state`` in place with the finite FP32 ``gradient [elements]``. ``draws`` has the random numbers for
+        stochastic rounding of masters; None rounds masters to nearest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchBackend:
-    """The reference, on every device of torch. It allocates temporary FP32 tensors."""
+    """The reference backend in plain torch, for every device of torch. It allocates temporary FP32 tensors."""
 
     name: str = "torch"
 
     def compute(self, state: ScaledState, gradient: torch.Tensor, factors: Factors, draws: Draws | None) -> None:
-        """Update ``state``; see :class:`Backend`."""
+        """Update ``state`` in place as :class:`Backend` describes."""
         # Clamp the gradient, not its square: with a clamped second moment alone, the update would be far too large.
         gradient = gradient.clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
         exp_avg = state.exp_avg.decode() * factors.beta1 + gradient * factors.rest1
@@ -217,20 +217,20 @@ def update(
     iteration: int | None = None,
     backend: Backend = REFERENCE,
 ) -> None:
-    """Update ``state`` in place.
+    """Update master weights and moments of ``state`` in place with one step of AdamW.
 
-    Gradients are clamped to 2**63, whose square FP32 can hold. Second moments above zero do not underflow to zero.
+    Gradients are clamped to 2**63, so that FP32 can hold their squares. Second moments above zero stay above zero.
 
     Args:
         gradient: finite gradient of the range, ``[elements]``, unscaled and clipped.
-        step: number of this update, from 1, for the correction of the bias.
-        seed: seed of stochastic rounding of masters; None rounds to nearest. FP32 masters are not rounded.
-        iteration: iteration that keys stochastic rounding; ``step`` if None.
+        step: number of this update, counted from 1, which the bias correction uses.
+        seed: seed for stochastic rounding of masters; None rounds to nearest. FP32 masters are not rounded.
+        iteration: iteration on which the random numbers of stochastic rounding depend; ``step`` if None.
         backend: computes the update; see ``kernels.backend_for``.
 
     Raises:
-        ValueError: a gradient is infinite or NaN (the commit vote skips such updates), or epsilon is zero in FP32.
-            Nothing has been changed.
+        ValueError: a gradient is infinite or NaN (training skips such updates), or epsilon is below 2**-126. Nothing
+            has been changed.
     """
     assert gradient.shape == state.master.codes.shape, f"{tuple(gradient.shape)} gradients for {state.num_elements}"
     assert step >= 1, f"step={step}: updates are counted from 1"

@@ -1,4 +1,4 @@
-"""Checks of this machine's clocks. Records contain times of the wall clock; waits use the monotonic clock."""
+"""Checks of this machine's wall clock and monotonic clock. Records contain wall clock times; waits use the other."""
 
 import shutil
 import subprocess
@@ -9,11 +9,11 @@ from megatron_ft.doctor.findings import Finding
 
 OBSERVED_SECONDS = 0.1
 LARGEST_DRIFT_SECONDS = 0.005
-"""Largest accepted difference between the durations that the wall clock and the monotonic clock measure for the same
-observation. NTP adjusts the speed of both clocks alike (clock_gettime(2)), so a larger difference means that the wall
-clock was set."""
+"""Largest accepted difference between a duration on the wall clock and the same duration on the monotonic clock. NTP
+adjusts the speed of both clocks alike (clock_gettime(2)). So a larger difference means that a program has set the wall
+clock."""
 EARLIEST_UNIX_SECONDS = 1_735_689_600
-"""Earliest plausible time, 2025-01-01: the required software was released later."""
+"""Earliest plausible time of the wall clock: 2025-01-01. The required software was released later."""
 _TOOL_SECONDS = 2.0
 _READINGS = 5
 
@@ -25,14 +25,14 @@ class ClockFacts:
     wall_unix_seconds: float
     elapsed_monotonic_seconds: float
     elapsed_wall_seconds: float
-    """Seconds that passed on the wall clock during the observation."""
+    """Seconds that passed on the wall clock while both clocks were observed."""
     is_synchronized: bool | None
     """Whether the time service reports the clock as synchronized; None if no service answers."""
     source: str
     """Program that reported ``is_synchronized``, or the reason why no program reported it."""
 
     def check(self) -> list[Finding]:
-        """Report a wall clock that was set during the observation, has an impossible date, or is not synchronized."""
+        """Report if the wall clock shows an impossible date, is not synchronized, or was set during the observation."""
         drift = self.elapsed_wall_seconds - self.elapsed_monotonic_seconds
         found = []
         if self.wall_unix_seconds < EARLIEST_UNIX_SECONDS:
@@ -75,7 +75,7 @@ class ClockFacts:
 
 
 def _both() -> tuple[float, float]:
-    """Return the times of the monotonic and the wall clock at one moment, from the fastest of several readings."""
+    """Read monotonic clock and wall clock at one moment. Repeat this, and return the reading that was fastest."""
     readings = []
     for _ in range(_READINGS):
         # An interruption between two readings looks like a step of one clock, so the fastest readings are used.
@@ -107,7 +107,7 @@ def _ask_time_service() -> tuple[bool | None, str]:
 
 
 def _understand(tool: str, output: str) -> bool | None:
-    """Return whether ``output`` of the program ``tool`` reports a synchronized clock; None if it has no answer.
+    """Return whether ``output`` of chronyc or timedatectl reports a synchronized clock; None if it does not say.
 
     Sources: chronyc(1), ``tracking``, whose last field is the leap status; timedatectl(1), ``show``.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # every start imports this file, and the import of ``needs`` 
 
 _QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 _QUERY_SECONDS = 30.0
-"""Time limit for an answer of the driver. Without persistence mode, its first answer needs seconds."""
+"""Time limit for an answer of the NVIDIA driver. Without persistence mode, its first answer takes seconds."""
 
 
 def observe_devices(visible: str | None, root: Path = Path("/"), *, asks_memory: bool = False) -> DeviceFacts:
@@ -50,7 +50,7 @@ def _torch_has_cuda() -> bool:
 
 
 def _built_with_cuda(version_file: str) -> bool:
-    """Return whether the text of PyTorch's ``version.py`` names a CUDA version; True if it has no such line."""
+    """Return whether the text of PyTorch's ``version.py`` names a CUDA version; True without a line ``cuda = ...``."""
     found = re.search(r"^cuda(?:\s*:[^=]*)?\s*=\s*(\S+)", version_file, re.MULTILINE)
     return found is None or found.group(1) != "None"
 
@@ -64,8 +64,8 @@ def _ask_memory() -> int | None:
 
 
 def _smallest_memory(answer: str) -> int | None:
-    """Return the memory in bytes of the smallest GPU. ``answer`` is output of ``nvidia-smi`` with one line of MiB for
-    each GPU. None if no line is a number."""
+    """Return the memory in bytes of the GPU with the least memory. ``answer`` is output of ``nvidia-smi`` with the
+    memory of each GPU in MiB, one per line. Return None if no line is a number."""
     # For a GPU whose memory is unknown, the line is ``[N/A]``.
     sizes = [int(line) << 20 for line in answer.split() if line.isdigit()]
     return min(sizes, default=None)
@@ -100,8 +100,8 @@ def check_devices(facts: DeviceFacts, needs: "JobNeeds") -> list[Finding]:
 
 
 def check_environment(variables: Mapping[str, str], needs: "JobNeeds") -> list[Finding]:
-    """List the environment variables that the job sets for ranks on CUDA. Warn about each that already has another
-    value.
+    """List the environment variables that the job sets for ranks on CUDA. Warn about each of these variables that
+    already has another value.
 
     Args:
         variables: environment in which the job is started.

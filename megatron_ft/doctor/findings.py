@@ -1,11 +1,11 @@
-"""Findings of the checks. A finding states an observation and, if the observation is a problem, how to fix it."""
+"""Findings of a machine's checks. A finding states an observation and, if it is a problem, how to fix it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 LEVELS = ("error", "warning", "info")
-"""Levels of findings. An ``error`` stops the job, a ``warning`` may stop or slow it down, and an ``info`` is an
-observation without a judgement."""
+"""Levels of findings. An ``error`` would stop the job. A ``warning`` may stop the job or slow it down. An ``info`` is
+no problem."""
 _INDENT = 24
 
 
@@ -30,12 +30,12 @@ class Finding:
 
     @classmethod
     def error(cls, check: str, what: str, fix: str) -> "Finding":
-        """Make a finding about something that stops the job."""
+        """Make a finding about something that would stop the job."""
         return cls(check=check, level="error", what=what, fix=fix)
 
     @classmethod
     def info(cls, check: str, what: str) -> "Finding":
-        """Make a finding with an observation only."""
+        """Make a finding about something that is no problem."""
         return cls(check=check, level="info", what=what)
 
     @classmethod
@@ -66,7 +66,7 @@ def render(findings: Sequence[Finding]) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Format a number of things, e.g. ``1 rank`` or ``2 ranks``."""
+    """Format a number with a noun in singular or plural, e.g. ``1 rank`` or ``2 ranks``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

@@ -1,7 +1,7 @@
-"""Checks of memory and process limits, which are compared with the needs of the job.
+"""Checks whether the machine's memory and process limits are sufficient for the job.
 
-Windows are in memory files (memfd_create(2)). Memory files count as memory of the snapshot server's cgroup, and the
-limit on file sizes applies to them. The size of ``/dev/shm`` and the limit on locked memory apply only to NCCL.
+Windows of snapshots are in memory files (memfd_create(2)). Memory files count as memory of the snapshot server's
+cgroup, and the limit on file sizes applies to them. Only NCCL needs ``/dev/shm`` and locked memory.
 """
 
 import os
@@ -16,18 +16,18 @@ from megatron_ft.doctor.findings import Finding, amount, count
 from megatron_ft.doctor.needs import JobNeeds
 
 USABLE_SHARE = 0.9
-"""Largest share of the available memory that a snapshot server allocates (``snapshot/server/memory.py``)."""
+"""Largest share of the node's available memory that a snapshot server allocates (``snapshot/server/memory.py``)."""
 NCCL_SHARED_BYTES = 1 << 30
 """Size of ``/dev/shm`` that NVIDIA recommends for containers with several GPUs: ``--shm-size=1g --ulimit memlock=-1``.
 Source: NCCL user guide, "Troubleshooting", "Shared memory"."""
 SPARE_DESCRIPTORS = 256
-"""Estimated number of descriptors that a rank uses for other purposes than connections to other ranks."""
+"""Estimated number of file descriptors of a rank, without those of its connections to other ranks."""
 GLOO_GROUPS = 25
-"""Largest number of process groups of a rank on CPU. In each group a rank has a connection to every other member.
+"""Largest number of process groups of a rank on CPU. In each group, gloo connects a rank to every other member.
 Megatron-Core creates about this many groups, most of them with few ranks."""
 _UNLIMITED = resource.RLIM_INFINITY
 _CGROUP_UNLIMITED = 1 << 62
-"""Lower bound of the values that cgroup version 1 uses for "no limit"; they are near 2**63."""
+"""Limits of cgroup version 1 from this value on mean "no limit". Kernels use values near 2**63 for that."""
 _LIMITS = {
     "open_files": resource.RLIMIT_NOFILE,
     "file_size": resource.RLIMIT_FSIZE,
@@ -47,15 +47,15 @@ class MemoryFacts:
     """Memory that can be allocated without swapping, as the kernel estimates it."""
     cgroup_limit_bytes: int | None
     cgroup_used_bytes: int
-    """Memory that the cgroup with ``cgroup_limit_bytes`` uses, without reclaimable memory; 0 if there is no limit."""
+    """Memory use of the cgroup with ``cgroup_limit_bytes``, without reclaimable memory. 0 if no cgroup has a limit."""
     limits: Mapping[str, tuple[int | None, int | None]]
-    """Soft and hard limit of ``open_files`` (a count), ``file_size``, ``address_space``, ``data`` and ``locked``."""
+    """Soft and hard limit of each resource: ``open_files``, ``file_size``, ``address_space``, ``data``, ``locked``."""
     shared_total_bytes: int | None
     """Size of ``/dev/shm``; None if it does not exist."""
     shared_free_bytes: int | None
     has_infiniband: bool
     kept_bytes: int = 0
-    """Memory of snapshot servers of earlier jobs of this run. The next job takes over these servers, or ends them."""
+    """Memory of snapshot servers that earlier jobs of this run left. The next job takes over or ends these servers."""
 
     def check(self, needs: JobNeeds) -> list[Finding]:
         """Check memory, and limits on file sizes, address space, open files and locked memory."""
@@ -98,7 +98,7 @@ def _limit(number: int) -> tuple[int | None, int | None]:
 
 
 def _cgroup_limit(root: Path) -> tuple[int, int] | None:
-    """Find the cgroup of this process with the least memory left. Return its memory limit and its memory use. Return
+    """Return memory limit and memory use of one of the cgroups of this process: that with the least memory left. Return
     None if no cgroup of this process has a limit.
 
     Source: cgroups(7); kernel documentation, "Control Group v2", ``memory.max`` and ``memory.stat``, and "Memory
@@ -175,7 +175,7 @@ def _check_sizes(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def _raise(command: str, hard: int | None, needed: int | None) -> str:
-    """Return how to raise a limit with ``command``; the administrator must first raise a hard limit that is too low."""
+    """Return the advice to raise a limit with ``command``, or first to let the administrator raise the hard limit."""
     if hard is None or (needed is not None and needed <= hard):
         return f"run {command} in the shell or script that starts the job"
     return f"have the administrator raise the hard limit (/etc/security/limits.conf, or slurmd service), then {command}"

@@ -1,4 +1,4 @@
-"""Needs of a job on one machine, computed from its configuration and its plan. The functions are pure."""
+"""Computes what a job needs of a machine, from the job's configuration and plan. The functions are pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from megatron_ft.planning.snapshot.memory import NUM_OWN_BUFFERS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobNeeds:
-    """Needs of a job that the checks compare with a machine. Sizes are counted or estimated as in ``dry_run``."""
+    """What a job needs of a machine, which the checks compare with the machine. ``dry_run`` prints the same sizes."""
 
     mode: str
     interface: str
@@ -38,9 +38,9 @@ class JobNeeds:
     """Reason why the plan chose ``device``."""
     uses_transformer_engine: bool
     host_bytes: int
-    """Host memory of one node, including windows and copies for peers."""
+    """Host memory that one node needs, including windows of its snapshots and copies of other nodes' windows."""
     snapshot_server_bytes: int
-    """Memory of one node's snapshot server: windows of its ranks, and copies for other nodes."""
+    """Memory of one node's snapshot server: windows of the node's ranks, and copies of other nodes' windows."""
     largest_file_bytes: int
     """Size of the largest memory file of a snapshot server; 0 without snapshots."""
     checkpoint_bytes: int
@@ -48,22 +48,22 @@ class JobNeeds:
     num_checkpoints: int
     """Largest number of checkpoints on disk at once, including one that is being written."""
     persisted_bytes: int
-    """Largest total size of the persisted windows that are on disk at once; 0 if there are none."""
+    """Largest total size of the windows of snapshots that are on disk at once; 0 if none are written to disk."""
     device_bytes: int = 0
     """Device memory of the rank with the largest need."""
     gpu_memory_bytes: int | None = None
-    """Value of ``limits.gpu_memory_bytes``, with which the plan was already compared; None if the key is not set."""
+    """Value of ``limits.gpu_memory_bytes``, which the plan is known to respect; None if the key is not set."""
     other_device: str = ""
-    """Note about ranks that may train on another device than ``device``; empty if all ranks train on ``device``."""
+    """Note that ranks on other machines may train on another device; empty if all ranks train on ``device``."""
     is_refused_there: bool = False
     """Whether the job would be refused on the device that ``other_device`` describes."""
     starts_elsewhere: bool = False
-    """Whether nodes run on other machines than the machine that starts the job."""
+    """Whether nodes of the job run on other machines than the one that starts the job."""
     is_batch_job: bool = False
     """Whether the job runs in a Slurm allocation. Then ``control.interface`` is resolved on the batch host, and may be
     the name of a network interface."""
     kernels: Mapping[str, str] = field(default_factory=dict)
-    """Maps each configuration key for which the ranks build kernels to the kind of kernels, ``cpp`` or ``cuda``."""
+    """Kernels that ranks must compile. Maps a configuration key to the kind of its kernels, ``cpp`` or ``cuda``."""
     uses_fp8: bool = False
     """Whether linear layers have FP8 operands (``precision.fp8``)."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class JobNeeds:
 
     @property
     def ranks_here(self) -> int:
-        """Number of ranks on this machine."""
+        """Number of the job's ranks on this machine."""
         return self.nodes_here * self.ranks_per_node
 
     @classmethod

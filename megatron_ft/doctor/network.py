@@ -12,14 +12,14 @@ from megatron_ft.doctor.findings import Finding, count
 from megatron_ft.doctor.needs import JobNeeds
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Environment variables with comma-separated names of network interfaces. Sources: PyTorch, torch.distributed, "Common
-environment variables"; NCCL user guide, "Environment variables". In NCCL's variable, ``=`` before the list demands
-exact names, and ``^`` excludes interfaces. Otherwise, a name matches all interfaces whose names begin with it."""
+"""Environment variables with comma-separated names of network interfaces. NCCL also uses interfaces whose names begin
+with a listed name. In NCCL's variable, ``=`` before the list demands exact names, and ``^`` excludes interfaces.
+Sources: PyTorch, torch.distributed, "Common environment variables"; NCCL user guide, "Environment variables"."""
 PORTS_PER_RANK = 64
-"""Estimated largest number of ports that a rank needs. In each of its about 25 process groups it needs one port to
-listen, and one to connect to a peer."""
+"""Estimated largest number of ports that a rank needs. A rank has about 25 process groups. In each group it needs one
+port to listen, and one to connect to a peer."""
 SPARE_PORTS = 1000
-"""Number of ephemeral ports that the estimate leaves to other programs of the machine."""
+"""Number of ephemeral ports that the check leaves to other programs of the machine."""
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _RESERVED = Path("/proc/sys/net/ipv4/ip_local_reserved_ports")
 
@@ -41,8 +41,8 @@ class NetworkFacts:
     resolved: tuple[str, ...]
     """IP addresses to which ``control.interface`` resolves; empty if it does not resolve."""
     bind_error: str | None
-    """Error of an attempt to listen at ``control.interface`` on ``launch.master_port``, or on any free port if
-    ``launch.master_port`` is 0. None if the attempt succeeded."""
+    """Error of an attempt to listen at the address ``control.interface`` on port ``launch.master_port`` (0: on any free
+    port). None if the attempt succeeded."""
     port_is_taken: bool = False
     """Whether ``bind_error`` occurred because another process uses the port."""
     ephemeral: tuple[int, int] | None = None
@@ -50,10 +50,10 @@ class NetworkFacts:
     reserved: tuple[tuple[int, int], ...] = ()
     """Port ranges that the kernel does not use for outgoing connections."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Values of ``INTERFACE_VARIABLES`` that are set."""
+    """Value of each of ``INTERFACE_VARIABLES`` that is set in the environment."""
 
     def check(self, needs: JobNeeds) -> list[Finding]:
-        """Check the address of the control channel, ports, and interfaces that environment variables name."""
+        """Check the job's address and ports, and the network interfaces that environment variables name."""
         found = _check_variables(self)
         if needs.mode == "local":
             found += _check_interface(self, needs) or _check_binding(self, needs)
@@ -203,7 +203,7 @@ def _check_ephemeral(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def _own_ports(needs: JobNeeds) -> list[tuple[int, int, str]]:
-    """Return first port, last port and name of each range of fixed ports on which this job listens."""
+    """Return the ranges of fixed ports on which this job listens: first port, last port and description of each."""
     if needs.mode != "local":
         return []
     if needs.master_port:

@@ -1,4 +1,4 @@
-"""Checks of installed versions against the supported ones, and of the compiler. None of the packages is imported."""
+"""Checks that installed packages have supported versions, without importing them, and that a compiler is installed."""
 
 import importlib.metadata
 import importlib.util
@@ -34,12 +34,12 @@ class SoftwareFacts:
     torch_requires: tuple[str, ...] = ()
     """Requirements in the metadata of torch, e.g. ``nvidia-nccl-cu12==2.27.3; platform_system == "Linux"``."""
     has_transformer_engine_libraries: bool = False
-    """Whether libraries of Transformer Engine are in the places where wheels, or a build from source, install them."""
+    """Whether the libraries of Transformer Engine are where its wheels, or builds from source, install them."""
     apex: str | None = None
-    """Kind of the package ``apex``: ``nvidia`` with CUDA extensions, ``other``, or None if it is not installed."""
+    """Kind of the package ``apex``: ``nvidia`` (with CUDA extensions), ``other``, or None if it is not installed."""
 
     def check(self, *, device: str, needs_transformer_engine: bool) -> list[Finding]:
-        """Check the versions of Python, packages, the parts of Transformer Engine and NCCL, and which package apex is.
+        """Check the versions of Python and of packages, and the installations of Transformer Engine, NCCL and apex.
 
         Args:
             device: ``cpu`` or ``cuda``, the device of the job.
@@ -114,7 +114,7 @@ def _mend(package: Package) -> str:
 def check_compilers(
     needed: Mapping[str, str], variables: Mapping[str, str], which: Which = shutil.which
 ) -> list[Finding]:
-    """Check that compilers for kernels are installed.
+    """Check that the compilers are installed with which ranks build kernels.
 
     Args:
         needed: ``JobNeeds.kernels``.
@@ -135,8 +135,8 @@ def _check_compiler(key: str, kernels: str, command: list[str] | None, variables
 
 
 def name_update_backends(device: str, variables: Mapping[str, str], which: Which = shutil.which) -> Finding:
-    """Return a finding that names the backends of scaled AdamW (``transformer_engine_ext.kernels``) which can update
-    state on ``device``, ``cpu`` or ``cuda``, and the reason why a kernel cannot be built."""
+    """Return a finding that lists the backends of the optimizer ``ScaledAdamW`` for ``device`` (``cpu`` or ``cuda``).
+    Without a compiler for its kernel, the only backend is ``torch``."""
     kernels = "cuda" if device == "cuda" else "cpp"
     found = find_compiler(kernels, variables, which)
     if found is None:

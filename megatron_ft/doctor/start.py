@@ -19,8 +19,8 @@ from megatron_ft.planning.job import JobPlan
 
 
 def with_gpu_memory(config: JobConfig, facts: DeviceFacts) -> JobConfig:
-    """Return ``config`` with this machine's GPU memory as ``limits.gpu_memory_bytes``, unless the configuration sets
-    that limit."""
+    """Return ``config`` with ``limits.gpu_memory_bytes`` set to the GPU memory of this machine. A value that ``config``
+    already has is kept."""
     if config.training.device != "cuda" or config.limits.gpu_memory_bytes is not None:
         return config
     limits = dataclasses.replace(config.limits, gpu_memory_bytes=facts.gpu_memory_bytes)
@@ -28,8 +28,8 @@ def with_gpu_memory(config: JobConfig, facts: DeviceFacts) -> JobConfig:
 
 
 def check_gpus(config: JobConfig, facts: DeviceFacts) -> None:
-    """Check that this machine has enough GPUs for the ranks that the command starts on it. Other machines check their
-    own ranks.
+    """Check that this machine has enough GPUs for the ranks that the command starts on it. If the ranks start on other
+    machines, check nothing.
 
     Raises:
         ConfigError: this machine has too few GPUs.
@@ -50,8 +50,8 @@ def check_gpus(config: JobConfig, facts: DeviceFacts) -> None:
 
 
 def check_this_machine(config: JobConfig, found: Findings) -> None:
-    """Check that this machine can start the ranks: installed software, addresses and sockets, and the run's folder.
-    Errors are added to ``found``."""
+    """Check software, addresses, sockets and the run's folder of this machine, which must start ranks. Add errors to
+    ``found``."""
     with found.collecting():
         _check_transformer_engine(config)
     for key, (value, missing) in _missing_compilers(config, config.training.device).items():
@@ -81,7 +81,7 @@ def check_host_memory(config: JobConfig, plan: JobPlan) -> None:
 
 
 def with_compiler_note(plan: JobPlan, config: JobConfig) -> JobPlan:
-    """Return ``plan`` with a note if ranks cannot start on this machine because a compiler is missing."""
+    """Return ``plan`` with a note for each missing compiler without which no ranks can start on this machine."""
     if config.launch.mode != "local":
         return plan
     notes = [
@@ -101,8 +101,8 @@ def _check_transformer_engine(config: JobConfig) -> None:
 
 
 def _missing_compilers(config: JobConfig, device: str) -> dict[str, tuple[str, str]]:
-    """Map each configuration key for which ranks on this machine need a missing compiler to its value and an error
-    message. The result is empty if ranks run on other machines."""
+    """Find configuration keys for which ranks on this machine need a missing compiler. Map each key to its value and an
+    error message. The result is empty if ranks run on other machines."""
     if config.launch.mode == "local" and config.launch.node_launcher != "local":
         return {}
     return {

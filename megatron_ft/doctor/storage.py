@@ -14,15 +14,15 @@ from megatron_ft.doctor.findings import Finding, amount
 from megatron_ft.doctor.needs import JobNeeds
 
 NUM_FLUSHES = 9
-"""Number of syncs; the median of their durations is reported."""
+"""Number of syncs (write and fsync) that are measured. The median of their durations is reported."""
 _BLOCK = b"x" * 4096
 SMALLEST_FLUSH_SECONDS = 10e-6
-"""Shortest plausible duration of a sync to storage. NVMe drives with power-protected caches need about 20 us."""
+"""Shortest plausible seconds of a sync to storage. Fast NVMe drives (power-protected cache) need about 20 us."""
 VOLATILE = ("tmpfs", "ramfs", "devtmpfs")
-"""Types of file systems that are in memory."""
+"""Types of file systems that keep files only in memory."""
 UNSAFE_OPTIONS = ("nobarrier", "barrier=0", "volatile")
-"""Mount options with which fsync returns before bytes are safe. Sources: earlier versions of ext4(5) and xfs(5);
-overlayfs in the kernel documentation, section "Volatile mount"."""
+"""Mount options with which fsync returns before the bytes are on storage. Sources: earlier versions of ext4(5) and
+xfs(5); overlayfs in the kernel documentation, section "Volatile mount"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +30,15 @@ class StorageFacts:
     """Observed properties of the file system of ``run.dir``."""
 
     folder: str
-    """Folder in which files were written: ``run.dir``, or its nearest parent that exists."""
+    """Folder in which the checks wrote files: ``run.dir``, or its nearest parent that exists."""
     file_system: str
     options: tuple[str, ...]
     free_bytes: int
     flush_seconds: tuple[float, ...]
     """Duration of each write of 4096 bytes with its fsync, in seconds."""
     failure: str | None = None
-    """Operation that failed (create, write, fsync, lock, rename or fsync of the folder), with its error; None if all
-    worked. Operations after the failed one were not tried."""
+    """Operation that failed (create, write, fsync, lock, rename or fsync of the folder), with its error. None if none
+    failed. The operations after a failed operation were not tried."""
     preloaded: str = ""
     """Value of the environment variable ``LD_PRELOAD``."""
 

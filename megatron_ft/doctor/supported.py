@@ -1,26 +1,26 @@
-"""Supported versions of required and optional software. A test compares them with ``pyproject.toml``, ``requirements/``
-and ``mcore/device/install.py``."""
+"""Supported versions of required and optional software. A test compares these versions with ``pyproject.toml``,
+``requirements/`` and ``mcore/device/install.py``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 PYTHON = ">=3.10,<3.14"
-"""Supported Python versions, for which grpcio, scipy and Megatron-Core 0.16.1 have wheels."""
+"""Supported Python versions. grpcio, scipy and Megatron-Core 0.16.1 have wheels for all of them."""
 MEGATRON: Mapping[str, str] = {"0.16.1": PYTHON, "0.17.1": ">=3.12", "0.18.2": ">=3.12", "0.19.0": ">=3.12"}
-"""Python versions of each supported release of Megatron-Core, oldest first. ``make`` installs the oldest one unless
-MEGATRON names another. ``mcore/versions.py`` handles their differences."""
+"""Maps each supported release of Megatron-Core to its Python versions. ``make`` installs the first release, or the one
+that ``MEGATRON=...`` names. ``mcore/versions.py`` handles the differences between the releases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """A package that is checked. ``name`` is its name on the package index."""
+    """A Python package whose installed version is checked. ``name`` is its name on the package index."""
 
     name: str
     versions: str
     """Supported versions as a specifier (PEP 440); empty if all versions are supported."""
     is_required: bool = True
     breaks: bool = False
-    """Whether jobs fail with other versions; if false, other versions are only untested."""
+    """Whether jobs fail with versions outside of ``versions``. If false, such versions are only untested."""
     install: str = ""
     """Command that installs the package; empty if ``make train`` installs it."""
 
@@ -40,10 +40,10 @@ TRANSFORMER_ENGINE = Package(
 state (docs/dependencies.md)."""
 TRANSFORMER_ENGINE_CORES = ("transformer-engine-cu12", "transformer-engine-cu13")
 TRANSFORMER_ENGINE_TORCH = "transformer-engine-torch"
-"""Package that connects Transformer Engine to torch. It also needs one of ``TRANSFORMER_ENGINE_CORES``, which contain
-the library. All must have the same version."""
+"""Package that connects Transformer Engine to torch. It needs one of ``TRANSFORMER_ENGINE_CORES``, which contain the
+library, in the same version."""
 NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
-"""Names of the packages that contain NCCL. The supported version is the one that the installed torch requires."""
+"""Names of the packages that contain NCCL. The supported version of NCCL is that which the installed torch requires."""
 
 PACKAGES = (
     TORCH,

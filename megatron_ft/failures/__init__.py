@@ -1,1 +1,1 @@
-"""Failures of jobs: schedules, their sources, and their injection into a running job."""
+"""Failures for tests: schedules of failures, recorded traces, and injection of failures into a running job."""

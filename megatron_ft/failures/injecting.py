@@ -1,7 +1,7 @@
-"""Injects kills, stops, partitions, disk errors, drains and joins into a running job. Records each on disk first.
+"""Injects faults into a running job: kills, stops, network partitions, disk errors, drains and joins of nodes.
 
-``<run>/injected.jsonl`` has a line for each fault, which is written and synced before the fault. If the fault could not
-be injected, another line has the reason.
+``<run>/injected.jsonl`` has a line for each fault, which is written and synced before the fault. If a fault could not
+be injected, another line gives the reason.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ class CannotCut(ControlError):
 
 
 def _links_to(process_ids: Iterable[int]) -> list[str]:
-    """Return the names of the links in this process's network namespace that lead to the namespaces of the processes.
+    """Return the names of the veth links that connect this network namespace with the namespaces of the processes.
 
     Raises:
-        CannotCut: a process shares this namespace or has ended, no link leads to its namespace, or the programs ``ip``
-            and ``nsenter`` are missing or not allowed.
+        CannotCut: a process is in this network namespace or has ended, or a link of its namespace does not lead here.
+            Or the programs ``ip`` and ``nsenter`` are missing or not allowed.
     """
     here = os.readlink("/proc/self/ns/net")
     far: set[int] = set()
@@ -69,7 +69,7 @@ def _links_to(process_ids: Iterable[int]) -> list[str]:
 
 
 def _switch(links: Sequence[str], *, on: bool) -> None:
-    """Set all ``links`` up or down. If one fails, continue with the others, and raise CannotCut at the end."""
+    """Set all network ``links`` up or down. If a link fails, set the next ones, and raise CannotCut at the end."""
     failed = []
     for name in links:
         try:
@@ -97,7 +97,7 @@ def _run(command: Sequence[str]) -> str:
 
 INJECTED_FILE = "injected.jsonl"
 PATIENCE_SECONDS = 30.0
-"""Longest wait until a node has processes, or until the controller has detected a loss and accepts the node again."""
+"""Longest wait in seconds until a node has processes, or until the controller lets a lost node join again."""
 _PAUSE_SECONDS = 0.05
 
 
@@ -109,29 +109,29 @@ class _Operator(Protocol):
     """Client of a job's controller, e.g. ``megatron_ft.control.admin.AdminClient``."""
 
     def drain(self, node: int) -> None:
-        """Let a node leave the job. Raises ControlError if the controller refuses."""
+        """Make a node leave the job. Raise a ControlError if the controller refuses."""
 
     def add(self, node: int) -> None:
-        """Start a node, so that it joins the job. Raises ControlError if the controller refuses."""
+        """Start a node, so that it joins the job. Raise a ControlError if the controller refuses."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Injector:
-    """Injects faults into one running job. The arguments ``about`` of a method are added to the record of the fault."""
+    """Injects faults into one running job, and records each fault. Arguments ``about`` are added to the record."""
 
     run_dir: Path
     ranks_per_node: int
     connect: Callable[[], contextlib.AbstractContextManager[_Operator]]
-    """Opens a connection to the present controller, which may have been replaced since the last call."""
+    """Opens a connection to the job's current controller. It is called for each request, as controllers may change."""
     clock: Callable[[], float] = time.monotonic
     pause: Callable[[float], None] = time.sleep
     patience_seconds: float = PATIENCE_SECONDS
 
     def kill(self, nodes: Sequence[int], **about: Any) -> None:
-        """Send SIGKILL to every process of the nodes at once, as if their machines had died.
+        """Send SIGKILL to every process of the nodes at once. This simulates a failure of the nodes' machines.
 
         Raises:
-            NotInjected: a node has no process, or all processes had ended by themselves.
+            NotInjected: a node has no process, or all processes ended before the signal.
         """
         with self._held("kill", nodes, about) as processes:
             # If no process was left to kill, the fault did not happen and must not count as injected.
@@ -139,10 +139,10 @@ class Injector:
                 raise self._refused("kill", nodes, "all processes of these nodes had ended before the kill")
 
     def stop(self, nodes: Sequence[int], seconds: float | None, **about: Any) -> list[str]:
-        """Stop every process of the nodes with SIGSTOP; continue them with SIGCONT after ``seconds``, or never if None.
+        """Stop every process of the nodes with SIGSTOP. After ``seconds``, send SIGCONT; never if ``seconds`` is None.
 
         Returns:
-            Names of the logs of processes that had ended before SIGCONT.
+            Names of the logs of stopped processes that ended before SIGCONT.
 
         Raises:
             NotInjected: a node has no process.
@@ -158,9 +158,9 @@ class Injector:
         return ended
 
     def partition(self, nodes: Sequence[int], seconds: float, **about: Any) -> None:
-        """Disconnect the nodes' network for ``seconds``; all their processes stay alive.
+        """Disconnect the network of the nodes for ``seconds``. The processes of the nodes stay alive.
 
-        Each node needs a network namespace of its own, as a node on its own machine or in a container has.
+        Each node must be in a network namespace of its own, for example in a container.
 
         Raises:
             NotInjected: a node has no process, or its network cannot be disconnected from here.
@@ -180,10 +180,10 @@ class Injector:
                 _switch(links, on=True)
 
     def fail_disk(self, nodes: Sequence[int], seconds: float, **about: Any) -> None:
-        """Let every write of the nodes' processes to a file fail with EFBIG, for ``seconds``.
+        """Make every write to a file by the nodes' processes fail with EFBIG for ``seconds``.
 
-        The processes' limit on file sizes (RLIMIT_FSIZE, see setrlimit(2)) is 0 during this time, also for files in
-        memory; reading, sockets and pipes are not affected. Child processes started meanwhile keep the limit.
+        During this time, the processes' limit on file sizes (RLIMIT_FSIZE, see setrlimit(2)) is 0. It also applies to
+        files in memory, but not to reads, sockets and pipes. Child processes started meanwhile keep the limit.
 
         Raises:
             NotInjected: a node has no process, or the processes belong to another user.
@@ -208,7 +208,7 @@ class Injector:
                             resource.prlimit(process.process_id, resource.RLIMIT_FSIZE, limits)
 
     def drain(self, node: int, **about: Any) -> None:
-        """Let the node leave at the next iteration boundary. Raises NotInjected if the controller refuses."""
+        """Make the node leave after the current iteration. Raise NotInjected if the controller refuses."""
         self._write({"action": "drain", "nodes": [node], **about})
         try:
             with self.connect() as operator:
@@ -217,7 +217,7 @@ class Injector:
             raise self._refused("drain", [node], str(error)) from None
 
     def add(self, node: int, **about: Any) -> None:
-        """Start the node, as soon as the controller has detected the loss of an earlier process of the node.
+        """Start the node. If the controller has not detected yet that this node was lost, try again until it has.
 
         Raises:
             NotInjected: the controller still refuses after ``patience_seconds``.
@@ -235,7 +235,7 @@ class Injector:
             self.pause(_PAUSE_SECONDS)
 
     def replay(self, schedule: FailureSchedule, *, until: Callable[[], bool] | None = None) -> list[str]:
-        """Inject the events of a schedule that begins now, and wait for its end. Nodes that leave are killed.
+        """Inject the events of a schedule, which begins now, and wait for its end. Kill the nodes that leave.
 
         Args:
             until: ends the replay when it returns true, e.g. because the job has ended.
@@ -246,7 +246,7 @@ class Injector:
         began, problems = self.clock(), []
 
         def wait_until(seconds: float) -> bool:
-            """Wait until ``seconds`` of the schedule have passed. Return False if ``until`` ended the replay."""
+            """Wait until ``seconds`` have passed since the schedule began. Return False if ``until`` ended the replay."""
             while (left := began + seconds - self.clock()) > 0:
                 if until is not None and until():
                     return False
@@ -276,7 +276,7 @@ class Injector:
 
     @contextlib.contextmanager
     def _held(self, action: str, nodes: Sequence[int], about: dict[str, Any]) -> Iterator[list[HeldProcess]]:
-        """Record the fault, then yield all processes of the nodes. Raises NotInjected if a node has none."""
+        """Record the fault, then yield all processes of the nodes. Raise NotInjected if a node has no process."""
         nodes, deadline = list(dict.fromkeys(nodes)), self.clock() + self.patience_seconds
         while True:
             # Processes are searched repeatedly, because a node that is starting has none yet.

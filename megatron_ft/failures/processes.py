@@ -1,7 +1,7 @@
-"""Finds the processes of a job's nodes by the logs that they write; sends signals only to these processes.
+"""Finds the processes of a job's nodes by the log files that they write, and sends signals only to these processes.
 
-A node's agent and its ranks write their standard output to files in the run's ``logs``, whichever process started them.
-A sidecar (a process beside the ranks) writes its standard error there, as its output is a pipe to the agent. A
+The agent of a node (its main process) and the ranks write their standard output to files in the run's folder ``logs``.
+A sidecar (a helper process beside the ranks) writes its standard error there, as its output is a pipe to the agent. A
 descriptor (``pidfd_open``) identifies each process, so a signal never reaches another process with the same process id.
 """
 
@@ -21,16 +21,16 @@ _RANK_LOG = re.compile(r"rank-([0-9]{5,})\.log")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldProcess:
-    """A process, identified by a descriptor that never refers to another process."""
+    """A process that is identified by a pidfd, which never refers to another process."""
 
     process_id: int
     log: str
-    """Name of its log file, which identifies the role of the process."""
+    """Name of the process's log file, e.g. ``rank-00003.log``."""
     _descriptor: int
 
     def send(self, number: signal.Signals) -> bool:
-        """Send the process a signal; return False if it has ended. Raises PermissionError if it belongs to another
-        user."""
+        """Send the process a signal. Return False if the process has ended. Raise a PermissionError if it belongs to
+        another user."""
         try:
             signal.pidfd_send_signal(self._descriptor, number)
         except ProcessLookupError:
@@ -45,8 +45,8 @@ class HeldProcess:
 
     @property
     def state(self) -> str:
-        """Return the kernel's letter for the state of the process, see proc(5): ``T`` while a signal has stopped it;
-        empty if it has ended."""
+        """Return the letter of the process's state from ``/proc/<pid>/stat``: ``T`` for a process stopped by a signal.
+        Return an empty string for a process that has ended."""
         try:
             stat = Path(f"/proc/{self.process_id}/stat").read_text()
         except OSError:
@@ -54,14 +54,14 @@ class HeldProcess:
         return "" if self.has_ended() else stat.rpartition(")")[2].split()[0]
 
     def close(self) -> None:
-        """Close the descriptor."""
+        """Close the pidfd of the process."""
         os.close(self._descriptor)
 
 
 @contextlib.contextmanager
 def processes_of(run_dir: Path, nodes: Iterable[int], ranks_per_node: int) -> Iterator[dict[int, list[HeldProcess]]]:
-    """Find the living processes of each of ``nodes``: the agent first, then its sidecars, then its ranks. A node
-    without processes has an empty list."""
+    """Find the living processes of each of ``nodes``, in this order: the node's agent, other helper processes, ranks.
+    A node without processes has an empty list."""
     found: dict[int, list[HeldProcess]] = {node: [] for node in nodes}
     with _held(run_dir, lambda log: _node_of(log, ranks_per_node) in found) as held:
         for process in held:
@@ -77,7 +77,7 @@ def processes_of(run_dir: Path, nodes: Iterable[int], ranks_per_node: int) -> It
 
 @contextlib.contextmanager
 def controllers_of(run_dir: Path) -> Iterator[list[HeldProcess]]:
-    """Find the living process of the job's controller; the list is empty while a new controller is being started."""
+    """Find the living process of the job's controller. The list is empty while a controller is being replaced."""
     with _held(run_dir, lambda log: log == CONTROLLER_LOG) as held:
         yield held
 
@@ -105,7 +105,7 @@ def _held(run_dir: Path, wanted: Callable[[str], bool]) -> Iterator[list[HeldPro
 
 
 def _node_of(log: str, ranks_per_node: int) -> int | None:
-    """Return the node whose processes write to the log with this name; None for logs of other processes."""
+    """Return the number of the node whose agent or ranks write to the log file ``log``; None for other logs."""
     if match := _NODE_LOG.fullmatch(log):
         return int(match.group(1))
     if match := _RANK_LOG.fullmatch(log):

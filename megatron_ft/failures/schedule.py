@@ -1,4 +1,4 @@
-"""Membership schedules: times at which nodes leave and join, with the job's node numbers."""
+"""Schedules of failures: which node of a job is lost or joins, and at which time."""
 
 import math
 from collections.abc import Mapping
@@ -11,33 +11,33 @@ from megatron_ft.serde import decode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipEvent:
-    """Departures and arrivals of nodes at one moment."""
+    """Event of a schedule: nodes that are lost and nodes that join at one moment."""
 
     seconds: float
     """Seconds since the schedule began."""
     leaves: tuple[int, ...] = ()
-    """Nodes that are lost, ascending."""
+    """Numbers of the nodes that are lost, ascending."""
     joins: tuple[int, ...] = ()
-    """Nodes that arrive, ascending."""
+    """Numbers of the nodes that join, ascending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureSchedule:
-    """Planned departures and arrivals of nodes. At first the nodes 0 to ``num_initial_nodes`` - 1 are present."""
+    """Planned losses and joins of a job's nodes. At first the nodes 0 to ``num_initial_nodes`` - 1 are present."""
 
     source: str
-    """Origin of the schedule, for messages."""
+    """Origin of the schedule, e.g. the name of a trace file, which messages show."""
     most_nodes: int
-    """Largest number of nodes; their numbers are 0 to ``most_nodes`` - 1."""
+    """Largest number of nodes that are present at once. Nodes are numbered from 0 to ``most_nodes`` - 1."""
     num_initial_nodes: int
     duration_seconds: float
     events: tuple[MembershipEvent, ...]
-    """Events by ascending time, all before ``duration_seconds``."""
+    """Events in ascending order of time. All events are before ``duration_seconds``."""
     num_ignored_arrivals: int = 0
-    """Number of arrivals in the source, including those at its beginning, for which no node number was free."""
+    """Number of nodes that the source added while no node number was free. The schedule leaves them out."""
 
     def validate(self) -> None:
-        """Check that times ascend, that leaving nodes are present and that joining nodes are not.
+        """Check that event times ascend, that lost nodes were present, and that joining nodes were absent.
 
         Raises:
             ConfigError: a value is invalid; the message names the event and the field.
@@ -60,7 +60,7 @@ class FailureSchedule:
             present, before = self._after(present, number, event), event.seconds
 
     def _after(self, present: set[int], number: int, event: MembershipEvent) -> set[int]:
-        """Return the nodes that are present after an event. Raises ConfigError if the event does not fit."""
+        """Return the nodes present after ``event``. Raise a ConfigError if the event contradicts ``present``."""
         leaves, joins = set(event.leaves), set(event.joins)
         for name, given, known in (("leaves", event.leaves, leaves), ("joins", event.joins, joins)):
             if list(given) != sorted(known):
@@ -78,21 +78,21 @@ class FailureSchedule:
 
     @property
     def num_leaves(self) -> int:
-        """Number of departures in all events."""
+        """Number of losses of nodes in all events."""
         return sum(len(event.leaves) for event in self.events)
 
     @property
     def num_joins(self) -> int:
-        """Number of arrivals in all events, without the nodes that are present at the beginning."""
+        """Number of joins of nodes in all events. Nodes that are present at the beginning do not count."""
         return sum(len(event.joins) for event in self.events)
 
     @property
     def most_lost_at_once(self) -> int:
-        """Largest number of departures in one event."""
+        """Largest number of nodes that are lost in one event."""
         return max((len(event.leaves) for event in self.events), default=0)
 
     def num_nodes_after(self) -> tuple[int, ...]:
-        """Return the number of present nodes after each event."""
+        """Return the number of nodes that are present after each event."""
         counts, count = [], self.num_initial_nodes
         for event in self.events:
             count += len(event.joins) - len(event.leaves)
@@ -115,10 +115,10 @@ class FailureSchedule:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "FailureSchedule":
-        """Read the result of ``to_json`` and validate it.
+        """Make a schedule from the result of ``to_json``, and validate it.
 
         Raises:
-            ConfigError: fields are missing or unknown, of another type, or inconsistent.
+            ConfigError: a field is missing, is unknown, has a wrong type, or contradicts another field.
         """
         try:
             events = tuple(

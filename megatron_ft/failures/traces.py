@@ -1,4 +1,4 @@
-"""Reads recorded traces of preemptible nodes, rejects malformed ones, and makes schedules from traces.
+"""Reads traces that record when preemptible nodes were added and removed, and makes schedules of failures from them.
 
 The format is that of Bamboo (NSDI '23): each line is ``milliseconds,add|remove,node`` and ends with LF or CRLF.
 """
@@ -21,23 +21,23 @@ _ROW = re.compile(r"([0-9]{1,15}),(add|remove),([A-Za-z0-9._-]{1,64})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Instant:
-    """Changes of a trace at one moment: removed and added nodes."""
+    """Nodes that a trace removes and adds at one moment."""
 
     milliseconds: int
-    """Milliseconds since the first row."""
+    """Milliseconds since the first row of the trace."""
     removed: tuple[str, ...]
     added: tuple[str, ...]
-    """Added nodes in the order of their rows; nodes get their numbers in this order."""
+    """Added nodes in the order of their rows. Added nodes get numbers of the job's nodes in this order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipTrace:
-    """A trace as recorded."""
+    """A recorded trace: which nodes were added and removed, and when."""
 
     source: str
-    """File name."""
+    """Name of the trace's file."""
     instants: tuple[_Instant, ...]
-    """Changes in order of time. The nodes that the first instant adds are present at the beginning."""
+    """Added and removed nodes of each moment, in order of time. Nodes added first are present at the beginning."""
     num_repeated_rows: int = 0
     """Number of rows that repeat an earlier row and are therefore ignored."""
 
@@ -48,8 +48,8 @@ class MembershipTrace:
         until it arrives again. A number that becomes free is used at later instants only.
 
         Args:
-            most_nodes: largest number of nodes, which is also the number of node numbers.
-            minutes: length of the part of the trace that is used, from its beginning; None uses all of it.
+            most_nodes: largest number of nodes. Node numbers are 0 to ``most_nodes`` - 1.
+            minutes: how many minutes of the trace are used, from its beginning; None uses the whole trace.
             scale: seconds of the schedule for each second of the trace.
 
         Raises:
@@ -118,8 +118,8 @@ class MembershipTrace:
     def read(cls, path: Path) -> "MembershipTrace":
         """Read a trace from a file.
 
-        A repeated row counts once. Impossible content is refused: an added node that is already present, a removed node
-        that is absent, descending times, or a last line without a line end.
+        A repeated row counts once. Malformed are: adding a node that is already present, removing a node that is
+        absent, descending times, and a last line without a line end.
 
         Raises:
             DataError: the trace is malformed; the message gives the number of the line.
@@ -128,7 +128,7 @@ class MembershipTrace:
 
 
 class _Numbers:
-    """Maps the nodes of a trace to node numbers."""
+    """Maps the nodes of a trace, which have names, to node numbers of the job."""
 
     def __init__(self, most_nodes: int) -> None:
         self.of: dict[str, int] = {}
@@ -136,7 +136,7 @@ class _Numbers:
         self._free = list(range(most_nodes))
 
     def arrive(self, names: Iterable[str]) -> list[int]:
-        """Give numbers to nodes that arrive, as long as numbers are free; return these numbers, ascending."""
+        """Give free node numbers to added nodes, as long as there are any. Return the given numbers, ascending."""
         found = []
         for name in names:
             if not self._free:
@@ -147,7 +147,7 @@ class _Numbers:
         return sorted(found)
 
     def depart(self, names: Iterable[str]) -> list[int]:
-        """Release the numbers of nodes that leave; return these numbers, ascending."""
+        """Release the node numbers of removed nodes. Return the released numbers, ascending."""
         freed = sorted(self.of.pop(name) for name in names if name in self.of)
         for number in freed:
             heapq.heappush(self._free, number)
@@ -163,7 +163,7 @@ def _check(most_nodes: int, minutes: float | None, scale: float) -> None:
 
 
 def _row(source: str, number: int, line: bytes) -> tuple[int, str, str]:
-    """Parse time, action and node of a line. Raises DataError."""
+    """Parse time, action and node of a line of a trace. Raise a DataError for another format."""
     match = _ROW.fullmatch(line.removesuffix(b"\r").decode("ascii", "replace"))
     if match is None:
         raise DataError(f"{source}:{number}: {line[:80]!r}: must be milliseconds,add|remove,node")

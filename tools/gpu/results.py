@@ -82,7 +82,7 @@ def without_paths(value: Any) -> Any:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Return a table with a line for each stage: status, seconds, name and purpose. A stage's problems follow it."""
+    """Return a table: a line for each stage with status, seconds, name and purpose, and a line for each problem."""
     lines = []
     for outcome in outcomes:
         lines.append(f"{outcome.status:<10}{outcome.seconds:>7.1f} s  {outcome.stage:<22}{outcome.about}")
