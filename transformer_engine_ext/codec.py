@@ -1,7 +1,7 @@
-"""Packs tensors of any format into one buffer of bytes, with a header of names, dtype tags and shapes, and unpacks it.
+"""Packs tensors of any dtype into one buffer of bytes, with a header of names, dtypes and shapes, and unpacks them.
 
-The bytes of codes, scales and histories are copied unchanged. Nothing is decoded, so a frozen operator is restored with
-the same bits. (Decoding to BF16 and quantizing again can choose other scales and so other codes.)
+Bytes are copied unchanged. Quantized tensors are not decoded, so compute weights are restored with the same bits.
+(Decoding to BF16 and quantizing again can choose other scales and so other codes.)
 """
 
 import math
@@ -14,7 +14,7 @@ import torch
 from transformer_engine_ext.quantized import BLOCK_ELEMENTS, QuantizedTensor, byte_view
 
 ALIGNMENT_BYTES = 64
-"""Tensors start at multiples of this number of bytes, so that a view of the buffer has a valid address."""
+"""Each packed tensor starts at a multiple of this number of bytes, as views of the buffer need aligned addresses."""
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -30,23 +30,23 @@ _DTYPES = {
 
 
 class CodecError(ValueError):
-    """Raised for bytes, or a header, from which no tensors can be made."""
+    """Raised if packed bytes or their header are invalid, so that no tensors can be made from them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One packed tensor."""
+    """Entry of the header for one packed tensor: its name, dtype, shape and offset in the buffer."""
 
     name: str
     dtype: str
-    """Dtype tag: the name in torch."""
+    """Name of the tensor's dtype in torch, e.g. ``float16``."""
     shape: tuple[int, ...]
     offset: int
-    """Offset of the first byte in the buffer."""
+    """Offset of the tensor's first byte in the buffer."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor."""
+        """Number of bytes of the tensor."""
         return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
 
     def to_json(self) -> list[Any]:
@@ -55,10 +55,10 @@ class Entry:
 
     @classmethod
     def from_json(cls, content: Any) -> "Entry":
-        """Read the result of ``to_json``, and check it.
+        """Make an entry from the result of ``to_json``, and check it.
 
         Raises:
-            CodecError: a value has another type or is out of range.
+            CodecError: a value has a wrong type or is out of range.
         """
         if not isinstance(content, list) or len(content) != 4:
             raise CodecError(f"entry {content!r:.80}: must be a list of name, dtype, shape and offset")
@@ -72,7 +72,7 @@ class Entry:
 
 
 def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Entry], int]:
-    """Return the entries of ``tensors`` in their order, and the size in bytes of a buffer for all of them."""
+    """Return the header entry of each tensor, in order, and the size in bytes of a buffer for all tensors."""
     entries, offset = [], 0
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -83,7 +83,7 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Entry], int]:
 
 
 def pack(tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor | None = None) -> tuple[list[Entry], torch.Tensor]:
-    """Copy contiguous ``tensors`` to a uint8 buffer. Each byte is copied once.
+    """Copy contiguous ``tensors`` to a uint8 buffer. Return their header entries and the buffer.
 
     Args:
         buffer: uint8 ``[bytes]`` of at least the size that ``layout`` returns; None allocates a new buffer.
@@ -99,10 +99,10 @@ def pack(tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor | None = None
 
 
 def unpack(entries: Sequence[Entry], buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors in ``buffer`` as views of it, by name.
+    """Return the packed tensors by name, as views of ``buffer``.
 
     Raises:
-        CodecError: an entry is outside of the buffer, not aligned, overlaps the previous one, or repeats a name.
+        CodecError: an entry is outside of the buffer, is not aligned, overlaps the entry before, or repeats a name.
     """
     found: dict[str, torch.Tensor] = {}
     end = 0
@@ -119,12 +119,12 @@ def unpack(entries: Sequence[Entry], buffer: torch.Tensor) -> dict[str, torch.Te
 
 
 def parts_of(name: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
-    """Return codes and scales as the components ``<name>`` and ``<name>_scales``, as views."""
+    """Return codes and scales of a quantized tensor as two tensors with the names ``<name>`` and ``<name>_scales``."""
     return {name: tensor.codes, f"{name}_scales": tensor.scales}
 
 
 def from_parts(name: str, parts: Mapping[str, torch.Tensor], block_elements: int | None) -> QuantizedTensor:
-    """Make a quantized tensor from the components of :func:`parts_of`, without a copy.
+    """Make a quantized tensor from the codes and scales that :func:`parts_of` returned, without copying them.
 
     Raises:
         CodecError: the number of scales does not fit the codes.
@@ -139,15 +139,15 @@ def from_parts(name: str, parts: Mapping[str, torch.Tensor], block_elements: int
 def export(
     parts: Mapping[str, torch.Tensor], dtype: torch.dtype, *, block_elements: int | None = BLOCK_ELEMENTS
 ) -> dict[str, torch.Tensor]:
-    """Return the values of state as plain tensors, for programs that cannot read codes and scales.
+    """Decode quantized state to plain tensors, for programs that cannot read codes and scales.
 
-    The values are codes times scales. FP32 holds all of them exactly. BF16 holds those of FP8 codes exactly, and rounds
-    those of FP16 and FP32 to nearest. The result is no checkpoint, because quantizing the values again can choose other
+    A value is a code times its scale. FP32 holds every value exactly. BF16 holds the values of FP8 codes exactly, and
+    rounds the values of FP16 and FP32 codes. The result is no checkpoint: quantizing the values again can choose other
     scales, and so other codes. The project's checkpoints therefore contain codes and scales.
 
     Args:
-        parts: components by name, as of :func:`parts_of`, of any shape. Components that are no floating-point numbers,
-            such as the count of updates, are returned as they are.
+        parts: codes and scales by name, as :func:`parts_of` returns them, of any shape. Tensors of integers, such as
+            the count of updates, are copied unchanged.
         dtype: ``torch.bfloat16`` or ``torch.float32``.
         block_elements: number of elements that share a scale; None if there is one scale for each tensor.
 

@@ -1,7 +1,7 @@
-"""Number formats of low-precision state, and casts to them that clamp first and never make a NaN.
+"""Number formats of low-precision state, and casts to these formats. A cast clamps values first and never makes a NaN.
 
-A cast takes FP32 values, already divided by their scale. Results are the same bits on every device and for every number
-of threads, because a cast consists of operations that IEEE 754 or integer arithmetic defines exactly.
+A cast takes FP32 values that are already divided by their scale. Its result has the same bits on every device and for
+every number of threads, as a cast consists of operations that IEEE 754 or integer arithmetic defines exactly.
 """
 
 import hashlib
@@ -15,9 +15,9 @@ class Format:
     """A floating-point format in which state is stored."""
 
     name: str
-    """Dtype tag: the name of the dtype in torch."""
+    """Name of the format's dtype in torch, e.g. ``float8_e4m3fn``."""
     largest: float
-    """Largest magnitude of a stored value. Larger values are clamped to it."""
+    """Largest magnitude that the format can store. Larger magnitudes are clamped to it."""
     mantissa_bits: int
     """Number of stored bits of the significand."""
     min_exponent: int
@@ -25,14 +25,14 @@ class Format:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype in torch."""
+        """Dtype of the format in torch."""
         found = getattr(torch, self.name)
         assert isinstance(found, torch.dtype), f"torch.{self.name} is no dtype"
         return found
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one value."""
+        """Bytes of one stored value."""
         return self.dtype.itemsize
 
     @property
@@ -42,7 +42,7 @@ class Format:
 
     @property
     def smallest(self) -> float:
-        """Smallest magnitude above zero."""
+        """Smallest magnitude above zero that the format can store."""
         return float(2.0 ** (self.min_exponent - self.mantissa_bits))
 
 
@@ -52,20 +52,20 @@ FP16 = Format(name="float16", largest=65504.0, mantissa_bits=10, min_exponent=-1
 FP32 = Format(name="float32", largest=torch.finfo(torch.float32).max, mantissa_bits=23, min_exponent=-126)
 
 FORMATS = {found.name: found for found in (E4M3, E5M2, FP16, FP32)}
-"""Every format by its dtype tag."""
+"""All formats, by the name of their torch dtype."""
 
 
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """Return 2**exponent as FP32 for integers from -126 to 127. ``torch.ldexp`` computes a power, which is not exact on
-    every device."""
+    """Return 2**exponent as FP32, for each integer from -126 to 127 in ``exponent``. The result is exact. The result of
+    ``torch.ldexp`` is not exact on every device."""
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
 def cast(values: torch.Tensor, target: Format) -> torch.Tensor:
-    """Round FP32 ``values`` of any shape to ``target``, to nearest, ties to even.
+    """Round FP32 ``values`` of any shape to the nearest value of the format ``target``, ties to even.
 
-    Infinite and too large values become the largest value of the format, with their sign. Values below half of the
-    smallest value become zero. NaN stays NaN, and no other value becomes NaN.
+    Infinite and too large values become the largest value of the format, with their sign. Values below half of its
+    smallest positive value become zero. NaN stays NaN, and no other value becomes NaN.
     """
     # Without the clamp, the result of an overflow depends on the version of torch: NaN, infinity or the largest value.
     return values.clamp(-target.largest, target.largest).to(target.dtype)
@@ -73,8 +73,8 @@ def cast(values: torch.Tensor, target: Format) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
-    """Random numbers for stochastic rounding. The number of an element depends only on the fields and on the index of
-    the element in the parameter. So the result does not depend on how a parameter is cut into shards."""
+    """Random numbers for stochastic rounding. The random number of an element depends only on seed, parameter name,
+    iteration and the element's index in the parameter. So it does not depend on how a parameter is cut into shards."""
 
     seed: int
     name: str
@@ -83,7 +83,7 @@ class Draws:
 
     @property
     def key(self) -> int:
-        """Number that is added to the counter of each element: a digest of seed, iteration and name, as int64."""
+        """Digest of seed, iteration and parameter name, as int64. It keys the random numbers of all elements."""
         digest = hashlib.blake2b(f"{self.seed}/{self.iteration}/{self.name}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
 
@@ -108,10 +108,10 @@ def _shifted(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def cast_stochastically(values: torch.Tensor, target: Format, bits: torch.Tensor) -> torch.Tensor:
-    """Round FP32 ``values`` up or down to ``target``, up with a probability equal to the distance from the lower value.
+    """Round FP32 ``values`` stochastically to a neighbouring number of the format ``target``.
 
-    Values are clamped, and NaN stays NaN, as in :func:`cast`. The probability is exact for values that are normal
-    numbers of ``target``. Of smaller values, bits below 2**(min_exponent - 23) are cut off.
+    The expected result is the value: the closer a neighbour, the more probable it is. The probabilities are exact for
+    normal numbers of ``target``; smaller values lose bits below 2**(min_exponent - 23). NaN and clamping: :func:`cast`.
 
     Args:
         bits: 32 random bits for each value, int64, in the shape of ``values``.

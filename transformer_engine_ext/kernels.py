@@ -1,7 +1,7 @@
-"""Backends of scaled AdamW whose arithmetic is a fused kernel of ``csrc/adamw``: ``cpp`` and ``cuda``.
+"""Backends ``cpp`` and ``cuda`` of the optimizer ``ScaledAdamW``. Each computes an update with one fused kernel.
 
 A kernel reads codes, scales and gradients once, and writes codes and scales once. ``csrc/adamw/update.hpp`` lists every
-rounding. The caller builds and loads the library, because this package does not import the project.
+rounding. The caller builds and loads the library, because this package does not import ``megatron_ft``.
 """
 
 import ctypes
@@ -15,14 +15,14 @@ from transformer_engine_ext.formats import E4M3, FP16, FP32, Draws
 from transformer_engine_ext.quantized import QuantizedTensor
 
 BACKENDS = ("torch", "cpp", "cuda")
-"""Names of the backends."""
+"""Names of the backends that compute updates of ``ScaledAdamW``."""
 FORMAT_CODES = (FP32, FP16, E4M3)
 """Formats in the order of ``FormatCode`` in ``csrc/adamw/update.hpp``."""
 _DEVICES = {"cpp": "cpu", "cuda": "cuda"}
 
 
 class BackendError(RuntimeError):
-    """A backend that is unknown or cannot be used on the device."""
+    """Raised for a backend that is unknown, cannot be used on the device, or failed."""
 
 
 class _Tensor(ctypes.Structure):
@@ -50,18 +50,18 @@ class _Range(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelBackend:
-    """Computes updates with a kernel of a loaded library. The backend ``cuda`` uses the current CUDA stream."""
+    """Computes AdamW updates with a kernel of a loaded library. With ``cuda``, uses the current CUDA stream."""
 
     name: str
-    """``cpp`` or ``cuda``."""
+    """Name of the backend: ``cpp`` or ``cuda``."""
     library: ctypes.CDLL
-    """Library of ``csrc/`` for this name."""
+    """Loaded library with the kernels of ``csrc/adamw`` for this backend."""
 
     def compute(self, state: ScaledState, gradient: torch.Tensor, factors: Factors, draws: Draws | None) -> None:
-        """Update ``state``; see :class:`~transformer_engine_ext.adamw.Backend`.
+        """Update ``state`` in place, as :class:`~transformer_engine_ext.adamw.Backend` describes.
 
         Raises:
-            BackendError: the tensors are on another device than the kernel's, or the launch failed.
+            BackendError: the kernel does not support the tensors' device or formats, or its launch failed.
         """
         device = gradient.device
         if device.type != _DEVICES[self.name]:
@@ -100,10 +100,10 @@ def _pointers(tensor: QuantizedTensor, device: torch.device) -> _Tensor:
 
 
 def backend_for(name: str, device: torch.device, load: Callable[[str], ctypes.CDLL]) -> Backend:
-    """Return the backend ``name``, after a check that it can update state on ``device``. There is no fallback.
+    """Return the backend ``name``, after a check that it can update state on ``device``. Never return another backend.
 
     Args:
-        load: builds and loads the library of ``cpp`` or ``cuda``. It may raise errors of its own.
+        load: function that builds and loads the library of ``cpp`` or ``cuda``. It may raise other errors.
 
     Raises:
         BackendError: there is no such backend, or it cannot update tensors on ``device``.

@@ -1,4 +1,4 @@
-"""Linear layers whose products have FP8 operands, with input and weight gradients."""
+"""Linear layers with FP8 matrix products in the forward pass and in both gradients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from transformer_engine_ext.recipes import ROLES, AmaxHistory, Recipe, Scaler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScalers:
-    """Provider and scalers of one linear layer."""
+    """Provider of FP8 products for one linear layer, with a scaler that quantizes each operand."""
 
     provider: Provider
     weight: Scaler
@@ -24,8 +24,8 @@ class LinearScalers:
     def of(
         cls, provider: Provider, recipe: Recipe, history: AmaxHistory | None = None, number: int = 0
     ) -> "LinearScalers":
-        """Make the scalers of a layer with ``recipe``. Delayed scaling needs ``history``, in which the layer has the
-        index ``number``."""
+        """Make the scalers of one linear layer for ``recipe``. Delayed scaling needs ``history``, which belongs to
+        several layers. ``number`` is the index of this layer."""
         roles = {role: recipe.scaler(role) if history is None else history.scaler(role, number) for role in ROLES}
         return cls(provider=provider, **roles)
 
@@ -63,14 +63,14 @@ class _Linear(torch.autograd.Function):
 def linear(
     inputs: torch.Tensor, weight: torch.Tensor, scalers: LinearScalers, codes: QuantizedTensor | None = None
 ) -> torch.Tensor:
-    """Return ``inputs @ weight.T`` with FP8 operands. Gradients of the output are quantized, too.
+    """Return ``inputs @ weight.T`` with FP8 operands. The backward pass quantizes gradients of the output, too.
 
     If ``weight`` does not require a gradient, only the gradient of ``inputs`` is computed.
 
     Args:
         inputs: ``[..., k]``; the number of rows may be zero.
         weight: ``[n, k]``.
-        codes: the quantized weight if it exists (primary FP8 weights); None quantizes ``weight``.
+        codes: the quantized ``weight`` if it exists already (primary FP8 weights); None quantizes ``weight`` here.
 
     Returns:
         ``[..., n]`` in the dtype of ``inputs``.
@@ -88,10 +88,10 @@ def grouped_linear(
     weights: Sequence[torch.Tensor],
     scalers: Sequence[LinearScalers],
 ) -> torch.Tensor:
-    """Apply one linear layer per expert to ``rows [m, k]``, which are sorted by expert; return ``[m, n]``.
+    """Apply the linear layer of each expert to the expert's rows of ``rows [m, k]``. Return ``[m, n]``.
 
-    Every expert scales its own rows, so the result equals that of separate calls of :func:`linear`. Experts without
-    rows get weight gradients of zero.
+    Rows are sorted by expert. Each expert has scales of its own, so the result equals that of separate calls of
+    :func:`linear`. Experts without rows get weight gradients of zero.
     """
     assert sum(rows_per_expert) == len(rows), f"{rows_per_expert} rows per expert of {len(rows)} rows"
     parts = torch.split(rows, list(rows_per_expert))

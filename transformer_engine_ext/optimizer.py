@@ -1,4 +1,4 @@
-"""``ScaledAdamW``: AdamW on quantized masters and moments as a ``torch.optim.Optimizer``."""
+"""Optimizer ``ScaledAdamW``: AdamW with quantized master weights and moments, as a ``torch.optim.Optimizer``."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,34 +12,34 @@ from transformer_engine_ext.regimes import Regime
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRange:
-    """Range of a flattened parameter that a tensor of the optimizer contains."""
+    """Range of a flattened parameter of the model that one tensor of the optimizer contains."""
 
     name: str
-    """Global name of the parameter, which keys stochastic rounding."""
+    """Global name of the parameter. Random numbers of stochastic rounding depend on it."""
     start: int = 0
     """Index of the tensor's first element in the flattened parameter; a multiple of the block size."""
 
 
 def placeholder(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return an FP32 tensor of ``shape`` that can have a gradient. Its elements share the memory of a single number."""
+    """Return an FP32 tensor of ``shape`` that can have a gradient but needs no memory: its elements are one number."""
     return torch.zeros((), dtype=torch.float32, device=device).expand(tuple(shape))
 
 
 class ScaledAdamW(torch.optim.Optimizer):
-    """AdamW whose state contains codes and scales of masters and moments, and an update count for each parameter.
+    """AdamW with quantized state. The state of a parameter is codes and scales of masters and moments, and a count.
 
-    The parameters are FP32 tensors. After each update they contain the decoded masters, from which layers and compute
-    weights are computed. The masters are the state: values that are written to a parameter between updates are lost.
+    The parameters are FP32 tensors. After each update they contain the decoded master weights (masters). Values that
+    are written to a parameter between updates are lost, because the next update starts from the masters in the state.
 
-    With ``initial``, nothing is decoded: the parameters only have gradients, and the state alone contains the masters.
+    With ``initial``, masters are not decoded: parameters only have gradients, and only the state contains the masters.
 
     Args:
         groups: parameter groups with ``params``, and optionally ``lr``, ``betas``, ``eps`` and ``weight_decay``.
         ranges: the range of each parameter, by the parameter's ``id``.
-        seed: seed of stochastic rounding of masters; None rounds to nearest.
+        seed: seed for stochastic rounding of masters; None rounds to nearest.
         backend: computes the updates; see ``kernels.backend_for``.
-        initial: values of the masters by the parameter's ``id``, each in the shape of its parameter, which is a result
-            of :func:`placeholder`. None uses the values of the parameters.
+        initial: values of the masters in the shape of their parameters, by the parameter's ``id``. Then each parameter
+            must be a result of :func:`placeholder`. None uses the values of the parameters.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class ScaledAdamW(torch.optim.Optimizer):
                 self._create(parameter, initial[id(parameter)])
 
     def rename(self, ranges: Mapping[int, ParameterRange]) -> None:
-        """Set the ranges of all parameters after their state was replaced by the state of other parameters.
+        """Set the ranges of all parameters. Call this after their state was replaced by the state of other parameters.
 
         Args:
-            ranges: range of each parameter, by the parameter's ``id``.
+            ranges: new range of each parameter, by the parameter's ``id``.
         """
         self._ranges = {parameter: ranges[id(parameter)] for parameter in self._ranges}
 
     def reset(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
-        """Replace the state of ``parameter`` in place by that of an untrained parameter with ``values``. The step count
+        """Set the masters of ``parameter`` to ``values`` and its moments to zero, in place. Its count of updates
         stays."""
         found = self.scaled_state(parameter)
         new = ScaledState.of(self.regime, values.reshape(-1), name=found.name, start=found.start)
@@ -93,8 +93,8 @@ class ScaledAdamW(torch.optim.Optimizer):
         return found
 
     def scaled_state(self, parameter: torch.Tensor) -> ScaledState:
-        """Return the state of ``parameter`` as views of the tensors in ``state``. If there is no state yet, make it
-        from the values of the parameter, and set the parameter to its decoded masters."""
+        """Return the state of ``parameter`` as views of the optimizer's tensors. If it has no state yet, create the
+        state from the parameter's values, and set the parameter to its decoded masters."""
         place, state = self._ranges[parameter], self.state[parameter]
         if "master" not in state:
             found = self._create(parameter, parameter)
@@ -102,7 +102,7 @@ class ScaledAdamW(torch.optim.Optimizer):
         return ScaledState.from_parts(self.regime, state, name=place.name, start=place.start)
 
     def decode_masters(self) -> None:
-        """Set every parameter to its decoded masters, after codes and scales in ``state`` were replaced."""
+        """Set every parameter to its decoded masters. Call this after codes and scales in ``state`` were replaced."""
         assert self._has_values, "the parameters have no values"
         for parameter in self._ranges:
             parameter.detach().copy_(self.scaled_state(parameter).master.decode().view_as(parameter))

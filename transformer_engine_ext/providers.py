@@ -1,7 +1,7 @@
-"""Providers of FP8 products behind one protocol: ``torch`` (CPU and CUDA) and ``transformer_engine``.
+"""Providers of FP8 matrix products behind one protocol: ``torch`` (CPU and CUDA) and ``transformer_engine``.
 
-A provider states which recipes it does not support on a device, and why. No other provider, and no product without FP8,
-is used instead.
+A provider states which scaling recipes it does not support on a device, and why. An unsupported recipe is an error: no
+other provider and no higher precision is used instead.
 """
 
 import contextlib
@@ -20,18 +20,18 @@ _TE_FROM, _TE_BELOW = (2, 9), (2, 12)
 
 
 class ProviderError(RuntimeError):
-    """Raised for a provider that cannot be used, or a recipe that the provider does not support."""
+    """Raised if a provider of FP8 products cannot be used, or does not support the scaling recipe."""
 
 
 class Provider(Protocol):
-    """Computes products of quantized matrices."""
+    """Computes matrix products of quantized matrices (FP8)."""
 
     @property
     def name(self) -> str:
         """Name of the provider, as in the configuration."""
 
     def refusal(self, recipe: Recipe, device: torch.device) -> str | None:
-        """Return why the provider does not support ``recipe`` on ``device``, or None if it does."""
+        """Return why the provider does not support ``recipe`` on ``device``, or None if the provider supports it."""
 
     def product(
         self,
@@ -55,12 +55,12 @@ class Provider(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchProvider:
-    """Products with ``torch._scaled_mm`` for one scale per tensor, and with decoded operands for blockwise scales."""
+    """Computes FP8 products with ``torch._scaled_mm``. For blockwise scales, decodes and multiplies the operands."""
 
     name: str = "torch"
 
     def refusal(self, recipe: Recipe, device: torch.device) -> str | None:
-        """Return why ``recipe`` is impossible; see :class:`Provider`."""
+        """Return why ``recipe`` is not supported on ``device``, or None, as :class:`Provider` describes."""
         if recipe.scaling not in ("tensorwise", "blockwise", "delayed"):
             return f"the provider torch has no {recipe.scaling} scaling; use tensorwise, blockwise or delayed"
         if device.type not in ("cpu", "cuda"):
@@ -78,7 +78,7 @@ class TorchProvider:
         is_left_transposed: bool = False,
         is_right_transposed: bool = False,
     ) -> torch.Tensor:
-        """Compute ``left @ right.T``; see :class:`Provider`."""
+        """Return ``left @ right.T`` in ``dtype``, as :class:`Provider` describes."""
         assert left.codes.dim() == right.codes.dim() == 2, "operands must be matrices"
         if left.block_elements is not None or right.block_elements is not None:
             # Codes of FP8 times a power of two are exact in BF16, so the products are those of FP8 operands.
@@ -115,9 +115,9 @@ def _padded(codes: torch.Tensor) -> torch.Tensor:
 
 
 def transformer_engine_problem() -> str | None:
-    """Return why the installed Transformer Engine cannot be a provider, or None if it is complete.
+    """Return why the installed Transformer Engine cannot be used, or None if it is complete and can be imported.
 
-    An incomplete installation raises errors of many types at import, and Megatron would fail with them later.
+    An incomplete installation raises errors of many types when it is imported. Later, Megatron would fail with them.
     """
     versions: dict[str, str] = {}
     for name in _TE_DISTRIBUTIONS:
@@ -142,11 +142,11 @@ def transformer_engine_problem() -> str | None:
 
 
 def provider_for(name: str, recipe: Recipe, device: torch.device) -> Provider:
-    """Return the provider ``name``, after a check that it supports ``recipe`` on ``device``.
+    """Return the provider of FP8 products ``name``, after a check that it supports ``recipe`` on ``device``.
 
     Raises:
-        ProviderError: there is no such provider, it does not support the recipe on ``device``, or it is
-            ``transformer_engine``, whose layers cannot be captured and restored yet.
+        ProviderError: there is no such provider, or it does not support the recipe on ``device``. Or it is
+            ``transformer_engine``, because snapshots of its layers are not supported yet.
     """
     if name == "transformer_engine":
         # Capture and restore of the state of Transformer Engine's layers has not been tested on a GPU yet.

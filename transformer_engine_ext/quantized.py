@@ -1,7 +1,7 @@
-"""``QuantizedTensor``: codes of a number format, power-of-two scales, and the dtype tag of the codes.
+"""``QuantizedTensor``: a tensor stored as codes of a low-precision number format and power-of-two scales.
 
-Scales are powers of two and are stored as one byte each: the biased exponent (E8M0). Products with them are exact, so
-that decoded FP8 values have at most four significant bits, which BF16 holds too.
+A scale is stored as one byte: the biased exponent (E8M0). Multiplying a code by a power of two is exact. So decoded FP8
+values have at most four significant bits, and BF16 holds them exactly.
 """
 
 import math
@@ -15,7 +15,7 @@ BLOCK_ELEMENTS = 64
 """Number of consecutive elements of a flattened tensor that share a scale in blockwise scaling.
 
 Megatron starts each parameter at a multiple of 64 elements of its buffer. If shards also start at multiples of 64, no
-shard cuts a block, and scales do not depend on the number of shards."""
+block is divided between shards, and scales do not depend on the number of shards."""
 
 _BIAS = 127
 _LEAST = 1
@@ -24,13 +24,13 @@ _LEAST = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QuantizedTensor:
-    """A tensor as codes and scales. The codes are never changed by a copy, a view or a round trip through bytes."""
+    """A tensor that is stored as codes and scales. Copies, views and conversions to bytes and back keep the codes."""
 
     codes: torch.Tensor
-    """Stored values in the dtype of ``format`` and the shape of the tensor."""
+    """Values of the tensor divided by their scales, in the low-precision dtype and the shape of the tensor."""
     scales: torch.Tensor
-    """Biased exponents, uint8: one for the whole tensor, or one for each block of the flattened tensor. Empty if the
-    values have no scales."""
+    """Scales as biased exponents, uint8: one for the whole tensor, or one for each block of the flattened tensor. Empty
+    if the codes have no scales."""
     block_elements: int | None
     """Number of elements that share a scale; None if there is one scale for the whole tensor."""
 
@@ -51,11 +51,11 @@ class QuantizedTensor:
 
     @property
     def factors(self) -> torch.Tensor:
-        """FP32 factors of the codes, in the shape of ``scales``."""
+        """Scales as FP32 numbers, by which codes are multiplied, in the shape of ``scales``."""
         return factors_of(self.scales)
 
     def decode(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return the values in ``dtype``. FP32 holds all values exactly; BF16 does so for FP8 codes."""
+        """Return codes times scales in ``dtype``. FP32 holds all results exactly; BF16 holds those of FP8 codes."""
         values = self.codes.to(torch.float32)
         if self.scales.numel() == 0:
             return values.to(dtype)
@@ -65,7 +65,7 @@ class QuantizedTensor:
         return (rows * self.factors[:, None]).reshape(-1)[: values.numel()].reshape(values.shape).to(dtype)
 
     def copy_(self, other: "QuantizedTensor") -> None:
-        """Replace codes and scales in place, so that views of them stay valid."""
+        """Copy codes and scales of ``other`` into this tensor's memory, so that views of this tensor stay valid."""
         assert (self.format, self.shape, self.scales.shape) == (other.format, other.shape, other.scales.shape), (
             f"{other.format.name} {tuple(other.shape)} does not fit {self.format.name} {tuple(self.shape)}"
         )
@@ -73,7 +73,7 @@ class QuantizedTensor:
         self.scales.copy_(other.scales)
 
     def equal(self, other: "QuantizedTensor") -> bool:
-        """Return whether both have the same format, shape, and bits of codes and scales."""
+        """Return whether this tensor and ``other`` have equal formats, shapes, and bits of codes and scales."""
         return (
             (self.format, self.shape, self.block_elements) == (other.format, other.shape, other.block_elements)
             # ``torch.equal`` does not accept float8, and it would call a NaN different from itself.
@@ -97,24 +97,24 @@ def to_blocks(flat: torch.Tensor, block_elements: int = BLOCK_ELEMENTS) -> torch
 
 
 def num_blocks(num_elements: int, block_elements: int = BLOCK_ELEMENTS) -> int:
-    """Return the number of blocks, and so of scales, of ``num_elements`` elements."""
+    """Return into how many blocks ``num_elements`` elements are divided. Each block has one scale."""
     return -(-num_elements // block_elements)
 
 
 def largest_finite(values: torch.Tensor) -> torch.Tensor:
-    """Return the largest finite magnitude (amax) of each row of ``values [rows, elements]``, FP32 ``[rows]``; zero if a
-    row has no finite value. A NaN or an infinity must not become a scale, because it would destroy all values of its
-    block."""
+    """Return the largest finite magnitude (amax) of each row of ``values [rows, elements]``, FP32 ``[rows]``. Return
+    zero for a row without finite values. NaN and infinity are left out, because a scale computed from them would
+    destroy all values of the block."""
     if values.shape[1] == 0:
         return values.new_zeros(values.shape[0])
     return values.abs().nan_to_num(nan=0.0, posinf=0.0).amax(dim=1)
 
 
 def scales_for(amax: torch.Tensor, target: Format) -> torch.Tensor:
-    """Return, for each magnitude ``amax`` (FP32, finite), the smallest scale for which ``amax`` divided by the scale is
-    at most ``target.largest``. The result contains biased exponents, uint8, in the shape of ``amax``. Zero has scale 1.
+    """Return the smallest power-of-two scale for each finite FP32 number in ``amax``, as biased exponent (uint8).
 
-    Scales are limited so that FP32 can hold every decoded value. Magnitudes near the largest FP32 number are clamped.
+    ``amax`` divided by its scale is at most ``target.largest``. If ``amax`` is zero, the scale is 1. Scales are limited
+    so that FP32 can hold every decoded value; so quantizing clamps magnitudes near the largest FP32 number.
     """
     _, exponent = torch.frexp(amax)
     of_largest = math.frexp(target.largest)[1]
@@ -126,17 +126,17 @@ def scales_for(amax: torch.Tensor, target: Format) -> torch.Tensor:
 
 
 def factors_of(scales: torch.Tensor) -> torch.Tensor:
-    """Return 2**(scale - 127) as FP32 for each of ``scales``, which are biased exponents."""
+    """Return 2**(scale - 127) as FP32 for each of ``scales`` (biased exponents)."""
     return power_of_two(scales.to(torch.int32) - _BIAS)
 
 
 def inverse_factors_of(scales: torch.Tensor) -> torch.Tensor:
-    """Return 2**(127 - scale) as FP32 for each of ``scales``, which are biased exponents."""
+    """Return 2**(127 - scale) as FP32 for each of ``scales`` (biased exponents)."""
     return power_of_two(_BIAS - scales.to(torch.int32))
 
 
 def quantize_tensor(values: torch.Tensor, target: Format, scale: torch.Tensor) -> QuantizedTensor:
-    """Quantize FP32 ``values`` with one given ``scale`` (uint8 ``[1]``). Values too large for the scale are clamped."""
+    """Quantize ``values`` with one ``scale`` for all (uint8 ``[1]``). Values too large for the scale are clamped."""
     # A factor of shape [1] would add a dimension to a tensor that has none.
     codes = cast(values.to(torch.float32) * inverse_factors_of(scale).reshape(()), target)
     return QuantizedTensor(codes=codes, scales=scale, block_elements=None)
@@ -156,8 +156,8 @@ def quantize_blocks(
     Args:
         draws: random numbers for stochastic rounding; None rounds to nearest.
         start: index of the first of ``values`` in the flattened parameter; a multiple of ``block_elements``.
-        keeps_nonzero: whether values above zero become at least the smallest value of the format. A second moment
-            that underflows to zero would divide the first moment by epsilon alone.
+        keeps_nonzero: whether values above zero become at least the smallest positive value of the format. AdamW needs
+            this for the second moment: with zero, it would divide the first moment by epsilon alone.
     """
     assert start % block_elements == 0, f"element {start} is inside a block of {block_elements} elements"
     if not target.is_scaled:

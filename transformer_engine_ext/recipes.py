@@ -1,4 +1,4 @@
-"""Scaling recipes: which elements share a scale, and from which values the scale is computed."""
+"""Scaling recipes of FP8: which elements of a tensor share a scale, and from which values the scale is computed."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,9 +16,9 @@ from transformer_engine_ext.quantized import (
 )
 
 ROLES = ("weight", "input", "output_gradient")
-"""Operands of a linear layer."""
+"""Roles of the tensors that a linear layer quantizes."""
 AMAX_HISTORY = "fp8_amax_history"
-"""Name of the buffer with the history of delayed scaling in a transformer layer (``AmaxHistory``)."""
+"""Name of a transformer layer's buffer that contains the history of delayed scaling (``AmaxHistory.history``)."""
 
 
 class Scaler(Protocol):
@@ -30,7 +30,7 @@ class Scaler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorwiseScaler:
-    """Computes one scale for a tensor from the largest magnitude of the same tensor ("current scaling")."""
+    """Quantizes a tensor with one scale, computed from the tensor's largest magnitude ("current scaling")."""
 
     target: Format
 
@@ -42,7 +42,7 @@ class TensorwiseScaler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockwiseScaler:
-    """Computes one scale for each block of consecutive elements from the largest magnitude of the block."""
+    """Quantizes a tensor with a scale for each block of consecutive elements, from the block's largest magnitude."""
 
     target: Format
     block_elements: int = BLOCK_ELEMENTS
@@ -54,17 +54,17 @@ class BlockwiseScaler:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DelayedScaler:
-    """Uses one scale for a tensor, which :class:`AmaxHistory` computes from earlier iterations. Values too large for
-    the scale are clamped."""
+    """Quantizes a tensor with one scale, which :class:`AmaxHistory` computes from earlier iterations. Values too large
+    for the scale are clamped."""
 
     target: Format
     scale: torch.Tensor
-    """Scale of this iteration, uint8 ``[1]``."""
+    """Scale of the current iteration as biased exponent, uint8 ``[1]``."""
     newest: torch.Tensor
-    """Largest magnitude of the tensors of this iteration so far, FP32 ``[1]``."""
+    """Largest magnitude of all tensors quantized in the current iteration so far, FP32 ``[1]``."""
 
     def quantize(self, values: torch.Tensor) -> QuantizedTensor:
-        """Quantize ``values`` with the scale of this iteration, and note their largest magnitude."""
+        """Quantize ``values`` with the scale of the current iteration. Record their largest magnitude in ``newest``."""
         # A maximum does not change if a forward pass is recomputed, or if microbatches are processed in another order.
         amax = largest_finite(values.to(torch.float32).reshape(1, values.numel()))
         torch.maximum(self.newest, amax.detach(), out=self.newest)
@@ -73,11 +73,11 @@ class DelayedScaler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Formats and scaling of the three operands of a layer. All formats are E4M3, but with ``is_hybrid`` output
-    gradients are E5M2, because they have a larger range."""
+    """FP8 formats and scaling of a linear layer's weight, input and output gradient. Formats are E4M3. With
+    ``is_hybrid``, output gradients are E5M2, which has a larger range."""
 
     scaling: str
-    """``tensorwise``, ``blockwise``, ``delayed`` or ``mxfp8``."""
+    """Kind of scaling: ``tensorwise``, ``blockwise``, ``delayed`` or ``mxfp8``."""
     is_hybrid: bool = True
     formats: dict[str, Format] = field(init=False, hash=False, compare=False)
     """Format of each of ``ROLES``."""
@@ -87,7 +87,7 @@ class Recipe:
         object.__setattr__(self, "formats", formats)
 
     def scaler(self, role: str) -> Scaler:
-        """Make the scaler of one ``role`` of a layer, for a recipe without state.
+        """Make the scaler of one ``role`` of a layer, for tensorwise or blockwise scaling, which need no history.
 
         Raises:
             ValueError: the scaling is not ``tensorwise`` or ``blockwise``; for ``delayed``, use :class:`AmaxHistory`.
@@ -101,17 +101,16 @@ class Recipe:
 
 
 class AmaxHistory:
-    """Scales of delayed scaling for several linear layers, and the magnitudes from which they follow.
+    """Scales of delayed scaling for several linear layers, and the magnitudes from which scales are computed.
 
-    All tensors of one role of one layer have the same scale in an iteration. This scale follows from the largest
-    magnitudes (amax) of earlier iterations. Ranks that process different tokens with the same layer must combine
-    ``newest`` with a maximum before they call ``advance``.
+    All tensors of one role (e.g. ``weight``) of one layer have the same scale in an iteration. This scale is computed
+    from the largest magnitudes (amax) of earlier iterations. Ranks that process different tokens with the same layer
+    must all-reduce ``newest`` with a maximum before they call ``advance``.
 
     Args:
         recipe: formats of the roles; its scaling must be ``delayed``.
-        history: largest magnitudes of the newest iterations, newest first, FP32 ``[iterations, layers, roles]``; zeros
-            before the first iteration. It belongs to the training state: without it, other codes would follow. It is
-            changed in place.
+        history: largest magnitudes of the latest iterations, newest first, FP32 ``[iterations, layers, roles]``; zeros
+            before the first iteration. It belongs to the training state, because scales depend on it. Changed in place.
     """
 
     def __init__(self, recipe: Recipe, history: torch.Tensor) -> None:
@@ -119,20 +118,20 @@ class AmaxHistory:
         self.recipe = recipe
         self.history = history
         self.newest = torch.zeros_like(history[0])
-        """Largest magnitudes of the iteration in progress, FP32 ``[layers, roles]``."""
+        """Largest magnitudes in the current iteration so far, FP32 ``[layers, roles]``."""
         self.scales = torch.empty(history.shape[1:], dtype=torch.uint8, device=history.device)
-        """Scale of each role of each layer in the iteration in progress."""
+        """Scale of each role of each layer in the current iteration."""
         self.begin()
 
     @classmethod
     def of(
         cls, recipe: Recipe, *, num_iterations: int, num_layers: int = 1, device: torch.device | str = "cpu"
     ) -> "AmaxHistory":
-        """Make an empty history. Its scales are 1, as in Transformer Engine."""
+        """Make an empty history. The scales of the first iteration are 1, as in Transformer Engine."""
         return cls(recipe, torch.zeros((num_iterations, num_layers, len(ROLES)), device=device))
 
     def begin(self) -> None:
-        """Begin an iteration: compute its scales from ``history``, and forget magnitudes of an unfinished iteration."""
+        """Begin an iteration: compute its scales from ``history``. Discard magnitudes of an unfinished iteration."""
         self.newest.zero_()
         amax = self.history.amax(dim=0)
         for place, role in enumerate(ROLES):
@@ -143,7 +142,7 @@ class AmaxHistory:
         self.history.copy_(torch.cat([self.newest[None], self.history[:-1]]))
 
     def scaler(self, role: str, number: int = 0) -> Scaler:
-        """Return the scaler of one ``role`` of layer ``number``. It uses the tensors of this object."""
+        """Return the scaler of one ``role`` of layer ``number``. The scaler uses the tensors of this history."""
         place = ROLES.index(role)
         return DelayedScaler(
             target=self.recipe.formats[role],

@@ -1,4 +1,4 @@
-"""The five low-precision regimes of MoEvement's table 7, with the formats of each kind of state and their bytes."""
+"""Five precision regimes (table 7 of the MoEvement paper): number formats of weights and moments, and their bytes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from transformer_engine_ext.quantized import BLOCK_ELEMENTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regime:
-    """Formats of compute weights, master weights and both moments. FP8 is E4M3 for all of them."""
+    """Number formats of compute weights (of the forward pass), master weights and both moments. FP8 is E4M3."""
 
     compute: Format
     master: Format
@@ -18,28 +18,28 @@ class Regime:
 
     @property
     def is_compute_scaled(self) -> bool:
-        """Whether compute weights have scales. FP8 weights have scales; layers use FP16 weights without scales."""
+        """Whether compute weights have scales. FP8 compute weights have scales, FP16 compute weights have none."""
         return self.compute is E4M3
 
     def full(self) -> Iterator[tuple[str, Format, bool]]:
-        """Yield (component, format, whether it has scales) of an active operator. Compute weights are not included,
-        because they follow from master weights."""
+        """Yield name, format and whether there are scales, for each tensor of an operator's full state. Compute weights
+        are not included, because they can be computed from master weights."""
         for name in ("master", "exp_avg", "exp_avg_sq"):
             found: Format = getattr(self, name)
             yield name, found, found.is_scaled
 
     def frozen(self) -> Iterator[tuple[str, Format, bool]]:
-        """Yield (component, format, whether it has scales) of a frozen operator."""
+        """Yield name, format and whether there are scales, for the compute weights: the state of a frozen operator."""
         yield "weight", self.compute, self.is_compute_scaled
 
     @property
     def full_bytes(self) -> float:
-        """Bytes per parameter of an active operator, with scales."""
+        """Bytes per parameter of the full state (master weights and moments), including scales."""
         return _bytes(self.full())
 
     @property
     def frozen_bytes(self) -> float:
-        """Bytes per parameter of a frozen operator, with scales."""
+        """Bytes per parameter of the compute weights, the only state of a frozen operator, including scales."""
         return _bytes(self.frozen())
 
 
@@ -54,4 +54,4 @@ REGIMES = {
     "fp8_fp16_fp8_fp16": Regime(compute=E4M3, master=FP16, exp_avg=E4M3, exp_avg_sq=FP16),
     "fp8_fp8_fp8_fp16": Regime(compute=E4M3, master=E4M3, exp_avg=E4M3, exp_avg_sq=FP16),
 }
-"""Regimes in the order of the table. A name is compute_master_exp_avg_exp_avg_sq."""
+"""All regimes. A name lists the formats of compute weights, master weights, first moment and second moment."""

@@ -1,1 +1,1 @@
-"""Text and tokens before training: tokenizers, indexed datasets and the order of samples. It does not import torch."""
+"""Training data: tokenizers, indexed datasets and the order of samples. This package does not import torch."""

@@ -10,7 +10,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def text_documents(path: Path, *, split_on_blank_lines: bool = False) -> Iterator[str]:
-    """Yield the text of ``path`` as one document, or split it at blank lines into several.
+    """Yield the text of ``path`` as one document. With ``split_on_blank_lines``, blank lines separate documents.
 
     Raises:
         DataError: the file is missing, empty or not UTF-8.
@@ -37,7 +37,7 @@ def json_documents(path: Path, key: str) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the number of each line, counted from 1, and its text with the line end."""
+    """Yield each line of ``path``: its number, counted from 1, and its text with the line end."""
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     if not path.stat().st_size:

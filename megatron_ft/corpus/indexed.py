@@ -28,34 +28,34 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
 }
-"""Integer token formats by their code in the header. Codes 6 and 7 are floating-point formats."""
+"""Integer formats of tokens, by their code in the header of ``.idx``. Codes 6 and 7 are floating-point formats."""
 CHUNK = 1 << 20
-"""Number of index entries that are read or written at a time."""
+"""Number of entries of the index that are read or written at a time."""
 MAX_SEQUENCE_TOKENS = np.iinfo(np.int32).max
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the format that Megatron's tools use: ``uint16`` for fewer than 65,500 entries, otherwise ``int32``."""
+    """Return the token format that Megatron's tools use: ``uint16`` for a vocabulary below 65,500, else ``int32``."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """Return the path of the file with the tokens."""
+    """Return the path of the dataset's file with the tokens."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """Return the path of the file with the index."""
+    """Return the path of the dataset's index file."""
     return Path(f"{prefix}.idx")
 
 
 def tokenizer_path(prefix: str | Path) -> Path:
-    """Return the path of the file with the tokenizer's fingerprint. Datasets of other tools have no such file."""
+    """Return the path of the dataset's file with its tokenizer's fingerprint. Only this project writes this file."""
     return Path(f"{prefix}.tokenizer.json")
 
 
 def check_tokenizer(prefix: str | Path, fingerprint: str) -> None:
-    """Compare a job's tokenizer (``fingerprint``) with that of a dataset, if the dataset records its tokenizer.
+    """Check that a job's tokenizer (``fingerprint``) is the one that wrote the dataset, if the dataset records it.
 
     Raises:
         DataError: the tokenizers differ, or the record of the tokenizer cannot be read.
@@ -78,10 +78,10 @@ def check_tokenizer(prefix: str | Path, fingerprint: str) -> None:
 
 
 class IndexedWriter:
-    """Writes documents one by one. When the ``with`` block ends without an error, both files appear and are synced.
+    """Writes an indexed dataset, document by document. At the end of the ``with`` block, ``.bin`` and ``.idx`` appear.
 
-    Until then the files have temporary names. The temporary files are deleted if the block raises an exception.
-    ``.idx`` is renamed last, so if this file exists, both files are complete.
+    Until then both files have temporary names. They are deleted if the block raises an exception. ``.idx`` is renamed
+    last, so if ``.idx`` exists, both files are complete.
 
     Raises:
         DataError: the files exist and ``overwrite`` is false, the folder cannot be written, a token does not fit
@@ -91,8 +91,8 @@ class IndexedWriter:
     def __init__(
         self, prefix: str | Path, dtype: np.dtype, *, overwrite: bool = False, tokenizer: str | None = None
     ) -> None:
-        """Open a dataset for writing. ``tokenizer`` is the fingerprint of the tokenizer; None records nothing. A job
-        compares the recorded fingerprint with that of its own tokenizer."""
+        """Open a dataset for writing. ``tokenizer`` is the fingerprint of the tokenizer, which is recorded unless None.
+        A job compares the recorded fingerprint with that of its own tokenizer."""
         self.prefix = Path(prefix)
         self._tokenizer = tokenizer
         self.dtype = np.dtype(dtype)
@@ -122,7 +122,7 @@ class IndexedWriter:
         return self
 
     def add_document(self, tokens: np.ndarray) -> None:
-        """Append one document. ``tokens`` is ``[length]`` of any integer format; an empty document raises DataError."""
+        """Append one document: ``tokens [length]`` of any integer dtype. Raise a DataError for an empty document."""
         if not 0 < tokens.size <= MAX_SEQUENCE_TOKENS:
             raise DataError(f"{self.prefix}: document of {tokens.size} tokens: must have 1 to {MAX_SEQUENCE_TOKENS}")
         # A conversion would change a token that does not fit to another token, without an error.
@@ -185,7 +185,7 @@ def _flush(stream: BinaryIO) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexInfo:
-    """Properties of a dataset whose index was checked."""
+    """Token format and sizes of an indexed dataset whose index was checked."""
 
     prefix: str
     dtype: np.dtype
@@ -195,7 +195,7 @@ class IndexInfo:
 
     @classmethod
     def read(cls, prefix: str | Path) -> "IndexInfo":
-        """Check ``prefix.idx`` and compare its sizes with ``prefix.bin``. The memory needed is constant.
+        """Check ``prefix.idx``, and compare its sizes with ``prefix.bin``. Memory use does not depend on their size.
 
         Raises:
             DataError: a file is missing or its content violates the format. The message names the file.
@@ -221,7 +221,7 @@ class IndexInfo:
 
 
 def read_dtype(prefix: str | Path) -> np.dtype:
-    """Return the format of the tokens. Only the header of ``prefix.idx`` is read.
+    """Return the dtype of a dataset's tokens. Only the header of ``prefix.idx`` is read.
 
     Raises:
         DataError: a file is missing, or the header is invalid.

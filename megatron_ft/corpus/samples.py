@@ -1,14 +1,14 @@
-"""The samples of a job: their order, the parts of sources they come from, and the check of all files before the start.
+"""The samples that a job trains on: their order, their place in the data files, and the check of these files.
 
 The documents of a source are concatenated. A sample is ``seq_length + 1`` consecutive tokens; sample k of a split
-starts ``k * seq_length`` tokens after the first token of the split. A sample never contains tokens of the other split.
-The check reads only small parts of large files.
+starts ``k * seq_length`` tokens after the first token of the split. No sample contains tokens of two splits. The check
+reads only small parts of large files.
 
 The order of samples is a pure function of (seed, index), computed in constant memory. It does not depend on the length
 of a run or on its parallel layout. In each epoch, a bijection with its own key permutes the samples of a source. This
-bijection is a Feistel network over the smallest square number of at least the number of samples, with cycle walking
-(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Indices are divided into equal blocks. Exact
-cumulative shares of the sources determine how many indices of a block each source gets; a bijection shuffles the block.
+bijection is a Feistel network with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
+2002). Its domain is the smallest square number that is not below the number of samples. Indices are divided into equal
+blocks. The weights of the sources determine how many indices of a block each source gets. A bijection shuffles a block.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ def _round_keys(key: str) -> tuple[int, ...]:
 
 
 def _permute(position: int, size: int, key: str) -> int:
-    """Map ``position`` to another position in ``range(size)``. For each ``key`` the mapping is a bijection."""
+    """Permute ``range(size)`` pseudo-randomly with seed ``key``. Return the number to which ``position`` is mapped."""
     assert 0 <= position < size, f"position {position} lies outside range({size})"
     # At most about 2 * sqrt(size) positions of the square are outside the range, so few positions need another pass.
     side = isqrt(size - 1) + 1 if size > 1 else 1
@@ -66,7 +66,7 @@ def _mix(value: int) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """The sample at an index: its source, the epoch of the source, and the number of the sample in the source."""
+    """Place of a sample in the data: source, epoch of the source, and number of the sample in the source."""
 
     source: int
     epoch: int
@@ -75,10 +75,10 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class _SampleOrder:
-    """Order of all samples of a split.
+    """Order of all samples of a split (training or validation).
 
-    In each epoch of a source, each of its samples is used exactly once. Up to the end of any block of ``block_samples``
-    indices, the number of samples used from a source differs from the source's share by less than one sample.
+    In each epoch of a source, each of its samples is used exactly once. At the end of every ``block_samples`` indices,
+    the number of samples used from a source differs by less than one from the number that its weight demands.
     """
 
     seed: int
@@ -86,7 +86,7 @@ class _SampleOrder:
     num_samples: tuple[int, ...]
     """Number of samples of each source, at least 1."""
     weights: tuple[float | int, ...] | None = None
-    """Relative weight of each source; None uses the numbers of samples as weights."""
+    """Relative weight of each source. With None, the weight of a source is its number of samples."""
 
     def __post_init__(self) -> None:
         assert self.num_samples and min(self.num_samples) > 0, f"num_samples={self.num_samples}: each must be above 0"
@@ -99,12 +99,12 @@ class _SampleOrder:
 
     @cached_property
     def block_samples(self) -> int:
-        """Number of indices per block, large enough to contain a sample even of the source with the smallest weight."""
+        """Number of indices per block. It is so large that each block has a sample of every source."""
         smallest = min(_integer_weights(self.weights or self.num_samples))
         return max(MIN_BLOCK_SAMPLES, ceil(Fraction(self._bounds[-1], smallest)))
 
     def locate(self, index: int) -> Place:
-        """Return the sample at ``index``, an integer of at least 0."""
+        """Return the place of the sample at ``index`` (0 or more) of the order."""
         if index < 0:
             raise ValueError(f"sample index {index}: must not be negative")
         source, rank = (0, index) if len(self.num_samples) == 1 else self._deal(index)
@@ -113,8 +113,8 @@ class _SampleOrder:
         return Place(source, epoch, _permute(position, self.num_samples[source], key))
 
     def _deal(self, index: int) -> tuple[int, int]:
-        """Return the source of the sample at ``index``, and the sample's position, counted from 0, among all samples
-        that this source contributes over all epochs."""
+        """Return the source of the sample at ``index``, and the sample's number among all samples of this source. The
+        numbers start at 0 and continue from epoch to epoch."""
         # Blocks begin at fixed indices, so that a sample depends neither on the length of the run nor on other samples.
         block, offset = divmod(index, self.block_samples)
         position = _permute(offset, self.block_samples, f"{self.split}/{self.seed}/block {block}")
@@ -137,7 +137,7 @@ def _integer_weights(weights: Sequence[float | int]) -> list[int]:
 
 
 def _check_weights(key: str, weights: Sequence[float] | None, num_sources: int) -> None:
-    """Check that there is one positive finite weight for each source, or no weights. Raises ConfigError otherwise."""
+    """Raise a ConfigError unless ``weights`` is None or has one positive finite weight for each source."""
     if weights is None:
         return
     if len(weights) != num_sources:
@@ -154,10 +154,10 @@ SPLITS = ("train", "valid")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Tokens of one source that belong to one split."""
+    """The part of one source (a data file) that belongs to one split (training or validation)."""
 
     key: str
-    """Configuration key of the source, for messages."""
+    """Configuration key of the source, which messages show, e.g. ``data.train[0]``."""
     name: str
     """Path of the source in the configuration, or the name of the built-in corpus."""
     prefix: str
@@ -168,19 +168,19 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitPlan:
-    """The spans of a split and the order of their samples."""
+    """Samples of a split (training or validation): the parts of sources that contain them, and their order."""
 
     seq_length: int
     spans: tuple[Span, ...]
     order: _SampleOrder
     document_rules: tuple[str, ...] = ()
-    """Keys in ``DOCUMENT_KEYS`` that are true, followed by ``eod=<id>``; empty if none of these keys is true."""
+    """Those of ``DOCUMENT_KEYS`` that the configuration sets to true, then ``eod=<id>``. Empty if none is true."""
 
     def fingerprint(self) -> str:
-        """Return a hexadecimal digest of the order of samples, the sizes of the sources, their first and last
-        tokens, and the rules for documents.
+        """Return a hexadecimal digest of the split: its order of samples, the sizes of its sources, their first and
+        last tokens, and ``document_rules``.
 
-        The tokens in between are not read. Sources of equal size that differ only in these tokens have equal digests.
+        Tokens in the middle of a source are not read, so the digest does not change if only these tokens change.
         """
         digest = hashlib.blake2b(repr((self.seq_length, self.order)).encode(), digest_size=8)
         if self.document_rules:
@@ -195,7 +195,7 @@ class SplitPlan:
 
     @classmethod
     def of(cls, config: DataConfig, seq_length: int, split: str, tokenizer: Tokenizer) -> "SplitPlan":
-        """Plan the spans and the order of samples of ``split``. The built-in corpus is indexed if necessary.
+        """Plan the samples of ``split`` and their order. The built-in corpus is indexed if necessary.
 
         Raises:
             ConfigError: sources and weights do not fit together.
@@ -217,17 +217,17 @@ class SplitPlan:
 
 def num_samples(num_tokens: int, seq_length: int) -> int:
     """Return the number of samples in ``num_tokens`` tokens. Adjacent samples share one token: the last label of a
-    sample is the first input of the next one."""
+    sample is the first input of the next sample."""
     return max(0, (num_tokens - 1) // seq_length)
 
 
 def _source_prefix(config: DataConfig, source: str, tokenizer: Tokenizer) -> Path:
-    """Return the path of ``source`` without ``.bin`` or ``.idx``. The built-in corpus is indexed if necessary."""
+    """Return the path of a dataset without ``.bin`` or ``.idx``. The built-in corpus is indexed if necessary."""
     return stdlib.ensure_corpus(config.cache_dir, tokenizer) if source == stdlib.NAME else Path(source)
 
 
 def _read_info(key: str, prefix: Path) -> IndexInfo:
-    """Return the result of ``IndexInfo.read``; errors also name the configuration key."""
+    """Return the result of ``IndexInfo.read(prefix)``. Add the configuration key to its errors."""
     try:
         return IndexInfo.read(prefix)
     except DataError as error:
@@ -235,7 +235,7 @@ def _read_info(key: str, prefix: Path) -> IndexInfo:
 
 
 def _configured(config: DataConfig, split: str) -> tuple[str, list[str], Sequence[float] | None]:
-    """Return key, sources and weights of ``split``. If ``valid`` has no sources, return those of the training split."""
+    """Return configuration key, sources and weights of ``split``. ``valid`` without sources uses those of ``train``."""
     assert split in SPLITS, f"split {split!r} is not one of {SPLITS}"
     if split == "valid" and config.valid:
         return "data.valid", config.valid, config.valid_weights
@@ -243,10 +243,10 @@ def _configured(config: DataConfig, split: str) -> tuple[str, list[str], Sequenc
 
 
 def spans(config: DataConfig, seq_length: int, split: str, tokens: Sequence[tuple[str, int]]) -> tuple[Span, ...]:
-    """Compute the span of each source of ``split``. ``tokens`` has the prefix and number of tokens of each source.
+    """Compute the part of each source that belongs to ``split``. ``tokens`` has prefix and token count of each source.
 
     Raises:
-        DataError: a source has not enough tokens for one sample.
+        DataError: the part of a source has not enough tokens for one sample.
     """
     key, sources, _ = _configured(config, split)
     result = []
@@ -263,7 +263,7 @@ def spans(config: DataConfig, seq_length: int, split: str, tokens: Sequence[tupl
 
 
 def _part(config: DataConfig, split: str, total: int) -> tuple[int, int]:
-    """Return the first token and the number of tokens of ``split`` in a source of ``total`` tokens."""
+    """Return which tokens of a source of ``total`` tokens belong to ``split``: the first token and their number."""
     if config.valid:
         return 0, total
     if not 0 <= config.valid_fraction < 1:
@@ -281,7 +281,7 @@ def _too_short(config: DataConfig, split: str, total: int, count: int, seq_lengt
 
 
 def _check_lists(config: DataConfig) -> None:
-    """Check that sources and weights fit together, and that no source occurs twice. Raises ConfigError."""
+    """Raise a ConfigError if sources and weights do not fit together, or if a source occurs twice."""
     if not config.train:
         raise ConfigError.of("data.train", config.train, "must name at least one source")
     _check_weights("data.train_weights", config.train_weights, len(config.train))
@@ -308,7 +308,7 @@ def _read_tokens(prefix: str, start: int, count: int) -> np.ndarray:
 
 
 def _sample_order(config: DataConfig, split: str, found: Sequence[Span]) -> _SampleOrder:
-    """Return the order of the samples of ``found``, which depends on ``data.seed`` and the weights of the split."""
+    """Return the order of the samples of ``split``. It depends on ``data.seed`` and the weights of the sources."""
     weights = _configured(config, split)[2]
     return _SampleOrder(
         seed=config.seed,
@@ -320,19 +320,19 @@ def _sample_order(config: DataConfig, split: str, found: Sequence[Span]) -> _Sam
 
 PROBE_WINDOWS = 64
 PROBE_WINDOW_TOKENS = 4096
-"""Number of tokens in each part of a ``.bin`` file whose ids are checked. ``PROBE_WINDOWS`` is the number of parts."""
+"""Size of a range of a ``.bin`` file whose token ids are checked. ``PROBE_WINDOWS`` such ranges are checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SourceSummary:
-    """Tokens and samples of one source in one split. Both are None if the built-in corpus is not indexed yet."""
+    """Numbers of tokens and samples of a source in a split. None if the built-in corpus is not indexed yet."""
 
     split: str
     name: str
     tokens: int | None
     samples: int | None
     checked: str
-    """Description of which token ids were checked."""
+    """Text that says which token ids of the source were checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,7 +400,7 @@ def resolve_vocab_size(config: JobConfig) -> int:
 
 
 def vocabulary_entries(config: JobConfig, tokenizer: Tokenizer) -> int:
-    """Return the size of the vocabulary before padding: ``model.vocab_size``, or the tokenizer's size if that is null.
+    """Return the size of the vocabulary before padding: ``model.vocab_size``, or the tokenizer's size if it is null.
 
     Raises:
         ConfigError: ``model.vocab_size`` is smaller than the tokenizer's vocabulary.
@@ -423,7 +423,7 @@ def _padded(config: JobConfig, entries: int) -> int:
 
 
 def _check_files(config: DataConfig, split: str, found: Findings) -> None:
-    """Check the files of a split's sources. This needs no tokenizer, which is missing after an earlier error."""
+    """Check the index files of a split's sources without a tokenizer. Add errors to ``found``."""
     key, names, _ = _configured(config, split)
     for position, name in enumerate(names):
         if name != stdlib.NAME:
@@ -432,7 +432,7 @@ def _check_files(config: DataConfig, split: str, found: Findings) -> None:
 
 
 def _split(config: JobConfig, split: str, tokenizer: Tokenizer, found: Findings) -> list[_SourceSummary]:
-    """Describe the sources of a split. If there are errors, add them to ``found`` and return an empty list."""
+    """Check and summarize the sources of a split. If there are errors, add them to ``found`` and return no summary."""
     key, names, _ = _configured(config.data, split)
     entries = vocabulary_entries(config, tokenizer)
     totals, notes = [], []
@@ -463,7 +463,7 @@ def _split(config: JobConfig, split: str, tokenizer: Tokenizer, found: Findings)
 
 
 def _source(config: JobConfig, key: str, name: str, tokenizer: Tokenizer, entries: int) -> tuple[int | None, str]:
-    """Check a source. Return its number of tokens, None if unknown, and a description of the check."""
+    """Check a source. Return its number of tokens (None if unknown), and a text about what was checked."""
     if name == stdlib.NAME and config.dry_run:
         prefix = stdlib.corpus_prefix(config.data.cache_dir, tokenizer)
         if not idx_path(prefix).exists():
@@ -484,7 +484,7 @@ def _expected_tokens(tokenizer: Tokenizer) -> int | None:
 
 
 def _check_ids(key: str, info: IndexInfo, entries: int) -> str:
-    """Check token ids and describe which were checked. Raises DataError for the first invalid id."""
+    """Check token ids of a source. Return a text about which ids were checked. Raise a DataError for an invalid id."""
     bounds = np.iinfo(info.dtype)
     # If every value of the format is in the vocabulary, no token has to be read.
     if bounds.min >= 0 and bounds.max < entries:

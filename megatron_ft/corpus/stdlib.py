@@ -25,14 +25,14 @@ from megatron_ft.errors import DataError
 
 NAME = "python-stdlib"
 MAX_BYTES = 4_000_000
-"""Largest size of the corpus in bytes."""
+"""Largest size of the built-in corpus in bytes."""
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 LOCK_TIMEOUT_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class _SourceFile:
-    """A file of the corpus. ``name`` is its path relative to the standard library's folder."""
+    """A source file of the built-in corpus. ``name`` is its path relative to the standard library's folder."""
 
     name: str
     size_bytes: int
@@ -45,7 +45,7 @@ def library_folder() -> Path:
 
 @lru_cache(maxsize=4)
 def list_files(folder: Path, max_bytes: int = MAX_BYTES) -> tuple[_SourceFile, ...]:
-    """List the files of the corpus in the order of the corpus. Raises DataError if the library has no source files."""
+    """List the files of the built-in corpus, in order. Raise a DataError if the library has no source files."""
     found = sorted(_walk(folder), key=lambda file: hashlib.blake2b(file.name.encode()).digest())
     chosen, total_bytes = [], 0
     for file in found:
@@ -67,14 +67,14 @@ def _walk(folder: Path) -> Iterator[_SourceFile]:
 
 
 def corpus_prefix(cache_dir: str, tokenizer: Tokenizer) -> Path:
-    """Return the path of the indexed corpus without ``.bin`` or ``.idx``. It depends on the files and the tokenizer."""
+    """Return the indexed corpus's path without ``.bin`` or ``.idx``. The path depends on source files and tokenizer."""
     listing = repr([(file.name, file.size_bytes) for file in list_files(library_folder())])
     digest = hashlib.blake2b(f"{tokenizer.fingerprint}\n{listing}".encode(), digest_size=8).hexdigest()
     return Path(cache_dir, f"{NAME}-{python_version()}-{digest}")
 
 
 def ensure_corpus(cache_dir: str, tokenizer: Tokenizer) -> Path:
-    """Return the path of the indexed corpus without ``.bin`` or ``.idx``. If it does not exist, one process writes it.
+    """Index the built-in corpus unless this is done already. Return the indexed corpus's path without ``.idx``.
 
     Raises:
         DataError: there are no source files, the cache cannot be written, or another process has the lock for too long.

@@ -23,7 +23,7 @@ MAX_BYTES = 1 << 30
 
 
 def _read_text(path: Path) -> str:
-    """Read a UTF-8 file. Raises DataError if it is missing, unreadable, empty or not UTF-8."""
+    """Read a UTF-8 file. Raise a DataError if the file is missing, unreadable, empty or not UTF-8."""
     try:
         text = read_bytes(path, max_bytes=MAX_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -34,7 +34,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that contains an object. Raises DataError for anything else."""
+    """Read a JSON file that contains an object. Raise a DataError for other content."""
     try:
         content = parse_json(_read_text(path))
     except ValueError as error:
@@ -45,7 +45,7 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _check_vocabulary(path: Path, vocabulary: object) -> dict[str, int]:
-    """Return ``vocabulary``. Raises DataError unless it maps entries to distinct integers of at least 0."""
+    """Return ``vocabulary``. Raise a DataError unless it maps entries to distinct integers of at least 0."""
     if not isinstance(vocabulary, dict) or not vocabulary:
         raise DataError(f"{path}: vocabulary: must be a JSON object with at least one entry and its id")
     owner: dict[int, str] = {}
@@ -60,7 +60,7 @@ def _check_vocabulary(path: Path, vocabulary: object) -> dict[str, int]:
 
 
 def _check_merges(vocab_path: Path, vocabulary: dict[str, int], merges: Iterable[tuple[str, str, str]]) -> None:
-    """Check that the vocabulary has each entry that a merge (place in a file, left, right) needs. Raises DataError."""
+    """Raise a DataError if the vocabulary lacks an entry that a merge (place in a file, left, right) needs."""
     for place, left, right in merges:
         for entry in (left, right, left + right):
             if entry not in vocabulary:
@@ -68,7 +68,7 @@ def _check_merges(vocab_path: Path, vocabulary: dict[str, int], merges: Iterable
 
 
 def _read_merges(path: Path) -> list[tuple[str, str, str]]:
-    """Read the merges of a merges.txt file as (place, left, right). A first line ``#version...`` is skipped."""
+    """Read a ``merges.txt`` of BPE. Return (place in the file, left entry, right entry) for each merge."""
     merges = []
     # ``splitlines`` would also cut at characters that entries may contain, such as U+2028.
     for number, line in enumerate(_read_text(path).split("\n"), start=1):
@@ -85,22 +85,22 @@ def _read_merges(path: Path) -> list[tuple[str, str, str]]:
 
 def byte_letters() -> list[str]:
     """Return the letter by which byte-level BPE (GPT-2) represents each of the 256 bytes. Printable Latin-1 characters
-    represent themselves; the other bytes have characters from U+0100 on."""
+    represent themselves. Bytes without a printable character are represented by characters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def _check_byte_letters(path: Path, vocabulary: dict[str, int]) -> None:
-    """Check that every byte has an entry, because the tokenizer would drop a byte without an entry. Raises DataError if
-    not."""
+    """Raise a DataError if a byte has no entry in the vocabulary of a byte-level BPE. The tokenizer would drop such a
+    byte."""
     for byte, letter in enumerate(byte_letters()):
         if letter not in vocabulary:
             raise DataError(f"{path}: has no entry {letter!r}, which byte {byte} needs")
 
 
 END_OF_DOCUMENT_ENTRIES = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|end▁of▁sentence|>", "[EOS]")
-"""Names that published vocabularies use for the end-of-document token, in the order in which they are tried."""
+"""Names that vocabularies use for the end-of-document token. The first of these names in a vocabulary is used."""
 
 _REFUSED = "refused by the tokenizers library"
 
@@ -122,13 +122,13 @@ class Tokenizer(Protocol):
 
     @property
     def dropped(self) -> str:
-        """Printable ASCII characters for which the vocabulary has no token, so ``encode`` drops them."""
+        """Printable ASCII characters that ``encode`` drops, because the vocabulary has no token for them."""
 
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids ``[num_tokens]`` of a text, without ``eod``."""
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the result of ``encode`` for each text, in order. May use threads."""
+        """Return the result of ``encode`` for each text, in order. An implementation may use threads."""
 
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of the token ids ``[num_tokens]``. ``eod`` is left out; invalid UTF-8 becomes U+FFFD."""
@@ -153,9 +153,9 @@ class ByteTokenizer:
 
 
 class _LibraryTokenizer:
-    """A tokenizer of the ``tokenizers`` library. It adds no special tokens, finds none in a text, and never truncates.
+    """A tokenizer of the ``tokenizers`` library. It never truncates, and treats special tokens in a text as plain text.
 
-    If the vocabulary has no known end-of-document token, one is added with the next id.
+    If the vocabulary has no known end-of-document token, an end-of-document token is added with the next id.
 
     Raises:
         DataError: the library fails when the tokenizer is built or encodes a text. The message names ``source``.
@@ -193,11 +193,11 @@ class _LibraryTokenizer:
 
 
 class _SentencePieceTokenizer:
-    """A tokenizer in a ``.model`` file of SentencePiece. It adds no special tokens, and control symbols such as
-    ``</s>`` in a text are plain text, so a text cannot contain the end-of-document token.
+    """A tokenizer in a ``.model`` file of SentencePiece. It adds no special tokens. Control symbols such as ``</s>``
+    in a text are plain text, so a text cannot contain the end-of-document token.
 
     The end-of-document token is the model's end-of-sequence symbol, as in ``GPTSentencePieceTokenizer`` of Megatron-LM.
-    If the model has none, one is added with the next id.
+    If the model has no such symbol, an end-of-document token is added with the next id.
 
     Raises:
         DataError: the file is no model of SentencePiece. The message names ``path``.
@@ -241,8 +241,8 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
     """Create the tokenizer that ``config`` names.
 
     Raises:
-        ConfigError: the tokenizer is unknown, no path is given for a file that it needs, or its package is missing.
-        DataError: a file is missing or damaged, or a merge needs an entry that the vocabulary does not have.
+        ConfigError: the tokenizer is unknown, the configuration lacks the path of a file, or a package is missing.
+        DataError: a file is missing or damaged, or a BPE merge needs an entry that the vocabulary does not have.
     """
     if config.tokenizer == "bytes":
         return ByteTokenizer()

@@ -47,7 +47,7 @@ class MemoryFacts:
     """Memory that can be allocated without swapping, as the kernel estimates it."""
     cgroup_limit_bytes: int | None
     cgroup_used_bytes: int
-    """Memory use of the cgroup with ``cgroup_limit_bytes``, without reclaimable memory. 0 if no cgroup has a limit."""
+    """Memory use of the cgroup with ``cgroup_limit_bytes``, without reclaimable memory; 0 if there is no limit."""
     limits: Mapping[str, tuple[int | None, int | None]]
     """Soft and hard limit of each resource: ``open_files``, ``file_size``, ``address_space``, ``data``, ``locked``."""
     shared_total_bytes: int | None
@@ -55,7 +55,7 @@ class MemoryFacts:
     shared_free_bytes: int | None
     has_infiniband: bool
     kept_bytes: int = 0
-    """Memory of snapshot servers that earlier jobs of this run left. The next job takes over or ends these servers."""
+    """Memory of snapshot servers that earlier jobs of this run left. The next job reuses or ends these servers."""
 
     def check(self, needs: JobNeeds) -> list[Finding]:
         """Check memory, and limits on file sizes, address space, open files and locked memory."""

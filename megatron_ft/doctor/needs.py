@@ -63,7 +63,7 @@ class JobNeeds:
     """Whether the job runs in a Slurm allocation. Then ``control.interface`` is resolved on the batch host, and may be
     the name of a network interface."""
     kernels: Mapping[str, str] = field(default_factory=dict)
-    """Kernels that ranks must compile. Maps a configuration key to the kind of its kernels, ``cpp`` or ``cuda``."""
+    """Kernels that ranks must compile: maps a configuration key to the kind of its kernels, ``cpp`` or ``cuda``."""
     uses_fp8: bool = False
     """Whether linear layers have FP8 operands (``precision.fp8``)."""
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -246,7 +246,7 @@ class Injector:
         began, problems = self.clock(), []
 
         def wait_until(seconds: float) -> bool:
-            """Wait until ``seconds`` have passed since the schedule began. Return False if ``until`` ended the replay."""
+            """Wait until ``seconds`` after the schedule's begin. Return False if ``until`` ended the replay."""
             while (left := began + seconds - self.clock()) > 0:
                 if until is not None and until():
                     return False

@@ -1,2 +1,2 @@
-"""Harness for tests and benchmarks of this package, and for your tests of your own policies. No other folder of the
-package imports it."""
+"""Helpers for tests and benchmarks of megatron_ft, and for users' tests of their own policies. Nothing outside this
+folder imports it."""

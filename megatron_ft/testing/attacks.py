@@ -1,4 +1,4 @@
-"""Attacks each kind of listener of a job as a hostile peer might, and classifies the response to each attack."""
+"""Attacks the ports and unix sockets of a job as a hostile peer might, and classifies the response to each attack."""
 
 import contextlib
 import functools
@@ -14,8 +14,8 @@ import grpc  # type: ignore[import-untyped]
 
 SOCKET_SECONDS = 10.0
 REFUSED, ANSWERED, SILENT = "refused", "answered", "silent"
-"""Responses of the attacked process. ``refused``: it sent an error or closed the connection. ``answered``: it sent a
-valid answer. ``silent``: it waits for more data."""
+"""Responses of an attacked process. ``refused``: the process sent an error or closed the connection. ``answered``: it
+sent a valid answer. ``silent``: it waits for more data."""
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 OVERSIZED_BYTES = 33 * 1024 * 1024
@@ -26,7 +26,7 @@ _SETTINGS = bytes.fromhex("000000040000000000")
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One attack, with the responses that are allowed."""
+    """One attack on a process, with the responses that are allowed (``refused``, ``answered``, ``silent``)."""
 
     name: str
     send: Callable[[], str]
@@ -35,17 +35,17 @@ class Attack:
 
 
 def frame(payload: bytes) -> bytes:
-    """Return the length of ``payload`` in four bytes and then ``payload``, as the local sockets expect it."""
+    """Return a message in the format of a job's unix sockets: the length in four bytes, then ``payload``."""
     return struct.pack(">I", len(payload)) + payload
 
 
 def say(message: Any) -> bytes:
-    """Return a JSON message in the format of the local sockets."""
+    """Return ``message`` as JSON in the format of a job's unix sockets."""
     return frame(json.dumps(message).encode())
 
 
 def connect(address: str) -> socket.socket:
-    """Connect to ``host:port`` or to the path of a unix socket."""
+    """Connect to ``address``: ``host:port`` or the path of a unix socket."""
     if address.startswith("/"):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(SOCKET_SECONDS)
@@ -56,7 +56,7 @@ def connect(address: str) -> socket.socket:
 
 
 def throw(address: str, data: bytes, *, wait_seconds: float = 0.3) -> str:
-    """Send ``data`` and classify the response. An error message or the end of the connection counts as ``refused``."""
+    """Send ``data`` and return the kind of response. An error message or a closed connection counts as ``refused``."""
     with contextlib.closing(connect(address)) as sock:
         sock.settimeout(wait_seconds)
         try:
@@ -90,7 +90,7 @@ def crowd(address: str, count: int, data: bytes = b"") -> Iterator[int]:
 
 
 def headers_without_body(path: str, token: str | None = None) -> bytes:
-    """Return the HTTP/2 bytes of a gRPC call up to its headers. A server then waits for the body."""
+    """Return the HTTP/2 bytes of a gRPC call without its body. A server that receives them waits for the body."""
     fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x")]
     fields += [("content-type", "application/grpc"), ("te", "trailers")]
     fields += [] if token is None else [(TOKEN_KEY, token)]
@@ -113,7 +113,7 @@ class Caller:
         self._channel = grpc.insecure_channel(address, options=options)
 
     def call(self, method: str, body: bytes, metadata: Sequence[tuple[str, str]], *, seconds: float = 10.0) -> str:
-        """Make one call and return the response, one of ``refused``, ``answered`` and ``no answer (STATUS)``."""
+        """Make one call. Return the kind of response: ``refused``, ``answered`` or ``no answer (STATUS)``."""
         try:
             self._channel.unary_unary(method)(body, timeout=seconds, metadata=tuple(metadata))
         except grpc.RpcError as error:
@@ -128,17 +128,17 @@ class Caller:
         return answer
 
     def close(self) -> None:
-        """Close the channel."""
+        """Close the gRPC channel."""
         self._channel.close()
 
 
 _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNKNOWN)
-"""Status codes which mean that the server is gone, hangs, or crashed because of the request."""
+"""gRPC status codes which mean that the attacked server has ended, hangs, or crashed in the request."""
 
 
 def controller_attacks(caller: Caller, token: str, rng: random.Random, *, num_nodes: int) -> Iterator[Attack]:
-    """Yield calls to the controller without a token, with a wrong token, and with the right token but invalid
-    content."""
+    """Yield attacks on the controller: calls without a token, with a wrong token, and with the right token but
+    invalid content."""
     refused = frozenset((REFUSED,))
     methods = ("join", "poll", "deliver", "status", "drain", "add", "nothing")
     hostile: Mapping[str, list[tuple[str, str]]] = {
@@ -176,9 +176,9 @@ def controller_attacks(caller: Caller, token: str, rng: random.Random, *, num_no
 
 
 def _deliver_next(caller: Caller, metadata: Sequence[tuple[str, str]], items: Sequence[Any]) -> str:
-    """Deliver 100 copies of ``items``, numbered from the next number that the controller expects from node 0.
+    """Send 100 copies of ``items`` to the controller, as messages of node 0 with the next expected numbers.
 
-    One copy is not enough: the node's agent may use that number first, and the controller ignores used numbers.
+    One copy is not enough: the node's agent may use the next number first, and the controller ignores used numbers.
     """
     answer = caller.ask("/Controller/deliver", {"node": 0, "session": 0, "first": 0, "items": []}, metadata)
     body = {"node": 0, "session": 0, "first": answer["next"], "items": list(items) * 100}
@@ -186,7 +186,7 @@ def _deliver_next(caller: Caller, metadata: Sequence[tuple[str, str]], items: Se
 
 
 def malformed_bodies(rng: random.Random) -> dict[str, bytes]:
-    """Return request bodies that no method accepts, by name."""
+    """Return invalid bodies of calls to the controller, by name. No method of the controller accepts them."""
     return {
         "empty": b"",
         "no JSON": b"{",
@@ -202,7 +202,7 @@ def malformed_bodies(rng: random.Random) -> dict[str, bytes]:
 
 
 def malformed_items(num_nodes: int) -> dict[str, list[Any]]:
-    """Return messages that node 0 cannot have sent, by name."""
+    """Return invalid messages to the controller, by name. Node 0 cannot have sent them."""
     hello = {"op": "reported", "rank": 0, "start": 0, "generation": 0}
     position = {"rank": 0, "generation": 0, "completed": 10**6, "contributed": 3, "vote": None}
     broken = {"op": "broken", "rank": 0, "start": 0, "generation": 0, "at_seconds": 0.0, "position": position}
@@ -323,8 +323,8 @@ def keeper_words(token: str) -> dict[str, bytes]:
 
 
 def stream_attacks(name: str, address: str, words: Mapping[str, bytes], rng: random.Random) -> Iterator[Attack]:
-    """Yield attacks on a socket. The complete messages ``words`` must be refused. Random bytes and cut-off messages
-    must have no effect."""
+    """Yield attacks on a socket: complete invalid messages ``words``, which must be refused, and cut-off messages and
+    random bytes, which must have no effect."""
     for what, data in words.items():
         yield _throw(f"{name}: {what}", address, data, frozenset((REFUSED,)), wait_seconds=SOCKET_SECONDS)
     whole = say({"op": "hello", "rank": 0, "start": 0, "generation": 0, "token": "x"})

@@ -1,4 +1,4 @@
-"""Controls a headless Chromium through the DevTools protocol over two pipes."""
+"""Controls a headless Chromium browser for tests, through the DevTools protocol over two pipes."""
 
 import base64
 import contextlib
@@ -42,23 +42,23 @@ for number, wanted in ((read, 3), (write, 4)):
     os.set_inheritable(wanted, True)
 os.execv(command[0], command)
 """
-"""Program that runs a command with two given pipes as its descriptors 3 and 4. A shell cannot do this: it can only
-redirect descriptors of one digit, and the numbers of the pipes may be larger."""
+"""Python program that runs a command with two given pipes as file descriptors 3 and 4 of the command. A shell cannot do
+this: it can only redirect descriptors of one digit, and the numbers of the pipes may be larger."""
 
 
 def chromium() -> str | None:
-    """Return the path of the browser; None if it is not installed."""
+    """Return the path of the program Chromium. Return None if it is not installed."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 def why_impossible() -> str | None:
-    """Name the program that is missing for a browser; None if the browser is installed."""
+    """Return why no browser can be started, and how to install one. Return None if Chromium is installed."""
     return None if chromium() else "needs Chromium; Debian: apt-get install chromium"
 
 
 @dataclass
 class Tab:
-    """Open page of a browser."""
+    """A page that is open in the browser."""
 
     _read: int
     _write: int
@@ -66,7 +66,7 @@ class Tab:
     _number: int = 0
     _unread: bytes = b""
     events: list[dict[str, Any]] = field(default_factory=list)
-    """Events of the page, in order of arrival."""
+    """DevTools events of the page, in order of arrival."""
 
     def call(self, method: str, **parameters: object) -> dict[str, Any]:
         """Call a DevTools method and return its answer."""
@@ -129,8 +129,8 @@ class Tab:
 
 @contextlib.contextmanager
 def browse(folder: Path) -> Iterator[Tab]:
-    """Start a browser that writes all its files to ``folder``, and yield a page of it. All processes of the browser
-    are ended after the block."""
+    """Start a browser that writes all its files to ``folder``. Yield an open page of the browser. End all processes of
+    the browser after the block."""
     path = chromium()
     assert path is not None, "there is a browser"
     theirs_in, ours_out = os.pipe()

@@ -1,4 +1,4 @@
-"""Makes snapshot demands (the state that each rank has to capture) of made-up jobs, for tests of snapshot policies."""
+"""Makes demands (``Demand``: the state that each rank must capture) of imaginary jobs, to test snapshot policies."""
 
 import math
 import random
@@ -30,7 +30,7 @@ def shard(
 
 
 class Stored(Protocol):
-    """Number format of stored values, as ``transformer_engine_ext.formats.Format``."""
+    """Protocol of a number format in which state is stored, e.g. ``transformer_engine_ext.formats.Format``."""
 
     @property
     def name(self) -> str: ...
@@ -40,8 +40,8 @@ class Stored(Protocol):
 
 
 def quantized(parts: Iterable[tuple[str, Stored, bool]]) -> tuple[Component, ...]:
-    """Return the components of quantized state. ``parts`` contains (name, format, whether there are scales), as the
-    methods ``full`` and ``frozen`` of ``transformer_engine_ext.regimes.Regime`` yield them."""
+    """Return a ``Component`` for each tensor of quantized state. ``parts`` contains (name, format, whether there are
+    scales), as ``full`` and ``frozen`` of ``transformer_engine_ext.regimes.Regime`` yield them."""
     found = []
     for name, target, has_scales in parts:
         found.append(Component(name=name, dtype=target.name, item_bytes=target.item_bytes))
@@ -51,8 +51,8 @@ def quantized(parts: Iterable[tuple[str, Stored, bool]]) -> tuple[Component, ...
 
 
 def algorithm_1(full_bytes: float, frozen_bytes: float, budget_bytes: float, num_operators: int) -> int:
-    """Compute W, the length of a window, with algorithm 1 of MoEvement for operators of equal size. All sizes are bytes
-    per parameter of the model; ``budget_bytes`` is what one iteration can copy."""
+    """Compute the number of iterations of a snapshot window with algorithm 1 of the MoEvement paper, for operators of
+    equal size. All sizes are bytes per model parameter. ``budget_bytes`` can be copied in one iteration."""
     active = num_operators
     while active > 2:
         if full_bytes * active + frozen_bytes * (num_operators - active) <= budget_bytes * num_operators:
@@ -73,15 +73,15 @@ EMBEDDING = OperatorId(layer=0, kind="embedding")
 
 
 def equal_experts(num_operators: int, num_elements: int = 100) -> Demand:
-    """Make a demand of equally large operators on one rank, without step counts. Algorithm 1 of the MoEvement paper
-    describes this case."""
+    """Make the demand (state to capture) of a job with one rank and equally large operators, without step counts. The
+    MoEvement paper's algorithm 1 covers this case."""
     return Demand(
         shards_by_rank=(tuple(shard(expert(1, number), num_elements, full=MASTERS) for number in range(num_operators)),)
     )
 
 
 def one_huge_embedding() -> Demand:
-    """Make a demand in which most of the state belongs to one operator. Both ranks have this operator."""
+    """Make the demand (state to capture) of a job with two ranks, whose state belongs mostly to the embedding."""
     small = [expert(layer, number) for layer in (1, 2) for number in range(4)]
     return Demand(
         shards_by_rank=tuple(
@@ -91,14 +91,14 @@ def one_huge_embedding() -> Demand:
 
 
 def dense_model(num_layers: int = 6) -> Demand:
-    """Make a demand without experts: embedding, layers and head, shared evenly by two ranks."""
+    """Make the demand (state to capture) of a model without experts, on two ranks with equally large shards."""
     operators = [EMBEDDING, *map(rest, range(1, num_layers + 1)), OperatorId(layer=num_layers + 1, kind="head")]
     return Demand(shards_by_rank=tuple(tuple(shard(operator, 1000) for operator in operators) for _ in range(2)))
 
 
 def uneven(num_ranks: int = 5, seed: int = 0) -> Demand:
-    """Make a demand of operators of many sizes. Each expert is on one rank, other operators are on several ranks,
-    and one rank has almost no state."""
+    """Make the demand (state to capture) of a job with operators of many sizes. Each expert is on one rank. Other
+    operators are on two ranks. One rank has almost no state."""
     rng = random.Random(seed)
     ranks: list[list[StateShard]] = [[] for _ in range(num_ranks)]
     for layer in range(1, 5):
@@ -113,13 +113,13 @@ def uneven(num_ranks: int = 5, seed: int = 0) -> Demand:
 
 
 def context(demand: Demand, share: float, seconds: float = 2.0) -> SnapshotContext:
-    """Make a context in which an iteration of ``seconds`` can capture ``share`` of the state of the largest rank."""
+    """Make a context in which one iteration can capture ``share`` of the state of the rank with the most state."""
     whole = max(sum(sizes) for sizes in full_bytes(demand))
     return SnapshotContext(bandwidth_bytes_per_second=max(1, int(whole * share)) / seconds, iteration_seconds=seconds)
 
 
 def full_bytes(demand: Demand) -> Sequence[Sequence[int]]:
-    """Return the bytes of the full state of each shard, for each rank, computed without the code under test."""
+    """Return the full-state bytes of each shard of each rank. Compute them without the code under test."""
     return [
         [
             sum(component.item_bytes * (found.num_elements if component.per_element else 1) for component in found.full)

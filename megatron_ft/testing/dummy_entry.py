@@ -1,4 +1,4 @@
-"""Runs like ``pretrain_moe.py``, but with ranks that have no model: ``python -m megatron_ft.testing.dummy_entry
+"""Starts a job as ``pretrain_moe.py`` does, but its ranks have no model: ``python -m megatron_ft.testing.dummy_entry
 OVERRIDE ...``.
 
 The environment variable ``MFT_DUMMY_ENTRY`` names the function in ``megatron_ft/testing/dummy_rank.py`` that each rank
@@ -17,7 +17,7 @@ from megatron_ft.testing.dummy_job import FileSinks
 
 
 def main() -> int:
-    """Run the job and return its exit code."""
+    """Run the job that the command line describes. Return its exit code."""
     try:
         config, config_yaml = pretrain_moe.compose(sys.argv[1:])
         config, config_yaml = pretrain_moe.read_failure_domains(config, config_yaml)

@@ -1,5 +1,5 @@
-"""Runs a job whose ranks have no model: ``python -m megatron_ft.testing.dummy_job SPEC.json``. Its sink is a file of
-JSON lines.
+"""Runs a job whose ranks have no model: ``python -m megatron_ft.testing.dummy_job SPEC.json``. The job writes its
+records to a file of JSON lines.
 
 ``SPEC.json`` contains ``config`` (JSON of ``JobConfig``), ``entry``, ``preload`` and ``sidecars``.
 """
@@ -18,8 +18,8 @@ from megatron_ft.errors import MegatronFtError
 
 
 class FileSinks:
-    """Writes every record to ``records.jsonl``, which each launcher overwrites, and appends one line per launcher to
-    ``consoles``."""
+    """Writes the records of a job to ``records.jsonl``. Each launcher (process that starts the job) overwrites this
+    file, and appends a line to the file ``consoles``."""
 
     def __init__(self, config: JobConfig, run_dir: Path, *, world_size: int) -> None:
         self._file = (run_dir / "records.jsonl").open("w")
@@ -27,12 +27,12 @@ class FileSinks:
             consoles.write(f"{os.getpid()}\n")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write one record."""
+        """Write one record to ``records.jsonl``."""
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
     def close(self, exit_code: int, reason: str) -> None:
-        """Write a record of the end of the run, and close the file."""
+        """Write a record about the end of the run, and close ``records.jsonl``."""
         self.write({"kind": "closed", "exit_code": exit_code, "reason": reason})
         self._file.close()
 

@@ -1,4 +1,4 @@
-"""Functions that ranks without a model run instead of the training loop, for tests that need only the control plane."""
+"""Functions that ranks without a model run instead of the training loop, for tests of the control plane alone."""
 
 import dataclasses
 import json
@@ -19,12 +19,12 @@ from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
 
 ITERATION_SECONDS = 0.02
 LAST_COMPLETED = 4
-"""Iteration that every rank of ``run_surviving`` reports as completed in generation 0. In generation g, this iteration
-is higher by 10 * g."""
+"""Iteration that every rank of ``run_surviving`` reports as completed when a rank is lost in generation 0. In
+generation g (after g changes of membership), the reported iteration is higher by 10 * g."""
 
 
 def run(config: JobConfig, context: RankContext) -> None:
-    """Count iterations and report them from rank 0, with failpoints and stop requests as in training."""
+    """Count iterations instead of training. Rank 0 reports them. Failpoints and stop requests act as in training."""
     record = failpoints.append_to(context.run_dir / "failpoints.jsonl")
     failpoints.arm(
         config.testing.failpoints, rank=context.rank, node=context.node, generation=context.generation, record=record
@@ -56,10 +56,10 @@ def run_restarted(config: JobConfig, context: RankContext) -> None:
 
 
 def run_surviving(config: JobConfig, context: RankContext) -> None:
-    """Count iterations in one membership after another, and report the start of each membership.
+    """Count iterations instead of training. After a loss of ranks, report and join the next membership.
 
-    Failpoints of phase ``replay`` are hit before a rank reports its position. Failpoints of phase ``build`` are hit
-    when the rank continues.
+    Failpoints (injected faults) of phase ``replay`` act before a rank reports which iteration it completed. Those of
+    phase ``build`` act when the rank continues.
     """
     record = failpoints.append_to(context.run_dir / "failpoints.jsonl")
     if context.is_joining:
@@ -120,8 +120,8 @@ def _position(context: RankContext) -> Position:
 
 
 def _begin(context: RankContext, following: NextMembership) -> RankContext | None:
-    """Report the start of the next membership, and return the context of this process's rank in it. Wait for another
-    membership if this process is a hot spare; return None if its node leaves meanwhile."""
+    """Report the start of the membership ``following``, and return the context of this process's rank in it. If it has
+    no rank for this process, wait for a later membership. Return None if this process's node leaves meanwhile."""
     rank = following.rank_on(context.node, context.local_rank)
     while rank is None:
         context.worker.report({"kind": "spared", "node": context.node, "generation": following.generation})
@@ -136,8 +136,8 @@ def _begin(context: RankContext, following: NextMembership) -> RankContext | Non
 
 
 def _wait_for_all(context: RankContext) -> None:
-    """Wait until the records of all ranks have reached the sink, because ranks with a model also wait for each other at
-    this point."""
+    """Report the start of this rank, and wait until ``records.jsonl`` has such a report of every rank. Ranks with a
+    model also wait for each other when they start."""
     about = {"world_size": context.world_size, "nodes": list(context.nodes), "num_nodes": context.num_nodes}
     started = {"rank": context.rank, "node": context.node, "generation": context.generation, **about}
     context.worker.report({"kind": "started", **started})
@@ -151,7 +151,7 @@ def _wait_for_all(context: RankContext) -> None:
 
 
 def run_with_sidecar(config: JobConfig, context: RankContext) -> None:
-    """Report the answer of the sidecar of this rank's node, then call ``run``."""
+    """Ask the sidecar (helper process) of this rank's node, report its answer, then call ``run``."""
     service = context.sidecars["dummy"]
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(service["socket"])
@@ -170,17 +170,17 @@ def run_stubborn(config: JobConfig, context: RankContext) -> None:
 
 
 def run_stopped_by_policy(config: JobConfig, context: RankContext) -> None:
-    """Raise an error that stops training deliberately, as a configured policy does."""
+    """Raise the error ``TrainingStopped``, as a policy does that stops training if the loss is NaN."""
     raise TrainingStopped("training.non_finite_policy=stop: loss is NaN at iteration 3")
 
 
 def run_chatty(config: JobConfig, context: RankContext) -> None:
-    """Report metrics as fast as possible."""
+    """Report metrics of all iterations as fast as possible."""
     for iteration in range(1, config.training.train_iterations + 1):
         context.worker.report({"kind": "metrics", "iteration": iteration, "loss": float(context.rank)})
     Path(context.run_dir / f"chatty-{context.rank}").touch()
 
 
 def take_time() -> None:
-    """Sleep, which delays a fork server that preloads this function."""
+    """Sleep two seconds. A fork server that runs this function at its start is delayed by it."""
     time.sleep(2.0)

@@ -1,9 +1,9 @@
-"""Sidecar of a node for tests. It sends its process id to ranks over its unix socket.
+"""Sidecar (helper process beside a node's ranks) for tests. It answers ranks with its process id over a unix socket.
 
 The environment variable ``DUMMY_SERVICE`` makes the sidecar misbehave. ``mute``: it prints no address. A key of
 ``FIRST_LINES``: it prints that line in place of its address. ``fails``: it ends before it prints its address.
-``fails_if_full``: the same, if a file ``full`` is beside its log. ``brittle``: it kills itself when the first rank
-connects. ``stubborn``: it does not end when its standard input closes.
+``fails_if_full``: as ``fails``, but only if a file ``full`` is beside its log. ``brittle``: it kills itself when the
+first rank connects. ``stubborn``: it does not end when its standard input closes.
 """
 
 import json
@@ -22,7 +22,7 @@ MANNER = os.environ.get("DUMMY_SERVICE", "")
 
 
 def main() -> int:
-    """Serve ranks until standard input closes."""
+    """Print the address of this sidecar, and answer ranks until standard input closes. Return the exit code."""
     about = json.loads(sys.stdin.readline())
     if MANNER == "fails" or (
         MANNER == "fails_if_full" and Path(os.readlink("/proc/self/fd/2")).with_name("full").exists()
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def serve(listener: socket.socket, token: str) -> None:
-    """Answer one message on each connection until standard input closes."""
+    """Answer one message on each connection to ``listener``, until standard input closes."""
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     selector.register(sys.stdin, selectors.EVENT_READ)

@@ -1,5 +1,5 @@
-"""Builds small training engines from tiny configurations and made-up samples, in one process or in several forked
-ranks.
+"""Builds small training engines for tests, from tiny configurations and generated samples, in one process or in
+several forked ranks.
 
 ``python -m megatron_ft.testing.engines SPEC OUTCOME`` is the process that ``run_scenarios`` starts. It imports Megatron
 once, then forks the ranks of one scenario after the other.
@@ -32,7 +32,7 @@ _generations = itertools.count()
 
 
 class MadeUpSamples:
-    """Made-up samples. Each depends only on its index and repeats a short pattern, so that a model can learn it."""
+    """Generated samples. A sample depends only on its index, and repeats a short pattern that a model can learn."""
 
     eod = 0
 
@@ -87,8 +87,8 @@ def install() -> None:
 
 
 def be_ready_to_fork() -> None:
-    """Import modules that ranks import late, and exclude existing objects from garbage collection. A collection in a
-    forked rank would write to these objects, so that the kernel copies their memory."""
+    """Prepare this process to fork ranks: import modules that ranks import late, and exclude existing objects from
+    garbage collection. A collection in a forked rank would write to the objects, and the kernel would copy them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in ("torch._dynamo", "scipy.optimize"):
@@ -101,8 +101,8 @@ def be_ready_to_fork() -> None:
 def groups_of(
     config: JobConfig, *, store: Any = None, rank: int = 0, world_size: int = 1, generation: int | None = None
 ) -> Iterator[Any]:
-    """Form the process groups of one generation, and dissolve them after the block. The default ``store`` works only
-    within one process."""
+    """Form the process groups of one generation (set of ranks), and dissolve them after the block. The default
+    ``store`` works only within one process."""
     import torch.distributed as dist
 
     from megatron_ft.mcore.groups import Groups, dissolve_groups
@@ -124,7 +124,7 @@ def groups_of(
 
 
 def new_engine(config: JobConfig) -> Any:
-    """Return a ``TrainingEngine`` on the CPU with made-up samples. Its ``build`` has not been called."""
+    """Return a ``TrainingEngine`` on the CPU with generated samples. Its method ``build`` has not been called."""
     import torch
 
     from megatron_ft.mcore.training.engine import TrainingEngine
@@ -143,7 +143,7 @@ def new_engine(config: JobConfig) -> Any:
 def engine_of(
     config: JobConfig, *, store: Any = None, rank: int = 0, world_size: int = 1, generation: int | None = None
 ) -> Iterator[Any]:
-    """Yield a built ``TrainingEngine``. After the block, tear the engine down and dissolve its groups."""
+    """Yield a built ``TrainingEngine``. After the block, tear the engine down and dissolve its process groups."""
     with groups_of(config, store=store, rank=rank, world_size=world_size, generation=generation) as groups:
         engine = new_engine(config)
         engine.build(groups)
@@ -174,11 +174,11 @@ def digests(engine: Any) -> dict[str, str]:
 def run_scenarios(
     scenarios: Mapping[str, tuple[str, int, Mapping[str, Any]]], *, timeout_seconds: float = 170.0
 ) -> dict[str, list[Any]]:
-    """Run scenarios one after the other. Return, for each scenario, the results of its ranks.
+    """Run test scenarios, one after the other, in forked ranks. Map the name of each to the results of its ranks.
 
     Args:
         scenarios: name -> (``module:function``, world size, keyword arguments). Each rank calls the function with these
-            arguments and ``rank``, ``world_size`` and ``store``. The result must be representable in JSON.
+            arguments and ``rank``, ``world_size`` and ``store``. The result of the function must be a JSON value.
 
     Raises:
         AssertionError: a rank raised an exception; the message contains its traceback.
@@ -201,8 +201,8 @@ def run_scenarios(
 
 
 def of_ranks(outcomes: Mapping[str, list[Any]], name: str) -> list[Any]:
-    """Return the results of the ranks of scenario ``name``, in rank order. Fails with the error of the first rank that
-    raised one."""
+    """Return the results of the ranks of scenario ``name``, in rank order. If ranks raised exceptions, fail with the
+    exception of the first of them."""
     errors = [rank["error"] for rank in outcomes[name] if isinstance(rank, dict) and "error" in rank]
     assert not errors, f"{name}: {errors[0]}"
     return outcomes[name]

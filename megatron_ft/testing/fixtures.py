@@ -19,8 +19,8 @@ def warm_forkserver() -> Iterator[str]:
 
 @pytest.fixture
 def short_tmpdir(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Set ``TMPDIR`` to a private folder whose path is short enough for unix sockets; the path of ``tmp_path`` may be
-    too long."""
+    """Set ``TMPDIR`` to a private folder whose path is short enough for unix sockets. The path of pytest's
+    ``tmp_path`` may be too long."""
     tmp_path_factory.getbasetemp()  # pytest must create this folder before TMPDIR changes
     with tempfile.TemporaryDirectory(prefix="mft-", dir="/tmp") as folder:
         monkeypatch.setenv("TMPDIR", folder)
@@ -30,5 +30,5 @@ def short_tmpdir(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempP
 
 @pytest.fixture
 def runs(tmp_path: Path, short_tmpdir: Path) -> Path:
-    """Return the folder for runs. The sockets of their jobs are created in ``short_tmpdir``."""
+    """Return the folder for the runs of a test's jobs. The jobs create their sockets in ``short_tmpdir``."""
     return tmp_path / "runs"

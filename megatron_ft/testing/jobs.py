@@ -28,16 +28,16 @@ class JobResult:
     exit_code: int
     run_dir: Path
     output: str
-    """Standard output and standard error."""
+    """Standard output and standard error of the job."""
 
     def records(self, file: str = "events.jsonl") -> list[dict[str, Any]]:
-        """Return the records of ``events.jsonl`` or ``metrics.jsonl``, in order."""
+        """Return the records in ``events.jsonl`` or ``metrics.jsonl`` of the job's run, in order."""
         path = self.run_dir / file
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     @property
     def losses(self) -> list[float]:
-        """Return the loss of each iteration, in order."""
+        """Return the loss of each iteration that the job reported, in order."""
         return [record["loss"] for record in self.records("metrics.jsonl") if "loss" in record]
 
 
@@ -50,13 +50,13 @@ def run_job(
     environment: Mapping[str, str] | None = None,
     python: Path | None = None,
 ) -> JobResult:
-    """Run ``pretrain_moe.py`` until it ends.
+    """Run a job through ``pretrain_moe.py`` until it ends.
 
     Args:
         overrides: Hydra overrides. ``run.dir`` is set to ``runs``.
-        forkserver: Socket of a fork server that has already imported its modules; the fixture ``warm_forkserver``
-            starts one.
-        python: Interpreter of another environment; None for the one of this process.
+        forkserver: Socket of a fork server for the job's ranks, which has already imported their modules; the fixture
+            ``warm_forkserver`` starts such a server.
+        python: Interpreter of another environment; None for this process's interpreter.
 
     Raises:
         AssertionError: the job did not end in time. It has been killed, and the message contains its output.
@@ -83,7 +83,7 @@ def inside(folder: Path) -> Iterator[Path]:
 
 
 def start(command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
-    """Start a command in the repository, in its own process group, and collect its output."""
+    """Start a command in the repository's folder and in a new process group. ``wait`` returns its output."""
     return subprocess.Popen(
         list(command),
         cwd=REPOSITORY,
@@ -97,10 +97,10 @@ def start(command: Sequence[str], *, environment: Mapping[str, str] | None = Non
 
 
 def wait(process: "subprocess.Popen[str]", timeout_seconds: float) -> str:
-    """Wait until the command ends, and return its output.
+    """Wait until a command ends that ``start`` has started, and return its output.
 
     Raises:
-        AssertionError: the command did not end in time.
+        AssertionError: the command did not end in time and was killed.
     """
     try:
         return process.communicate(timeout=timeout_seconds)[0]
@@ -112,7 +112,7 @@ def wait(process: "subprocess.Popen[str]", timeout_seconds: float) -> str:
 
 
 def _run_dir(runs: Path, known: set[Path], overrides: Sequence[str]) -> Path:
-    """Return the folder that the job created; ``runs`` if it created none."""
+    """Return the run folder that the job created in ``runs``. Return ``runs`` if the job created no folder."""
     for word in overrides:
         if match := re.fullmatch(r"run\.name=(.+)", word):
             return runs / match.group(1)
@@ -134,9 +134,9 @@ def start_dummy_job(
 
     Args:
         entry: Function of ``megatron_ft/testing/dummy_rank.py`` that each rank runs.
-        overrides: Values by key, e.g. ``{"launch.num_nodes": 2}``.
-        sidecars: Module of each sidecar by the sidecar's name.
-        through: Command before ``python``, which runs the launcher elsewhere.
+        overrides: Values by configuration key, e.g. ``{"launch.num_nodes": 2}``.
+        sidecars: Maps the name of each sidecar (helper process of a node) to its module.
+        through: Words before ``python`` in the command, e.g. to run the launcher in another network namespace.
     """
     config = JobConfig()
     for key, value in {"run.dir": str(runs), "run.name": "dummy", **(overrides or {})}.items():
@@ -154,7 +154,7 @@ def start_dummy_job(
 @contextlib.contextmanager
 def forkserver(*modules: str, python: Path | None = None) -> Iterator[str]:
     """Start a fork server that imports ``modules``, and yield its socket. Imports may still be running; a job waits for
-    their end. ``python`` is the interpreter of another environment; None for the one of this process."""
+    their end. ``python`` is the interpreter of another environment; None for this process's interpreter."""
     directory = Path(tempfile.mkdtemp(prefix="megatron-ft-"))
     path = directory / "warm.sock"
     arguments = ["--socket", str(path), "--preload", *modules]

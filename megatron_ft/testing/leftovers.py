@@ -1,4 +1,4 @@
-"""Finds processes that continue after their starter has ended, by a mark in the environment that they inherit."""
+"""Finds processes that a test or another program left running, by a mark in the environment that they inherit."""
 
 import os
 import uuid
@@ -10,23 +10,23 @@ MARK = "MEGATRON_FT_MARK"
 
 
 def mark(environment: Mapping[str, str] | None = None) -> tuple[str, dict[str, str]]:
-    """Return a new mark, and ``environment`` with this mark added. A process that starts with this environment has the
-    mark, and so have the processes that it starts."""
+    """Return a new mark, and ``environment`` with this mark in a variable. A process that is started with this
+    environment has the mark. Its child processes inherit the mark."""
     value = uuid.uuid4().hex
     inherited = dict(os.environ if environment is None else environment)
     return value, {**inherited, MARK: ",".join([*filter(None, [inherited.get(MARK)]), value])}
 
 
 def marked(value: str) -> list[psutil.Process]:
-    """Return all living processes that have the mark, except this process."""
+    """Return all living processes, except this process, that have the mark ``value`` in their environment."""
     return [process for process in psutil.process_iter() if process.pid != os.getpid() and _carries(process, value)]
 
 
 def _carries(process: psutil.Process, value: str) -> bool:
-    """Return whether a process has the mark. Processes of other users, whose environment cannot be read, count as
-    unmarked.
+    """Return whether a process has the mark ``value``. Return False for processes of other users, whose environment
+    cannot be read.
 
-    The resource tracker of Python's ``multiprocessing`` ends together with this process and does not count either.
+    Also return False for the resource tracker of Python's ``multiprocessing``, which ends together with this process.
     """
     try:
         if process.ppid() == os.getpid() and any("multiprocessing.resource_tracker" in w for w in process.cmdline()):
@@ -37,7 +37,7 @@ def _carries(process: psutil.Process, value: str) -> bool:
 
 
 def outlive(value: str, *, grace_seconds: float) -> list[str]:
-    """Wait for marked processes to end, then kill those that remain. Return the command lines of the killed ones."""
+    """Wait ``grace_seconds`` until marked processes end. Kill the others, and return their command lines."""
     _, alive = psutil.wait_procs(marked(value), timeout=grace_seconds)
     lines = [line for line in map(_describe, alive) if line]
     end(alive)
@@ -45,7 +45,7 @@ def outlive(value: str, *, grace_seconds: float) -> list[str]:
 
 
 def end(processes: list[psutil.Process]) -> None:
-    """Kill these processes by their process ids."""
+    """Kill ``processes`` and wait until they have ended."""
     for process in processes:
         try:
             process.kill()
@@ -55,7 +55,7 @@ def end(processes: list[psutil.Process]) -> None:
 
 
 def _describe(process: psutil.Process) -> str:
-    """Return process id and command line; empty if the process has ended."""
+    """Return process id and command line of a process. Return an empty string if it has ended."""
     try:
         return f"{process.pid}: {' '.join(process.cmdline())[:200]}"
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Writes folders of made-up runs, in the formats that ranks and the control plane use."""
+"""Writes folders of imaginary runs for tests, in the formats that ranks and the control plane use."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from megatron_ft.telemetry.report.model import RunReport
 from megatron_ft.telemetry.report.page import render
 
 ZERO = 1_700_000_000.0
-"""Wall-clock time at which made-up runs begin."""
+"""Wall-clock time, in seconds since 1970, at which the imaginary runs begin."""
 ITERATION_SECONDS = 0.5
 RUN_STARTED = {"kind": "run_started", "run_name": "trial", "model": "moe_micro", "world_size": 2}
 PLAN = PlacementPlan(
@@ -27,7 +27,7 @@ PLAN = PlacementPlan(
 
 
 def metrics_record(iteration: int, loss: float | str | None = None) -> dict[str, object]:
-    """Return the metrics of one iteration. The default loss falls with the iteration."""
+    """Return the metrics record of an imaginary iteration. If no loss is given, the loss falls with the iteration."""
     return {
         "kind": "metrics",
         "iteration": iteration,
@@ -41,8 +41,8 @@ def metrics_record(iteration: int, loss: float | str | None = None) -> dict[str,
 
 
 def run_records(first: int, last: int, *, loss_offset: float = 0.0) -> Iterator[dict[str, object]]:
-    """Yield metrics and expert load of iterations ``first`` to ``last``, and an evaluation after every fourth
-    iteration."""
+    """Yield records of an imaginary run: metrics and expert load of iterations ``first`` to ``last``, and an
+    evaluation after every fourth iteration."""
     for iteration in range(first, last + 1):
         yield metrics_record(iteration, 5.0 / iteration + loss_offset)
         yield {"kind": "expert_load", "iteration": iteration, "layers": [[1, 2, 3, 2], [8, 0, 0, 0]]}
@@ -51,7 +51,7 @@ def run_records(first: int, last: int, *, loss_offset: float = 0.0) -> Iterator[
 
 
 class MadeUpRun:
-    """Folder of a made-up run. All times are in seconds after the start of the run."""
+    """Folder of an imaginary run, with methods that write its records. Times are seconds after the run's start."""
 
     def __init__(self, path: Path) -> None:
         path.mkdir()
@@ -60,13 +60,13 @@ class MadeUpRun:
             (path / name).touch()
 
     def say(self, at: float, *records: Record) -> None:
-        """Write events with the time ``at``."""
+        """Write events to ``events.jsonl``, with the time ``at``."""
         for record in records:
             self.line("events.jsonl", {**record.to_record(), "time_unix_seconds": ZERO + at})
 
     def train(self, first: int, last: int, at: float) -> float:
-        """Write metrics of consecutive iterations, the first of which begins at ``at``. Return the end of the last
-        iteration."""
+        """Write metrics of the iterations ``first`` to ``last``. The first iteration begins at ``at``. Return the time
+        at which the last iteration ends."""
         for iteration in range(first, last + 1):
             at += ITERATION_SECONDS
             values = {"loss": 5.0 / iteration, "iteration_seconds": ITERATION_SECONDS}
@@ -75,7 +75,7 @@ class MadeUpRun:
         return at
 
     def decide(self, at: float, generation: int, reason: str, **about: object) -> None:
-        """Write a decision of the controller. It also has positions and votes, which a report page does not show."""
+        """Write a decision of the controller to ``decisions.jsonl``. It includes positions, which no report shows."""
         positions = [{"rank": 0, "generation": generation, "completed": 4, "contributed": 4, "vote": None}]
         head = {"generation": generation, "time_unix_seconds": ZERO + at, "reason": reason, "positions": positions}
         self.line("decisions.jsonl", head | about)
@@ -95,7 +95,7 @@ class MadeUpRun:
 
 
 def started(world_size: int = 4, resumed_from_iteration: int | None = None, name: str = "trial") -> events.RunStarted:
-    """Return the event of a start of the run, with one rank per node."""
+    """Return the event ``RunStarted`` of an imaginary run with one rank per node."""
     return events.RunStarted(
         run_name=name,
         model="moe_micro",
@@ -109,15 +109,15 @@ def started(world_size: int = 4, resumed_from_iteration: int | None = None, name
 
 
 def next_membership(generation: int, previous_ranks: Sequence[int | None], nodes: Sequence[int]) -> dict[str, object]:
-    """Return the next membership in the format of ``decisions.jsonl``."""
+    """Return a membership (the ranks that train together from now on) in the format of ``decisions.jsonl``."""
     target = {"iteration": 12, "vote": None}
     about = {"generation": generation, "previous_ranks": list(previous_ranks), "nodes": list(nodes), "target": target}
     return about | {"master_addr": "127.0.0.1", "master_port": 1, "reason": ""}
 
 
 def stage_recovery(rank: int, role: str, *, began: float, seconds: float, **about: int) -> events.StageRecovery:
-    """Return a rank's report about a recovery in a job with two ranks per pipeline stage. With role ``replays``, the
-    rank replays iterations 8 to 12."""
+    """Return the event in which a rank reports its work in a recovery. The job has two ranks per pipeline stage. With
+    role ``replays``, the rank runs iterations 8 to 12 again."""
     replays = role == "replays"
     return events.StageRecovery(
         generation=about.get("generation", 1),
@@ -135,10 +135,10 @@ def stage_recovery(rank: int, role: str, *, began: float, seconds: float, **abou
 
 
 def localized(run: MadeUpRun, *, ends: bool = True) -> None:
-    """Write a run in which rank 2 of 4 dies in iteration 13, spare node 4 replaces its node, and the pipeline stage
-    replays.
+    """Write a run with 4 ranks in which rank 2 dies in iteration 13. Spare node 4 replaces its node, and the ranks of
+    its pipeline stage run iterations 8 to 12 again.
 
-    Each rank's work is written before the new membership is reported, as in a real run.
+    The work of each rank is written before the new membership is reported, as in a real run.
     """
     run.say(0.0, started(), events.RanksReady(seconds=0.1, world_size=4))
     run.train(1, 12, 0.1)
@@ -159,7 +159,7 @@ def localized(run: MadeUpRun, *, ends: bool = True) -> None:
 
 
 def placed(run: MadeUpRun, iteration: int, at: float = 0.5, reason: str = "first") -> Path:
-    """Write ``PLAN`` as the placement that the run uses from now on, as an event and as a file. Return the file."""
+    """Write that the run uses the placement ``PLAN`` from now on: an event, and a file, whose path is returned."""
     about = {"moved_bytes": 3_000_000, "imbalance_before": 2.5, "imbalance_after": 1.25, "gain": 0.5, "seconds": 0.04}
     changed = about if reason != "first" else {}
     run.say(at, events.PlacementInForce(iteration=iteration, reason=reason, stages=(PLAN.summary(),), **changed))
@@ -170,7 +170,7 @@ def placed(run: MadeUpRun, iteration: int, at: float = 0.5, reason: str = "first
 
 
 def elastic(run: MadeUpRun) -> None:
-    """Write a run with expert replicas in which node 1 of 3 is lost in iteration 5 and joins again before iteration
+    """Write a run with expert replicas on 3 nodes. Node 1 is lost in iteration 5, and joins again before iteration
     9."""
     run.say(0.0, started(3), events.RanksReady(seconds=0.1, world_size=3))
     placed(run, 1, at=0.05)
@@ -195,8 +195,8 @@ def _goes_on(run: MadeUpRun, at: float, generation: int, nodes: tuple[int, ...],
 
 
 def restarted(run: MadeUpRun) -> None:
-    """Write a run in which rank 1 of 3 dies in iteration 9. Continuing without a restart is declined, and two ranks
-    restart from iteration 6."""
+    """Write a run with 3 ranks in which rank 1 dies in iteration 9. The job cannot continue without a restart, so two
+    ranks restart from the checkpoint of iteration 6."""
     run.say(0.0, started(3), events.RanksReady(seconds=0.1, world_size=3))
     run.train(1, 8, 0.0)
     run.say(4.2, events.RankFailed(rank=1, node=1, signal="SIGKILL", first=True, iteration=9))

@@ -1,7 +1,7 @@
-"""Jobs on this machine whose nodes have separate networks. So a node can be cut off while its processes live.
+"""Starts jobs on this machine whose nodes have separate networks, so that a node can be disconnected while it lives.
 
-Each node and the machine of the launcher are network namespaces that one bridge connects. Cutting a node off is like a
-loss of power: the other machines receive no notice. This module needs root and the program ``ip``.
+Each node, and the imaginary machine of the launcher, is a network namespace. A bridge connects all namespaces. As in a
+loss of power, other nodes receive no notice of a disconnected node. This module needs root and the program ``ip``.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _CABLE = "eth0"
 
 
 def why_impossible() -> str | None:
-    """Name what this machine lacks; None if nothing is missing."""
+    """Return why this machine cannot create network namespaces. Return None if it can."""
     if os.geteuid() != 0:
         return "needs root, to create network namespaces"
     return None if shutil.which("ip") else "needs the program ip; Debian: iproute2"
@@ -38,37 +38,37 @@ def why_impossible() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Machines of one network: ``head``, on which the launcher runs, and the nodes from 0."""
+    """Imaginary machines in one network: ``head``, on which the launcher runs, and the nodes, numbered from 0."""
 
     name: str
     number: int
-    """Third number of all addresses, so that several networks can exist at the same time."""
+    """Third number of all IP addresses of the network. Networks with different numbers can exist at the same time."""
 
     def address(self, machine: int | str) -> str:
-        """Return the address of a machine: the number of a node, or ``head``."""
+        """Return the IP address of ``machine``: the number of a node, or ``head``."""
         return f"10.79.{self.number}.{1 if machine == 'head' else 10 + int(machine)}"
 
     def through(self, machine: int | str) -> list[str]:
-        """Return the command that runs a program on a machine."""
+        """Return the words to put before a command, so that it runs on ``machine`` (in its network namespace)."""
         return ["ip", "netns", "exec", f"{self.name}-{machine}"]
 
     def cut(self, machine: int | str) -> None:
-        """Drop all packets to and from a machine from now on."""
+        """Drop all packets to and from ``machine`` from now on."""
         _ip("link", "set", self._port(machine), "down")
 
     def mend(self, machine: int | str) -> None:
-        """Connect a machine again after ``cut``."""
+        """Connect ``machine`` again after ``cut``."""
         _ip("link", "set", self._port(machine), "up")
 
     def start_job(self, runs: Path, entry: str, overrides: Mapping[str, Any]) -> "subprocess.Popen[str]":
-        """Start a job whose ranks have no model, see ``start_dummy_job``. Its launcher runs on ``head``."""
+        """Start a job whose ranks have no model, as ``start_dummy_job`` does. The job's launcher runs on ``head``."""
         through, environment = self.through("head"), {_NETWORK: self.name}
         return start_dummy_job(
             runs, entry, overrides={**self._places, **overrides}, environment=environment, through=through
         )
 
     def start_training(self, runs: Path, overrides: Sequence[str]) -> "subprocess.Popen[str]":
-        """Start a job through ``pretrain_moe.py``. Its launcher runs on ``head``."""
+        """Start a job through ``pretrain_moe.py``. The job's launcher runs on ``head``."""
         places = [f"{key}={value}" for key, value in self._places.items()]
         command = [*self.through("head"), sys.executable, "pretrain_moe.py", *overrides, *places, f"run.dir={runs}"]
         return start(command, environment={_NETWORK: self.name, "GLOO_SOCKET_IFNAME": _CABLE})
@@ -103,7 +103,7 @@ class Network:
 
 @contextlib.contextmanager
 def network(num_nodes: int) -> Iterator[Network]:
-    """Create a network of ``head`` and ``num_nodes`` (at most 10) nodes, and remove it at the end."""
+    """Create a network of ``head`` and ``num_nodes`` (at most 10) nodes. Remove the network after the block."""
     made = Network(f"mft{secrets.token_hex(3)}", secrets.randbelow(256))
     with contextlib.ExitStack() as ending:
         _ip("link", "add", made.name, "type", "bridge")

@@ -1,5 +1,5 @@
-"""Runs a function as every rank of a small gloo job whose ranks are forked from this process, and makes trainers for
-them."""
+"""Runs a function in every rank of a small gloo job for tests, and makes the trainers of ranks. The ranks are forked
+from this process."""
 
 import json
 import multiprocessing
@@ -25,7 +25,7 @@ from megatron_ft.testing.jobs import REPOSITORY
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """Number of a rank, and what it needs to connect to the other ranks."""
+    """Number of a rank, with the values that it needs to connect to the other ranks."""
 
     rank: int
     world_size: int
@@ -39,11 +39,11 @@ RankFunction = Callable[[JobConfig, Rank], Any]
 def run_ranks(
     function: RankFunction, config: JobConfig, *, world_size: int, run_dir: Path, timeout_seconds: float = 300.0
 ) -> list[Any]:
-    """Call ``function`` in ``world_size`` processes at the same time. Return their results, which must fit JSON, in
-    rank order.
+    """Call ``function`` in ``world_size`` forked processes at the same time. Return the results in rank order. A result
+    must be a JSON value.
 
     Raises:
-        RuntimeError: a rank raised an exception; the message is its traceback.
+        RuntimeError: a rank raised an exception (the message is its traceback), or gave no result in time.
     """
     warm()
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -93,23 +93,23 @@ def compose(*overrides: str) -> JobConfig:
 
 
 def with_parallel(config: JobConfig, **sizes: Any) -> JobConfig:
-    """Return a copy of ``config`` with other parallel sizes."""
+    """Return a copy of ``config`` with the values ``sizes`` in its group ``parallel``."""
     return replace(config, parallel=replace(config.parallel, **sizes))
 
 
 class RecordFile:
-    """Replaces the client of the node agent: it writes each record of a rank to a file. Nodes never join or leave."""
+    """Replaces a rank's client of its node agent. Writes records to a file. Never requests a stop or a change."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", encoding="utf-8")
 
     def report(self, record: dict[str, Any]) -> None:
-        """Write ``record`` as a JSON line."""
+        """Write ``record`` to the file as a JSON line."""
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
     def progress(self, iteration: int, phase: str) -> None:
-        """Write a record with the iteration and phase of the rank."""
+        """Write a record with the current iteration and phase of the rank."""
         self.report({"iteration": iteration, "phase": phase})
 
     def stop_requested(self) -> bool:
@@ -126,12 +126,12 @@ class RecordFile:
         return False
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file of records."""
         self._file.close()
 
 
 def join(config: JobConfig, rank: Rank) -> tuple[Any, Any]:
-    """Make this process a rank. Return its built trainer and its process groups."""
+    """Make this process the rank ``rank`` of the job. Return the rank's built trainer and process groups."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     groups, transformer_impl = join_groups(config, rank)
@@ -143,8 +143,8 @@ def join(config: JobConfig, rank: Rank) -> tuple[Any, Any]:
 
 
 def join_groups(config: JobConfig, rank: Rank) -> tuple[Any, str]:
-    """Make Megatron usable with one thread in this process. Return the process groups and the implementation of
-    transformer layers."""
+    """Form the process groups of ``rank``, and let torch use one thread in this process. Return the process groups and
+    the implementation of transformer layers (``transformer_impl``)."""
     torch.set_num_threads(1)
     _, transformer_impl = install(config)
     from megatron_ft.mcore.groups import Groups
@@ -178,7 +178,7 @@ def _context(rank: Rank) -> RankContext:
 
 
 def resident_growth(function: Callable[[], object]) -> int:
-    """Call ``function``. Return the largest growth of this process's resident memory during the call, in bytes."""
+    """Call ``function``. Return by how many bytes this process's resident memory grew at most during the call."""
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the maximum of VmRSS
     before = _memory("VmRSS")
     function()
@@ -186,6 +186,6 @@ def resident_growth(function: Callable[[], object]) -> int:
 
 
 def _memory(name: str) -> int:
-    """Return a figure of ``/proc/self/status`` in bytes."""
+    """Return the field ``name`` of ``/proc/self/status`` in bytes, e.g. ``VmRSS``."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

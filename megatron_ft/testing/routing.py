@@ -1,4 +1,4 @@
-"""Makes routings and placements for dispatch tests, and emulates a process group within one process."""
+"""Makes token routings and expert placements for tests of dispatch, and emulates an all-to-all within one process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,22 +11,22 @@ from megatron_ft.runtime.dispatch.rows import DispatchHandle
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Routing of one layer: ``maps``, bool [T, E] for each rank; ``replicas``, numbers of copies, int64 [E, N]."""
+    """Routing of one layer. ``maps``: bool [tokens, experts] per rank. ``replicas``: copies, int64 [experts, ranks]."""
 
     maps: list[torch.Tensor]
     replicas: torch.Tensor
 
     @property
     def counts(self) -> torch.Tensor:
-        """Return the number of tokens that each rank routes to each expert: int64 [E, N]."""
+        """Return the number of tokens that each rank routes to each expert: int64 [experts, ranks]."""
         return torch.stack([routing_map.sum(0) for routing_map in self.maps], dim=1)
 
     def local_experts(self, rank: int) -> list[int]:
-        """Return the distinct experts of ``rank``, in ascending order."""
+        """Return the experts that have a copy on ``rank``, in ascending order."""
         return self.replicas[:, rank].nonzero().flatten().tolist()
 
     def to(self, device: torch.device | str) -> "Routing":
-        """Return a copy on another device."""
+        """Return a copy of this routing on ``device``."""
         return Routing(maps=[each.to(device) for each in self.maps], replicas=self.replicas.to(device))
 
 
@@ -36,8 +36,8 @@ def make_routing(
     """Make a routing with Zipf-like loads of exponent ``skew``. Every third expert gets no token if ``topk`` allows it.
 
     ``tokens`` gives the number of tokens per rank and is repeated if it has too few entries. ``drop`` is the share of
-    (token, expert) pairs to remove, as a capacity limit does. Every expert has at least one copy; some have several,
-    even on the same rank. If there are several ranks, the last one has no expert.
+    (token, expert) pairs to remove, as a capacity limit does. Every expert has at least one copy. Some experts have
+    several copies, even on the same rank. If there are several ranks, the last rank has no expert.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = (1.0 + torch.arange(num_experts, dtype=torch.float64)) ** -skew
@@ -60,7 +60,7 @@ def make_routing(
 
 
 def plan_all(backend: DispatchBackend, routing: Routing) -> list[DispatchHandle]:
-    """Return the dispatch handle of every rank."""
+    """Plan the dispatch of ``routing`` with a backend. Return the dispatch handle of every rank."""
     counts = routing.counts
     return [
         backend.plan(routing_map, backend.schedule(counts, routing.replicas, rank), rank, routing.local_experts(rank))
@@ -70,6 +70,6 @@ def plan_all(backend: DispatchBackend, routing: Routing) -> list[DispatchHandle]
 
 def swap(rows: Sequence[torch.Tensor], splits: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Emulate an all-to-all in one process. Rank i sends ``rows[i]``; ``splits[i]`` has the number of rows for each
-    receiver. The result has the rows that each rank receives, ordered by sender."""
+    receiver. Return, for each rank, the rows that it receives, ordered by sender."""
     parts = [list(each.split(list(cut))) for each, cut in zip(rows, splits, strict=True)]
     return [torch.cat([part[receiver] for part in parts]) for receiver in range(len(rows))]

@@ -1,8 +1,8 @@
-"""Ranks that change memberships by ``testing.membership_schedule``, without faults.
+"""Ranks whose nodes leave and join by ``testing.membership_schedule``, without faults. Entry point: ``run_rank``.
 
-A job of these ranks is the reference for a job with faults. ``run_rank`` is the entry point of the ranks. The ranks
-stay in their processes and follow the schedule, which each rank knows; the controller sees one job without losses. All
-memberships connect through the store of generation 0, which rank 0 serves until the last membership has formed.
+A job of such ranks is the reference for a job with faults. Ranks stay in their processes and follow the schedule, which
+every rank knows. So the controller sees one job without losses. All memberships (sets of ranks that train together)
+connect through the store of the first membership, which rank 0 serves until the last membership has formed.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 _BEGINS, _FORMED, _NEVER = "begins", "formed", "never"
 _ONE_WAIT = timedelta(hours=1)
-"""Timeout of one wait for a key of the store. The wait is repeated until the key exists."""
+"""Timeout of one wait for a key of torch's store. The wait is repeated until the key exists."""
 
 
 def run_rank(config: JobConfig, context: RankContext) -> None:
-    """Run rank ``context.rank`` of the job through all memberships of the schedule.
+    """Train as rank ``context.rank`` of the job, through all memberships of ``testing.membership_schedule``.
 
     Raises:
         MegatronFtError: the rank failed. The process ends with the ``exit_code`` of the error.
@@ -59,7 +59,7 @@ def _check(trainer: "Trainer", schedule: "MembershipSchedule") -> None:
 
 
 def scheduled_memberships(changes: Sequence[MembershipChange], layouts: JobLayouts) -> tuple[NextMembership, ...]:
-    """List the memberships after generation 0, which has all nodes. They have no address: all use generation 0's store.
+    """List the scheduled memberships after the first membership, which has all nodes. Their addresses are empty.
 
     Raises:
         ConfigError: a change leaves too few nodes for the layout.
@@ -102,11 +102,11 @@ def _following(
 
 
 class MembershipSchedule:
-    """The memberships that follow generation 0.
+    """The scheduled memberships that follow the first membership (generation 0).
 
     Args:
-        context: context of this rank in generation 0.
-        store: store of generation 0. It stays open as long as this object exists.
+        context: context of this rank in the first membership.
+        store: torch's store of the first membership. It stays open as long as this object exists.
     """
 
     def __init__(self, job: JobConfig, context: RankContext, store: dist.Store) -> None:
@@ -115,26 +115,26 @@ class MembershipSchedule:
         self._context = context
         self._newest: NextMembership | None = None
         self.store: dist.Store = dist.PrefixStore("history", store)
-        """Store through which the ranks of all memberships exchange which memberships have begun and formed."""
+        """Store in which ranks of all memberships record which memberships have begun and which have formed."""
 
     @property
     def next(self) -> NextMembership | None:
-        """The membership after the present one; None if the present one is the last."""
+        """The membership after the present membership. None if no other membership follows."""
         return self._ahead[0] if self._ahead else None
 
     def begin(self) -> NextMembership:
-        """Report that this rank of the present membership begins the next one, and return the next one."""
+        """Record in the store that the next membership begins. Return the next membership."""
         self._newest = following = self._ahead.popleft()
         self._publish(_BEGINS, following)
         return following
 
     def formed(self) -> None:
-        """Report that all ranks of the membership have joined each other."""
+        """Record in the store that the ranks of the newest membership have formed their process groups."""
         if self._newest is not None:
             self._publish(_FORMED, self._newest)
 
     def end(self) -> None:
-        """Report that the run ends in the present membership, so that ``await_own`` returns None on other ranks."""
+        """Record in the store that the run ends in the present membership. On other ranks, end ``await_own``."""
         for following in self._ahead:
             self._publish(_BEGINS, following, _NEVER)
         self._ahead.clear()
@@ -143,7 +143,7 @@ class MembershipSchedule:
         """Wait for the next membership that contains this process's node, and return it. Return None if no later
         membership contains the node, or if the run ends before such a membership.
 
-        The process that has the store waits until the last membership has formed.
+        The process that serves the store returns None only after the last membership has formed.
         """
         while self._ahead:
             if not self._serves and not any(map(self._is_member, self._ahead)):

@@ -1,4 +1,4 @@
-"""The training loop of ranks that change memberships by a schedule. Importing this module imports Megatron."""
+"""Training loop of ranks whose nodes leave and join by ``testing.membership_schedule``. Imports Megatron."""
 
 from megatron_ft.mcore.recovery.replicas import ElasticTrainer
 from megatron_ft.planning.recovery.membership import NextMembership
@@ -6,17 +6,17 @@ from megatron_ft.testing.scheduled_ranks import MembershipSchedule
 
 
 class ScheduledTrainer(ElasticTrainer):
-    """A trainer whose ``run`` also returns before the first iteration of the next scheduled membership."""
+    """A trainer whose method ``run`` returns when the next scheduled membership begins, and at the end of the run."""
 
     before: int | None = None
 
     def membership_ends(self) -> bool:
-        """Whether the next iteration belongs to another membership."""
+        """Return whether the next iteration belongs to the next membership."""
         return self.engine.iteration + 1 == self.before or super().membership_ends()
 
 
 def run_schedule(trainer: ScheduledTrainer, schedule: MembershipSchedule) -> None:
-    """Train until the run ends or this rank has no later membership. Then release all resources."""
+    """Train until the run ends, or no later membership contains this rank. Then release all resources."""
     trainer.break_with(trainer.engine.groups.transports.hang_up)
     while True:
         following = schedule.next
@@ -38,11 +38,11 @@ def run_schedule(trainer: ScheduledTrainer, schedule: MembershipSchedule) -> Non
 def _enter(
     trainer: ScheduledTrainer, schedule: MembershipSchedule, beginning: NextMembership
 ) -> tuple[ScheduledTrainer, NextMembership] | None:
-    """Wait until a membership gives this process a rank; ``beginning`` is the first candidate.
+    """Wait for a membership in which this process has a rank. ``beginning`` is the first membership to check.
 
     Returns:
-        The trainer and this membership, or None if no such membership follows. The trainer has no state if the node
-        of this process has left or was restarted meanwhile.
+        A trainer and the membership, or None if no such membership follows. The trainer has no state if the node of
+        this process has left or was lost meanwhile.
     """
     following: NextMembership | None = beginning
     node, local_rank = trainer.context.node, trainer.context.local_rank

@@ -1,5 +1,5 @@
-"""Runs jobs on a test's cluster through ``slurm/pretrain_array.sbatch``. Each node of such a job is a task of a job
-array."""
+"""Runs jobs on a test's Slurm cluster through ``slurm/pretrain_array.sbatch``. Each node of such a job is one task of
+a Slurm job array."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -11,38 +11,38 @@ from megatron_ft.testing.slurm_cluster import SlurmCluster, wait_until
 from megatron_ft.testing.slurm_jobs import SOON, Site, SlurmJob
 
 SLOW_SECONDS = 120.0
-"""Time in which Slurm detects a dead node and starts its task again, even on a loaded machine."""
+"""Seconds after which Slurm has detected a dead node and restarted its task, even on a loaded machine."""
 
 
 @dataclass(frozen=True)
 class SlurmArray(SlurmJob):
-    """Submitted job array. ``log`` is the log of task 0."""
+    """Submitted Slurm job array. ``log`` is the log file of task 0."""
 
     def tasks(self) -> dict[int, str]:
-        """Return the state of each task in Slurm's queue."""
+        """Return the state of each task of the array that is in Slurm's queue, by the task's index."""
         lines = self.cluster.run("squeue", "-h", "-r", "-o", "%F %K %T").splitlines()
         found = [line.split() for line in lines]
         return {int(index): state for array, index, state in found if array == self.number}
 
     def hosts(self) -> dict[int, int]:
-        """Return, for each running task, the number of the cluster's node on which it runs."""
+        """Map the index of each running task to the number of the cluster's node on which the task runs."""
         lines = self.cluster.run("squeue", "-h", "-r", "-t", "RUNNING", "-o", "%F %K %N").splitlines()
         found = [line.split() for line in lines]
         return {int(index): int(host.removeprefix("node")) for array, index, host in found if array == self.number}
 
     def host_of(self, node: int) -> int:
-        """Return the cluster's node on which the task of the job's node ``node`` runs."""
+        """Return the number of the cluster's node on which node ``node`` of the job runs, as one of the tasks."""
         return self.hosts()[node]
 
     def will(self, condition: Callable[[], bool]) -> bool:
-        """Return whether ``condition`` is true. Fails if the array has ended and the condition is false."""
+        """Return whether ``condition`` is true. Fail if it is false and the array has ended, so it stays false."""
         tasks = self.tasks()
         holds = condition()
         assert holds or (tasks and not self.marker.exists()), f"the array has ended\n{self.words()}"
         return holds
 
     def await_records(self, kind: str, count: int, *, seconds: float = 60.0) -> list[dict[str, Any]]:
-        """Wait until ``count`` records of a kind have been reported, and return them. Fails if the array ends before
+        """Wait until the job has reported ``count`` records of a kind, and return them. Fail if the array ends before
         that."""
         try:
             wait_until(f"{count} records {kind}", lambda: self.has(kind, count), seconds=seconds)
@@ -51,7 +51,7 @@ class SlurmArray(SlurmJob):
         return self.records(kind)
 
     def stop(self, task: int) -> None:
-        """Send the signal that Slurm sends shortly before a task's time limit."""
+        """Send a task the signal that Slurm sends shortly before the task's time limit."""
         self.cluster.run("scancel", "--batch", "--signal=USR1", f"{self.number}_{task}")
 
     def end(self, *, seconds: float = SLOW_SECONDS) -> dict[str, Any]:
@@ -64,10 +64,10 @@ class SlurmArray(SlurmJob):
 def submit_array(
     cluster: SlurmCluster, site: Site, overrides: Sequence[str], *, tasks: str, name: str = "dummy"
 ) -> SlurmArray:
-    """Submit an array through the script that users submit.
+    """Submit a job array through ``slurm/pretrain_array.sbatch``, as users do.
 
     Args:
-        tasks: Tasks in the format of ``sbatch --array``.
+        tasks: Indices of the tasks in the format of ``sbatch --array``.
     """
     options = ["--parsable", f"--array={tasks}", f"--output={site.folder}/slurm-%A_%a.log"]
     words = [*options, "slurm/pretrain_array.sbatch", f"run.name={name}", *SOON, *overrides]

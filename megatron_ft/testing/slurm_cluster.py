@@ -22,7 +22,7 @@ import psutil
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol", "squeue", "scancel", "unshare", "ip")
 START_SECONDS = 30.0
 DOWN_SECONDS = 60.0
-"""Time in which Slurm marks a dead node as down, even on a loaded machine."""
+"""Seconds after which Slurm has marked a dead node as down, even on a loaded machine."""
 _PAUSE_SECONDS = 0.05
 _DAEMON_FOLDERS = "/usr/sbin:/sbin"
 
@@ -74,11 +74,11 @@ ip link set eth0 up && ip addr add "$3.$((10 + $2))/24" dev eth0 && ip route add
 slurmd -N "node$2" || exit 1
 while :; do sleep 3600 & wait $!; done
 """
-"""Script of a node's first process. Its last line reaps processes whose parent processes have ended."""
+"""Shell script that the first process of a node runs. The last line reaps processes whose parents have ended."""
 
 
 def why_impossible() -> str | None:
-    """Name what this machine lacks for a cluster; None if nothing is missing."""
+    """Return why this machine cannot run a Slurm cluster. Return None if it can."""
     if os.geteuid() != 0:
         return "needs root, to create namespaces and network bridges"
     missing = [program for program in PROGRAMS if shutil.which(program, path=_search_path()) is None]
@@ -100,7 +100,7 @@ def wait_until(what: str, condition: Callable[[], object], *, seconds: float = D
     """Wait until ``condition`` is true.
 
     Raises:
-        AssertionError: the condition was not true in time.
+        AssertionError: the condition was not true within ``seconds``.
     """
     deadline = time.monotonic() + seconds
     while not condition():
@@ -110,13 +110,13 @@ def wait_until(what: str, condition: Callable[[], object], *, seconds: float = D
 
 @dataclass
 class SlurmCluster:
-    """Slurm cluster that runs between ``start`` and ``stop``."""
+    """Slurm cluster on this machine, which runs between the calls of ``start`` and ``stop``."""
 
     num_nodes: int
     slurmd_timeout_seconds: int = 6
     topology: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Leaf switches with the nodes connected to each. A further switch connects all leaf switches. If empty, the
-    cluster has no topology."""
+    """Topology of the network: maps each leaf switch to its nodes. A further switch connects all leaf switches. If
+    empty, the cluster has no topology."""
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="mft-slurm-")))
     _nodes: dict[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     _inits: dict[int, psutil.Process] = field(default_factory=dict)
@@ -129,11 +129,11 @@ class SlurmCluster:
 
     @property
     def address(self) -> str:
-        """Return the address of this machine in the network of the nodes."""
+        """Return the IP address of this machine in the network of the cluster's nodes."""
         return f"{self.network}.1"
 
     def start(self) -> None:
-        """Start all daemons and wait until all nodes are idle.
+        """Start all daemons of the cluster, and wait until all nodes are idle.
 
         Raises:
             AssertionError: a daemon did not start, or a node did not become idle in time.
@@ -188,8 +188,8 @@ class SlurmCluster:
         process.stdin.close()
 
     def kill_node(self, node: int) -> None:
-        """Cut a node off the network, so that it cannot report its end, then kill its first process, which ends all its
-        processes."""
+        """Kill a node as a loss of power does: disconnect it first, so that it cannot report its end. Then kill its
+        first process, which ends all its processes."""
         process, init = self._nodes.pop(node), self._inits.pop(node, None)
         if Path(f"/sys/class/net/{self._cable(node)}").exists():
             self.run("ip", "link", "del", self._cable(node))
@@ -201,14 +201,14 @@ class SlurmCluster:
         process.wait()
 
     def stop_controller(self) -> None:
-        """Kill slurmctld. Running jobs continue."""
+        """Kill slurmctld, the controller of the Slurm cluster. Running jobs continue."""
         daemon = psutil.Process(int((self.folder / "run" / "slurmctld.pid").read_text()))
         daemon.kill()
         gone = lambda: not daemon.is_running() or daemon.status() == psutil.STATUS_ZOMBIE  # noqa: E731
         wait_until("slurmctld has ended", gone, seconds=START_SECONDS)
 
     def start_controller(self) -> None:
-        """Start slurmctld again with the state that it saved."""
+        """Start slurmctld, the controller of the Slurm cluster, again with the state that it saved."""
         self.run("slurmctld")
         wait_until("slurmctld answers", self._answers, seconds=START_SECONDS)
 
@@ -217,23 +217,23 @@ class SlurmCluster:
         return done.returncode == 0 and "is UP" in done.stdout
 
     def processes(self, node: int) -> list[psutil.Process]:
-        """Return the processes of a node. Their ids are those of this machine."""
+        """Return the processes of a node, with the process ids that they have on this machine."""
         return self._inits[node].children(recursive=True)
 
     def drain(self, node: int) -> None:
-        """Drain a node as an administrator does."""
+        """Set a node to the Slurm state ``drain``, as an administrator does."""
         self.run("scontrol", "update", f"nodename=node{node}", "state=drain", "reason=test")
 
     def cut(self, node: int) -> None:
-        """Cut a node off the network of the others. Its processes continue."""
+        """Disconnect a node from the network of the other nodes. The processes of the node continue."""
         self.run("ip", "link", "set", self._cable(node), "down")
 
     def heal(self, node: int) -> None:
-        """Connect a node that ``cut`` has cut off."""
+        """Connect a node again that ``cut`` has disconnected."""
         self.run("ip", "link", "set", self._cable(node), "up")
 
     def nodes_in(self, *states: str) -> set[str]:
-        """Return the names of the nodes that are in any of these states of ``sinfo``."""
+        """Return the names of the nodes whose state in ``sinfo`` is one of ``states``."""
         lines = self.run("sinfo", "-h", "-N", "-o", "%N %T").split("\n")
         pairs = [line.split() for line in lines if line]
         return {name for name, state in pairs if state.rstrip("*$~#+-") in states}
@@ -242,11 +242,11 @@ class SlurmCluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the environment for Slurm's commands and the jobs that they submit."""
+        """Return the environment for commands of Slurm, and for the jobs that these commands submit."""
         return {**_environment(), "SLURM_CONF": str(self.folder / "etc" / "slurm.conf")}
 
     def run(self, *command: str, extra: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
-        """Run a command of Slurm until it ends, and return its standard output.
+        """Run a command in the cluster's environment until it ends, and return its standard output.
 
         Raises:
             AssertionError: the command failed.
@@ -265,7 +265,7 @@ class SlurmCluster:
         return done.stdout
 
     def state_of(self, job: str) -> str:
-        """Return the state of a job, such as ``RUNNING``, as ``scontrol`` shows it."""
+        """Return the state of a Slurm job as ``scontrol`` shows it, e.g. ``RUNNING``."""
         words = self.run("scontrol", "show", "job", job).split()
         return next(word.partition("=")[2] for word in words if word.startswith("JobState="))
 
@@ -295,7 +295,7 @@ class SlurmCluster:
         return f"{self._bridge}n{node}"
 
     def _has_network(self, node: int) -> bool:
-        """Return whether the node's first process runs in its own network namespace."""
+        """Return whether the node's first process has started and is in a network namespace of its own."""
         process = self._nodes[node]
         log = self.folder / "log" / f"boot.node{node}"
         assert process.poll() is None, f"node{node} did not start: {log.read_text()}"
@@ -309,7 +309,7 @@ class SlurmCluster:
             return False
 
     def _end(self, pid_file: Path) -> None:
-        """End the daemon whose process id a file contains, and wait until it has ended."""
+        """End the daemon whose process id is in ``pid_file``, and wait until it has ended."""
         if not pid_file.exists():
             return
         try:
@@ -322,7 +322,7 @@ class SlurmCluster:
 
 
 def _claim_network() -> int:
-    """Create the bridge ``mftN``, and return N. No other cluster of this machine then uses the network 10.77.N.0/24."""
+    """Create a bridge ``mftN``, and return N. The bridge reserves the network 10.77.N.0/24 for this cluster."""
     for number in sorted(range(1, 200), key=lambda _: secrets.randbits(32)):
         words = ("ip", "link", "add", f"mft{number}", "type", "bridge")
         done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
@@ -338,14 +338,14 @@ def _search_path() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment without the variables of a surrounding Slurm job."""
+    """Return this process's environment, without variables of the Slurm job in which this process may run."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH", "SRUN"))}
     return {**inherited, "PATH": _search_path()}
 
 
 @contextlib.contextmanager
 def slurm_cluster(num_nodes: int, topology: Mapping[str, Sequence[int]] | None = None) -> Iterator[SlurmCluster]:
-    """Start a cluster, and stop it after the block, even after an error."""
+    """Start a Slurm cluster, and stop the cluster after the block, even after an error."""
     cluster = SlurmCluster(num_nodes, topology=topology or {})
     try:
         cluster.start()

@@ -1,4 +1,4 @@
-"""Runs jobs on a test's cluster through ``slurm/pretrain.sbatch``, with or without a model."""
+"""Runs jobs on a test's Slurm cluster through ``slurm/pretrain.sbatch``, with or without a model."""
 
 import json
 import sys
@@ -25,13 +25,13 @@ OVER = (
 )
 """Final states of a job in Slurm."""
 START_SECONDS = 180.0
-"""Time in which six nodes of a small machine finish their imports and train for a while."""
+"""Seconds in which six nodes on one small machine can import all modules and train for a while."""
 END_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """Submitted Slurm job and its files."""
+    """Submitted Slurm job, with the paths of its run folder and its log."""
 
     cluster: SlurmCluster
     number: str
@@ -39,19 +39,19 @@ class SlurmJob:
     log: Path
 
     def host_of(self, node: int) -> int:
-        """Return the number of the cluster's node that runs the job's node ``node``. It equals ``node``, because Slurm
-        allocates nodes from the first one on."""
+        """Return the number of the cluster's node that runs node ``node`` of the job. Both numbers are equal, because
+        Slurm allocates the cluster's nodes in order."""
         return node
 
     @property
     def num_consoles(self) -> int:
-        """Return the number of launchers that a job without a model has had."""
+        """Return how many launchers (processes that start the job's nodes) a job without a model has had so far."""
         return (self.run_dir / "consoles").read_text().count("\n")
 
     @property
     def num_controllers(self) -> int:
-        """Return the number of controllers that the job has had: one per launcher, and one more for each that died
-        without its launcher."""
+        """Return how many controllers the job has had. Each launcher starts a controller, and replaces a controller
+        that dies."""
         return int((self.run_dir / "control" / "epoch").read_text())
 
     def lines(self, file: str) -> list[dict[str, Any]]:
@@ -61,7 +61,7 @@ class SlurmJob:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def records(self, kind: str) -> list[dict[str, Any]]:
-        """Return the records of one kind: reports of ranks without a model, or events of a job with a model."""
+        """Return the records of kind ``kind``, from ``records.jsonl`` (job without a model) or ``events.jsonl``."""
         return [
             record
             for file in ("records.jsonl", "events.jsonl")
@@ -70,23 +70,23 @@ class SlurmJob:
         ]
 
     def has(self, kind: str, count: int) -> bool:
-        """Return whether ``count`` records of a kind have been reported. Fails if the job has ended without them."""
+        """Return whether the job has reported ``count`` records of a kind. Fail if it has ended with fewer records."""
         return self.will(lambda: len(self.records(kind)) >= count)
 
     @property
     def iteration(self) -> int:
-        """Return the newest reported iteration."""
+        """Return the newest iteration that the job reported; 0 if there is none."""
         return max((line["iteration"] for line in self.lines("metrics.jsonl")), default=0)
 
     def will(self, condition: Callable[[], bool]) -> bool:
-        """Return whether ``condition`` is true. Fails if the job has ended and the condition is false."""
+        """Return whether ``condition`` is true. Fail if it is false and the job has ended, so it stays false."""
         state = self.cluster.state_of(self.number)
         holds = condition()
         assert holds or (state not in OVER and not self.marker.exists()), f"{state}:\n{self.words()}"
         return holds
 
     def await_iteration(self, iteration: int) -> None:
-        """Wait until ``iteration`` has been reported."""
+        """Wait until the job has reported iteration ``iteration``."""
         reached = lambda: self.will(lambda: self.iteration >= iteration)  # noqa: E731
         wait_until(f"iteration {iteration} of job {self.number}", reached, seconds=START_SECONDS)
 
@@ -107,18 +107,18 @@ class SlurmJob:
         return JobResult(self.end()["exit_code"], self.run_dir, self.log.read_text())
 
     def attempts(self) -> list[dict[str, Any]]:
-        """Return the records that the job wrote about launchers that have ended."""
+        """Return the records that the Slurm script wrote: one for each launcher of the job that has ended."""
         return self.lines("slurm/attempts.jsonl")
 
     def words(self) -> str:
-        """Return the job's logs, for error messages."""
+        """Return the ends of the job's log files, for error messages."""
         logs = [self.log, *sorted(self.run_dir.glob("logs/*.log"))]
         return "\n".join(f"{path.name}:\n{path.read_text(errors='replace')[-4000:]}" for path in logs if path.exists())
 
 
 @dataclass(frozen=True)
 class Site:
-    """Settings of a Slurm site, and the folder for the files of its jobs."""
+    """Settings that a Slurm site makes in ``slurm/site.env``, and the folder for the files of jobs."""
 
     folder: Path
     spares: int = 0
@@ -129,7 +129,7 @@ class Site:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Return the variables that a site sets for ``slurm/site.env``."""
+        """Return the environment variables that a Slurm site sets for the scripts in ``slurm/``."""
         dummy = {"MFT_COMMAND": "-m megatron_ft.testing.dummy_entry", "MFT_DUMMY_ENTRY": self.dummy}
         return {
             "MFT_INTERFACE": "eth0",
@@ -153,7 +153,7 @@ def submit(
     name: str = "dummy",
     options: Sequence[str] = (),
 ) -> SlurmJob:
-    """Submit a job through the script that users submit."""
+    """Submit a job through ``slurm/pretrain.sbatch``, as users do."""
     log = site.folder / f"{name}.log"
     words = ["--parsable", f"-N{num_nodes}", f"--output={log}", *options]
     words += ["slurm/pretrain.sbatch", f"run.name={name}", *SOON, *overrides]

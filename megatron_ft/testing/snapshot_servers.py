@@ -1,5 +1,5 @@
-"""Starts real snapshot servers on the loopback interface, and clients that write recognisable windows into their
-memory."""
+"""Starts real snapshot servers on this machine for tests, and clients that write windows with known bytes into the
+servers' memory."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ TOKEN = secrets.token_hex(32)
 
 @dataclass
 class Node:
-    """Process of a snapshot server."""
+    """Process of the snapshot server of one node."""
 
     number: int
     socket_path: str
@@ -35,23 +35,23 @@ class Node:
     address: str
 
     def kill(self) -> None:
-        """Kill the process with SIGKILL and wait until it has ended."""
+        """Kill the snapshot server with SIGKILL, and wait until it has ended."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(WAIT_SECONDS)
 
     @property
     def num_descriptors(self) -> int:
-        """Return the number of open files."""
+        """Return the number of open file descriptors of the snapshot server."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     @property
     def num_threads(self) -> int:
-        """Return the number of threads."""
+        """Return the number of threads of the snapshot server."""
         return len(os.listdir(f"/proc/{self.process.pid}/task"))
 
     @property
     def memory_bytes(self) -> int:
-        """Return the bytes of resident memory that belong to no file. A memory leak would increase this number."""
+        """Return the server's resident memory that belongs to no file, in bytes. A memory leak would increase it."""
         for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * 1024
@@ -60,7 +60,7 @@ class Node:
 
 @dataclass
 class Cluster:
-    """Snapshot servers of one job."""
+    """Snapshot servers of one imaginary job, one per node."""
 
     directory: Path
     nodes: dict[int, Node] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(num_nodes: int, **spec: object) -> Iterator[Cluster]:
-    """Start ``num_nodes`` snapshot servers, and end them after the block."""
+    """Start ``num_nodes`` snapshot servers. End the servers after the block."""
     with tempfile.TemporaryDirectory() as directory:
         started = Cluster(Path(directory))
         try:
@@ -128,13 +128,13 @@ def cluster(num_nodes: int, **spec: object) -> Iterator[Cluster]:
 
 
 def content(rank: int, iteration: int, num_bytes: int) -> bytes:
-    """Make bytes that differ by rank and iteration."""
+    """Return ``num_bytes`` known bytes. Different ranks and iterations have different bytes."""
     seed = bytes((rank * 31 + iteration * 7 + index) % 256 for index in range(256))
     return (seed * (num_bytes // 256 + 1))[:num_bytes]
 
 
 def slice_of(iteration: int, num_bytes: int = PAGE, *, offset: int = 0) -> Slice:
-    """Return a slice of float32 that consists of two pieces."""
+    """Return a slice (the part of a window captured in one iteration) with two pieces of float32 state."""
     half = num_bytes // 8 * 4
     pieces = (
         Piece("decoder.a", 0, "master", "float32", 0, half // 4, 0, half),
@@ -145,14 +145,14 @@ def slice_of(iteration: int, num_bytes: int = PAGE, *, offset: int = 0) -> Slice
 
 
 def begin(client: KeeperClient, buffer: int, start: int, *, num_slices: int = 2) -> None:
-    """Begin a window of ``num_slices`` slices that starts at iteration ``start``."""
+    """Tell the snapshot server that a window of ``num_slices`` slices begins at iteration ``start``."""
     client.begin(buffer, start_iteration=start, num_slices=num_slices, plan={"start": start})
 
 
 def capture(
     client: KeeperClient, arena: Arena, rank: int, buffer: int, start: int, index: int, *, num_bytes: int = PAGE
 ) -> None:
-    """Write slice ``index`` of a window into the shared memory, and report it to the snapshot server."""
+    """Write slice ``index`` of a window into shared memory, and report the slice to the snapshot server."""
     offset = index * -(-num_bytes // PAGE) * PAGE
     arena.buffer(buffer)[offset : offset + num_bytes] = content(rank, start + index, num_bytes)
     client.captured(buffer, index, slice_of(start + index, num_bytes, offset=offset))
@@ -168,14 +168,14 @@ def window(
     num_slices: int = 2,
     num_bytes: int = PAGE,
 ) -> None:
-    """Begin a window and capture all its slices."""
+    """Begin a window of snapshots, and capture all slices of the window."""
     begin(client, buffer, start, num_slices=num_slices)
     for index in range(num_slices):
         capture(client, arena, rank, buffer, start, index, num_bytes=num_bytes)
 
 
 def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = WAIT_SECONDS) -> None:
-    """Wait until ``condition`` is true, for at most ``seconds``."""
+    """Wait until ``condition`` is true. Fail after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"timed out after {seconds} s waiting for: {what}"
@@ -183,17 +183,17 @@ def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = WAI
 
 
 def wait_replicated(arena: Arena, start: int) -> None:
-    """Wait until the window that starts at ``start`` is the newest replicated one."""
+    """Wait until the newest replicated window (copied to peer nodes) is the window that starts at ``start``."""
     wait_until(lambda: arena.status(REPLICATED_START) == start, f"window {start} is replicated")
 
 
 def find(windows: list[StoredWindow], **wanted: object) -> list[StoredWindow]:
-    """Return the entries of an inventory whose fields have the values ``wanted``."""
+    """Return those of the stored ``windows`` whose fields have the values ``wanted``."""
     return [entry for entry in windows if all(getattr(entry, name) == value for name, value in wanted.items())]
 
 
 def fetch(client: KeeperClient, rank: int, start: int, *, node: int, generation: int = 1) -> list[bytes]:
-    """Fetch all slices of a window from the snapshot server of ``node``, and verify each."""
+    """Fetch all slices of a window from the snapshot server of ``node``, and verify the checksum of each slice."""
     key = WindowKey(start_iteration=start, generation=generation)
     found, payload = client.fetch(rank, key, node=node)
     assert found.key == key and found.rank == rank

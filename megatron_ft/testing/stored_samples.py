@@ -1,4 +1,4 @@
-"""Writes small windows and dense checkpoints with known bytes, for scripts that damage them."""
+"""Writes small windows and dense checkpoints with known bytes, for scripts that damage these files."""
 
 import random
 import struct
@@ -20,7 +20,7 @@ from megatron_ft.snapshot.window import ITEM_BYTES, Slice, Window
 
 WORLD_SIZE = 2
 OLD, NEW = 20, 30
-"""Iterations of the sample that exists first, and of the sample that is written after it."""
+"""Iterations of the two samples (windows or checkpoints) of a test: of the older and of the newer sample."""
 COMPONENTS = (
     ("weight", "bfloat16", 700),
     ("master", "float32", 700),
@@ -32,30 +32,30 @@ _DENSE_FILES = {"__0_0.distcp": 9000, "__1_0.distcp": 5000, ".metadata": 300, "c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """Result of a load."""
+    """Result of loading the newest sample (window or checkpoint) that passes verification."""
 
     iteration: int | None
     """Iteration of the loaded sample; None if no sample passed verification."""
     is_equal: bool
-    """Whether every loaded byte equals the saved one."""
+    """Whether every loaded byte equals the saved byte."""
     reasons: tuple[str, ...]
-    """Reasons why newer samples were not loaded."""
+    """Reasons why samples newer than the loaded sample were not loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Kind of file that this project writes, with functions that save, load and delete samples of it."""
+    """Kind of stored state (windows or dense checkpoints), with functions that save, load and delete samples of it."""
 
     name: str
     save: Callable[[Path, int], None]
     load: Callable[[Path], Loaded]
     retire: Callable[[Path], None]
-    """Deletes all samples older than the newest one."""
+    """Deletes all samples except the newest sample."""
     files: Callable[[Path, int], list[Path]]
     """Returns all files of one sample."""
     pointer_leads_nowhere: Callable[[Path], bool] = lambda folder: False
-    """Returns whether the file that points to the newest sample is damaged or names an incomplete sample. False for
-    kinds without such a file."""
+    """Returns whether the file with the name of the newest sample is damaged or names an incomplete sample. Returns
+    False for kinds that have no such file."""
 
 
 def sample_name(start_iteration: int) -> str:
@@ -65,7 +65,7 @@ def sample_name(start_iteration: int) -> str:
 
 @lru_cache
 def sample_window(start_iteration: int, rank: int) -> tuple[Window, tuple[bytes, ...]]:
-    """Return a window of two slices with pieces of all components, and the bytes of each slice."""
+    """Return a window of two slices, and the bytes of each slice. A slice has pieces of all ``COMPONENTS``."""
     generator = random.Random(f"{start_iteration}/{rank}")
     window = Window(
         run_id="run-1",
@@ -119,7 +119,7 @@ def _sample_slice(generator: random.Random) -> tuple[tuple[Piece, ...], bytes]:
 def forge(
     manifest: bytes, payload: bytes, *, version: int = 2, length: int | None = None, magic: bytes = MAGIC
 ) -> bytes:
-    """Return a window file with any manifest and a valid checksum."""
+    """Return the bytes of a window file with the given manifest, which may be invalid, and a valid checksum."""
     digest = xxhash.xxh3_128_digest(manifest)
     head = struct.pack("<8sIQ16s", magic, version, len(manifest) if length is None else length, digest) + manifest
     return head + bytes(align(len(head)) - len(head)) + payload
@@ -159,7 +159,7 @@ def _window_files(folder: Path, iteration: int) -> list[Path]:
 
 @lru_cache
 def sample_checkpoint(iteration: int) -> dict[str, bytes]:
-    """Return the content of each file of a dense checkpoint by name, except the manifest."""
+    """Return the content of each file of a dense checkpoint, by file name. The manifest is not included."""
     generator = random.Random(iteration)
     return {name: generator.randbytes(num_bytes) for name, num_bytes in _DENSE_FILES.items()}
 
@@ -225,4 +225,4 @@ KINDS: Sequence[Kind] = (
         pointer_leads_nowhere=_latest_leads_nowhere,
     ),
 )
-"""All kinds of files that the scripts damage."""
+"""All kinds of files that scripts save, damage and load."""

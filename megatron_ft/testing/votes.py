@@ -1,10 +1,10 @@
-"""Makes complete votes of made-up iterations."""
+"""Makes results of commit votes (the collective decision before each update of the weights) for tests."""
 
 from megatron_ft.planning.iteration import Vote
 
 
 def vote_of(iteration: int, generation: int = 0) -> Vote:
-    """Return a normal vote. Votes of two iterations differ in more than the iteration number."""
+    """Return the vote of an iteration without problems. The gradient norm in the vote depends on the iteration."""
     return Vote(
         generation=generation,
         iteration=iteration,
