@@ -68,7 +68,7 @@ _VOCABULARY = 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Result of the tool, which ``--json`` prints."""
+    """Result of the tool: the predicted recovery and its cost. ``--json`` prints this object."""
 
     cost: Cost
     num_operators: int
@@ -95,7 +95,7 @@ class Run:
     config: JobConfig
     events: Sequence[Record]
     layout: MembershipLayout
-    """Layout of the present membership."""
+    """Parallel layout of the nodes that train at present."""
     is_running: bool
     status: Mapping[str, Any]
     """Status of the job according to its controller; empty if the job is not running."""
@@ -389,7 +389,7 @@ def iteration_seconds_of(run: Run) -> float | None:
 
 
 def seconds_of(run: Run, cost: Cost) -> dict[str, float | None]:
-    """Predict two durations from the records of the run, by field of ``Answer``. None if the run has no records."""
+    """Return ``seconds_again`` and ``seconds_to_continue`` of ``Answer``, from the run's records. None: unknown."""
     pace = iteration_seconds_of(run)
     changes = [event.seconds for event in run.events if isinstance(event, MembershipChanged)]
     again = None
@@ -400,7 +400,7 @@ def seconds_of(run: Run, cost: Cost) -> dict[str, float | None]:
 
 
 def render(answer: Answer) -> str:
-    """Format the result as text."""
+    """Format the result of the tool as text."""
     cost = answer.cost
     num_lost = len(cost.lost_operators)
     moved = "" if cost.moved_bytes is None else f", {cost.moved_bytes:,} bytes of state move"
@@ -421,7 +421,7 @@ def render(answer: Answer) -> str:
 
 
 def _held(cost: Cost) -> str:
-    """Return the end of the line ``operators: N of M ...``. N operators have their current state on remaining nodes."""
+    """Return the end of the output line ``operators: N of M ...``: whether the recovery uses their current state."""
     if cost.keeps_processes:
         return "keep their current state"
     return "have their current state on remaining nodes, but the recovery does not use this state"

@@ -21,9 +21,9 @@ class CodeSize:
     """Counts of lines, names and comments in the files of the package ``megatron_ft``."""
 
     num_lines: int
-    """Number of lines, except those that contain only a comment."""
+    """Number of lines of the package, except lines that contain only a comment."""
     num_code_lines: int
-    """Number of lines, except blank lines, comments, docstrings and imports."""
+    """Number of lines of the package, except blank lines, comments, docstrings and imports."""
     num_names: int
     """Number of public functions and classes, plus private names that other modules import."""
     num_comments: int
@@ -31,7 +31,7 @@ class CodeSize:
     circular_modules: tuple[str, ...]
     """Modules that import each other in a circle, including imports for type checking."""
     longest: tuple[str, int]
-    """Path and lines of the longest file."""
+    """Path of the longest file of the package, and its number of lines."""
 
     @property
     def names_per_thousand(self) -> float:

@@ -27,8 +27,8 @@ _MEANINGS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Return 0 if every flag is one of Megatron-LM, otherwise 2; with ``--dry-run`` the exit code
-    of the dry run."""
+    """Run the command line. Return 2 if a flag is not one of Megatron-LM. Otherwise return 0, or with ``--dry-run`` the
+    exit code of the dry run."""
     parser = argparse.ArgumentParser(prog="from_megatron", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--format", choices=("table", "command", "yaml", "json"), default="table", help="what to print")
     parser.add_argument("--yaml", type=Path, metavar="FILE", help="also write an experiment file for conf/experiment")

@@ -72,7 +72,7 @@ def normal(name: str) -> str:
 
 
 def render(pins: Iterable[Pin], hashes: Mapping[Pin, Sequence[str]], includes: str | None = None) -> str:
-    """Return the text of a lock file with ``pins``. If ``includes`` is given, it includes that other lock file."""
+    """Return the text of a lock file with ``pins``. The file includes the lock file ``includes``, if one is given."""
     lines = [HEADER, *([f"-r {includes}.lock\n"] if includes else [])]
     for pin in sorted(pins):
         lines.append(" \\\n".join([str(pin), *(f"    --hash=sha256:{found}" for found in sorted(hashes[pin]))]) + "\n")

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MIN_REPLICAS = 2
 MAX_CURVE_NODES = 16
-"""Largest number of nodes for which plots show survival for every number of lost nodes. For more nodes, plots show it
-only for the requested numbers of lost nodes."""
+"""Largest number of nodes for which plots show survival for every number of lost nodes. For more nodes, plots show
+survival only for the requested numbers of lost nodes."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -83,7 +83,7 @@ class Result:
     """Replica counts of experts, computed for each layer. Empty if the command line gives the replica counts."""
     plan: PlacementPlan
     layers: tuple[tuple[Survival, ...], ...]
-    """For each layer and each number of lost nodes: the probability that every expert still has a replica."""
+    """Probability that every expert still has a replica, for each layer and each number of lost nodes."""
     joint: tuple[Survival, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -171,8 +171,8 @@ def flag(name: str) -> str:
 def demand(
     options: argparse.Namespace,
 ) -> tuple[list[list[float]] | None, tuple[Allocation, ...], list[tuple[int, ...]]]:
-    """Return loads, allocation and replica counts, each for every layer. With ``--replica-counts``, return None, no
-    allocations, and the replica counts of a single layer."""
+    """Return loads, allocations and replica counts of all layers. With ``--replica-counts``, there is one layer, whose
+    loads and allocation are unknown: return None for the loads, and no allocations."""
     num_slots = options.num_nodes * options.slots_per_node
     if options.replica_counts is not None:
         counts = parse_counts(options.replica_counts)
@@ -236,7 +236,7 @@ def curve(options: argparse.Namespace) -> list[TradeoffPoint]:
 
 
 def curve_table(points: Sequence[TradeoffPoint]) -> str:
-    """Format the results of ``curve`` as a table. Each row has one number of slots and one survival share."""
+    """Format the results of ``curve`` as a table, with a row for each number of slots and ``--survival-share``."""
     lost = "".join(f"{value.num_lost:>3} lost" for value in points[0].survival)
     lines = [f"slots  survival_share  busiest/mean  worst layer  survival{lost}"]
     for point in points:
@@ -318,7 +318,7 @@ def plot(result: Result, path: Path) -> None:
 
 
 def curves(result: Result) -> tuple[list[int], list[list[float]], list[float]]:
-    """Return the numbers of lost nodes, and survival probabilities for them: of each layer, and of all together."""
+    """Return numbers of lost nodes, and for each of them the survival probability of each layer and of all layers."""
     num_nodes = len(result.plan.ranks)
     if num_nodes > MAX_CURVE_NODES:
         rows = [[value.probability for value in values] for values in result.layers]

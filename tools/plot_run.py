@@ -121,7 +121,7 @@ def _draw_loss(panel: Any, metrics: Sequence[Metrics], events: Sequence[Record])
 
 
 def _draw_expert_load(figure: Any, loads: Sequence[ExpertLoad]) -> None:
-    """Draw heat maps of tokens per expert and iteration, one for each of at most ``MAX_LAYERS`` layers. White: mean."""
+    """Draw heat maps of tokens per expert and iteration, for at most ``MAX_LAYERS`` layers. White is the mean load."""
     layers = list(zip(*(load.layers for load in loads), strict=True))
     numbers = loads[0].layer_numbers or tuple(range(1, len(layers) + 1))
     count = min(MAX_LAYERS, len(layers))

@@ -21,7 +21,7 @@ class Format:
     mantissa_bits: int
     """Number of stored bits of the significand."""
     min_exponent: int
-    """Exponent of the smallest normal value."""
+    """Exponent of the format's smallest normal value."""
 
     @property
     def dtype(self) -> torch.dtype:

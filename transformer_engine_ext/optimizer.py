@@ -21,12 +21,12 @@ class ParameterRange:
 
 
 def placeholder(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return an FP32 tensor of ``shape`` that can have a gradient but needs no memory: its elements are one number."""
+    """Return an FP32 tensor of ``shape`` that can have a gradient. All its elements share the memory of one number."""
     return torch.zeros((), dtype=torch.float32, device=device).expand(tuple(shape))
 
 
 class ScaledAdamW(torch.optim.Optimizer):
-    """AdamW with quantized state. The state of a parameter is codes and scales of masters and moments, and a count.
+    """AdamW with quantized state. Its state contains codes and scales of masters and moments, and update counts.
 
     The parameters are FP32 tensors. After each update they contain the decoded master weights (masters). Values that
     are written to a parameter between updates are lost, because the next update starts from the masters in the state.

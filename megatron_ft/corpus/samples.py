@@ -174,7 +174,7 @@ class SplitPlan:
     spans: tuple[Span, ...]
     order: _SampleOrder
     document_rules: tuple[str, ...] = ()
-    """Those of ``DOCUMENT_KEYS`` that the configuration sets to true, then ``eod=<id>``. Empty if none is true."""
+    """Names of ``DOCUMENT_KEYS`` that are true in the configuration, then ``eod=<id>``. Empty if none is true."""
 
     def fingerprint(self) -> str:
         """Return a hexadecimal digest of the split: its order of samples, the sizes of its sources, their first and

@@ -1,4 +1,4 @@
-"""Checks of this machine's wall clock and monotonic clock. Records contain wall clock times; waits use the other."""
+"""Checks of this machine's wall clock, whose times are in records, and of its monotonic clock, which waits use."""
 
 import shutil
 import subprocess
@@ -32,7 +32,7 @@ class ClockFacts:
     """Program that reported ``is_synchronized``, or the reason why no program reported it."""
 
     def check(self) -> list[Finding]:
-        """Report if the wall clock shows an impossible date, is not synchronized, or was set during the observation."""
+        """Report a wall clock that has an impossible date, is not synchronized, or was set during the observation."""
         drift = self.elapsed_wall_seconds - self.elapsed_monotonic_seconds
         found = []
         if self.wall_unix_seconds < EARLIEST_UNIX_SECONDS:

@@ -16,7 +16,7 @@ class Finding:
     check: str
     """Name of the check that made the finding."""
     level: str
-    """One of ``LEVELS``."""
+    """Level of the finding, one of ``LEVELS``."""
     what: str
     fix: str = ""
     """Action that solves the problem; empty for level ``info``."""

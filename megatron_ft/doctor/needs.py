@@ -16,7 +16,7 @@ from megatron_ft.planning.snapshot.memory import NUM_OWN_BUFFERS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobNeeds:
-    """What a job needs of a machine, which the checks compare with the machine. ``dry_run`` prints the same sizes."""
+    """Needs of a job on one machine, which the checks compare with the machine. ``dry_run`` prints the same sizes."""
 
     mode: str
     interface: str

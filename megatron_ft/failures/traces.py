@@ -163,7 +163,7 @@ def _check(most_nodes: int, minutes: float | None, scale: float) -> None:
 
 
 def _row(source: str, number: int, line: bytes) -> tuple[int, str, str]:
-    """Parse time, action and node of a line of a trace. Raise a DataError for another format."""
+    """Parse time, action and node of a line of a trace. Raise a DataError if the line has another format."""
     match = _ROW.fullmatch(line.removesuffix(b"\r").decode("ascii", "replace"))
     if match is None:
         raise DataError(f"{source}:{number}: {line[:80]!r}: must be milliseconds,add|remove,node")

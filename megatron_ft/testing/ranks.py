@@ -98,7 +98,7 @@ def with_parallel(config: JobConfig, **sizes: Any) -> JobConfig:
 
 
 class RecordFile:
-    """Replaces a rank's client of its node agent. Writes records to a file. Never requests a stop or a change."""
+    """Replaces a rank's client of its node agent. Writes records to a file. Never requests a stop or new membership."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", encoding="utf-8")
@@ -113,11 +113,11 @@ class RecordFile:
         self.report({"iteration": iteration, "phase": phase})
 
     def stop_requested(self) -> bool:
-        """Return False."""
+        """Return False: no stop of the job is ever requested."""
         return False
 
     def change_requested(self) -> bool:
-        """Return False."""
+        """Return False: the membership of the job never changes."""
         return False
 
     @property

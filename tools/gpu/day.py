@@ -24,7 +24,7 @@ class Day:
     """Context of one stage of ``tools/gpu_day.py``: device, folders, deadline, and methods that report results."""
 
     device_type: str
-    """``cuda`` or ``cpu``. On a CPU, stages run the same code with small sizes."""
+    """Device of the stage: ``cuda`` or ``cpu``. On a CPU, stages run the same code as on a GPU, with small sizes."""
     folder: Path
     """Folder of this stage: its log, its report and its files."""
     shared: Path

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 NUM_ITERATIONS = 5
 JOB_SECONDS = 120.0
-"""Time limit of a job that runs in another interpreter."""
+"""Time limit, in seconds, of a job that runs in another interpreter."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +254,7 @@ def bits(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def difference(result: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
-    """Return the largest relative difference between losses and gradient norms of two results; infinity for a NaN."""
+    """Return the largest relative difference of all losses and gradient norms of two results; infinity for a NaN."""
     pairs = [
         pair
         for name in ("losses", "grad_norms", "aux_losses")

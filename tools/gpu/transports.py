@@ -37,7 +37,7 @@ class Transport:
     """Backend of torch's process groups for tensors on the device."""
     variables: Mapping[str, str] = field(default_factory=dict)
     host_ids: bool = False
-    """Whether each rank sets another ``NCCL_HOSTID``, so that NCCL treats the ranks as on different hosts."""
+    """Whether each rank sets another ``NCCL_HOSTID``. Then NCCL treats the ranks as if they were on different hosts."""
 
     def environments(self, world_size: int, more: Mapping[str, str] | None = None) -> list[dict[str, str]]:
         """Return the environment variables of each rank, including ``more``."""
@@ -60,7 +60,7 @@ TRANSPORTS = (
 
 
 def find_transport(day: Day) -> Transport:
-    """Return the first of ``TRANSPORTS`` that works. An earlier stage of the same call may have found it already.
+    """Return the first of ``TRANSPORTS`` that works. If an earlier stage of this call found it, return its result.
 
     Raises:
         RuntimeError: no transport works.
