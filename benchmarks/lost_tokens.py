@@ -61,6 +61,8 @@ class Run:
     """Start iterations of the windows in memory, the oldest first. A failure goes back to the newest."""
     lost_log: list[Counts] = field(default_factory=list)
     """Recount of the tokens that each failure has lost."""
+    num_captured_again: int = 0
+    """Experts, over all layers, that the newest window and the window of the iteration before have captured."""
 
     def __post_init__(self) -> None:
         self.ledger = TokenLedger.empty([[0] * self.num_experts] * self.num_layers)
@@ -90,6 +92,8 @@ class Run:
         self._windows.begin(now, self.held, self.ledger, [per_iteration])
         at = self._windows.captured_at(now, self._pieces, self.num_layers)  # type: ignore[arg-type]
         captured_at = np.array(at or [now] * len(self._pieces)).reshape(self.num_layers, self.num_experts)
+        again = self._windows.captured_again(now, self._pieces, self.num_layers)  # type: ignore[arg-type]
+        self.num_captured_again = len(again)
         if is_given_up:
             return
         self.held = [*self.held[-num_kept:], now]
@@ -175,10 +179,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     shares = {name: _with_faults(bound, faults) for name, bound in (("constant", None), ("dynamic", BOUND))}
     print(f"{num_schedules} schedules, {len(differing)} with another recount")
     for row in ratios:
-        print("top {number} of {experts} by {choice}: {ratio:.3f} of round-robin".format(**row))
+        print(
+            "{number} of {experts} experts by {choice}: tokens at risk {ratio:.3f} of round-robin; "
+            "{captured_again:.1%} of them were in the window before".format(**row)
+        )
     for name, (share, most) in shares.items():
         print(f"{name} K: PLT {share:.2%}, at most {most:.0f} of {NUM_EXPERTS} experts in a window")
     judged = {row["part"]: row["ratio"] for row in ratios if row["choice"] == "LoadAware"}
+    again = {row["part"]: row["captured_again"] for row in ratios if row["choice"] == "LoadAware"}
     is_small = all(judged[part] <= most for part, most in MOST_AT_RISK.items())
     return finish(
         arguments.out,
@@ -188,7 +196,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         and is_trained_equal
         and shares["dynamic"][0] <= BOUND < shares["constant"][0],
         figure=f"{num_schedules - len(differing)} of {num_schedules} schedules equal their recount; tokens at risk "
-        f"{judged[8]:.3f} (S=E/8) and {judged[4]:.3f} (S=E/4) of round-robin; PLT {shares['dynamic'][0]:.2%} with "
+        f"{judged[8]:.3f} (S=E/8) and {judged[4]:.3f} (S=E/4) of round-robin, and {again[8]:.1%} and {again[4]:.1%} of "
+        f"the experts were in the window before, too; PLT {shares['dynamic'][0]:.2%} with "
         f"dynamic K, {shares['constant'][0]:.2%} with K=1 of {NUM_EXPERTS}, {len(faults)} faults, interval {INTERVAL}, "
         f"{ITERATION_SECONDS:g} s an iteration; {len(trained)} recoveries of jobs trained with recorded loads lost "
         f"{sum(row['counted'] for row in trained)} tokens, {sum(row['recounted'] for row in trained)} by the recording",
@@ -241,17 +250,20 @@ def _ratios() -> list[dict[str, Any]]:
     records = [loads.per_layer(record).astype(np.int64) for record in range(loads.num_records)]
     layers, experts = records[0].shape
     rows = []
-    for part in MOST_AT_RISK:
+    for part in (*MOST_AT_RISK, 2):
         means: dict[str, tuple[float, float]] = {}
+        repeated: dict[str, float] = {}
         for choice in (RoundRobin(), Sequential(), TokenRisk(), LoadAware()):
             policy = SelectiveExperts(num_experts=experts // part, choice=choice)
-            run, found = Run(policy, layers, experts, 10**12), []
+            run, found, again = Run(policy, layers, experts, 10**12), [], []
             for number, tokens in enumerate(records):
                 run.step(tokens)
                 # Not counted: until round-robin has captured every expert again, the first window lowers its figures.
                 if number > part:
                     found.append(run.at_risk)
+                    again.append(run.num_captured_again / (run.num_captured * layers))
             means[type(choice).__name__] = float(np.mean(found)), float(np.mean(found[len(found) // 2 :]))
+            repeated[type(choice).__name__] = float(np.mean(again))
         rows += [
             {
                 "part": part,
@@ -260,6 +272,7 @@ def _ratios() -> list[dict[str, Any]]:
                 "choice": name,
                 "ratio": max(mean / base for mean, base in zip(both, means["RoundRobin"], strict=True)),
                 "ratio_of_all_records": both[0] / means["RoundRobin"][0],
+                "captured_again": repeated[name],
                 "records": len(records),
             }
             for name, both in means.items()

@@ -187,7 +187,7 @@ def test_a_replay_with_other_results_writes_nothing_and_keeps_its_logs(
     before, out = contents(run_dir), tmp_path / "results" / "dense"
     assert convert(run_dir, out) == 5
     printed = capsys.readouterr()
-    assert "other results than the logged vote: loss=" in printed.out and "To continue this run" not in printed.out
+    assert "other results than the iteration itself: loss=" in printed.out and "To continue this run" not in printed.out
     assert f"{out}: the job that replays the window ended:" in printed.err
     (left,) = out.parent.iterdir()
     assert str(left / "copy") in printed.err and (left / "copy" / "logs" / "rank-00000.log").exists()

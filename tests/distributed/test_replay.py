@@ -117,9 +117,9 @@ EXTENDED += ("fp32_state", "fp16_masters", "fp8_moments", "fp8_masters_parts", "
 EXTENDED += ("fp8_delayed_recompute",)
 """Scenarios and damages whose features another one also has."""
 DAMAGES: dict[str, str] = {
-    "weight": "the replay of iteration 3 had other results than the logged vote",
-    "random_numbers": "the replay of iteration 3 had other results than the logged vote: loss=",
-    "vote": "the replay of iteration 3 had other results than the logged vote: loss=",
+    "weight": "the replay of iteration 3 had other results than the iteration itself",
+    "random_numbers": "the replay of iteration 3 had other results than the iteration itself: loss=",
+    "vote": "the replay of iteration 3 had other results than the iteration itself: loss=",
     "short": "captured bytes, but",
     "no_train_state": "slice 0 has no train state",
 }

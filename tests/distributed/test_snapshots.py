@@ -250,7 +250,7 @@ def test_a_window_that_is_replayed_to_something_else_is_not_chosen_again(
     assert 0 < chosen["iteration"] < refused["iteration"]
     (declined,) = [text for text in chosen["declined"] if "was rejected by an earlier start" in text]
     assert f"window of iteration {newest.start_iteration} was rejected" in declined
-    assert "had other results than the logged vote: loss=" in declined
+    assert "had other results than the iteration itself: loss=" in declined
     assert any(problem["what"] == "replay" for problem in of_kind(resumed, "snapshot_problem"))
     assert len(of_kind(resumed, "ranks_restarted")) == 1
     assert [window.start_iteration for window in RejectedWindow.read_all(resumed.run_dir)] == [newest.start_iteration]

@@ -407,8 +407,8 @@ def _check_bubbles(config: JobConfig) -> None:
         config.training.device != "cuda",
         _BUBBLES,
         True,
-        "must be false with training.device=cuda: on CUDA only a stream waits for messages, so the CPU, which starts "
-        "the copies, does not notice these waits",
+        "must be false with training.device=cuda: on CUDA a stream waits for messages. The CPU starts the copies, and "
+        "it does not notice these waits",
     )
 
 

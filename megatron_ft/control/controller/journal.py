@@ -1,4 +1,4 @@
-"""Journal of a controller's inputs, and the writes without which the controller does not act.
+"""Journal of a controller's inputs, and the files that the controller must write before it acts.
 
 A new controller reads the journal and reaches the state of the earlier controller. Each line is a JSON object; the
 first line contains the ``format``. An entry is written before it has any effect, so it survives the death of the

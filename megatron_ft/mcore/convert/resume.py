@@ -155,7 +155,7 @@ def _begun(folder: Path, source: Mapping[str, Any], out: Path) -> ConversionReco
                 "out",
                 str(out),
                 f"must be new, empty or begun by the same conversion, but {folder} contains {present[0]}; choose "
-                "another out",
+                "another directory",
             )
         record = ConversionRecord(folder=folder, source=source)
         record.write()
@@ -164,7 +164,7 @@ def _begun(folder: Path, source: Mapping[str, Any], out: Path) -> ConversionReco
             "out",
             str(out),
             f"must be new, empty or begun by the same conversion, but {folder} was begun by another one; delete it to "
-            "begin again, or choose another out",
+            "begin again, or choose another directory",
         )
     return record
 

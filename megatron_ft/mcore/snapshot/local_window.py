@@ -366,9 +366,9 @@ class Replayer:
         # Compare texts, because NaN then equals NaN, and numbers are equal only if their bits are equal.
         changed = [name for name in before if name not in _OF_THE_JOB and repr(before[name]) != repr(now[name])]
         if changed:
-            what = ", ".join(f"{name}={now[name]!r}, but the vote has {before[name]!r}" for name in changed)
+            what = ", ".join(f"{name}={now[name]!r} instead of {before[name]!r}" for name in changed)
             raise RecoveryError(
-                f"the replay of iteration {logged.iteration} had other results than the logged vote: {what}"
+                f"the replay of iteration {logged.iteration} had other results than the iteration itself: {what}"
             )
 
     @classmethod

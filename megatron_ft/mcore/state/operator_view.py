@@ -265,7 +265,7 @@ class _Held:
     """Whether the weight is captured as FP8 codes and scales."""
     states: dict[tuple[int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
     masters: dict[tuple[int, int], tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=dict)
-    """By element range, the tensor that torch's optimizer updates, and its parameter group."""
+    """The tensor that torch's optimizer updates, and its parameter group, for each element range."""
 
 
 class OperatorView:

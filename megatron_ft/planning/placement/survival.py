@@ -338,7 +338,7 @@ def _popcounts(num_domains: int) -> npt.NDArray[np.int64]:
 
 
 def _lethal(masks: Iterable[int], num_domains: int) -> npt.NDArray[np.bool_]:
-    """Return for each of the ``2**num_domains`` sets of lost domains whether it contains one of ``masks``."""
+    """Return for each of the ``2**num_domains`` sets of lost domains whether it is a superset of a set in ``masks``."""
     bad = np.zeros(1 << num_domains, dtype=np.bool_)
     bad[list(masks)] = True
     for bit in range(num_domains):

@@ -147,7 +147,7 @@ def file_of(
 
     Args:
         former: the newest file of the rank; None if there is none.
-        level: content of the file if it differs from the content of ``window``, otherwise None.
+        level: iteration of each piece in the file if the file has older pieces than ``window``, otherwise None.
 
     Raises:
         CheckpointError: neither memory nor an earlier file has the state of a piece.
