@@ -3,12 +3,14 @@ JSON."""
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from megatron_ft import failpoints
 from megatron_ft.errors import RecoveryError
+from megatron_ft.mcore.optimizer import state_copies
 from megatron_ft.mcore.optimizer.adamw import masters
 from megatron_ft.mcore.state.optimizer_shards import ShardMove, Shards
 from megatron_ft.mcore.state.rank_status import position_of, resolve_iteration
@@ -82,14 +84,18 @@ def broken_update(*, rank: int, world_size: int, store: dist.Store) -> str:
         copies = _start(job)
         job.train(2)
 
-        def fail() -> None:
-            raise RuntimeError("out of memory")
+        original = state_copies.repeat_adamw
 
-        copies.kept[-1].optimizer.step = fail
-        try:
-            job.engine.run_iteration(BROKEN)
-        except RuntimeError as error:
-            assert str(error) == "out of memory", error
+        def update(states: Any, gradients: Any, **options: Any) -> None:
+            if any(state is last for state in states for last in copies.kept[-1].states):
+                raise RuntimeError("out of memory")
+            original(states, gradients, **options)
+
+        with mock.patch.object(state_copies, "repeat_adamw", update):
+            try:
+                job.engine.run_iteration(BROKEN)
+            except RuntimeError as error:
+                assert str(error) == "out of memory", error
         try:
             position_of(job.engine, rank)
         except RecoveryError as error:

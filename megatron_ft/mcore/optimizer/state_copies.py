@@ -24,17 +24,17 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron_ft.config.job import OptimizerConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.mcore.groups import Collectives, exchange_tensors
-from megatron_ft.mcore.optimizer.adamw import MOMENTS, STEP, Master, masters, state_format_of
+from megatron_ft.mcore.optimizer.adamw import MASTER, MOMENTS, STEP, Master, masters, state_format_of
 from megatron_ft.mcore.optimizer.scaled import StateFormat
 from megatron_ft.mcore.state.tensors import expert_of
 from megatron_ft.planning.placement.copies import NON_EXPERT, StateCopyPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
-from transformer_engine_ext.optimizer import ParameterRange, ScaledAdamW, placeholder
+from transformer_engine_ext.optimizer import ParameterRange, ScaledAdamW, placeholder, repeat_adamw
 
 
 @dataclass(kw_only=True)
 class _Kept:
-    """Copies, on this rank, of optimizer state that rank ``owner`` updates. A separate optimizer updates the copies."""
+    """Copies, on this rank, of optimizer state that rank ``owner`` updates."""
 
     owner: int
     names: list[str]
@@ -42,23 +42,20 @@ class _Kept:
     """Number of the first copied element in the flattened parameter, for each parameter."""
     parameters: list[torch.Tensor]
     """Master weights. With ``precision.regime``, these are placeholders that hold the gradients."""
-    kinds: tuple[str, ...]
-    """Components of the state, in the order of ``adamw.state_tensors``."""
-    optimizer: torch.optim.AdamW | ScaledAdamW
+    weight_decays: list[float]
+    states: list[dict[str, torch.Tensor]]
+    """Tensors of each parameter by component, in the order of ``adamw.state_tensors``."""
+    optimizer: ScaledAdamW | None
+    """Optimizer that updates ``states``; None if they are FP32."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all copied tensors by name: ``<name>/master``, ``/exp_avg``, ``/exp_avg_sq``, ``/step``, and scales if
         the state has any."""
         return {
             f"{name}/{kind}": tensor
-            for name, parameter in zip(self.names, self.parameters, strict=True)
-            for kind, tensor in self.of(parameter).items()
+            for name, state in zip(self.names, self.states, strict=True)
+            for kind, tensor in state.items()
         }
-
-    def of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the copied tensors of one parameter."""
-        state = self.optimizer.state[parameter]
-        return {kind: state[kind] if kind in state else parameter.detach() for kind in self.kinds}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +93,8 @@ class StateCopies:
     ) -> None:
         self._plan = plan
         self._group = group
-        self._clip_grad = config.clip_grad
+        self._clip_grad, self._eps = config.clip_grad, config.adam_eps
+        self._betas = config.adam_beta1, config.adam_beta2
         self._ranks = plan.ranks
         self.rank = self._me = plan.ranks[group.rank()]
         """Rank of this process in the job."""
@@ -129,11 +127,22 @@ class StateCopies:
             # Clip with Megatron's function, so that the gradients are bitwise equal to those on the owner.
             if self._clip_grad > 0.0:
                 clip_grad_by_total_norm_fp32(kept.parameters, max_norm=self._clip_grad, total_norm=grad_norm)
-            # AdamW works element by element, so the grouping of parameters does not affect the bits of the result.
-            for group in kept.optimizer.param_groups:
-                group["lr"] = learning_rate
-            kept.optimizer.step()
-            kept.optimizer.zero_grad(set_to_none=True)
+            if kept.optimizer is not None:
+                for group in kept.optimizer.param_groups:
+                    group["lr"] = learning_rate
+                kept.optimizer.step()
+            for decay in () if kept.optimizer is not None else sorted(set(kept.weight_decays)):
+                rows = [row for row, of_row in enumerate(kept.weight_decays) if of_row == decay]
+                repeat_adamw(
+                    [kept.states[row] for row in rows],
+                    [kept.parameters[row].grad for row in rows],  # type: ignore[misc]
+                    lr=learning_rate,
+                    weight_decay=decay,
+                    betas=self._betas,
+                    eps=self._eps,
+                )
+            for parameter in kept.parameters:
+                parameter.grad = None
 
     def end(self) -> None:
         """Release the references to this rank's master weights before experts move. The copies remain valid until the
@@ -164,7 +173,7 @@ class StateCopies:
             if described:
                 received.append(_make_room(owner, described, config, self._format))
         outgoing = {lent.keeper: [t for m in lent.masters for t in m.parts.values()] for lent in sent}
-        incoming = {kept.owner: [t for p in kept.parameters for t in kept.of(p).values()] for kept in received}
+        incoming = {kept.owner: [tensor for state in kept.states for tensor in state.values()] for kept in received}
         exchange_tensors(self._by_rank(outgoing), self._by_rank(incoming), self._group)
         return received if former is None else former.kept
 
@@ -217,30 +226,40 @@ def _make_room(
     device = torch.cuda.current_device()
     zeros = [torch.zeros(item["shape"], device=device) for item in described]
     parameters = zeros if state_format is None else [placeholder(tensor.shape, device) for tensor in zeros]
-    groups: dict[float, list[torch.Tensor]] = {}
-    for parameter, item in zip(parameters, described, strict=True):
-        groups.setdefault(item["weight_decay"], []).append(parameter)
-    listed = [{"params": members, "weight_decay": decay} for decay, members in groups.items()]
-    options: dict[str, Any] = {"lr": config.lr, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
-    optimizer: torch.optim.AdamW | ScaledAdamW
+    decays = [item["weight_decay"] for item in described]
+    optimizer = None
     if state_format is None:
-        optimizer = torch.optim.AdamW(listed, **options)
-        for parameter in parameters:
-            # Allocated before the first step, because moments and step counts of the owner are received into them.
-            moments = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
-            optimizer.state[parameter] = {STEP: torch.tensor(0.0), **moments}
+        # Allocated before the first update, because moments and step counts of the owner are received into them.
+        moments = ({kind: torch.zeros_like(parameter) for kind in MOMENTS} for parameter in parameters)
+        states = [
+            {MASTER: parameter, **of_parameter, STEP: torch.tensor(0.0)}
+            for parameter, of_parameter in zip(parameters, moments, strict=True)
+        ]
     else:
         ranges = {
             id(parameter): ParameterRange(name=item["unique_name"], start=item["start"])
             for parameter, item in zip(parameters, described, strict=True)
         }
+        groups = [
+            {"params": [parameter], "weight_decay": decay} for parameter, decay in zip(parameters, decays, strict=True)
+        ]
         initial = {id(parameter): values for parameter, values in zip(parameters, zeros, strict=True)}
-        optimizer = state_format.build(listed, ranges=ranges, initial=initial, **options)
+        options: dict[str, Any] = {
+            "lr": config.lr,
+            "betas": (config.adam_beta1, config.adam_beta2),
+            "eps": config.adam_eps,
+        }
+        optimizer = state_format.build(groups, ranges=ranges, initial=initial, **options)
+        states = [
+            {kind: optimizer.state[parameter][kind] for kind in item["kinds"]}
+            for parameter, item in zip(parameters, described, strict=True)
+        ]
     return _Kept(
         owner=owner,
         names=[item["name"] for item in described],
         starts=[item["start"] for item in described],
         parameters=parameters,
-        kinds=tuple(described[0]["kinds"]),
+        weight_decays=decays,
+        states=states,
         optimizer=optimizer,
     )

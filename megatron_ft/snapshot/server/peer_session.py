@@ -332,7 +332,9 @@ def _read_announcement(message: Message, newest_generation: int) -> tuple[HeldWi
 def load_torch() -> None:
     """Import torch in a thread. A server that receives gradients needs torch to repeat updates. The first window would
     otherwise wait for the import."""
-    threading.Thread(target=importlib.import_module, args=("torch",), name="torch", daemon=True).start()
+    threading.Thread(
+        target=importlib.import_module, args=("transformer_engine_ext.optimizer",), name="torch", daemon=True
+    ).start()
 
 
 def _repeat(
@@ -342,32 +344,24 @@ def _repeat(
     ``payload``. ``before`` contains the bytes of the slice of the preceding iteration."""
     # Imported only here, because torch needs more memory than everything else in a server. See ``load_torch``.
     import torch
-    from torch.optim.adam import adam
+
+    from transformer_engine_ext.optimizer import repeat_adamw
 
     torch.set_num_threads(1)  # the ranks of this node need the other cores
     for gradient, pieces, content in zip(update.gradients, update.pieces(part), gradients, strict=True):
-        state = {}
+        copy = {}
         for component, index in pieces.items():
             piece = part.pieces[index]
             payload[piece.offset : piece.end] = before[piece.offset : piece.end]
-            state[component] = torch.frombuffer(payload[piece.offset : piece.end], dtype=torch.float32)
-        # This is the function that ``torch.optim.AdamW`` calls. Its operations are element by element, so the bits do
-        # not depend on how the rank's tensors are cut into pieces.
-        adam(
-            [state["master"]],
+            copy[component] = torch.frombuffer(payload[piece.offset : piece.end], dtype=torch.float32)
+        copy["step"] = copy["step"].view(())
+        repeat_adamw(
+            [copy],
             [torch.frombuffer(content, dtype=torch.float32)],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [],
-            [state["step"].view(())],
-            decoupled_weight_decay=True,
-            amsgrad=False,
-            beta1=update.betas[0],
-            beta2=update.betas[1],
             lr=gradient.learning_rate,
             weight_decay=gradient.weight_decay,
+            betas=update.betas,
             eps=update.eps,
-            maximize=False,
         )
 
 
