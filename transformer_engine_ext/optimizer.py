@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.adam import adam
 
 from transformer_engine_ext.adamw import REFERENCE, Backend, Hyperparameters, ScaledState, update
 from transformer_engine_ext.regimes import Regime
@@ -24,44 +23,6 @@ class ParameterRange:
 def placeholder(shape: Sequence[int], device: torch.device) -> torch.Tensor:
     """Return an FP32 tensor of ``shape`` that can have a gradient. All its elements share the memory of one number."""
     return torch.zeros((), dtype=torch.float32, device=device).expand(tuple(shape))
-
-
-@torch.no_grad()
-def repeat_adamw(
-    copies: Sequence[Mapping[str, torch.Tensor]],
-    gradients: Sequence[torch.Tensor],
-    *,
-    lr: float,
-    weight_decay: float,
-    betas: tuple[float, float],
-    eps: float,
-) -> None:
-    """Apply an update of ``torch.optim.AdamW`` to copies of FP32 state, in place and with the bits of the owner.
-
-    The update is element by element, so the copies may be any ranges of the tensors that the owner updates.
-
-    Args:
-        copies: tensors ``master``, ``exp_avg``, ``exp_avg_sq`` and ``step`` (number of updates, 0-dim) of each range.
-        gradients: unscaled and clipped gradients of the ranges, FP32, in the shapes of ``master``.
-    """
-    # ``AdamW.step`` calls this function. An ``AdamW`` object would keep its tensors until a garbage collection, but the
-    # memory of copies must be free as soon as it is not used any more.
-    adam(
-        [copy["master"] for copy in copies],
-        list(gradients),
-        [copy["exp_avg"] for copy in copies],
-        [copy["exp_avg_sq"] for copy in copies],
-        [],
-        [copy["step"] for copy in copies],
-        decoupled_weight_decay=True,
-        amsgrad=False,
-        beta1=betas[0],
-        beta2=betas[1],
-        lr=lr,
-        weight_decay=weight_decay,
-        eps=eps,
-        maximize=False,
-    )
 
 
 class ScaledAdamW(torch.optim.Optimizer):

@@ -29,7 +29,8 @@ from megatron_ft.mcore.optimizer.scaled import StateFormat
 from megatron_ft.mcore.state.tensors import expert_of
 from megatron_ft.planning.placement.copies import NON_EXPERT, StateCopyPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
-from transformer_engine_ext.optimizer import ParameterRange, ScaledAdamW, placeholder, repeat_adamw
+from megatron_ft.snapshot.repeated_updates import repeat_adamw
+from transformer_engine_ext.optimizer import ParameterRange, ScaledAdamW, placeholder
 
 
 @dataclass(kw_only=True)

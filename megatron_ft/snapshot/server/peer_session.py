@@ -26,6 +26,9 @@ GREETING_SECONDS = 10.0
 """Time limit for a connection to present the token. After this time, it is closed even if bytes still arrive."""
 REPLACE_SECONDS = 10.0
 KEEPALIVE_SECONDS = 5.0
+_REPEATS = "megatron_ft.snapshot.repeated_updates"
+"""Module that is imported only if this server receives gradients, because it needs torch. Torch needs more memory than
+everything else in a server."""
 _ARRIVING_BYTES = 1 << 20
 """Number of bytes received at a time. They are hashed while they are still in the processor's cache."""
 
@@ -235,7 +238,7 @@ class _PeerSession(threading.Thread):
             for piece in carried:
                 piece.copy(part, payload)
             if update is not None and before is not None:
-                _repeat(update, part, before, payload, gradients)
+                importlib.import_module(_REPEATS).repeat_update(update, part, before, payload, gradients)
         except ControlError as error:
             raise Refused(str(error), "carry") from error
         return part.hash_pieces(payload, {piece.index: piece.digest for piece in carried})
@@ -330,39 +333,9 @@ def _read_announcement(message: Message, newest_generation: int) -> tuple[HeldWi
 
 
 def load_torch() -> None:
-    """Import torch in a thread. A server that receives gradients needs torch to repeat updates. The first window would
-    otherwise wait for the import."""
-    threading.Thread(
-        target=importlib.import_module, args=("transformer_engine_ext.optimizer",), name="torch", daemon=True
-    ).start()
-
-
-def _repeat(
-    update: Update, part: Slice, before: memoryview, payload: memoryview, gradients: Sequence[bytearray]
-) -> None:
-    """Compute the pieces of ``part`` that ``update`` changes, from their state in ``before``, and write them to
-    ``payload``. ``before`` contains the bytes of the slice of the preceding iteration."""
-    # Imported only here, because torch needs more memory than everything else in a server. See ``load_torch``.
-    import torch
-
-    from transformer_engine_ext.optimizer import repeat_adamw
-
-    torch.set_num_threads(1)  # the ranks of this node need the other cores
-    for gradient, pieces, content in zip(update.gradients, update.pieces(part), gradients, strict=True):
-        copy = {}
-        for component, index in pieces.items():
-            piece = part.pieces[index]
-            payload[piece.offset : piece.end] = before[piece.offset : piece.end]
-            copy[component] = torch.frombuffer(payload[piece.offset : piece.end], dtype=torch.float32)
-        copy["step"] = copy["step"].view(())
-        repeat_adamw(
-            [copy],
-            [torch.frombuffer(content, dtype=torch.float32)],
-            lr=gradient.learning_rate,
-            weight_decay=gradient.weight_decay,
-            betas=update.betas,
-            eps=update.eps,
-        )
+    """Import torch in a thread, for updates that this server will repeat. Otherwise the first window with gradients
+    would wait for the import."""
+    threading.Thread(target=importlib.import_module, args=(_REPEATS,), name="torch", daemon=True).start()
 
 
 def _check_repeated(part: Slice, hashes: Sequence[str], expected: Sequence[Any]) -> None:
