@@ -12,12 +12,12 @@ import torch
 
 from megatron_ft.errors import CheckpointError
 from megatron_ft.planning.snapshot.plan import Piece, align
-from megatron_ft.snapshot.server.client import REPLICATED_BYTES, Arena, KeeperClient
+from megatron_ft.snapshot.server.client import REPLICATED_BYTES, REPLICATED_START, Arena, KeeperClient
 from megatron_ft.snapshot.server.peer_session import PeerSessions, announce
 from megatron_ft.snapshot.server.store import Memory, Store
 from megatron_ft.snapshot.server.wire import Refused
 from megatron_ft.snapshot.window import Gradient, Slice, Update
-from megatron_ft.testing.snapshot_servers import TOKEN, begin, cluster, fetch, wait_replicated
+from megatron_ft.testing.snapshot_servers import TOKEN, begin, cluster, fetch, wait_until
 from tests.unit.snapshot.server.test_own_windows import new
 from tests.unit.snapshot.server.test_peer_session import greeted
 
@@ -88,6 +88,11 @@ def capture(client: KeeperClient, arena: Arena, buffer: int, training: Training,
     client.captured(buffer, 0, part)
 
 
+def replicated(arena: Arena, start: int) -> None:
+    # The peer imports torch first, which takes long on a busy machine.
+    wait_until(lambda: arena.status(REPLICATED_START) == start, f"window {start} is replicated", seconds=120.0)
+
+
 def test_a_peer_computes_the_bits_of_the_sender_from_gradients() -> None:
     training = Training()
     with cluster(2) as nodes:
@@ -98,7 +103,7 @@ def test_a_peer_computes_the_bits_of_the_sender_from_gradients() -> None:
             update = None if iteration == 14 else update_of()
             sent = arena.status(REPLICATED_BYTES)
             capture(client, arena, iteration % 3, training, slice_of(iteration, update))
-            wait_replicated(arena, iteration)
+            replicated(arena, iteration)
             client.committed(iteration)
             whole = iteration in (10, 14)
             assert arena.status(REPLICATED_BYTES) - sent == (SLICE_BYTES if whole else 4 * sum(SIZES))
@@ -123,10 +128,10 @@ def test_a_result_with_other_bits_is_reported_and_the_state_is_sent(update: Upda
         client = nodes.client(0, node=0, peer_nodes=[1])
         arena = client.allocate(WINDOW_BYTES)
         capture(client, arena, 0, training, slice_of(10))
-        wait_replicated(arena, 10)
+        replicated(arena, 10)
         training.update()
         capture(client, arena, 1, training, slice_of(11, update))
-        wait_replicated(arena, 11)
+        replicated(arena, 11)
         assert fetch(client, 0, 11, node=1) == [bytes(training.slice_bytes())]
         (problem,) = client.problems()
         assert problem["what"] == "replicate" and "the repeated update of" in problem["error"]
@@ -140,7 +145,7 @@ def test_a_window_after_a_gap_is_sent_as_state() -> None:
         for buffer, iteration in enumerate((10, 12)):
             sent = arena.status(REPLICATED_BYTES)
             capture(client, arena, buffer, training, slice_of(iteration, update_of()))
-            wait_replicated(arena, iteration)
+            replicated(arena, iteration)
             assert arena.status(REPLICATED_BYTES) - sent == SLICE_BYTES
             training.update()
         assert client.problems() == []
