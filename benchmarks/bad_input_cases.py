@@ -276,7 +276,7 @@ def indivisible() -> list[Case]:
         one(kind, THREE, TP2, says=["launch.num_nodes * launch.ranks_per_node=3", "multiple of TP * PP * CP"]),
         one(kind, THREE, PP3, says=["model.num_layers=4", "multiple of PP * VPP"]),
         one(kind, THREE, EP3, says=["parallel.expert_model_parallel_size=3", "must divide model.num_moe_experts=8"]),
-        one(kind, TWO, "parallel.expert_model_parallel_size=4", says=["divides the number of ranks"]),
+        one(kind, TWO, "parallel.expert_model_parallel_size=4", says=["the number of ranks of a pipeline stage"]),
         one(kind, TWO, TP2, "model.num_query_groups=1", says=["model.num_query_groups=1", "multiple of"]),
         one(kind, TWO, TP2, "model.ffn_hidden_size=31", says=["model.ffn_hidden_size=31", "multiple of"]),
         one(kind, TWO, TP2, "model.seq_length=33", says=["model.seq_length=33", "multiple of"]),
@@ -580,7 +580,7 @@ def combinations() -> list[Case]:
             "model.num_moe_expert=16",
             TWO,
             "parallel.expert_model_parallel_size=16",
-            says=[["model.num_moe_expert=16", "is not a known key"], ["divides the number of ranks"]],
+            says=[["model.num_moe_expert=16", "is not a known key"], ["the number of ranks of a pipeline stage"]],
         ),
         several(
             "training.train_iterations=0",

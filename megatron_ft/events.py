@@ -519,9 +519,9 @@ def _alert(record: AlertRaised | AlertCleared, rank: str = "the slowest rank") -
     figures = {
         "single_loss_survival": f"the job survives the loss of one failure domain with probability {value:.3f}",
         "stall_share": f"training spends {100 * value:.1f} % of the iteration time waiting for captures of snapshots",
-        "windows_behind": f"no window was committed while {value:.1f} windows were due (peers or storage are too slow)",
+        "windows_behind": f"no snapshot window was committed while {value:.1f} were due (peers or storage are slow)",
         "free_disk_share": f"{100 * value:.1f} % of the file system of the run's folder is free",
         "slowest_rank_over_median": f"{rank} needs {value:.1f} times as long as the median rank for the same work",
-        "lost_token_share": f"updates of experts by {value:.2%} of the tokens are lost, or would be in a recovery",
+        "lost_token_share": f"expert updates by {value:.2%} of the tokens are lost, or would be lost in a recovery",
     }
     return f"{figures.get(record.alert, record.alert)} (telemetry.alert_{record.alert}={limit:g})"

@@ -133,10 +133,10 @@ def _json(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
         raise DataError(f"{name}: is not JSON: {error}") from error
     layers = document.get("logical_count") if isinstance(document, dict) else document
     if not isinstance(layers, list) or not layers or not all(isinstance(layer, list) for layer in layers):
-        raise DataError(f'{name}: must be a list of loads per layer, as [[1, 2], [3, 4]], or {{"logical_count": ...}}')
+        raise DataError(f'{name}: must be a list of loads per layer, as [[1, 2], [3, 4]], or {{"logical_count": list}}')
     for number, layer in enumerate(layers):
         if len(layer) != len(layers[0]) or not layer:
-            raise DataError(f"{name}: layer {number} has {len(layer)} loads: must have as many as layer 0, at least 1")
+            raise DataError(f"{name}: layer {number} has {len(layer)} loads: must have at least 1, as many as layer 0")
         for expert, load in enumerate(layer):
             if isinstance(load, bool) or not isinstance(load, (int, float)):
                 raise DataError(f"{name}: load of layer {number}, expert {expert} is {load!r}: must be a number")
@@ -155,7 +155,7 @@ def _npz(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
     except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
         raise DataError(f"{name}: is not a readable npz archive: {error}") from error
     if iterations.ndim != 1:
-        raise DataError(f"{name}: iters must have one dimension, but has {iterations.ndim}")
+        raise DataError(f"{name}: array iters must have one dimension, but has {iterations.ndim}")
     return tuple(int(value) for value in iterations), _numbers(name, counts)
 
 

@@ -87,7 +87,7 @@ class WindowDelayed(Record):
 
     def describe(self) -> Note:
         behind = f"{size(self.replicating_bytes)} have not been replicated to peers yet"
-        return Note("warning", f"no window could start after iteration {self.iteration}: {behind}")
+        return Note("warning", f"no snapshot window could start after iteration {self.iteration}: {behind}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,10 +74,10 @@ class Topology:
             raise ConfigError.of(
                 "parallel.expert_model_parallel_size",
                 self.expert_model_parallel_size,
-                "must be such that its product with "
-                f"parallel.expert_tensor_parallel_size={self.expert_tensor_parallel_size} divides the number of ranks "
-                f"of a pipeline stage, TP * CP * DP = {self.stage_size}; change one of them, or the number of ranks "
-                "(launch.num_nodes, launch.ranks_per_node)",
+                "multiplied by "
+                f"parallel.expert_tensor_parallel_size={self.expert_tensor_parallel_size}, must divide "
+                f"{self.stage_size}, the number of ranks of a pipeline stage (TP * CP * DP); change one of the two "
+                "keys, or the number of ranks (launch.num_nodes, launch.ranks_per_node)",
             )
 
     @property

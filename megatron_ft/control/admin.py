@@ -116,6 +116,6 @@ class AdminClient:
                 raise ControlError(f"the controller refused {method}: {error}") from None
             note = "" if method == "status" else "; the request may still take effect, see tools/status.py"
             raise JobNotRunning(
-                f"run_dir={self._run_dir}: the job's controller does not answer{note}; "
-                f"if no job runs there, {CONTROLLER_FILE} remains from an earlier job ({error})"
+                f"run_dir={self._run_dir}: the job's controller does not answer ({error}){note}. "
+                f"If no job uses this folder now, an earlier job has left {CONTROLLER_FILE} behind"
             ) from None

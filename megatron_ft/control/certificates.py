@@ -59,5 +59,5 @@ def _read(path: Path, folder: str) -> bytes:
             _KEY, folder, f"must not let other users read {path.name}: its mode is {mode:04o}; set it to 0600"
         )
     if len(content) > _MAX_BYTES or b"-----BEGIN" not in content:
-        raise ConfigError.of(_KEY, folder, f"must contain {path.name} in PEM format, at most {_MAX_BYTES} bytes")
+        raise ConfigError.of(_KEY, folder, f"must contain {path.name} in PEM format with at most {_MAX_BYTES} bytes")
     return content

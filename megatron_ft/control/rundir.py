@@ -81,7 +81,7 @@ class RunId:
             ConfigError: the file is missing or damaged.
         """
         path = run_dir / RUN_ID_NAME
-        advice = "restore it from a copy; manifest.json of each of the run's checkpoints also contains the run_id"
+        advice = "restore this file from a copy; the manifest.json of each checkpoint also contains the run_id"
         try:
             content = parse_json(path.read_bytes())
             found = cls(run_id=content["run_id"], is_older=content["is_older"])

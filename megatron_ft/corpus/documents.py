@@ -73,7 +73,7 @@ def _json_text(place: str, line: str, key: str) -> str:
     if not isinstance(row, dict):
         raise DataError(f"{place}: must be a JSON object, not {type(row).__name__}")
     if key not in row:
-        raise DataError(f"{place}: has no key {key!r}, but {sorted(row)[:8]}; choose another --json-key")
+        raise DataError(f"{place}: has no key {key!r}; its keys are {sorted(row)[:8]}: choose one with --json-key")
     text = row[key]
     if not isinstance(text, str):
         raise DataError(f"{place}: {key}={text!r:.60}: must be a string")

@@ -71,9 +71,9 @@ def check_tokenizer(prefix: str | Path, fingerprint: str) -> None:
         ) from None
     if stored != fingerprint:
         raise DataError(
-            f"{prefix}: was written with another tokenizer: its fingerprint is {str(stored)[:40]}, that of "
-            f"data.tokenizer is {fingerprint}. Set data.tokenizer and its files to those of the dataset, or write it "
-            "again with tools/preprocess_data.py"
+            f"{prefix}: was written with another tokenizer (fingerprint {str(stored)[:40]}) than data.tokenizer "
+            f"(fingerprint {fingerprint}). Set data.tokenizer and its files to the tokenizer of the dataset, or write "
+            "the dataset again with tools/preprocess_data.py"
         )
 
 
@@ -104,7 +104,7 @@ class IndexedWriter:
         self.num_tokens = 0
         existing = [str(path) for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
         if existing and not overwrite:
-            raise DataError(f"{existing[0]}: already exists; choose another prefix or allow overwriting")
+            raise DataError(f"{existing[0]}: already exists; choose another --output-prefix, or add --overwrite")
 
     @property
     def num_documents(self) -> int:
@@ -128,7 +128,7 @@ class IndexedWriter:
         # A conversion would change a token that does not fit to another token, without an error.
         bounds = np.iinfo(self.dtype)
         if tokens.dtype != self.dtype and (tokens.min() < bounds.min or tokens.max() > bounds.max):
-            raise DataError(f"{self.prefix}: token {tokens.max()}: must fit {self.dtype.name}")
+            raise DataError(f"{self.prefix}: token id {tokens.max()}: must fit into {self.dtype.name}")
         self._stream.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
         self._lengths.append(tokens.size)
         self.num_tokens += int(tokens.size)

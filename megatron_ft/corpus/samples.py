@@ -497,6 +497,6 @@ def _check_ids(key: str, info: IndexInfo, entries: int) -> str:
         outside = (window < 0) | (window >= entries)
         if outside.any():
             at = int(np.argmax(outside))
-            constraint = f"must be from 0 to {entries - 1} to be in the vocabulary (data.tokenizer, model.vocab_size)"
-            raise DataError(f"{key}={info.prefix}: token {start + at}={window[at]}: {constraint}")
+            constraint = f"must be from 0 to {entries - 1}, the vocabulary's ids (data.tokenizer, model.vocab_size)"
+            raise DataError(f"{key}={info.prefix}: id of token {start + at} is {window[at]}: {constraint}")
     return f"ids of {min(info.num_tokens, starts.size * PROBE_WINDOW_TOKENS):,} tokens checked"

@@ -137,5 +137,5 @@ def _acquire(descriptor: int, path: Path) -> None:
         except BlockingIOError as error:
             if time.monotonic() > deadline:
                 seconds = f"{LOCK_TIMEOUT_SECONDS:.0f} s"
-                raise DataError(f"{path}: another process has held this lock for {seconds}") from error
+                raise DataError(f"{path}: another process still holds this lock after {seconds}") from error
         time.sleep(0.02)

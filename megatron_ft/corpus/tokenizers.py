@@ -47,11 +47,11 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 def _check_vocabulary(path: Path, vocabulary: object) -> dict[str, int]:
     """Return ``vocabulary``. Raise a DataError unless it maps entries to distinct integers of at least 0."""
     if not isinstance(vocabulary, dict) or not vocabulary:
-        raise DataError(f"{path}: vocabulary: must be a JSON object with at least one entry and its id")
+        raise DataError(f"{path}: the vocabulary must be a JSON object that maps at least one entry to an id")
     owner: dict[int, str] = {}
     for entry, number in vocabulary.items():
         if type(number) is not int or not 0 <= number < 1 << 31:
-            raise DataError(f"{path}: id of entry {entry!r}={number!r}: must be an integer from 0 to 2^31 - 1")
+            raise DataError(f"{path}: id of entry {entry!r} is {number!r}: must be an integer from 0 to 2^31 - 1")
         # Decoding an id of two entries would be ambiguous.
         if number in owner:
             raise DataError(f"{path}: id {number}: must belong to one entry, not to {owner[number]!r} and {entry!r}")
@@ -64,7 +64,7 @@ def _check_merges(vocab_path: Path, vocabulary: dict[str, int], merges: Iterable
     for place, left, right in merges:
         for entry in (left, right, left + right):
             if entry not in vocabulary:
-                raise DataError(f"{vocab_path}: has no entry {entry!r}, which {place} ({left} {right}) needs")
+                raise DataError(f"{vocab_path}: has no entry {entry!r}, which merge {left} {right} in {place} needs")
 
 
 def _read_merges(path: Path) -> list[tuple[str, str, str]]:
@@ -79,7 +79,7 @@ def _read_merges(path: Path) -> list[tuple[str, str, str]]:
             raise DataError(f"{path}: line {number}: {line[:60]!r}: must be two entries separated by one space")
         merges.append((f"{path} line {number}", parts[0], parts[1]))
     if not merges:
-        raise DataError(f"{path}: contains no merges")
+        raise DataError(f"{path}: contains no merges (pairs of entries)")
     return merges
 
 
@@ -96,7 +96,7 @@ def _check_byte_letters(path: Path, vocabulary: dict[str, int]) -> None:
     byte."""
     for byte, letter in enumerate(byte_letters()):
         if letter not in vocabulary:
-            raise DataError(f"{path}: has no entry {letter!r}, which byte {byte} needs")
+            raise DataError(f"{path}: has no entry {letter!r}, which represents byte {byte}")
 
 
 END_OF_DOCUMENT_ENTRIES = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|end▁of▁sentence|>", "[EOS]")

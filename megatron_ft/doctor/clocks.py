@@ -43,7 +43,7 @@ class ClockFacts:
             what = f"the wall clock moved by {1e3 * drift:+.1f} ms relative to the monotonic clock during this check"
             found.append(
                 Finding.warning(
-                    "clocks", what, "find the program that sets this clock: times in the machine's records are wrong"
+                    "clocks", what, "find and stop the program that sets this clock: it makes times in records wrong"
                 )
             )
         if self.is_synchronized is False:

@@ -86,7 +86,7 @@ def check_devices(facts: DeviceFacts, needs: "JobNeeds") -> list[Finding]:
         return [Finding.error("devices", f"{seen}, but the installed PyTorch is built without CUDA", fix)]
     usable = facts.usable_gpus()
     if facts.visible is not None:
-        seen += f", {usable} of them visible by CUDA_VISIBLE_DEVICES={facts.visible}"
+        seen += f", {usable} of the GPUs visible by CUDA_VISIBLE_DEVICES={facts.visible}"
     needed = gpus_needed(needs.ranks_here, needs.ranks_per_gpu)
     if usable < needed:
         each = "a GPU each" if needs.ranks_per_gpu == 1 else f"{needed} GPUs, with {needs.ranks_per_gpu} ranks on each"
@@ -94,7 +94,7 @@ def check_devices(facts: DeviceFacts, needs: "JobNeeds") -> list[Finding]:
         fix = f"set launch.ranks_per_node={usable // needs.nodes_here or 1}, or use another machine"
         return [Finding.error("devices", what, fix)]
     return [
-        Finding.info("devices", f"{seen}; {count(needs.ranks_here, 'rank')} of the job on this machine"),
+        Finding.info("devices", f"{seen}; {count(needs.ranks_here, 'rank')} of the job run on this machine"),
         *_check_gpu_memory(facts, needs),
     ]
 
@@ -113,7 +113,7 @@ def check_environment(variables: Mapping[str, str], needs: "JobNeeds") -> list[F
     if needs.environment:
         names = " ".join(f"{name}={value}" for name, value in needs.environment.items())
         found.append(
-            Finding.info("environment", f"the job sets these variables for its ranks, unless they are set: {names}")
+            Finding.info("environment", f"the job sets these variables for its ranks, if they are not set: {names}")
         )
     return found
 
@@ -127,7 +127,7 @@ def _check_other(needs: "JobNeeds") -> list[Finding]:
 
 
 def _check_gpu_memory(facts: DeviceFacts, needs: "JobNeeds") -> list[Finding]:
-    needed = f"the largest rank needs {amount(needs.device_bytes)} of GPU memory (activations estimated)"
+    needed = f"a rank needs up to {amount(needs.device_bytes)} of GPU memory (activations estimated)"
     if facts.gpu_memory_bytes is None:
         if needs.gpu_memory_bytes is not None:
             return []  # the plan was already compared with this limit

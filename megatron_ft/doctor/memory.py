@@ -133,20 +133,20 @@ def _statistic(path: Path, name: str) -> int:
 
 def _check_fits(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
     needed, for_servers = needs.host_bytes * needs.nodes_here, needs.snapshot_server_bytes * needs.nodes_here
-    limit, free, whose = facts.total_bytes, facts.available_bytes, "this machine"
+    limit, free, whose = facts.total_bytes, facts.available_bytes, "the machine"
     if facts.cgroup_limit_bytes is not None and facts.cgroup_limit_bytes < limit:
         limit, whose = facts.cgroup_limit_bytes, "the control group (container, Slurm step) of this shell"
         free = min(free, limit - facts.cgroup_used_bytes)
     free += facts.kept_bytes
-    nodes = f"{needs.nodes_here} nodes here need" if needs.nodes_here > 1 else "1 node here needs"
-    of_it = f", {amount(for_servers)} of it for windows and copies" if for_servers else ""
+    nodes = f"{needs.nodes_here} nodes on this machine need" if needs.nodes_here > 1 else "1 node on this machine needs"
+    of_it = f", {amount(for_servers)} of it for snapshot windows and their copies" if for_servers else ""
     has = f"{whose} has {amount(limit)}, of which {amount(free)} are free"
     if facts.kept_bytes:
         has += f" (including {amount(facts.kept_bytes)} in snapshot servers of earlier jobs of this run)"
     what = f"{nodes} {amount(needed)}{of_it} (estimated); {has}"
     less = "lower launch.ranks_per_node or the model's size, or spread the job over more machines"
     if for_servers:
-        less += "; a lower snapshot.num_peer_copies saves the most memory for windows"
+        less += "; to save memory for windows, first lower snapshot.num_peer_copies"
     if needed > limit:
         return [Finding.error("memory", what, less)]
     if for_servers > free * USABLE_SHARE:
@@ -162,7 +162,7 @@ def _check_sizes(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
     file_bytes = max(needs.largest_file_bytes, needs.checkpoint_bytes // needs.world_size)
     found = []
     for name, needed, of_what in (
-        ("file_size", file_bytes, "a file of a window or checkpoint may need"),
+        ("file_size", file_bytes, "a file of a snapshot window or checkpoint may need"),
         ("address_space", rank_bytes, "a rank needs at least"),
         ("data", rank_bytes, "a rank needs at least"),
     ):
@@ -178,7 +178,7 @@ def _raise(command: str, hard: int | None, needed: int | None) -> str:
     """Return the advice to raise a limit with ``command``, or first to let the administrator raise the hard limit."""
     if hard is None or (needed is not None and needed <= hard):
         return f"run {command} in the shell or script that starts the job"
-    return f"have the administrator raise the hard limit (/etc/security/limits.conf, or slurmd service), then {command}"
+    return f"ask the administrator to raise the hard limit (/etc/security/limits.conf, slurmd), then run {command}"
 
 
 def _check_open_files(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
@@ -204,7 +204,7 @@ def _check_nccl(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
     free, total = facts.shared_free_bytes, facts.shared_total_bytes
     shared = "/dev/shm missing" if free is None or total is None else f"/dev/shm {amount(free)} of {amount(total)} free"
     if needs.device == "cpu":
-        return [Finding.info("limits", f"{locked}, {shared}; a job on CPU needs neither")]
+        return [Finding.info("limits", f"{locked}, {shared}; a job on CPU needs neither locked memory nor /dev/shm")]
     found = []
     if facts.has_infiniband and soft is not None:
         what = f"{locked}; memory that NCCL registers with InfiniBand counts as locked"

@@ -91,7 +91,7 @@ class JobNeeds:
             nodes_here = config.most_nodes if launch.mode == "local" else 1
         if not 1 <= nodes_here <= config.most_nodes:
             raise ConfigError.of(
-                "--nodes-here", nodes_here, f"must be in 1..{config.most_nodes}, the job's number of nodes"
+                "--nodes-here", nodes_here, f"must be from 1 to {config.most_nodes}, the job's number of nodes"
             )
         return cls(
             mode=launch.mode,

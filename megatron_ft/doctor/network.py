@@ -147,7 +147,7 @@ def _check_interface(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
     is_loopback = first.startswith("127.") or first == "::1"
     if needs.is_batch_job and not is_name and holder is None and not is_loopback:
         return [
-            Finding.info("interface", f"{named}: is not an address of this machine; the batch job's host must have it")
+            Finding.info("interface", f"{named}: is not on this machine; the batch job's host must have this address")
         ]
     if not facts.resolved:
         what = f"{named}: does not resolve to an address"
@@ -158,8 +158,8 @@ def _check_interface(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
     if holder is not None and not facts.interfaces[holder].is_up:
         return [Finding.error("interface", f"{named}: its interface {holder} is down", f"run ip link set {holder} up")]
     if is_loopback and (needs.is_batch_job or needs.nodes_here < needs.num_nodes):
-        what = f"{named}: nodes on other machines cannot reach it"
-        return [Finding.error("interface", what, f"give an address that they can reach: {_own(facts)}")]
+        what = f"{named}: nodes on other machines cannot reach this address"
+        return [Finding.error("interface", what, f"give an address that other machines can reach: {_own(facts)}")]
     return []
 
 
@@ -176,7 +176,7 @@ def _check_binding(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
     fix = "choose a port above 1023, or 0 for a free one"
     if facts.port_is_taken:
         find = f"ss -ltnp 'sport = :{needs.master_port}'"
-        fix = f"choose another port, or 0 for a free one, or end the process that uses it ({find})"
+        fix = f"choose another port (0 for a free one), or end the process that uses this port ({find})"
     return [Finding.error("ports", what, fix)]
 
 

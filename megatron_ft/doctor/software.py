@@ -143,7 +143,7 @@ def name_update_backends(device: str, variables: Mapping[str, str], which: Which
         reason, _, _ = no_compiler(kernels, variables).partition("; ")
         return Finding.info("update", f"the only backend of scaled AdamW on {device} is torch: {reason}")
     return Finding.info(
-        "update", f"backends of scaled AdamW on {device}: torch, and {kernels}, which {' '.join(found)} builds"
+        "update", f"backends of scaled AdamW on {device}: torch and {kernels} (compiled by {' '.join(found)})"
     )
 
 
@@ -188,7 +188,7 @@ def _check_megatron(facts: SoftwareFacts) -> list[Finding]:
     if pythons is None:
         return [Finding.warning("versions", f"{name} {version}: only {', '.join(MEGATRON)} are tested", fix)]
     if _fits(facts.python, PYTHON) and not _fits(facts.python, pythons):
-        return [Finding.error("versions", f"{name} {version} with Python {facts.python}: must be {pythons}", fix)]
+        return [Finding.error("versions", f"{name} {version} with Python {facts.python}: needs Python {pythons}", fix)]
     return []
 
 
@@ -204,7 +204,7 @@ def _check_transformer_engine(facts: SoftwareFacts, *, wanted: bool) -> list[Fin
         return [Finding.error("versions", what, TRANSFORMER_ENGINE.install)] if wanted else []
     if not facts.has_transformer_engine_libraries:
         what = f"{name} {versions[name]}: libtransformer_engine*.so or transformer_engine_torch*.so is missing"
-        what += f" (installed packages: {', '.join(parts) or 'neither'})"
+        what += f" (installed parts: {', '.join(parts) or 'none'})"
         return [Finding.error("versions", f"{what}: Megatron-Core cannot be imported", remove)]
     if any(_public(version) != _public(versions[name]) for version in parts.values()):
         shown = ", ".join(f"{part} {version}" for part, version in parts.items())
@@ -215,7 +215,7 @@ def _check_transformer_engine(facts: SoftwareFacts, *, wanted: bool) -> list[Fin
 def _check_apex(facts: SoftwareFacts) -> list[Finding]:
     if facts.apex != "other":
         return []
-    what = "the installed package apex is not NVIDIA's with CUDA extensions, but Megatron would import it"
+    what = "the installed package apex is not NVIDIA's apex with CUDA extensions, but Megatron would import it"
     return [Finding.error("versions", what, "pip uninstall apex, or install NVIDIA's apex from source")]
 
 

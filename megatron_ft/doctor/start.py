@@ -43,7 +43,7 @@ def check_gpus(config: JobConfig, facts: DeviceFacts) -> None:
     if usable < gpus_needed(num_ranks, launch.ranks_per_gpu):
         most = usable * launch.ranks_per_gpu
         constraint = (
-            f"must be lower: the job starts {num_ranks} ranks on this machine, but its {usable} usable GPUs have room "
+            f"must be lower: the job starts {num_ranks} ranks on this machine, whose {usable} usable GPUs have room "
         )
         constraint += f"for {most} (launch.ranks_per_gpu={launch.ranks_per_gpu})"
         raise ConfigError.of("launch.ranks_per_node", launch.ranks_per_node, constraint)
@@ -75,8 +75,8 @@ def check_host_memory(config: JobConfig, plan: JobPlan) -> None:
         raise ConfigError.of(
             "limits.host_memory_bytes",
             "null",
-            f"the job's nodes on this machine ({nodes_here}) need an estimated {gib(needed)}, but the machine has "
-            f"{gib(total)}; choose a smaller model or fewer ranks",
+            f"null means the memory of this machine, {gib(total)}, but the job's nodes on it ({nodes_here}) need an "
+            f"estimated {gib(needed)}; choose a smaller model or fewer ranks",
         )
 
 
@@ -85,7 +85,7 @@ def with_compiler_note(plan: JobPlan, config: JobConfig) -> JobPlan:
     if config.launch.mode != "local":
         return plan
     notes = [
-        f"{key}={value}: {missing}; without one, no ranks can start on this machine"
+        f"{key}={value}: {missing}; without a compiler, no ranks can start on this machine"
         for key, (value, missing) in _missing_compilers(config, plan.device).items()
     ]
     return dataclasses.replace(plan, notes=(*plan.notes, *notes))

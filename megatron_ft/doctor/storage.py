@@ -140,5 +140,5 @@ def _check_room(facts: StorageFacts, needs: JobNeeds) -> list[Finding]:
     if needs.num_checkpoints and facts.free_bytes < needs.checkpoint_bytes:
         return [Finding.error("disk", f"{what}one checkpoint needs {amount(needs.checkpoint_bytes)}", more)]
     if facts.free_bytes < kept:
-        return [Finding.warning("disk", f"{what}checkpoints and windows of this run need up to {amount(kept)}", more)]
-    return [Finding.info("disk", f"{what}checkpoints and windows of this run need up to {amount(kept)}")]
+        return [Finding.warning("disk", f"{what}checkpoints and snapshot windows may need {amount(kept)}", more)]
+    return [Finding.info("disk", f"{what}checkpoints and snapshot windows may need {amount(kept)}")]

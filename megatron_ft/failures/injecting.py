@@ -62,8 +62,8 @@ def _links_to(process_ids: Iterable[int]) -> list[str]:
     # A link whose other end is in a third namespace would stay up, so a node would not be cut off completely.
     if len(names) < len(far):
         raise CannotCut(
-            f"only {len(names)} of {len(far)} links of the nodes end in this network namespace; this process cannot "
-            "disconnect the others"
+            f"only {len(names)} of the nodes' {len(far)} veth links end in this network namespace: this process cannot "
+            "disconnect the other links"
         )
     return sorted(names)
 
@@ -290,9 +290,7 @@ class Injector:
                     yield processes
                     return
             if self.clock() >= deadline:
-                raise self._refused(
-                    action, nodes, f"no running process of nodes {missing} was found by the logs of the run"
-                )
+                raise self._refused(action, nodes, f"the logs of the run name no running process of nodes {missing}")
             self.pause(_PAUSE_SECONDS)
 
     def _refused(self, action: str, nodes: Sequence[int], reason: str) -> NotInjected:

@@ -69,7 +69,7 @@ def scheduled_memberships(changes: Sequence[MembershipChange], layouts: JobLayou
     for members, layout in zip(nodes, layouts.history(nodes[1:]), strict=True):
         if isinstance(layout, Declined):
             raise ConfigError.of(
-                "testing.membership_schedule", f"nodes {list(members)}", f"must suffice: {layout.reason}"
+                "testing.membership_schedule", f"nodes {list(members)}", f"must be enough to continue: {layout.reason}"
             )
         found.append(layout)
     return tuple(

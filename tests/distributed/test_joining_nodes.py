@@ -194,7 +194,7 @@ def test_a_stopped_node_process_is_a_lost_node_and_ends_by_itself_when_it_wakes(
     agent.send_signal(signal.SIGCONT)
     eventually(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE, "it ends")
     log = (runs / "dummy" / "logs" / "node-001.log").read_text()
-    assert "the agent ends the ranks of this node" in log and "session 0 is not valid" in log
+    assert "the agent ends the ranks of this node" in log and "session 0 of its agent has ended" in log
     eventually(lambda: rank_process(runs, 3) is None, "its ranks have ended")
     job.send_signal(signal.SIGINT)
     finish(runs, job, 130)

@@ -38,7 +38,7 @@ def test_fp8_jobs_are_told_the_backends_of_their_update(tmp_path: Path) -> None:
     done = doctor(*JOB, f"run.dir={tmp_path}/runs", "precision=fp8_blockwise", "--json")
     (found,) = [each["what"] for each in findings(done, "info") if each["check"] == "update"]
     assert found.startswith(
-        ("backends of scaled AdamW on cpu: torch, and cpp, which ", "the only backend of scaled AdamW")
+        ("backends of scaled AdamW on cpu: torch and cpp (compiled by ", "the only backend of scaled AdamW")
     )
 
 

@@ -138,7 +138,7 @@ def test_a_console_that_is_cut_off_ends_before_the_next_begins(cluster: SlurmClu
     ("override", "message"),
     [
         ("training.train_iterations=-1", "training.train_iterations=-1: "),
-        ("nodes.num_spare_nodes=3", "launch.node_launcher=none: needs an array of 7 tasks"),
+        ("nodes.num_spare_nodes=3", "launch.node_launcher=none: needs --array=0-6, one task for each node"),
     ],
 )
 def test_a_refused_configuration_ends_all_tasks(

@@ -300,7 +300,7 @@ CASES: dict[str, Case] = {
     ),
     "22 a dataset of another tokenizer whose ids are valid": Case(
         words=("data.tokenizer=huggingface", "data.tokenizer_file=tokenizer.json"),
-        says=("data.train[0]=corpus: was written with another tokenizer", "fingerprint is bytes", "preprocess_data"),
+        says=("data.train[0]=corpus: was written with another tokenizer", "fingerprint bytes", "preprocess_data"),
         prepare=_tokenizer,
         exit_code=DataError.exit_code,
     ),

@@ -86,7 +86,7 @@ class AdminService:
     def _known(self, request: Message) -> int:
         node, most = int(request["node"]), self._policy.most_nodes
         if not 0 <= node < most:
-            raise ControlError(f"node {node}: the job has nodes 0 to {most - 1} (nodes.max_nodes)")
+            raise ControlError(f"node {node}: must be from 0 to {most - 1}, the numbers of the job's nodes")
         return node
 
     @staticmethod

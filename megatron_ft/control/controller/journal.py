@@ -100,7 +100,7 @@ class EssentialWrites:
         self._on_wait(f"{self._run_dir}: {problem}")
         while isinstance(problem, OSError):
             if self._end_requested.wait(_LOOK_SECONDS):
-                raise CannotDecide("asked to stop while the controller waited for free disk space", Outcome.INTERRUPTED)
+                raise CannotDecide("the job was asked to stop while it waited for disk space", Outcome.INTERRUPTED)
             problem = self._try(write)
         self.clock.go_on()
         self._on_go_on(time.monotonic() - began)
@@ -165,8 +165,8 @@ class Journal:
         lines = [_parse(line, path, number) for number, line in enumerate(whole.splitlines(), start=1)]
         if lines and lines[0].get("format") != FORMAT:
             raise ControlError(
-                f"{path}: has format {lines[0].get('format', 1)}, must have format {FORMAT}: another version "
-                "of this package wrote it; start the job again; it continues from the newest checkpoint"
+                f"{path}: format={lines[0].get('format', 1)}: must be {FORMAT}: another version of this package wrote "
+                "it. Start the job again: the new job continues from the newest checkpoint"
             )
         self.entries = lines[1:]
         # Not O_APPEND: a write that failed in part is repeated at the same offset.
@@ -236,5 +236,5 @@ def _parse(line: bytes, path: Path, number: int) -> Message:
     except ValueError as error:
         raise ControlError(f"{path}, line {number}: is not JSON: {error}") from None
     if not isinstance(entry, dict):
-        raise ControlError(f"{path}, line {number}: must be an object, is {type(entry).__name__}")
+        raise ControlError(f"{path}, line {number}: must be a JSON object, not {type(entry).__name__}")
     return entry

@@ -104,7 +104,7 @@ class ControllerLink:
                 end = self._read_rest(on_record, on_event)
                 if end is not None:
                     return end
-                on_event({"event": "replaced", "reason": f"the controller failed: {gone}"})
+                on_event({"event": "replaced", "reason": str(gone)})
                 self.begin()
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ class ControllerLink:
 
     def _ask_for_a_sign(self, silent_since: float) -> None:
         if time.monotonic() - silent_since > self._silence_seconds:
-            raise _Gone(f"it did not answer for {self._silence_seconds:g} s")
+            raise _Gone(f"the controller did not answer for {self._silence_seconds:g} s")
         self._send({"op": "ping"})
 
     def _send(self, message: Message) -> None:
@@ -156,7 +156,7 @@ class ControllerLink:
         try:
             send(self._reader.sock, message)
         except OSError as error:
-            raise _Gone(f"its connection broke: {error}") from None
+            raise _Gone(f"the connection to the controller broke: {error}") from None
 
     def _take_in(self, on_record: Callable[[Message], None], on_event: Callable[[Message], None]) -> JobResult | None:
         assert self._reader is not None, "begun"
@@ -233,13 +233,13 @@ class ControllerLink:
 
     def _describe_end(self) -> str:
         if self._process is None:
-            return "it was abandoned"
+            return "the controller was abandoned"
         try:
             returncode = self._process.wait(timeout=_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            return "it closed its connection"
+            return "the controller closed its connection"
         last = last_line(self._log, self._log_begin_bytes) if self._log is not None and returncode > 0 else ""
-        return f"it {describe_returncode(returncode)}" + (f": {last}" if last else "")
+        return f"the controller {describe_returncode(returncode)}" + (f": {last}" if last else "")
 
     def _abort(self) -> None:
         if self._reader is not None:

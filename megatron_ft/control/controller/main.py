@@ -301,7 +301,7 @@ class _ControllerProcess:
         self._writes.check_place()
         if self._lease.is_stale:
             epoch = self._lease.epoch
-            raise ControlError(f"this controller (epoch {epoch}) was replaced by another, or control/epoch was deleted")
+            raise ControlError(f"a newer controller replaced this one (epoch={epoch}), or control/epoch was deleted")
         # A new controller repeats the decisions of the journal, which the file already has in the same order.
         if self._num_decisions >= self._num_recorded:
             line = json.dumps(decision).encode() + b"\n"

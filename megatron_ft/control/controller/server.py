@@ -228,7 +228,7 @@ class _AgentSessions:
         """
         session = self._sessions.get(node)
         if session is None or session.process_id != process_id or session.is_over:
-            raise ControlError(f"node {node}: this agent may not register: it was lost or replaced, or the job ended")
+            raise ControlError(f"node {node}: this agent cannot register: it was lost or replaced, or the job ended")
         return session
 
     def find(self, node: int, number: int) -> _AgentSession:
@@ -239,7 +239,7 @@ class _AgentSessions:
         """
         session = self._sessions.get(node)
         if session is None or session.number != number or session.is_over:
-            raise ControlError(f"node {node}: session {number} is not valid: its agent was declared lost or replaced")
+            raise ControlError(f"node {node}: session {number} of its agent has ended: the agent was lost or replaced")
         return session
 
 
@@ -464,7 +464,7 @@ class ControllerServer:
 
     def _known(self, node: int) -> int:
         if not 0 <= node < self._policy.most_nodes:
-            raise ControlError(f"node {node}: the job has nodes 0 to {self._policy.most_nodes - 1}")
+            raise ControlError(f"node {node}: must be from 0 to {self._policy.most_nodes - 1}, the job's nodes")
         return node
 
 
@@ -481,16 +481,16 @@ def _check_report(policy: MembershipPolicy, layouts: Layouts, node: int, content
     # A rank that has not yet received its first membership reports the generation in which it was started.
     is_member = generation in layouts and node in layouts[generation].nodes
     if not is_member and (isinstance(report, messages.Broken) or generation not in layouts):
-        raise ControlError(f"rank {rank}: node {node} is not a member of generation {generation}")
+        raise ControlError(f"rank {rank}: its node {node} is not in generation {generation} of the job's membership")
     if isinstance(report, messages.Broken):
         number, position = layouts[generation].rank_of(rank), report.position
         try:
             position.validate()
         except RecoveryError as error:
-            raise ControlError(f"rank {rank}: malformed position: {error}") from None
+            raise ControlError(f"rank {rank} sent a malformed training position: {error}") from None
         if (position.rank, position.generation) != (number, generation):
             raise ControlError(
-                f"rank {number} of generation {generation} reported the position of rank {position.rank} of "
-                f"generation {position.generation}"
+                f"rank {number} of generation {generation} sent the training position of rank {position.rank} "
+                f"of generation {position.generation} instead of its own"
             )
     return report

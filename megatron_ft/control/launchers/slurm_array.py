@@ -80,6 +80,6 @@ def _read_array(variables: Mapping[str, str], *, most_nodes: int) -> Allocation:
     job, *numbers = (variables[name] for name in _NAMES)
     count, first, last = (int(number) for number in numbers)
     if (count, first, last) != (most_nodes, 0, most_nodes - 1):
-        wanted = f"needs an array of {most_nodes} tasks, --array=0-{most_nodes - 1}, one for each node and spare"
-        raise ConfigError.of(_KEY, "none", f"{wanted}; the tasks of array {job} are {first} to {last} ({count})")
+        wanted = f"needs --array=0-{most_nodes - 1}, one task for each node and each spare node"
+        raise ConfigError.of(_KEY, "none", f"{wanted}, but array {job} has {count} tasks, numbered {first} to {last}")
     return Allocation(job, ())

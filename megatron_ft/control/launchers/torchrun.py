@@ -140,7 +140,7 @@ def _srun(variables: Mapping[str, str], master_port: int) -> RankEnvironment:
         raise ConfigError.of(
             _KEY,
             "srun",
-            f"Slurm's variables disagree: nodes: {len(nodes)}, tasks: {world_size}, tasks per node: {per_node}",
+            f"Slurm's variables do not agree: {len(nodes)} nodes, {world_size} tasks, tasks per node {per_node}",
         )
     if len(set(per_node)) != 1:
         raise ConfigError.of(
@@ -169,7 +169,7 @@ def _check(environment: RankEnvironment) -> None:
 
     rank, world_size, local = environment.rank, environment.world_size, environment.local_world_size
     per_node = f"{local} (ranks per node)"
-    require(world_size >= 1 and 0 <= rank < world_size, f"rank {rank} must lie within world size {world_size}")
+    require(world_size >= 1 and 0 <= rank < world_size, f"rank {rank} must be from 0 to {world_size - 1}")
     require(local >= 1 and world_size % local == 0, f"world size {world_size} must be a multiple of {per_node}")
     require(0 <= environment.local_rank < local, f"local rank {environment.local_rank} must be below {per_node}")
     require(
@@ -220,10 +220,10 @@ def _expand_part(part: str) -> list[str]:
 def _expand_range(piece: str) -> list[str]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
     if match is None:
-        raise ValueError(f"has a range {piece!r} that is neither a number nor low-high")
+        raise ValueError(f"has a range {piece!r}: must be a number or first-last, e.g. 7 or 0-3")
     first, last = match.group(1), match.group(2) or match.group(1)
     if not int(first) <= int(last) < int(first) + 1_000_000:
-        raise ValueError(f"has a range {piece!r}: its end must be at least its start and at most 999999 above it")
+        raise ValueError(f"has a range {piece!r}: the end minus the start must be from 0 to 999999")
     return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
 
 

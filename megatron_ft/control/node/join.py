@@ -79,7 +79,8 @@ class _Node:
                 return found
             if time.monotonic() > deadline:
                 raise ControlError(
-                    f"{self.run_dir}: found no launcher to join within {self.patience_seconds:g} s (--patience-seconds)"
+                    f"{self.run_dir}: node {self.number} waited {self.patience_seconds:g} s (--patience-seconds) "
+                    "and found no launcher whose job it can join"
                 )
             threading.Event().wait(_CHECK_SECONDS)
         return None
@@ -98,7 +99,7 @@ class _Node:
         num_stays = self._stays[found.agent.token] = self._stays.get(found.agent.token, 0) + 1
         if num_stays > 1 + found.num_returns:
             limit = f"has returned as often as allowed ({found.num_returns})" if found.num_returns else "was lost"
-            keys = "nodes.restart_lost_nodes, nodes.max_node_restarts"
+            keys = "see nodes.restart_lost_nodes and nodes.max_node_restarts"
             raise ControlError(f"node {self.number} {limit} and does not join this job again ({keys})")
 
     def _stay(self, found: JoinFile, processes: Processes) -> int:

@@ -40,7 +40,7 @@ class JoinFile:
             ControlError: the job has no such node.
         """
         if not 0 <= node < self.num_nodes:
-            raise ControlError(f"node {node}: the job has nodes 0 to {self.num_nodes - 1}")
+            raise ControlError(f"node {node}: must be from 0 to {self.num_nodes - 1}, the numbers of the job's nodes")
         return replace(self.agent, node=node, runtime_dir="", forkserver_socket="", process_id=process_id, store=None)
 
     @classmethod

@@ -71,7 +71,7 @@ class _Sidecar:
         self.line += data
         head, end, _ = self.line.partition(b"\n")
         if len(head) > _MAX_LINE_BYTES:
-            raise ControlError(f"sidecar {self.name}: its first line is longer than {_MAX_LINE_BYTES} bytes")
+            raise ControlError(f"sidecar {self.name}: its first line of output exceeds {_MAX_LINE_BYTES} bytes")
         if end:
             self.address = self._address_in(bytes(head))
         return bool(data)
@@ -79,7 +79,7 @@ class _Sidecar:
     def _address_in(self, line: bytes) -> str:
         address = decode(line).get("address")
         if not isinstance(address, str) or not address:
-            raise ControlError(f"sidecar {self.name}: its first line must contain its address, but is {line!r}")
+            raise ControlError(f"sidecar {self.name}: must print its address in the first line, but printed {line!r}")
         return address
 
     def request_end(self) -> None:

@@ -203,25 +203,25 @@ class InProcessClient:
         """Do nothing: no agent reports losses."""
 
     def survive(self, position: Position, error: BaseException | str) -> NextMembership:
-        raise ControlError("a rank without an agent cannot survive the loss of another rank")
+        raise ControlError("a rank without an agent (node process) cannot survive the loss of another rank")
 
     def await_membership(self) -> NextMembership:
-        raise ControlError("a rank without an agent cannot join a running job")
+        raise ControlError("a rank without an agent (node process) cannot join a running job")
 
     def membership_is_due(self) -> bool:
         return True
 
     def stand_by(self) -> NextMembership | None:
-        raise ControlError("a rank without an agent cannot be a hot spare")
+        raise ControlError("a rank without an agent (node process) cannot be a hot spare")
 
     def change_requested(self) -> bool:
         return False
 
     def awaited_change(self) -> MembershipOrder:
-        raise ControlError("without an agent no node joins or leaves")
+        raise ControlError("no node can join or leave: this rank runs without an agent (node process)")
 
     def change(self, position: Position) -> NextMembership | None:
-        raise ControlError("without an agent no node joins or leaves")
+        raise ControlError("no node can join or leave: this rank runs without an agent (node process)")
 
     def close(self) -> None:
         """Do nothing: there is no connection."""
@@ -332,7 +332,7 @@ class AgentClient:
             raise ControlError(f"rank {self._rank} was started with the job and cannot join it again")
         following = self._await_next()
         if following is None:
-            raise ControlError("the job ordered this node to leave before it had joined")
+            raise ControlError("the controller ordered this node to leave before the node had joined the job")
         return following
 
     def membership_is_due(self) -> bool:
@@ -367,15 +367,15 @@ class AgentClient:
 
     def _check_can_survive(self) -> None:
         if not self._can_survive:
-            raise ControlError("ranks of this job end when nodes change; see recovery.min_nodes and keep_processes")
+            raise ControlError("no node can join or leave: lower recovery.min_nodes, set recovery.keep_processes=true")
 
     def _report_position(self, position: Position, about: Record) -> None:
         self._check_can_survive()
         # The controller would drop such a position as stale and wait for this rank until the time limit.
         if (position.rank, position.generation) != (self._rank, self._generation):
             raise ControlError(
-                f"rank {self._rank} of generation {self._generation} cannot report a position of another rank or "
-                f"generation: {position}"
+                f"rank {self._rank} of generation {self._generation} cannot report the training position of "
+                f"another rank or generation: {position}"
             )
         self._send({"op": "broken", "position": encode(position), **about})
 
@@ -444,7 +444,7 @@ class AgentClient:
         is_other = rank is not None and following.previous_ranks[rank] != self._rank
         if is_other or self._identity.node not in following.members:
             who = f"process {self._identity.number} (rank {self._rank} of generation {self._generation})"
-            raise ControlError(f"{who} does not belong to the membership that it must begin: {following.summary()}")
+            raise ControlError(f"{who} received a list of new ranks without this process: {following.summary()}")
         self._rank, self._generation, self._is_spare = rank, following.generation, rank is None
         self._next.append(following)
         self._broken = self._order = None

@@ -141,7 +141,7 @@ def _parse_array_hosts(text: str) -> dict[int, str]:
     """
     pairs = [line.split() for line in text.splitlines()]
     if strange := [pair for pair in pairs if len(pair) != 2 or not (pair[0].isascii() and pair[0].isdigit())]:
-        raise SlurmError(f"squeue: a line is not a task index and a host: {' '.join(strange[0])[:200]!r}")
+        raise SlurmError(f"squeue: a line must have a task index and a host, but is {' '.join(strange[0])[:200]!r}")
     return {int(index): host for index, host in pairs}
 
 

@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--poll-seconds", type=float, default=60.0, help="seconds between two queries of Slurm")
     chosen = parser.parse_args(arguments)
     if not 1.0 <= chosen.poll_seconds <= threading.TIMEOUT_MAX:
-        parser.error(f"--poll-seconds={chosen.poll_seconds:g}: must be at least 1 (MFT_DRAIN_POLL_SECONDS)")
+        parser.error(f"--poll-seconds={chosen.poll_seconds:g}: must be at least 1 (set by MFT_DRAIN_POLL_SECONDS)")
     _watch(chosen.run_dir, partial(calls.array_hosts, chosen.array), chosen.poll_seconds, threading.Event())
     return 0
 

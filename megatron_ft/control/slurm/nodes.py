@@ -80,7 +80,7 @@ class Allocation:
             )
         hosts = tuple(expand_nodelist("SLURM_JOB_NODELIST", nodes))
         if len(hosts) < most_nodes:
-            constraint = f"needs {most_nodes} nodes, spares included; the nodes of job {job} are {nodes} ({len(hosts)})"
+            constraint = f"needs {most_nodes} nodes, spares included, but job {job} has {len(hosts)}: {nodes}"
             raise ConfigError.of(_KEY, "srun", constraint)
         return cls(job, hosts)
 
@@ -103,8 +103,8 @@ def address_of(interface: str) -> str:
             raise ConfigError.of("control.interface", interface, "must have an IPv4 or IPv6 address, but has none")
         address = ours[0].address.partition("%")[0]
     if address == "localhost" or address.startswith("127.") or address.strip("[]") == "::1":
-        constraint = "must be an address that other nodes can reach, or a network interface that has one, with "
-        raise ConfigError.of("control.interface", interface, f"{constraint}{_KEY}=srun or none")
+        constraint = "must be an address that other nodes can reach, or an interface with such an address, because "
+        raise ConfigError.of("control.interface", interface, f"{constraint}{_KEY} is srun or none")
     return address
 
 

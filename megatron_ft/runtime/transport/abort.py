@@ -77,7 +77,7 @@ def release(groups: list[dist.ProcessGroup]) -> int:
     if held:
         used = f", {len(_holders)} of them because other objects reference them" if _holders else ""
         print(
-            f"process groups that are not destroyed yet: {held}{used}; their memory stays allocated until then",
+            f"process groups that are not destroyed yet: {held}{used}; they keep their memory until they are destroyed",
             file=sys.stderr,
             flush=True,
         )

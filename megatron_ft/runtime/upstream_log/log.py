@@ -176,8 +176,8 @@ class UpstreamLog:
         logged = self._logged.get(iteration)
         if logged is None or not logged.is_committed:
             raise RecoveryError(
-                f"iteration {iteration} is not in the upstream log of this rank, which has the iterations "
-                f"{list(self.iterations)}"
+                f"iteration {iteration} is not in the upstream log (tensors sent to other stages), which has "
+                f"iterations {list(self.iterations)}"
             )
         for position, (microbatch, chunk) in enumerate(self._sends[direction]):
             key = LogKey(

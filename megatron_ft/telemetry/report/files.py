@@ -127,7 +127,7 @@ def _newest_plans(run_dir: Path, records: Sequence[Record]) -> tuple[PlacementPl
         return ()
     try:
         if path.stat().st_size > MAX_PLAN_BYTES:
-            raise ValueError(f"must be at most {MAX_PLAN_BYTES} bytes")
+            raise ValueError(f"the file must have at most {MAX_PLAN_BYTES} bytes")
         content = parse_json(path.read_bytes())
         stages = content.get("stages") if isinstance(content, dict) else None
         if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):

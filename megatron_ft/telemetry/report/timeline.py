@@ -331,7 +331,7 @@ def _part(recovery: Recovery) -> Iterator[Element]:
         yield Element.of("ul", *legend, class_="legend")
         yield Element.of("details", Element.of("summary", "Work of each rank"), _lane_table(timeline))
     if recovery.declined:
-        yield Element.of("p", "Not used: " + "; ".join(recovery.declined), class_="soft")
+        yield Element.of("p", "Recovery strategies that were not used: " + "; ".join(recovery.declined), class_="soft")
     yield Element.of("details", Element.of("summary", "Recorded events"), _step_table(recovery, timeline))
 
 

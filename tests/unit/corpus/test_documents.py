@@ -35,7 +35,7 @@ def test_json_lines(tmp_path: Path) -> None:
         (b"", "is empty"),
         (b'{"text": "a"}\n{"text": \n', r"line 2: damaged JSON"),
         (b"[1]\n", "line 1: must be a JSON object, not list"),
-        (b'{"body": "a"}\n', r"line 1: has no key 'text', but \['body'\]"),
+        (b'{"body": "a"}\n', r"line 1: has no key 'text'; its keys are \['body'\]"),
         (b'{"text": 3}\n', "line 1: text=3: must be a string"),
         (b'{"text": "a"}\n{"text": "\xff"}\n', r"line 2, byte 10 \(0xff\): must be UTF-8"),
         (b'{"text": "\\ud800"}\n', "surrogate"),

@@ -68,7 +68,7 @@ def test_writer_refusals(tmp_path: Path) -> None:
         write(tmp_path / "set", [])
     with pytest.raises(DataError, match="document of 0 tokens"):
         write(tmp_path / "set", [[]])
-    with pytest.raises(DataError, match="70000: must fit uint16"):
+    with pytest.raises(DataError, match="70000: must fit into uint16"):
         write(tmp_path / "set", [[70000]])
     write(tmp_path / "set", [[1]])
     with pytest.raises(DataError, match="already exists"):

@@ -126,7 +126,7 @@ BAD = {
     "nothing held out": (set_data(valid_fraction=0.0), DataError, "0 of its 10000 tokens are for valid"),
     "overlap": (_same_valid, ConfigError, "must not contain"),
     "twice": (_twice, ConfigError, r"data.train\[1\]=.*named twice"),
-    "ids": (_foreign_ids, DataError, "token 299999=257: must be from 0 to 256"),
+    "ids": (_foreign_ids, DataError, "id of token 299999 is 257: must be from 0 to 256"),
     "vocab": (_small_vocab, ConfigError, "model.vocab_size=256: must be at least 257"),
     "tokenizer": (set_data(tokenizer="words"), ConfigError, "data.tokenizer=words"),
 }

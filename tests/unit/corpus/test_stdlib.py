@@ -87,7 +87,7 @@ def test_a_lock_held_too_long_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
     path = tmp_path / "set.lock"
     with (
         stdlib._locked(path),
-        pytest.raises(DataError, match="another process has held this lock"),
+        pytest.raises(DataError, match="another process still holds this lock"),
         stdlib._locked(path),
     ):
         pass

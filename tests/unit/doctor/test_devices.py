@@ -22,10 +22,10 @@ CAUSES: dict[str, tuple[dict[str, Any], str]] = {
     "no driver": ({"has_driver": False, "num_gpus": 0}, "no CUDA device, but the job needs GPUs: training.device=cuda"),
     "a driver without GPUs": ({"num_gpus": 0}, "0 GPUs"),
     "PyTorch without CUDA": ({"torch_has_cuda": False}, "PyTorch is built without CUDA"),
-    "too little memory": ({"gpu_memory_bytes": 40 * GIB}, "needs 60.0 GiB of GPU memory"),
+    "too little memory": ({"gpu_memory_bytes": 40 * GIB}, "needs up to 60.0 GiB of GPU memory"),
     "too few": ({"num_gpus": 7}, "8 ranks on this machine must have a GPU each"),
-    "too few that are visible": ({"visible": "0,1"}, "2 of them visible by CUDA_VISIBLE_DEVICES=0,1"),
-    "none that is visible": ({"visible": ""}, "0 of them"),
+    "too few that are visible": ({"visible": "0,1"}, "2 of the GPUs visible by CUDA_VISIBLE_DEVICES=0,1"),
+    "none that is visible": ({"visible": ""}, "0 of the GPUs visible"),
 }
 
 
@@ -48,7 +48,7 @@ def test_the_environment_of_ranks_is_printed_and_what_is_set_otherwise_is_a_warn
     needs = replace(CUDA, environment={"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"})
     assert check_environment({}, NEEDS) == []
     (fact,) = check_environment({"NCCL_PROTO": "Simple"}, needs)
-    what = "the job sets these variables for its ranks, unless they are set: NCCL_ALGO=Ring NCCL_PROTO=Simple"
+    what = "the job sets these variables for its ranks, if they are not set: NCCL_ALGO=Ring NCCL_PROTO=Simple"
     assert (fact.level, fact.what) == ("info", what)
     (finding,) = judged(check_environment({"NCCL_ALGO": "Tree"}, needs))
     assert finding.level == "warning" and finding.what.startswith("NCCL_ALGO=Tree is set; this job would set")

@@ -18,7 +18,7 @@ def test_a_local_job_has_all_its_nodes_here() -> None:
     assert (needs("launch.num_nodes=3").nodes_here, needs("launch.num_nodes=3", nodes_here=1).nodes_here) == (3, 1)
     assert needs("launch=torchrun", "launch.num_nodes=3", "training.global_batch_size=12").nodes_here == 1
     for number in (0, 4):
-        with pytest.raises(ConfigError, match=f"--nodes-here={number}: must be in 1..3"):
+        with pytest.raises(ConfigError, match=f"--nodes-here={number}: must be from 1 to 3"):
             needs("launch.num_nodes=3", nodes_here=number)
 
 

@@ -18,13 +18,13 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         {"resolved": ("127.0.0.1",)},
         {"interface": "127.0.0.1", "nodes_here": 1},
         "error",
-        "other machines cannot reach it",
+        "other machines cannot reach this address",
     ),
     "loopback for a batch job": (
         {"resolved": ("127.0.0.1",)},
         {"interface": "127.0.0.1", "is_batch_job": True},
         "error",
-        "other machines cannot reach it",
+        "other machines cannot reach this address",
     ),
     "a batch host's interface without an address": (
         {"resolved": ()},
@@ -114,9 +114,9 @@ def test_an_interface_of_a_batch_host_is_observed_by_its_addresses() -> None:
     facts = NetworkFacts.observe(needs)
     assert facts.resolved[0] == "127.0.0.1" and set(facts.resolved) == set(facts.interfaces["lo"].addresses)
     assert facts.bind_error is None
-    assert "cannot reach it" in facts.check(needs)[0].what
+    assert "cannot reach this address" in facts.check(needs)[0].what
     (about,) = replace(NETWORK, resolved=()).check(replace(needs, interface="ib7", master_port=0))[:1]
-    assert (about.level, "ib7: is not an address of this machine" in about.what) == ("info", True)
+    assert (about.level, "ib7: is not on this machine" in about.what) == ("info", True)
 
 
 def test_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         {**versions(megatron_core="0.19.0"), "python": "3.11.7"},
         {},
         "error",
-        "megatron-core 0.19.0 with Python 3.11.7: must be >=3.12",
+        "megatron-core 0.19.0 with Python 3.11.7: needs Python >=3.12",
     ),
     "another package": (versions(rich="14.0.0"), {}, "warning", "rich 14.0.0: only ==15.0.0 is tested"),
     "another Transformer Engine": (
@@ -61,12 +61,12 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         versions(transformer_engine="2.11.0"),
         {},
         "error",
-        "installed packages: neither",
+        "installed parts: none",
     ),
     "parts without their name": (versions(transformer_engine_cu13="2.11.0"), {}, "error", "without transformer-engine"),
     "parts of two versions": (engine(transformer_engine_torch="2.10.0"), {}, "error", "must have the same version"),
     "Transformer Engine is needed": ({}, {"needs_transformer_engine": True}, "error", "this job needs it"),
-    "a foreign apex": ({"apex": "other"}, {}, "error", "is not NVIDIA's"),
+    "a foreign apex": ({"apex": "other"}, {}, "error", "is not NVIDIA's apex"),
     "torch for CPU": (versions(torch="2.13.0+cpu"), CUDA, "error", "built without CUDA"),
     "another NCCL": (versions(nvidia_nccl_cu13="2.27.3"), CUDA, "warning", "requires ==2.28.9"),
 }
@@ -144,7 +144,7 @@ def test_the_backends_of_scaled_adamw_are_named() -> None:
     for device, kernels, compiler in (("cpu", "cpp", "/bin/c++"), ("cuda", "cuda", "/bin/nvcc")):
         found = name_update_backends(device, {}, lambda name: f"/bin/{name}")
         assert (found.level, found.check) == ("info", "update")
-        assert found.what == f"backends of scaled AdamW on {device}: torch, and {kernels}, which {compiler} builds"
+        assert found.what == f"backends of scaled AdamW on {device}: torch and {kernels} (compiled by {compiler})"
         missing = name_update_backends(device, {}, lambda _: None)
         start = f"the only backend of scaled AdamW on {device} is torch: no compiler found for {kernels} (tried "
         assert missing.level == "info" and missing.what.startswith(start) and "placement" not in missing.what

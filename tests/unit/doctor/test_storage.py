@@ -16,7 +16,7 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "a library that lies": ({"preloaded": "/lib/libeatmydata.so"}, {}, "warning", "LD_PRELOAD=/lib/libeatmydata.so"),
     "too fast to be true": ({"flush_seconds": (2e-6, 3e-6, 0.5)}, {}, "warning", "no storage is so fast"),
     "no room for one": ({"free_bytes": 3 * GIB}, {}, "error", "one checkpoint needs 4.0 GiB"),
-    "no room for all": ({"free_bytes": 12 * GIB}, {}, "warning", "need up to 13.0 GiB"),
+    "no room for all": ({"free_bytes": 12 * GIB}, {}, "warning", "may need 13.0 GiB"),
 }
 
 

@@ -140,7 +140,9 @@ def test_what_is_injected_is_on_disk_before_it_happens(job: FakeJob, monkeypatch
 
 def test_a_kill_without_processes_is_said_and_hits_nobody(job: FakeJob) -> None:
     job.begin_node(0)
-    with pytest.raises(NotInjected, match=r"kill of nodes \[0, 4\]: no running process of nodes \[4\]"):
+    with pytest.raises(
+        NotInjected, match=r"kill of nodes \[0, 4\]: the logs of the run name no running process of nodes \[4\]"
+    ):
         job.injector().kill([0, 4])
     assert job.living() == ["node-000.log", "rank-00000.log"]
     assert [line["action"] for line in job.injected()] == ["kill_not_injected"]

@@ -228,7 +228,7 @@ def test_what_is_delivered_twice_counts_once(job: Running) -> None:
 @pytest.mark.parametrize(
     ("method", "body", "word"),
     [
-        ("join", {"node": 2, "process_id": 7}, "nodes 0 to 1"),
+        ("join", {"node": 2, "process_id": 7}, "must be from 0 to 1, the job's nodes"),
         ("join", {}, "malformed"),
         ("join", {"node": 1}, "malformed"),
         ("join", {"node": "x", "process_id": 7}, "malformed"),
@@ -240,11 +240,11 @@ def test_what_is_delivered_twice_counts_once(job: Running) -> None:
             {"node": 1, "process_id": 7, "store": {"address": "10.0.0.1", "ports": [0]}},
             "must be from 1 to 65535",
         ),
-        ("poll", {"node": 1, "after": 0, "wait_seconds": 0}, "session 0 is not valid"),
-        ("deliver", {"node": 1, "first": 0, "items": []}, "session 0 is not valid"),
-        ("deliver", {"node": 0, "session": 1, "first": 0, "items": []}, "session 1 is not valid"),
+        ("poll", {"node": 1, "after": 0, "wait_seconds": 0}, "session 0 of its agent has ended"),
+        ("deliver", {"node": 1, "first": 0, "items": []}, "session 0 of its agent has ended"),
+        ("deliver", {"node": 0, "session": 1, "first": 0, "items": []}, "session 1 of its agent has ended"),
         ("deliver", {"node": 0, "session": "x", "first": 0, "items": []}, "malformed"),
-        ("poll", {"node": -1, "after": 0, "wait_seconds": 0}, "nodes 0 to 1"),
+        ("poll", {"node": -1, "after": 0, "wait_seconds": 0}, "must be from 0 to 1, the job's nodes"),
         ("poll", {"node": 0, "after": 0}, "malformed"),
         ("deliver", {"node": 0, "first": 0, "items": [exited(1, -9)]}, "not belong to node 0"),
         ("deliver", {"node": 0, "first": 0, "items": [{"op": "decree", "rank": 0, "generation": 0}]}, "unknown report"),
@@ -255,7 +255,7 @@ def test_what_is_delivered_twice_counts_once(job: Running) -> None:
         ),
         ("deliver", {"node": 0, "first": 0, "items": [{**exited(0), "iteration": "many"}]}, "malformed"),
         ("deliver", {"node": 0, "first": 0, "items": [{"op": "reported", "rank": 0}]}, "malformed"),
-        ("deliver", {"node": 0, "first": 0, "items": [reported(0, 1)]}, "not a member of generation 1"),
+        ("deliver", {"node": 0, "first": 0, "items": [reported(0, 1)]}, "not in generation 1 of the job's membership"),
         ("deliver", {"node": 0, "first": 0, "items": [{"op": "reported", "rank": 0, "generation": 0}]}, "malformed"),
         ("deliver", {"node": 0, "first": 0, "items": [{**reported(0), "op": "progress"}]}, "malformed"),
         ("deliver", {"node": 0, "first": 0, "items": [{**reported(0), "op": "hung"}]}, "malformed"),
@@ -330,17 +330,17 @@ def test_a_rank_fails_with_its_first_error_and_by_its_number_in_the_membership(j
 @pytest.mark.parametrize(
     ("item", "word"),
     [
-        (broken(0, rank=1), "reported the position of rank 1 of generation 0"),
-        ({**broken(0), "position": broken(0, 1)["position"]}, "reported the position of rank 0 of generation 1"),
-        (broken(0, 1), "not a member of generation 1"),
-        (broken(0, completed="4"), "malformed (report broken: )?position"),
-        (broken(0, contributed=6), "malformed (report broken: )?position"),
-        (broken(0, has_state=1), "malformed (report broken: )?position"),
-        (broken(0, vote={"iteration": 4}), "malformed (report broken: )?position"),
-        (broken(0, vote=7), "malformed (report broken: )?position"),
-        (broken(0, vote={**asdict(VOTE), "grad_norm": "1.0"}), "malformed (report broken: )?position"),
-        (broken(0, more=1), "malformed (report broken: )?position"),
-        ({**broken(0), "position": None}, "malformed (report broken: )?position"),
+        (broken(0, rank=1), "sent the training position of rank 1 of generation 0"),
+        ({**broken(0), "position": broken(0, 1)["position"]}, "sent the training position of rank 0 of generation 1"),
+        (broken(0, 1), "not in generation 1 of the job's membership"),
+        (broken(0, completed="4"), "malformed (report broken: |training )position"),
+        (broken(0, contributed=6), "malformed (report broken: |training )position"),
+        (broken(0, has_state=1), "malformed (report broken: |training )position"),
+        (broken(0, vote={"iteration": 4}), "malformed (report broken: |training )position"),
+        (broken(0, vote=7), "malformed (report broken: |training )position"),
+        (broken(0, vote={**asdict(VOTE), "grad_norm": "1.0"}), "malformed (report broken: |training )position"),
+        (broken(0, more=1), "malformed (report broken: |training )position"),
+        ({**broken(0), "position": None}, "malformed (report broken: |training )position"),
         ({name: value for name, value in broken(0).items() if name != "position"}, "position: is missing"),
         ({name: value for name, value in broken(0).items() if name != "at_seconds"}, "malformed"),
     ],
@@ -398,7 +398,7 @@ def test_a_process_that_takes_the_place_of_another_starts_ranks_of_its_own(job: 
     assert job.join(0, process_id=7)["session"] == 0, "the same process may ask twice"
     joined = job.join(0, process_id=8)
     assert joined == {"session": 1, "after": 2, "epoch": 1}, "the loss of its predecessor was reported before"
-    with pytest.raises(RpcError, match="session 0 is not valid"):
+    with pytest.raises(RpcError, match="session 0 of its agent has ended"):
         job.call("deliver", node=0, session=0, first=1, items=[exited(0)])
     assert job.order(1)["op"] == "break"
     job.deliver(1, 1, broken(1))
@@ -451,7 +451,7 @@ def test_a_node_that_does_not_call_is_lost_and_may_not_come_back(job: Running) -
             ("deliver", {"node": 0, "first": 1, "items": []}),
             ("join", {"node": 0, "process_id": 7}),
         ):
-            with pytest.raises(RpcError, match="session 0 is not valid|may not register") as refusal:
+            with pytest.raises(RpcError, match="session 0 of its agent has ended|cannot register") as refusal:
                 job.call(method, **body)
             assert refusal.value.refused
     finally:
@@ -517,8 +517,8 @@ def test_operators_see_the_job_and_have_nodes_leave_and_join(job: Running) -> No
         ("add", 0, "node 0 is a member"),
         ("add", 2, "node 2 is waiting to join already"),
         ("drain", 2, "node 2 is not a member"),
-        ("drain", 4, "the job has nodes 0 to 3"),
-        ("add", -1, "the job has nodes 0 to 3"),
+        ("drain", 4, "must be from 0 to 3, the numbers of the job's nodes"),
+        ("add", -1, "must be from 0 to 3, the numbers of the job's nodes"),
     ):
         with pytest.raises(RpcError, match=reason) as refusal:
             job.call(method, node=node)

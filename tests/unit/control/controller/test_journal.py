@@ -48,6 +48,6 @@ def test_damage_elsewhere_is_refused_by_its_line(tmp_path: Path, line: str) -> N
 def test_a_journal_of_another_version_is_refused_by_its_format(tmp_path: Path, line: str, found: int) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_text(f"{line}\n")
-    with pytest.raises(ControlError, match=f"has format {found}, must have format 2: another version"):
+    with pytest.raises(ControlError, match=f"format={found}: must be 2: another version"):
         Journal(path)
     assert path.read_text() == f"{line}\n", "it is left as it is"

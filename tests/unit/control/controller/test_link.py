@@ -125,7 +125,9 @@ def test_an_end_that_a_dead_controller_has_reported_is_the_end(tmp_path: Path) -
 def test_controllers_that_say_nothing_are_not_replaced_for_ever(tmp_path: Path) -> None:
     launcher = Console(tmp_path, [], all_die=True)
     launcher.link.begin()
-    with pytest.raises(ControlError, match="failed 5 times in a row; last failure: it was killed by SIGKILL"):
+    with pytest.raises(
+        ControlError, match="failed 5 times in a row; last failure: the controller was killed by SIGKILL"
+    ):
         launcher.run()
     assert launcher.started == 5
 

@@ -34,5 +34,5 @@ def test_outside_of_an_array_nothing_is_started(missing: str) -> None:
     ],
 )
 def test_tasks_are_the_nodes(changes: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"needs an array of 4 tasks, --array=0-3"):
+    with pytest.raises(ConfigError, match=r"needs --array=0-3, one task for each node"):
         _read_array({**ARRAY, **changes}, most_nodes=4)

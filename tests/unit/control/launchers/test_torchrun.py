@@ -83,7 +83,7 @@ def test_who_started_this_process() -> None:
         ("torchrun", {"RANK": None}, "RANK"),
         ("torchrun", {"RANK": "five"}, "whole number"),
         ("torchrun", {"RANK": "-1"}, "whole number"),
-        ("torchrun", {"RANK": "8"}, "rank 8 must lie within world size 8"),
+        ("torchrun", {"RANK": "8"}, "rank 8 must be from 0 to 7"),
         ("torchrun", {"LOCAL_WORLD_SIZE": "3"}, "must be a multiple of 3"),
         ("torchrun", {"LOCAL_RANK": "4"}, "local rank 4"),
         ("torchrun", {"LOCAL_RANK": "2"}, "node by node"),
@@ -91,7 +91,7 @@ def test_who_started_this_process() -> None:
         (
             "srun",
             {"SLURM_STEP_NODELIST": "gpu[07-08]"},
-            "variables disagree: nodes: 2, tasks: 6, tasks per node: [2, 2, 2]",
+            "variables do not agree: 2 nodes, 6 tasks, tasks per node [2, 2, 2]",
         ),
         ("srun", {"SLURM_STEP_TASKS_PER_NODE": "3,2,1"}, "same number of tasks on every node"),
         ("srun", {"SLURM_LOCALID": "0"}, "node by node"),

@@ -93,7 +93,7 @@ def test_it_stays_until_the_job_is_over(node: Node, launcher: Console) -> None:
 
 
 def test_nobody_publishes_in_time(node: Node) -> None:
-    with pytest.raises(ControlError, match=r"found no launcher to join within 0\.05 s"):
+    with pytest.raises(ControlError, match=r"waited 0\.05 s \(--patience-seconds\) and found no launcher"):
         node.run()
 
 

@@ -67,7 +67,7 @@ def test_a_later_launcher_takes_the_place_of_one_that_died(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("node", [-1, 4])
 def test_a_number_that_the_job_does_not_have_is_refused(node: int) -> None:
-    with pytest.raises(ControlError, match=f"node {node}: the job has nodes 0 to 3"):
+    with pytest.raises(ControlError, match=f"node {node}: must be from 0 to 3, the numbers of the job's nodes"):
         CONTENT.spec_of(node, 1)
 
 

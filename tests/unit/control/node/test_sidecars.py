@@ -80,8 +80,8 @@ def test_a_service_that_says_nothing_is_waited_for_in_bounds(start: Callable[...
     [
         ("fails", "sidecar dummy exited with code 3"),
         ("garbage", "must be an object"),
-        ("homeless", "must contain its address"),
-        ("wordy", "is longer than 4096 bytes"),
+        ("homeless", "must print its address in the first line"),
+        ("wordy", "exceeds 4096 bytes"),
     ],
 )
 def test_a_service_that_ends_or_says_something_else_is_refused(

@@ -48,7 +48,7 @@ def test_hosts_of_an_arrays_tasks() -> None:
 
 @pytest.mark.parametrize("text", ["N/A node3", "3", "[0-2] node3", "3 node3 node4", "\u0663 node3"])
 def test_what_is_no_task_and_host_is_refused(text: str) -> None:
-    with pytest.raises(SlurmError, match="a line is not a task index and a host"):
+    with pytest.raises(SlurmError, match="a line must have a task index and a host"):
         _parse_array_hosts(text)
 
 

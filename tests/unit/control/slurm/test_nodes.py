@@ -42,7 +42,7 @@ def test_an_allocation_whose_nodes_cannot_be_read_is_refused() -> None:
 
 
 def test_an_allocation_has_room_for_spares() -> None:
-    with pytest.raises(ConfigError, match="needs 5 nodes, spares included; the nodes of job 17 are"):
+    with pytest.raises(ConfigError, match="needs 5 nodes, spares included, but job 17 has"):
         Allocation.read(JOB, most_nodes=5)
 
 
