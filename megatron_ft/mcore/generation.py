@@ -64,7 +64,7 @@ class Generator:
         """
         encoded = self.tokenizer.encode(prompt)
         if prompt and not len(encoded):
-            raise DataError(f"the prompt {prompt!r:.60} has no tokens in the vocabulary")
+            raise DataError(f"the vocabulary has no token for any part of the prompt {prompt!r:.60}")
         ids = [self.tokenizer.eod, *encoded.tolist()][bool(prompt) :]
         draws = torch.Generator().manual_seed(seed)
         for _ in range(num_tokens):

@@ -140,7 +140,7 @@ class Update:
         Raises CheckpointError."""
         masters = [gradient.piece for gradient in self.gradients]
         if sorted(set(masters)) != masters or not all(0 <= index < len(part.pieces) for index in masters):
-            raise CheckpointError("update: pieces must be different indices of the slice, in ascending order")
+            raise CheckpointError("update: gradients must have valid piece indices, in ascending order, each only once")
         for index in masters:
             piece = part.pieces[index]
             if piece.component != UPDATED_COMPONENTS[0] or not 0 < piece.num_bytes == 4 * (piece.stop - piece.start):
@@ -175,7 +175,7 @@ class Update:
                 raise CheckpointError(f"update: gradient {row!r:.80}: must be a list of {', '.join(Gradient._fields)}")
             numbers += row[1:]
         if len(values["betas"]) != 2 or not all(type(number) is float and number >= 0 for number in numbers):
-            raise CheckpointError("update: two betas, eps, learning rates and weight decays must be numbers from 0")
+            raise CheckpointError("update: must have two betas, and all its numbers must be floats of at least 0")
         gradients = tuple(Gradient(*row) for row in values["gradients"])
         return cls(**{**values, "betas": tuple(values["betas"]), "gradients": gradients})
 

@@ -155,7 +155,7 @@ def test_the_layout_changes_with_the_second_loss_only(outcomes: dict[str, Any], 
         assert started[1] == ("localized_replay" if "replay" in name else "living_state")
     assert started[max(started)] == "living_state"
     last = records(outcomes, name, "recovery_started")[-1]
-    assert last["declined"] == ["the layout of the job's start: no node has taken a lost place"]
+    assert last["declined"] == ["keeping the layout of the job's start: no node has replaced a lost node"]
 
 
 def test_a_node_that_returns_adds_a_lane(outcomes: dict[str, Any]) -> None:

@@ -68,15 +68,15 @@ class _Unpickler(pickle.Unpickler):
             return dict
         if (module, name) == ("builtins", "getattr"):  # some versions of Python pickle enums with it
             return _member
-        raise pickle.UnpicklingError(f"contains {module}.{name}: no metadata of torch has it, and it may run code")
+        raise pickle.UnpicklingError(f"contains {module}.{name}, which may run code and is never in torch's metadata")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("contains a persistent id, which no metadata of torch has")
+        raise pickle.UnpicklingError("contains a persistent ID, which never occurs in torch's metadata")
 
 
 def _member(kind: Any, name: str) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
-        raise pickle.UnpicklingError("calls getattr for something other than an enum, which may run code")
+        raise pickle.UnpicklingError("calls getattr on an object that is not an enum; such a call may run code")
     return kind[name]
 
 

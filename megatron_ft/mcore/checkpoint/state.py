@@ -152,9 +152,9 @@ def layout_of(directory: Path, *, weights_only: bool) -> dict[str, bool]:
         raise CheckpointError(f"{directory}: contains only weights; set checkpoint.load_weights instead")
     if not weights_only and kind not in (None, SHARDING_METADATA[_SHARDING_TYPE]):
         raise CheckpointError(
-            f"{directory}: its optimizer state has Megatron's format {kind}, which only the same parallel layout can "
-            "load. Save it with --dist-ckpt-optim-fully-reshardable, or load only the weights "
-            "(checkpoint.load_weights)"
+            f"{directory}: its optimizer state has Megatron's format {kind}, which can be loaded only with the "
+            "parallel layout of its save. Save it in Megatron-LM with --dist-ckpt-optim-fully-reshardable, or load "
+            "only the weights (checkpoint.load_weights)"
         )
     return {
         "singleton_local_shards": any(map(_OF_ONE_EXPERT.search, names)),

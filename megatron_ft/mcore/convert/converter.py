@@ -79,7 +79,7 @@ class Export:
             raise CheckpointError(f"{reader.directory}: {error}") from None
         rows = model.vocab_size or 0
         if vocab_size is not None and not 1 <= vocab_size <= rows:
-            raise ConfigError.of("--vocab-size", vocab_size, f"must be from 1 to {rows}, the rows of the embedding")
+            raise ConfigError.of("--vocab-size", vocab_size, f"must be from 1 to {rows}, the number of embedding rows")
         if most_file_bytes < 1:
             raise ConfigError.of("--file-bytes", most_file_bytes, "must be at least 1")
         rules = family.tensors_of(model, len(reader.weights), str(reader.directory))
@@ -132,7 +132,7 @@ def _check_tensors(reader: DenseReader, rules: Sequence[Rule], model: ModelConfi
     missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or unknown:
         raise CheckpointError(
-            f"{reader.directory}: does not have the tensors of this family: {unlike_tensors(missing, unknown)}"
+            f"{reader.directory}: its tensors do not fit the model family: {unlike_tensors(missing, unknown)}"
         )
     for name, rule in wanted.items():
         if tuple(found[name].size) != rule.shape(model):
@@ -237,15 +237,15 @@ def _check_folder(folder: Folder, family: Family, model: ModelConfig) -> None:
         unknown = [name for name in unknown if name != "lm_head.weight"]
     if missing or unknown:
         raise CheckpointError(
-            f"{folder.path}: does not have the tensors of its {CONFIG}: it lacks {missing[:3]!r:.300}, and the model "
-            f"lacks {unknown[:3]!r:.300} (the first 3 of each are shown)"
+            f"{folder.path}: its tensors do not fit the model in its {CONFIG}: missing tensors: {missing[:3]!r:.300}; "
+            f"unexpected tensors: {unknown[:3]!r:.300} (at most 3 of each are shown)"
         )
     for name, shape in wanted.items():
         stored = folder.tensors[name]
         if stored.shape != shape or stored.dtype not in DTYPES:
             raise CheckpointError(
-                f"{folder.path / stored.file}: {name} is {stored.dtype} {list(stored.shape)}: must be one of "
-                f"{', '.join(DTYPES)} with the shape {list(shape)}"
+                f"{folder.path / stored.file}: {name} has dtype {stored.dtype} and shape {list(stored.shape)}: must "
+                f"have one of the dtypes {', '.join(DTYPES)}, and the shape {list(shape)}"
             )
 
 

@@ -102,7 +102,7 @@ class DenseReader:
         arguments instead. Raise CheckpointError if neither exists."""
         if self.manifest is None:
             model = model_of_arguments(self.directory)
-            self._check_model(model, f"{self.directory}: its arguments describe another kind of model")
+            self._check_model(model, f"{self.directory}: its arguments describe no model with these weights")
             return model
         recorded = self.manifest.settings.get("model", {})
         keys = {key.removeprefix("model."): value for key, value in recorded.items() if key.startswith("model.")}
@@ -111,7 +111,7 @@ class DenseReader:
                 f"{self.directory}: the manifest does not describe the model; only checkpoints of manifest "
                 "format_version 2 can be converted"
             )
-        where = f"{self.directory}: the manifest describes another kind of model"
+        where = f"{self.directory}: the manifest describes no model with these weights"
         try:
             model = valid_model(keys)
         except ConfigError as error:
@@ -122,14 +122,14 @@ class DenseReader:
     def _check_model(self, model: ModelConfig, where: str) -> None:
         layers = {int(found[1]) for found in map(_LAYER.match, self.weights) if found}
         if layers and layers != set(range(min(model.num_layers, len(layers) + 1))):
-            raise CheckpointError(f"{where}: model.num_layers={model.num_layers}, but it has {len(layers)} layers")
+            raise CheckpointError(f"{where}: {len(layers)} layers are stored, but model.num_layers={model.num_layers}")
         embedding = self.weights.get(EMBEDDING)
         shape = (model.vocab_size, model.hidden_size)
         if embedding is not None and tuple(embedding.size) != shape:
             raise CheckpointError(f"{where}: {EMBEDDING} has the shape {list(embedding.size)}, not {list(shape)}")
         routers = {entry.size[0] for name, entry in self.weights.items() if name.endswith(ROUTER) and entry.size}
         if not routers <= {model.num_moe_experts}:
-            raise CheckpointError(f"{where}: model.num_moe_experts={model.num_moe_experts}, but it has {max(routers)}")
+            raise CheckpointError(f"{where}: model.num_moe_experts={model.num_moe_experts}; {max(routers)} are stored")
 
     @cached_property
     def tensors(self) -> dict[str, TensorStorageMetadata]:
@@ -163,7 +163,7 @@ class DenseReader:
                 tensors = [half for tensor in tensors for half in _halves(*tensor, str(self.directory))]
             for own, shape, places in tensors:
                 if own in found:
-                    raise CheckpointError(f"{self.directory}: two tensors contain {own}; one of them is {name}")
+                    raise CheckpointError(f"{self.directory}: two tensors contain the weight {own}; one is {name}")
                 found[own] = shape, places
         return found
 
@@ -255,7 +255,7 @@ def _unstacked(name: str, entry: TensorStorageMetadata, where: str) -> Iterator[
     stacked, rest = tuple(entry.size[: len(axes)]), torch.Size(entry.size[len(axes) :])
     if len(stacked) < len(axes) or not 0 < prod(stacked) <= _MOST_STACKED:
         raise CheckpointError(
-            f"{where}: {name!r:.200} has the shape {list(entry.size)}, which cannot be weights of layers or experts"
+            f"{where}: {name!r:.200} has the shape {list(entry.size)}: must begin with the number of layers or experts"
         )
     found: dict[tuple[int, ...], tuple[list[ChunkStorageMetadata], list[_StoredPart]]] = {}
     for part in entry.chunks:
@@ -281,7 +281,7 @@ def _halves(name: str, entry: TensorStorageMetadata, places: list[_StoredPart], 
     pairs = list(zip(entry.chunks, places, strict=True))
     if rest or any(part.offsets[0] < half < part.offsets[0] + part.sizes[0] for part, _ in pairs):
         raise CheckpointError(
-            f"{where}: {name!r:.200} {list(entry.size)}: its parts must separate the gate half from the linear half"
+            f"{where}: {name!r:.200} {list(entry.size)}: must have equal halves (gate, linear) in separate parts"
         )
     for suffix, start in (("_w", 0), ("_v", half)):
         mine = [(part, place) for part, place in pairs if start <= part.offsets[0] < start + half]

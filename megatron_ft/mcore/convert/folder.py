@@ -72,7 +72,7 @@ class Folder:
         for name in sorted(set(places.values())) or [ONLY_FILE]:
             for tensor, stored in _headers(path, name):
                 if tensor in tensors:
-                    raise CheckpointError(f"{path}: {tensor!r:.100} is in {tensors[tensor].file} and in {name}")
+                    raise CheckpointError(f"{path}: {tensor!r:.100} is in two files: {tensors[tensor].file}, {name}")
                 tensors[tensor] = stored
         for tensor in sorted(tensors.keys() | places.keys()) if places else ():
             stored_in = tensors[tensor].file if tensor in tensors else "no file"
@@ -109,7 +109,7 @@ def _headers(folder: Path, name: str) -> Iterator[tuple[str, StoredTensor]]:
         with path.open("rb") as stream:  # checks the size of the header before ``safe_open`` maps the file
             length, size = int.from_bytes(stream.read(8), "little"), os.fstat(stream.fileno()).st_size
         if not 2 <= length <= min(size - 8, _MOST_HEADER_BYTES):
-            raise CheckpointError(f"{path}: is not a complete safetensors file: its header has {length} bytes")
+            raise CheckpointError(f"{path}: is not a complete safetensors file: its header length, {length}, is wrong")
         offset: int | None = 8 + length
         with safe_open(path, framework="pt") as file:
             # The library has checked that the tensors follow one another without gaps.

@@ -119,7 +119,7 @@ def model_of_arguments(directory: Path) -> ModelConfig:
     values = vars(given)
     try:
         if refused := [name for name in _REFUSED if values.get(name)]:
-            raise CheckpointError(f"{where}: {refused[0]}={values[refused[0]]!r:.80}: this project has no such models")
+            raise CheckpointError(f"{where}: {refused[0]}={values[refused[0]]!r:.80}: not supported by this project")
         return valid_model(_keys_of(values))
     except KeyError as error:
         raise CheckpointError(f"{where}: its arguments lack {error.args[0]}, so the model is not known") from None
@@ -198,7 +198,7 @@ def _layers(given: dict[str, Any]) -> tuple[int, int]:
         pattern = [int(layer % pattern == 0) for layer in range(num_layers)]
     if (found := keys_of_pattern(pattern)) is None:
         raise ValueError(
-            f"moe_layer_freq={pattern!r:.200}: must have experts in every n-th layer of the model, except that the "
-            "first layers may have none"
+            f"moe_layer_freq={pattern!r:.200}: must be 1 for every n-th layer of the model and 0 for all others; the "
+            "first layers may all be 0"
         )
     return found

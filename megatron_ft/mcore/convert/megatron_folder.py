@@ -53,8 +53,8 @@ def export_to_megatron(checkpoint: Path, out: Path, *, progress: Callable[[str],
         raise ConfigError.of(
             "checkpoint",
             str(checkpoint),
-            f"has optimizer state of precision.regime={regime}, which Megatron-LM cannot load; write its weights with "
-            "the command weights, and export those",
+            f"has optimizer state of precision.regime={regime}, which Megatron-LM cannot load; write only its weights "
+            "with `tools/convert_checkpoint.py weights`, then export this new checkpoint",
         )
     is_release = WEIGHTS_ONLY in manifest.settings
     name = RELEASE_NAME if is_release else directory_name(manifest.iteration)

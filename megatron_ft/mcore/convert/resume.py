@@ -68,7 +68,7 @@ class ConversionRecord:
             found: _Content = decode(_Content, parse_json(path.read_bytes()), "record")
             names = [file.entry.name for file in found.files]
             if len(set(names)) < len(names) or not all(Path(name).name == name for name in names):
-                raise ValueError("files: must be different names of files in this folder")
+                raise ValueError("files: must be names of files in this folder, each only once")
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from error
         return cls(folder=folder, source=found.source, files=list(found.files))
@@ -163,8 +163,8 @@ def _begun(folder: Path, source: Mapping[str, Any], out: Path) -> ConversionReco
         raise ConfigError.of(
             "out",
             str(out),
-            f"must be new, empty or begun by the same conversion, but {folder} was begun by another one; delete it to "
-            "begin again, or choose another directory",
+            f"must be new, empty or begun by the same conversion, but {folder} was begun by another conversion; "
+            "delete it to begin again, or choose another directory",
         )
     return record
 

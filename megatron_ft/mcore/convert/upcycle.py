@@ -61,7 +61,7 @@ class Upcycling:
             raise ConfigError.of("--topk", self.topk, f"must be in 1..{self.num_experts}, the number of experts")
         if self.topk == 1:
             # Top-1 needs pre-softmax, with which the router weight is below 1, so the result would be another function.
-            raise ConfigError.of("--topk", 1, "must be at least 2: the weight of a single expert would be below 1")
+            raise ConfigError.of("--topk", 1, "must be at least 2: with 1, the router would scale the outputs down")
         if not 0 <= self.noise < float("inf"):
             raise ConfigError.of("--noise", self.noise, "must be at least 0")
         if not 0 <= self.seed < 2**31:
@@ -99,7 +99,7 @@ def upcycle_weights(
     dense = reader.model()
     if dense.num_moe_experts is not None:
         raise CheckpointError(
-            f"{checkpoint}: has model.num_moe_experts={dense.num_moe_experts}: must be null, a dense model"
+            f"{checkpoint}: has model.num_moe_experts={dense.num_moe_experts}: must be null (a dense model)"
         )
     if dense.add_bias_linear:
         raise CheckpointError(

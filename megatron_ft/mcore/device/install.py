@@ -58,8 +58,8 @@ def _transformer_engine() -> str | None:
     numbers = tuple(int(part) for part in version.split(".")[:2])
     if not TRANSFORMER_ENGINE_MIN <= numbers < TRANSFORMER_ENGINE_END:
         raise SoftwareError(
-            f"transformer_engine {version} is installed, but Megatron-Core 0.16.1 needs >=2.9,<2.12: install such a "
-            "version or remove it"
+            f"transformer_engine {version} is installed, but Megatron-Core 0.16.1 needs >=2.9,<2.12: install "
+            "a version in this range, or remove transformer_engine"
         )
     return version
 

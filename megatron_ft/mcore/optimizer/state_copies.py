@@ -207,9 +207,9 @@ def _keepers(
 def _describe(master: Master) -> dict[str, Any]:
     if master.tensor.dtype is not torch.float32 or STEP not in master.parts:
         raise ConfigError(
-            "placement.state_copies needs FP32 master weights or precision.regime, and torch's AdamW, because other "
-            f"ranks repeat the update; {master.name} has type {master.tensor.dtype} and optimizer state "
-            f"{sorted(master.state)}: set placement.state_copies=null"
+            "placement.state_copies: must be null with this optimizer. Copies of its state need torch's AdamW, and "
+            f"FP32 master weights or precision.regime; {master.name} has dtype {master.tensor.dtype} and optimizer "
+            f"state {sorted(master.state)}"
         )
     return {
         "name": master.name,

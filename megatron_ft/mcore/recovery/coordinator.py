@@ -62,8 +62,8 @@ class Coordinator:
         if self.trainer.device.type != "cpu" and self.trainer.job.may_lose_nodes:
             why, device = self.trainer.job.why_nodes_change, self.trainer.device.type
             raise ConfigError(
-                f"{why} cannot be used with training.device={device}: in this version, only jobs on CPUs can lose "
-                "ranks; set training.device=cpu"
+                f"{why} cannot be used with training.device={device}: in this version, only jobs on "
+                "CPUs can continue after a rank is lost; set training.device=cpu"
             )
 
     def _attempt(self) -> str | None:

@@ -554,6 +554,6 @@ class KeptLayoutRecovery:
         if other:
             rank, shown = self._context.rank, ", ".join(other[:3])
             raise RecoveryError(
-                f"rank {rank}: the replay computed another state than before the failure; tensors and fields that "
-                f"differ: {len(other)}, for example {shown}"
+                f"rank {rank}: the state after the replay differs from the state before the failure in {len(other)} "
+                f"tensors or fields, for example {shown}"
             )

@@ -266,7 +266,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         migrations = self._follow(manager, move)
         generation = self.context.generation
         is_short = self.job.recovery.keep_layout and len(move.parts) < self.job.world_size
-        declined = ("the layout of the job's start: no node has taken a lost place",) if is_short else ()
+        declined = ("keeping the layout of the job's start: no node has replaced a lost node",) if is_short else ()
         self.report(
             RecoveryStarted(generation=generation, strategy="living_state", iteration=host.iteration, declined=declined)
         )

@@ -165,7 +165,7 @@ def _left_out(window: LocalWindow, part: Slice) -> dict[Expert, list[int]]:
 def _processed(window: Window) -> Rows:
     tokens = TrainState.from_json(json.loads(window.slices[0].header[EXTRAS])).history.tokens
     if tokens is None:
-        raise ValueError(f"window {window.start_iteration}: the tokens of experts were not counted")
+        raise ValueError(f"window {window.start_iteration}: has no counts of the tokens that experts received")
     return tokens.processed
 
 

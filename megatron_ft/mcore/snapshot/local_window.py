@@ -230,7 +230,7 @@ class LocalWindow:
             raise RecoveryError(f"{where}: its plan or a slice's header cannot be read: {error!r}") from error
         num_slices = sum(step.load is not None for step in replay.steps)
         if num_slices != self.window.num_slices:
-            raise RecoveryError(f"{where}: its plan has {num_slices} slices, the window has {self.window.num_slices}")
+            raise RecoveryError(f"{where}: has {self.window.num_slices} slices, but {num_slices} are planned")
         if not isinstance(extras, dict):
             raise RecoveryError(f"{where}: the header of slice 0 has no train state")
         return replay
@@ -305,7 +305,7 @@ class Replayer:
         engine = self._engine
         if vote.iteration != engine.iteration + 1:
             raise RecoveryError(
-                f"cannot replay iteration {vote.iteration}: the state is after iteration {engine.iteration}"
+                f"cannot replay iteration {vote.iteration}: must be the state's next iteration, {engine.iteration + 1}"
             )
         failpoints.hit("replay", vote.iteration)
         before = engine.train_state()

@@ -480,8 +480,8 @@ class Snapshotter:
                 return self._memory
             self._report_plan_problem(
                 iteration,
-                "no window is in memory until the next one is committed: windows no longer fit the allocated memory, "
-                "so new memory replaces it",
+                "windows no longer fit the allocated memory, so larger memory replaces it; until the next commit, no "
+                "window is in memory",
             )
             self._buffers = WindowBuffers(committed=self._buffers.committed)
             self._release_memory()

@@ -204,8 +204,8 @@ def choose_holding(
     order = [key for key in order if any(rank is not None for rank in found[key])]
     if not order:
         raise RecoveryError(
-            f"generation {generation} cannot be formed: no node has the same state on all its ranks, and only such "
-            "state is used; start all ranks again with run.resume=auto"
+            f"generation {generation} cannot be formed: it needs a node whose ranks all have the same state, but there "
+            "is no such node; start all ranks again with run.resume=auto"
         )
     # ``is_whole`` is collective. All ranks have the same ``present``, so they make the same calls in the same order.
     if len(order) > 1:

@@ -91,7 +91,7 @@ class Lifeline:
         """
         outlive = self.outlive
         if outlive is None:
-            raise Refused("this server ends with its agent, so no other agent can take it over")
+            raise Refused("this server ends when its agent ends, so no other agent can take it over")
         for name in ("run_id", "fingerprint", "interface"):
             if (given := fields.text(message, name)) != getattr(outlive, name):
                 raise Unusable(

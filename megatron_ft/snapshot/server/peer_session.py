@@ -250,7 +250,7 @@ class _PeerSession(threading.Thread):
             if copy is not None and copy.windows.window_bytes == window_bytes:
                 return copy
         if not may_take:
-            raise ControlError(f"rank={rank}: no memory for windows of {window_bytes} bytes; announce with waits=true")
+            raise ControlError(f"rank={rank}: no memory for windows of {window_bytes} bytes; send waits=true to get it")
         with ThreadPoolExecutor(1) as pool:
             taken = pool.submit(self._store.take_copy, rank, window_bytes, self._generation)
             while not taken.done():
@@ -322,12 +322,12 @@ def _read_announcement(message: Message, newest_generation: int) -> tuple[HeldWi
     window = Window.from_json(message.get("window"), whole=False)
     # Refuse a future generation: a window is dropped when a newer one commits, so this window would stay too long.
     if window.generation > newest_generation:
-        raise ControlError(f"generation={window.generation}: exceeds {newest_generation}, that of the connection")
+        raise ControlError(f"generation={window.generation}: exceeds the connection's generation, {newest_generation}")
     buffer = fields.integer(message, "buffer", most=NUM_COPY_BUFFERS - 1)
     part = Slice.from_json(message.get("record"), hashed=False)
     if "update" in message:
         if message.get("carries") is not True:
-            raise ControlError("update: needs carries=true")
+            raise ControlError("update: must be sent only together with carries=true")
         part.update = Update.from_json(message["update"])
     return HeldWindow(**vars(window), buffer=buffer), part
 
@@ -344,7 +344,7 @@ def _check_repeated(part: Slice, hashes: Sequence[str], expected: Sequence[Any])
     for index in sorted(part.update.indices(part)) if part.update and len(expected) == len(hashes) else ():
         if hashes[index] != expected[index]:
             piece = part.pieces[index]
-            raise Refused(f"the repeated update of {piece.component!r} of {piece.parameter!r} has other bits", "carry")
+            raise Refused(f"the updated {piece.component!r} of {piece.parameter!r} differs from the sender's", "carry")
 
 
 def _receive_hashed(part: Slice, payload: memoryview, receive_into: Callable[[memoryview], None]) -> tuple[str, ...]:

@@ -88,7 +88,7 @@ def _carried(part: Slice, window: HeldWindow, sources: Iterable[HeldWindow]) -> 
         if hit is None or hit[1] is None:
             raise ControlError(
                 f"window {window.start_iteration}: was captured without {piece.component!r} of {piece.parameter!r}, "
-                f"and no window in memory has its state of iteration {(part.captured_at or ())[index]}"
+                f"and no window in memory has this tensor's state of iteration {(part.captured_at or ())[index]}"
             )
         found.append(CarriedPiece(index, hit[0], hit[1][index]))
     return found
@@ -167,7 +167,7 @@ def file_of(
         elif not stored.has_same(index, part):
             raise CheckpointError(
                 f"{piece.component!r} of {piece.parameter!r}: its state of iteration {level.captured_at[index]} is "
-                "neither in memory nor in an earlier file. This file is not written; a later one will have all states"
+                "neither in memory nor in an earlier file. This window is not written; a later one will have all states"
             )
         assert source.hashes is not None, "a committed window has hashes"
         places.append(None if source is part or before is None else before.places[index])
@@ -337,7 +337,7 @@ class OwnWindows:
             if window.complete and window.start_iteration == start_iteration and generation in (None, window.generation)
         ]
         if not found:
-            raise ControlError(f"start_iteration={start_iteration}: there is no complete window")
+            raise ControlError(f"start_iteration={start_iteration}: no complete window starts there")
         return max(found, key=lambda window: (window.committed, window.generation))
 
     def _in_buffer(self, buffer: int) -> HeldWindow | None:
@@ -388,7 +388,7 @@ class CopyWindows:
         """Return the window to whose slice ``part.update`` can be applied. Raises ControlError if it is not here."""
         found = next((other for other in self if other.complete and _precedes(other, window, part)), None)
         if found is None:
-            raise ControlError(f"window {window.start_iteration}: the window of the preceding iteration is not here")
+            raise ControlError(f"window {window.start_iteration}: the window of the preceding iteration is missing")
         return found
 
     def commit(self, key: WindowKey) -> None:

@@ -83,8 +83,8 @@ class StoredIn:
         fits = len(pieces) == len(window.slices[0].pieces) and max(pieces, default=-1) < len(keys)
         if window.num_slices != 1 or not keys or not is_older or not fits:
             raise CheckpointError(
-                f"{_STORED_IN}: must be only in a window with one slice, must list earlier windows, and must give for "
-                "each piece the index of such a window, or -1 if the piece is in this file"
+                f"{_STORED_IN}: windows must be earlier ones, and pieces must have one entry per piece: an index into "
+                "windows, or -1 for this file. The window must have one slice"
             )
         return cls(windows=keys, pieces=pieces)
 
@@ -221,7 +221,7 @@ class WindowFile:
                 (other,) = opened.window.slices[:1]
                 if opened.window.num_slices != 1 or not all(part.has_same(index, other) for index in wanted):
                     raise CheckpointError(
-                        f"{self.path}: omits pieces that must be in {opened.path}, but it has other pieces or states"
+                        f"{self.path}: omits pieces that must be in {opened.path}, but that file has different ones"
                     )
                 opened._read_own(other, {index: buffer[part.pieces[index].offset :] for index in wanted})
         for index in range(len(part.pieces)):
@@ -234,7 +234,7 @@ class WindowFile:
             positions = dict(self._stored_in.layout(part)[0])
         for index, target in targets.items():
             if index not in positions:
-                raise CheckpointError(f"{self.path}: lacks piece {index}, for which a later window refers to this file")
+                raise CheckpointError(f"{self.path}: lacks piece {index}, which a later window expects in this file")
             size = part.pieces[index].num_bytes
             for _ in self._read(positions[index], positions[index] + size, target[:size]):
                 pass

@@ -50,7 +50,7 @@ class RejectedWindow:
         """Create an object from the result of ``dataclasses.asdict``. Raises ValueError for any other content."""
         names = [entry.name for entry in fields(cls)]
         if not isinstance(content, dict) or sorted(content) != sorted(names):
-            raise ValueError(f"{str(content)[:80]}: must be an object of {', '.join(names)}")
+            raise ValueError(f"{str(content)[:80]}: must be an object with the fields {', '.join(names)}")
         window = cls(**{entry.name: decode(entry.type, content[entry.name], entry.name) for entry in fields(cls)})
         if not _DIGEST.fullmatch(window.digest):
             raise ValueError(f"digest={window.digest[:80]!r}: must be 32 hexadecimal digits")
@@ -286,4 +286,4 @@ def _check_same(window: Window, first: Window, world_size: int, where: str) -> N
     # A folder may contain files of different captures. Each can be valid, but together they are not a state of the job.
     for name in _SHARED:
         if getattr(window, name) != getattr(first, name):
-            raise CheckpointError(f"{where}: {name} differs from rank 0: these two files belong to different windows")
+            raise CheckpointError(f"{where}: {name} differs from rank 0's file: the files belong to different windows")

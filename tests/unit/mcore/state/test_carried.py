@@ -179,7 +179,7 @@ def test_a_node_takes_part_with_all_its_ranks_or_none() -> None:
     formed, newcomer = presence((3, 1), (4, 0)), presence((4, 2))
     assert choose([formed, formed, newcomer, presence()], nodes=[0, 0, 1, 1]) == ((4, False), (0, 0, None, None))
     with pytest.raises(
-        RecoveryError, match="generation 7 cannot be formed: no node has the same state on all its ranks"
+        RecoveryError, match="generation 7 cannot be formed: it needs a node whose ranks all have the same state"
     ):
         choose([newcomer, presence()], nodes=[1, 1])
 
@@ -188,7 +188,7 @@ def test_a_hot_spare_does_not_hide_the_state_of_its_node() -> None:
     """A node with a hot spare of generation 4 keeps its state of it; a rank that was not a spare then must have it."""
     formed = presence((4, 0))
     assert choose([formed, presence(spared=[4])], nodes=[1, 1]) == ((4, False), (0, None))
-    with pytest.raises(RecoveryError, match="no node has the same state on all its ranks"):
+    with pytest.raises(RecoveryError, match="it needs a node whose ranks all have the same state"):
         choose([formed, presence(spared=[3])], nodes=[1, 1])
 
 

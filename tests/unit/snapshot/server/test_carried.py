@@ -136,7 +136,8 @@ def test_a_window_whose_pieces_are_nowhere_is_given_up() -> None:
         (problem,) = client.problems()
         assert problem["what"] == "carry"
         assert (
-            "without 'master' of 'decoder.a', and no window in memory has its state of iteration 9" in problem["error"]
+            "without 'master' of 'decoder.a', and no window in memory has this tensor's state of iteration 9"
+            in problem["error"]
         )
         client.abandon(11)
         partial(client, arena, 1, 12, (10, 12))
@@ -211,7 +212,9 @@ def test_a_slice_without_its_earlier_window_is_refused_with_a_kind_of_its_own() 
         wire.send({**announce(window, 0, 0, PAGE), "waits": True, "carries": True})
         assert wire.receive()["op"] == "go"
         wire.send_bytes(memoryview(bytes(HALF)))
-        with pytest.raises(Refused, match="without 'master' of .*, and no window in memory has its state") as refused:
+        with pytest.raises(
+            Refused, match="without 'master' of .*, and no window in memory has this tensor's state"
+        ) as refused:
             wire.answer()
         assert refused.value.kind == "carry" and isinstance(refused.value, ControlError)
         wire.close()

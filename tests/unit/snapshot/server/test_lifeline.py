@@ -132,5 +132,5 @@ def test_a_server_without_windows_ends_with_its_agent(tmp_path: Path) -> None:
 
 def test_a_server_that_ends_with_its_agent_cannot_be_taken_over() -> None:
     with cluster(1) as nodes:
-        assert "ends with its agent" in Agent(nodes.nodes[0]).answer["reason"]
+        assert "ends when its agent ends" in Agent(nodes.nodes[0]).answer["reason"]
         assert nodes.client(0, node=0, peer_nodes=[]).inventory(0) == []

@@ -143,7 +143,7 @@ def test_a_rank_cannot_announce_a_long_message() -> None:
         ({"num_bytes": 10}, "beyond the slice of 10 bytes"),
         ({"buffer": 2}, "buffer"),
         ({"slice": 1}, "slice 1: must be slice 0, the next slice of the window"),
-        ({"waits": False}, "no memory for windows of 8192 bytes; announce with waits=true"),
+        ({"waits": False}, "no memory for windows of 8192 bytes; send waits=true to get it"),
         ({"num_slices": 0}, "num_slices"),
         ({"rank": -1}, "rank"),
         ({"rank": "0/../1"}, "rank"),

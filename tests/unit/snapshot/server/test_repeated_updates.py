@@ -134,7 +134,7 @@ def test_a_result_with_other_bits_is_reported_and_the_state_is_sent(update: Upda
         replicated(arena, 11)
         assert fetch(client, 0, 11, node=1) == [bytes(training.slice_bytes())]
         (problem,) = client.problems()
-        assert problem["what"] == "replicate" and "the repeated update of" in problem["error"]
+        assert problem["what"] == "replicate" and "differs from the sender's" in problem["error"]
 
 
 def test_a_window_after_a_gap_is_sent_as_state() -> None:
@@ -172,9 +172,9 @@ def changed(index: int, **changes: Any) -> Slice:
     ("part", "update", "message"),
     [
         (slice_of(11), update_of(gradients=(Gradient(4, 0.1, 0.1), Gradient(0, 0.1, 0.1))), "ascending order"),
-        (slice_of(11), update_of(gradients=(Gradient(0, 0.1, 0.1), Gradient(0, 0.1, 0.1))), "different indices"),
-        (slice_of(11), update_of(gradients=(Gradient(8, 0.1, 0.1),)), "indices of the slice"),
-        (slice_of(11), update_of(gradients=(Gradient(-1, 0.1, 0.1),)), "indices of the slice"),
+        (slice_of(11), update_of(gradients=(Gradient(0, 0.1, 0.1), Gradient(0, 0.1, 0.1))), "have valid piece indices"),
+        (slice_of(11), update_of(gradients=(Gradient(8, 0.1, 0.1),)), "have valid piece indices"),
+        (slice_of(11), update_of(gradients=(Gradient(-1, 0.1, 0.1),)), "have valid piece indices"),
         (slice_of(11), update_of(gradients=(Gradient(1, 0.1, 0.1),)), "one FP32 master weight"),
         (changed(3, component="weight"), update_of(), "must have the pieces master"),
         (changed(1, dtype="float16", num_bytes=2 * SIZES[0]), update_of(), "'exp_avg' of 'p0' must be FP32"),
@@ -217,7 +217,7 @@ def test_a_malformed_update_is_refused(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (lambda about: about.pop("carries"), "update: needs carries=true"),
+        (lambda about: about.pop("carries"), "update: must be sent only together with carries=true"),
         (lambda about: about["update"].update(eps=None), "eps"),
         (lambda about: about["update"].update(gradients=[[3, 0.1, 0.1]]), "one FP32 master weight"),
     ],
@@ -242,7 +242,7 @@ def test_a_peer_without_the_window_of_the_preceding_iteration_asks_for_the_state
         wire.send({**announce(window, 0, 0, WINDOW_BYTES), **about})
         assert wire.receive()["op"] == "go"
         wire.send_bytes(memoryview(np.zeros(4 * sum(SIZES), dtype=np.uint8)))
-        with pytest.raises(Refused, match="the window of the preceding iteration is not here") as refused:
+        with pytest.raises(Refused, match="the window of the preceding iteration is missing") as refused:
             wire.answer()
         assert refused.value.kind == "carry"
         wire.close()

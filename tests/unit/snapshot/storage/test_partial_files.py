@@ -158,9 +158,9 @@ def test_a_missing_earlier_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"windows": [[14, 0]], "pieces": [0, -1, -1, -1, -1]}, "must list earlier windows, and"),
-        ({"windows": [[10, 0]], "pieces": [0, -1, -1, -1]}, "must list earlier windows, and"),
-        ({"windows": [[10, 0]], "pieces": [1, -1, -1, -1, -1]}, "must list earlier windows, and"),
+        ({"windows": [[14, 0]], "pieces": [0, -1, -1, -1, -1]}, "windows must be earlier ones"),
+        ({"windows": [[10, 0]], "pieces": [0, -1, -1, -1]}, "windows must be earlier ones"),
+        ({"windows": [[10, 0]], "pieces": [1, -1, -1, -1, -1]}, "windows must be earlier ones"),
         ({"windows": [[10, 0]], "pieces": [-2, -1, -1, -1, -1]}, "must have valid windows and pieces"),
         ({"windows": [[10]], "pieces": [0, -1, -1, -1, -1]}, "must have valid windows and pieces"),
         ({"windows": [[True, 0]], "pieces": [0, -1, -1, -1, -1]}, "must have valid windows and pieces"),

@@ -73,7 +73,7 @@ def test_files_of_two_windows_are_no_window(tmp_path: Path) -> None:
     stored = save(tmp_path, 20, ranks=range(1))
     manifest, payload = sample_window(20, 1)
     write_window(tmp_path, replace(manifest, plan={"other": 1}), [memoryview(content) for content in payload])
-    with pytest.raises(CheckpointError, match="plan differs from rank 0:"):
+    with pytest.raises(CheckpointError, match="plan differs from rank 0's file:"):
         WindowFolder(tmp_path).verify(stored, WORLD_SIZE)
 
 
