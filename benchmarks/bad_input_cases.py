@@ -334,7 +334,7 @@ def incompatible() -> list[Case]:
         (("placement.state_copies=1",), ("placement.state_copies=1", "must be null unless")),
         (
             ("placement=overlap_search", "launch.num_nodes=2", TWO, "parallel.expert_model_parallel_size=2"),
-            ("parallel.expert_model_parallel_size=2", "must be 1 with placement.algorithm"),
+            ("parallel.expert_model_parallel_size=2", "must be 1 if placement.algorithm is given"),
         ),
         (("snapshot=sparse_window", "snapshot.num_peer_copies=5"), ("must be below the number of failure domains",)),
         (("snapshot=sparse_window", "snapshot.num_peer_copies=0", "snapshot.policy.foo=3"), ("snapshot.policy.foo=3",)),
@@ -358,7 +358,7 @@ def incompatible() -> list[Case]:
         (("testing.failpoints=['kill(rank=5,phase=\"forward\")']",), ("must name a rank in 0..0",)),
         (("testing.membership_schedule=['lose(nodes=[3],before_iteration=2)']",), ("must name nodes in 0..0",)),
         (("run.name=../up",), ("run.name=../up", "must be 1 to 100 letters")),
-        (("control.interface=0.0.0.0",), ("must not mean all interfaces",)),
+        (("control.interface=0.0.0.0",), ("must not mean all network interfaces",)),
     )
     return [one(kind, *words, says=says) for words, says in table]
 

@@ -110,7 +110,7 @@ LAYOUT = [
         "model.num_query_groups=1",
         says=["model.num_query_groups=1", "multiple of parallel.tensor_model_parallel_size=2"],
     ),
-    bad("control.interface=0.0.0.0", says=["control.interface=0.0.0.0", "must not mean all interfaces"]),
+    bad("control.interface=0.0.0.0", says=["control.interface=0.0.0.0", "must not mean all network interfaces"]),
     bad("testing.failpoints=['explode()']", says=["testing.failpoints=explode()", "must"]),
     bad(
         "testing.failpoints=['kill(rank=5,phase=\"forward\")']",

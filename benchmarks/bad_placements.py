@@ -27,7 +27,7 @@ PLACEMENT = [
     bad(
         *REPLICAS,
         "parallel.expert_model_parallel_size=2",
-        says=["parallel.expert_model_parallel_size=2", "must be 1 with placement.algorithm"],
+        says=["parallel.expert_model_parallel_size=2", "must be 1 if placement.algorithm is given"],
     ),
     bad(
         *REPLICAS,

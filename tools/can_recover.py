@@ -302,7 +302,7 @@ def layout_of(config: JobConfig, events: Sequence[Record], members: Sequence[int
     if members is not None and isinstance(layout, MembershipLayout) and set(members) != set(layout.nodes):
         layout = layouts.on(members, layout)
     if isinstance(layout, Declined):
-        raise DataError(f"run: its present nodes cannot form the job's layout: {layout.reason}")
+        raise DataError(f"the present nodes of the run cannot form the job's layout: {layout.reason}")
     return layout
 
 

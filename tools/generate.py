@@ -77,8 +77,8 @@ def _find(path: Path, run: Path | None) -> tuple[Path, JobConfig]:
     if found is None:
         reasons = "; ".join(f"{each.path}: {each.reason}" for each in unusable) or "there is none"
         raise CheckpointError(
-            f"{path}: has no checkpoint that can be used: {reasons}. From a window on storage, "
-            "tools/convert_checkpoint.py from-window makes one"
+            f"{path}: has no checkpoint that can be used: {reasons}. To make one from a window on "
+            "storage, run python -m tools.convert_checkpoint from-window"
         )
     return found, read_run_config(path if run is None else run)
 

@@ -151,7 +151,7 @@ def _launch(run_dir: Path) -> dict[str, int]:
     if numbers["max_nodes"] is None:
         numbers["max_nodes"] = numbers["num_nodes"] + numbers["num_spare_nodes"]
     if any(type(value) is not int for value in numbers.values()):
-        raise DataError(f"{path}: the counts in launch and nodes must be integers, but are {numbers}")
+        raise DataError(f"{path}: the numbers of nodes and ranks must be integers, but are {numbers}")
     return numbers
 
 

@@ -149,7 +149,7 @@ def check(options: argparse.Namespace) -> None:
     if options.curve and (options.loads is None or options.algorithm != "overlap_search"):
         raise ConfigError.of("--curve", "true", "needs --loads and --algorithm=overlap_search")
     if options.survival_share is not None and (options.algorithm != "overlap_search" or options.curve):
-        constraint = "must be left out with --curve and with another --algorithm than overlap_search"
+        constraint = "can only be used with --algorithm=overlap_search and without --curve"
         raise ConfigError.of("--survival-share", options.survival_share, constraint)
 
 

@@ -113,7 +113,7 @@ def unpack(entries: Sequence[Entry], buffer: torch.Tensor) -> dict[str, torch.Te
             raise CodecError(f"{entry.name:.80}: offset {entry.offset} is not aligned, or inside the previous tensor")
         end = entry.offset + entry.num_bytes
         if end > buffer.numel():
-            raise CodecError(f"{entry.name:.80}: ends at byte {end} of a buffer of {buffer.numel()} bytes")
+            raise CodecError(f"{entry.name:.80}: ends at byte {end}, but the buffer has {buffer.numel()} bytes")
         found[entry.name] = buffer[entry.offset : end].view(_DTYPES[entry.dtype]).view(entry.shape)
     return found
 
@@ -159,13 +159,13 @@ def export(
     for name, found in parts.items():
         if name.endswith("_scales"):
             if name.removesuffix("_scales") not in parts:
-                raise CodecError(f"{name:.80}: there are no codes for these scales; export both")
+                raise CodecError(f"{name:.80}: scales are given without their codes; export both")
             continue
         scales = parts.get(f"{name}_scales")
         if scales is not None and scales.numel() > 0:
             values[name] = from_parts(name, parts, block_elements).decode(dtype)
         elif found.numel() > 0 and found.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-            raise CodecError(f"{name:.80}: codes in {found.dtype} have no scales; export both")
+            raise CodecError(f"{name:.80}: codes in {found.dtype} are given without their scales; export both")
         else:
             # FP16 compute weights and FP32 state have no scales. The copy keeps a later update out of the export.
             values[name] = found.to(dtype, copy=True) if found.is_floating_point() else found.clone()

@@ -88,7 +88,7 @@ class KernelBackend:
 
     def _message(self, code: int) -> str:
         if self.name == "cpp":
-            return "no precision regime has its combination of number formats"
+            return "no precision regime has this combination of number formats"
         self.library.adamw_error.restype = ctypes.c_char_p
         return str(self.library.adamw_error(code).decode())
 

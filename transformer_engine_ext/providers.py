@@ -150,7 +150,7 @@ def provider_for(name: str, recipe: Recipe, device: torch.device) -> Provider:
     """
     if name == "transformer_engine":
         # Capture and restore of the state of Transformer Engine's layers has not been tested on a GPU yet.
-        problem = transformer_engine_problem() or "its layers are not captured and restored byte for byte yet"
+        problem = transformer_engine_problem() or "snapshots of its layers are not supported yet"
         raise ProviderError(f"provider={name}: {problem}; use provider=torch")
     if name != "torch":
         raise ProviderError(f"provider={name}: must be torch or transformer_engine")

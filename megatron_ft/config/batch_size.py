@@ -82,7 +82,7 @@ def with_train_iterations(config: JobConfig) -> JobConfig:
         return config
     iterations = BatchSchedule.of(training).num_iterations(training.train_samples)
     if iterations < 1:
-        constraint = "must be enough samples for one iteration (training.global_batch_size, training.rampup_batch_size)"
+        constraint = "must be at least one batch (training.global_batch_size or start of training.rampup_batch_size)"
         raise ConfigError.of("training.train_samples", training.train_samples, constraint)
     return replace(config, training=replace(training, train_iterations=iterations))
 
@@ -97,7 +97,7 @@ def check_batch_size(training: TrainingConfig) -> None:
     if (problem := _problem(ramp, last, training.micro_batch_size)) is not None:
         raise ConfigError.of("training.rampup_batch_size", list(ramp), problem)
     if samples is None:
-        constraint = "needs training.train_samples, because iterations have different numbers of samples"
+        constraint = "needs training.train_samples, because batches of a ramp-up have different sizes"
         raise ConfigError.of("training.rampup_batch_size", list(ramp), constraint)
 
 

@@ -155,7 +155,7 @@ def check_allowed(found: Sequence[Change], allowed: Collection[str]) -> list[str
     impossible = [str(change) for change in meaning if not change.can_be_allowed]
     if impossible:
         raise ConfigError(
-            f"{'; '.join(impossible)}: the run's saved state has the earlier value and cannot be used with another. "
+            f"{'; '.join(impossible)}: the run's saved state fits only the earlier value. "
             "Leave the key out, or begin another run"
         )
     refused = [change for change in meaning if change.key not in allowed]
@@ -189,7 +189,7 @@ def given_values(config_yaml: str) -> Mapping[str, Any]:
     line = config_yaml.partition("\n")[0]
     found = json.loads(line.removeprefix(_DERIVED)) if line.startswith(_DERIVED) else {}
     if not isinstance(found, dict):
-        raise ValueError(f"the comment must contain a mapping, not {found!r}")
+        raise ValueError(f"the comment in line 1 must contain a mapping, not {found!r}")
     return found
 
 

@@ -81,7 +81,7 @@ _AGENTS = (
     Requirement(
         key="launch.master_port",
         value=0,
-        reason="each membership opens a rendezvous store on a new port, so no fixed port can be used",
+        reason="each change of the nodes needs a rendezvous store on a new port, so the port cannot be fixed",
     ),
 )
 
@@ -175,8 +175,8 @@ REPLICAS: tuple[Requirement, ...] = (
         ),
     ),
     *_processes(
-        "replicas are in the memory of running ranks; restarted ranks need recovery.keep_layout=true",
-        on_cuda="; recovery.keep_layout=true starts all ranks again instead",
+        "expert replicas are lost when processes end; to restart ranks, set recovery.keep_layout=true",
+        on_cuda="; to restart all ranks after a loss, set recovery.keep_layout=true",
     ),
 )
 """Required values of keys for a job that continues on fewer nodes. Experts must have replicas. Non-expert state must be
@@ -184,13 +184,13 @@ on every rank, or its shards must have copies on several nodes."""
 
 _REPLACED_NODES = (
     *_AGENTS,
-    Requirement(key="nodes.max_nodes", reason="no nodes can join a job that keeps its layout"),
+    Requirement(key="nodes.max_nodes", reason="a job that keeps its layout cannot use additional nodes"),
     _USED_COPIES,
 )
 
 KEPT_LAYOUT: tuple[Requirement, ...] = (
     *_REPLACED_NODES,
-    _windows("all ranks start again from a window", unless=lambda config: config.keeps_processes),
+    _windows("all ranks restart from a snapshot after a loss", unless=lambda config: config.keeps_processes),
     Requirement(
         key="recovery.keep_processes",
         value=True,
@@ -220,11 +220,11 @@ LIVING_PLACES: tuple[Requirement, ...] = (
 
 REPLAYS: tuple[Requirement, ...] = (
     *LIVING_PLACES,
-    _windows("a stage that replays begins with a window"),
+    _windows("a replay starts from a snapshot"),
 )
 """Required values of keys for a localized replay: in a kept layout, only stages that lost a rank replay."""
 
-ROLLBACK: tuple[Requirement, ...] = (_windows("ranks go back to a window"),)
+ROLLBACK: tuple[Requirement, ...] = (_windows("a rollback loads a snapshot"),)
 """Required values of keys for a rollback: all ranks go back to a window."""
 
 REQUIREMENTS: Mapping[str, tuple[Requirement, ...]] = MappingProxyType(

@@ -304,8 +304,8 @@ def _check_agreement(name: str, values: Sequence[float]) -> None:
     for rank, other in enumerate(bits):
         if other != bits[0]:
             raise TrainingStopped(
-                f"commit vote: {name} is {values[0]!r} on rank 0 and {values[rank]!r} on rank {rank}, but must be "
-                "the same on every rank: a device has computed a wrong result, or ranks are at different "
+                f"commit vote of all ranks: {name} must be the same on every rank, but is {values[0]!r} on rank 0 and "
+                f"{values[rank]!r} on rank {rank}. A device has computed a wrong result, or ranks are at different "
                 "iterations"
             )
 

@@ -405,7 +405,7 @@ def _fewer_lanes(config: JobConfig) -> tuple[str, ...]:
         return ()
     note = (
         f"recovery.min_nodes={config.recovery.min_nodes}: if no node can replace a lost node, the job continues with "
-        "fewer lanes (living_state). After that, joining nodes add lanes, but even with all "
+        "fewer lanes (model replicas). After that, joining nodes add lanes, but even with all "
         f"launch.num_nodes={config.launch.num_nodes} nodes the job does not return to its first layout. Until all "
         "ranks start again on that many nodes, spares do not replace lost nodes, and localized_replay is not possible"
     )
@@ -414,8 +414,8 @@ def _fewer_lanes(config: JobConfig) -> tuple[str, ...]:
         return (note,)
     return (
         note,
-        "dropout: after a loss a stage replays, and its ranks first copy their weights and optimizer state, from which "
-        "they would continue with fewer lanes. Until the replay ends, this state needs twice its memory",
+        "dropout: before a stage replays, its ranks copy their weights and optimizer state, so that they can "
+        "continue with fewer lanes if a rank is lost then. Until the replay ends, this state needs twice its memory",
     )
 
 

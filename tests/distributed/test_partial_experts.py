@@ -248,9 +248,9 @@ def test_a_lost_node_comes_back_from_copies_that_its_peer_computed_from_gradient
     [
         (
             ("recovery.keep_layout=true", "nodes.num_spare_nodes=1"),
-            "must capture all experts with recovery.keep_layout",
+            "must be a policy that captures all experts with recovery.keep_layout",
         ),
-        (DENSE, "must capture everything with model.num_moe_experts=null"),
+        (DENSE, "must be a policy that captures the whole state with model.num_moe_experts=null"),
         (
             ("snapshot.policy.leave_out=[weights]",),
             "must be a list of one or more of masters, moments, each at most once",

@@ -26,9 +26,9 @@ def check_documents(config: JobConfig) -> None:
         not config.data.reset_position_ids or (embedding != "rope" and not config.model.multi_latent_attention),
         "data.reset_position_ids",
         True,
-        "must be false with rotary positions (model.position_embedding_type=rope, model.multi_latent_attention=true): "
-        "they depend only on the distance between tokens, which a reset does not change inside a document; set "
-        "data.reset_attention_mask=true to separate documents",
+        "must be false with rotary positions (model.position_embedding_type=rope or "
+        "model.multi_latent_attention=true): attention depends only on the distances between tokens of a document, and "
+        "a reset does not change these; set data.reset_attention_mask=true to separate documents",
     )
     if not config.data.reset_attention_mask:
         return

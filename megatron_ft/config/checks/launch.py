@@ -143,12 +143,12 @@ def _check_detector(detector: DetectorConfig) -> None:
 
 def _check_interface(interface: str) -> None:
     key = "control.interface"
-    require(bool(interface.strip()), key, repr(interface), "must be the address of one interface, e.g. 127.0.0.1")
+    require(
+        bool(interface.strip()), key, repr(interface), "must be the address of one network interface, e.g. 127.0.0.1"
+    )
     # The token of a job authenticates but does not encrypt messages. So the user has to choose a trusted network.
     every = means_every_interface(interface)
-    require(
-        not every, key, interface, "must not mean all interfaces; give the address of one interface, e.g. 127.0.0.1"
-    )
+    require(not every, key, interface, "must not mean all network interfaces; give the address of one, e.g. 127.0.0.1")
     try:
         ipaddress.ip_address(interface.strip("[]"))
     except ValueError:
@@ -157,7 +157,7 @@ def _check_interface(interface: str) -> None:
             re.fullmatch(pattern, interface) is not None,
             key,
             interface,
-            "must be an IP address or a host name of one interface",
+            "must be the IP address or host name of one network interface",
         )
 
 
@@ -255,7 +255,7 @@ _LOCAL_ONLY = {
     "control.tls_dir": "there is no control channel to encrypt",
     "launch.forkserver_socket": "the launcher starts the ranks",
     "launch.stop_timeout_seconds": "the launcher decides when ranks are killed",
-    "training.exit_after_minutes": "its exit code would count as a failure; let the scheduler send a signal in time",
+    "training.exit_after_minutes": "launchers take this exit for a failure; let the scheduler send a signal in time",
 }
 """Maps each key that has an effect only in mode ``local`` to the reason why all other modes ignore it."""
 
@@ -277,7 +277,7 @@ def _check_launchers(config: JobConfig) -> None:
         wanted, reason = getattr(DetectorConfig(), field.name), "no agent watches the ranks"
         _is_default(f"detector.{field.name}", getattr(detector, field.name), wanted, launch.mode, reason)
     if launch.mode == "torchrun":
-        _is_default("launch.master_port", launch.master_port, 0, launch.mode, "the launcher's MASTER_PORT is used")
+        _is_default("launch.master_port", launch.master_port, 0, launch.mode, "the launcher chooses the port")
 
 
 def _is_default(key: str, value: object, wanted: object, mode: str, reason: str) -> None:

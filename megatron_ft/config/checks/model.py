@@ -139,7 +139,7 @@ def _check_yarn(model: ModelConfig) -> None:
         model.rope_type is None or model.multi_latent_attention,
         "model.rope_type",
         model.rope_type,
-        "must be null without model.multi_latent_attention=true: scaled positions need latent attention",
+        "must be null without model.multi_latent_attention=true: only latent attention can scale rotary positions",
     )
     for name in YARN_KEYS:
         value = getattr(model, name)

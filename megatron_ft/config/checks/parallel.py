@@ -137,7 +137,7 @@ def require_local_layers(config: JobConfig, named: str, accepted: str, reason: s
         reason: why the layers of Transformer Engine do not support the setting ``named``.
     """
     for key, value, constraint in needs_transformer_engine(config):
-        require(False, key, value, f"{constraint} with {named}: only Transformer Engine can train this value")
+        require(False, key, value, f"{constraint}: this value needs Transformer Engine, which {named} excludes")
     chosen = config.training.transformer_impl
     constraint = f"must be {accepted} with {named}: {reason}"
     require(chosen != "transformer_engine", "training.transformer_impl", chosen, constraint)

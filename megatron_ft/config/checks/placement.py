@@ -30,13 +30,13 @@ def check_placement(config: JobConfig) -> None:
         raise ConfigError.of(
             "parallel.expert_model_parallel_size",
             parallel.expert_model_parallel_size,
-            "must be 1 with placement.algorithm, which sets the size: all ranks of a stage form one expert group",
+            "must be 1 if placement.algorithm is given: all ranks of a stage then form one expert-parallel group",
         )
     if parallel.expert_tensor_parallel_size != 1:
         raise ConfigError.of(
             "parallel.expert_tensor_parallel_size",
             parallel.expert_tensor_parallel_size,
-            "must be 1 with placement.algorithm",
+            "must be 1 if placement.algorithm is given",
         )
     _check_backend(config)
     _check_slots(config)
@@ -64,8 +64,8 @@ def _check_unused(config: JobConfig) -> None:
             raise ConfigError.of(
                 "placement.state_copies",
                 copies,
-                "must be null unless placement.algorithm is given or recovery.keep_layout=true: without expert "
-                "replicas, only ranks that replace lost ranks in the same layout can use copies of optimizer shards",
+                "must be null unless placement.algorithm or recovery.keep_layout=true is given: otherwise, no recovery "
+                "can use copies of optimizer shards",
             )
         _check_copies(config, "state_copies", copies)
 
@@ -79,8 +79,8 @@ def _check_slots(config: JobConfig) -> None:
             raise ConfigError.of(
                 "placement.num_slots_per_rank",
                 placement.num_slots_per_rank,
-                f"must be large enough that the {stage_size} ranks of a stage have at least "
-                f"model.num_moe_experts={num_experts} slots",
+                f"must be larger: the {stage_size} ranks of a pipeline stage together need at least "
+                f"model.num_moe_experts={num_experts} slots, one for each expert",
             )
     _check_copies(config, "min_replicas", placement.min_replicas)
     _check_copies(config, "state_copies", placement.state_copies)
@@ -91,12 +91,12 @@ def _check_copies(config: JobConfig, name: str, value: int | None) -> None:
     if value is None or 1 <= value <= num_domains:
         return
     feature = "" if config.placement.algorithm is None else " with placement.algorithm"
-    constraint = f"must be in 1..{num_domains}{feature}, the number of failure domains of a pipeline stage"
+    constraint = f"must be in 1..{num_domains}{feature}: a pipeline stage has {num_domains} failure domains"
     if num_domains == 1 and value > 1:
         # A first try often has one node. An upper bound of 1 would not explain that more nodes are needed.
         constraint = (
-            f"must be 1{feature}, because the ranks of a pipeline stage are in one failure domain, and copies must be "
-            f"in others; use more nodes than launch.num_nodes={config.launch.num_nodes}"
+            f"must be 1{feature}, because all ranks of a pipeline stage are in one failure domain, and each copy must "
+            f"be in another one; use more nodes than launch.num_nodes={config.launch.num_nodes}"
         )
         if config.topology.failure_domains:
             constraint += f", or other names in topology.failure_domains={config.topology.failure_domains}"

@@ -34,8 +34,8 @@ def _check_survival(config: JobConfig) -> None:
         not recovery.keep_processes or config.may_change_nodes,
         "recovery.keep_processes",
         recovery.keep_processes,
-        "must be null or false: this job ends all processes after a loss. To keep them, set recovery.keep_layout, "
-        f"recovery.min_nodes below launch.num_nodes={launch.num_nodes}, nodes.num_spare_nodes or nodes.max_nodes",
+        "must be null or false: this job ends all processes after a loss. To let them continue, use "
+        f"recovery.keep_layout, recovery.min_nodes (below {launch.num_nodes}), nodes.num_spare_nodes, nodes.max_nodes",
     )
     changes = _check_schedule(config)
     # Slots are checked for the smallest membership that can occur, so that no later membership has too few.
@@ -66,7 +66,7 @@ def _why_no_fewer_lanes(config: JobConfig) -> str:
     """Return why a job without replica slots cannot continue with fewer lanes (model replicas) after a loss."""
     parallel = config.parallel
     num_expert_ranks = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or 1)
-    windows = "a window of the lost lane can be loaded only by the number of ranks that captured it"
+    windows = "a snapshot window can be loaded only by as many ranks as have captured it"
     if num_expert_ranks * parallel.pipeline_model_parallel_size >= config.world_size:
         return (
             f"one expert-parallel group (parallel.expert_model_parallel_size={parallel.expert_model_parallel_size}) "
@@ -74,7 +74,7 @@ def _why_no_fewer_lanes(config: JobConfig) -> str:
             f"experts of a lost rank; {windows}"
         )
     return (
-        "without replica slots, a job can drop only whole expert-parallel groups, and ranks form these groups only "
+        "without replica slots, only a whole expert-parallel group can leave a job, and ranks form these groups only "
         f"when they start; {windows}"
     )
 
@@ -108,8 +108,8 @@ def _check_strategies(config: JobConfig) -> None:
         not layout or not config.may_change_layout or "living_state" in names,
         "recovery.min_nodes",
         recovery.min_nodes,
-        f"must be null with {feature} and recovery.keep_layout=true: without living_state, no rank continues with "
-        "fewer lanes",
+        f"must be null with {feature} and recovery.keep_layout=true: only the strategy "
+        "living_state lets a job continue with fewer lanes (model replicas)",
     )
     require(
         not recovery.keep_processes or config.keeps_processes,
@@ -123,18 +123,18 @@ def _check_strategies(config: JobConfig) -> None:
         changes or layout or "living_state" not in names,
         "recovery.min_nodes",
         recovery.min_nodes,
-        f"must be below launch.num_nodes={config.launch.num_nodes} with {feature}: otherwise the job needs all nodes",
+        f"must be below launch.num_nodes={config.launch.num_nodes} with {feature}: living_state needs this",
     )
     restarts = recovery.may_use("rollback") or recovery.may_use("checkpoint")
     require(
         restarts or not recovery.max_restarts,
         "recovery.max_restarts",
         recovery.max_restarts,
-        f"must be 0 with {feature}: only rollback and checkpoint start ranks again",
+        f"must be 0 with {feature}: only the strategies rollback and checkpoint restart ranks",
     )
     if not changes or config.keeps_processes:
         return
-    fixed = f"with {feature} and recovery.keep_layout=false: only living_state uses nodes that join such a job"
+    fixed = f"with {feature} and recovery.keep_layout=false: then only living_state can use joining nodes"
     nodes = config.nodes
     for name, value, expected in (
         ("nodes.num_spare_nodes", nodes.num_spare_nodes, 0),
@@ -147,8 +147,8 @@ def _check_strategies(config: JobConfig) -> None:
         "recovery.min_nodes",
         recovery.min_nodes,
         f"must be null with {feature} and recovery.max_restarts={recovery.max_restarts}: without living_state, "
-        "a job can continue on fewer nodes only from a checkpoint. Or allow checkpoint and set recovery.max_restarts "
-        "above 0",
+        "a job can continue on fewer nodes only from a checkpoint. To allow this, add checkpoint to the strategies and "
+        "set recovery.max_restarts above 0",
     )
 
 
@@ -163,14 +163,14 @@ def _check_schedule(config: JobConfig) -> list[MembershipChange]:
         change = MembershipChange.parse(text)
         named = (*change.lose, *change.join)
         require(max(named, default=0) < num_nodes, key, text, f"must name nodes in 0..{num_nodes - 1}")
-        members = f"must lose only members; before that change the members are nodes {list(nodes)}"
+        members = f"must lose only members of the job; before this change, the members are nodes {list(nodes)}"
         require(set(change.lose) <= set(nodes), key, text, members)
         staying = set(nodes) - set(change.lose)
         require(
             not set(change.join) & staying,
             key,
             text,
-            f"must join no node that is still a member; nodes {sorted(staying)} stay members",
+            f"must join only nodes that are not members; nodes {sorted(staying)} are members at this change",
         )
         require(bool(staying), key, text, "must keep at least one member, from which joining nodes receive the state")
         nodes = change.after(nodes)
@@ -188,13 +188,13 @@ def _check_schedule(config: JobConfig) -> list[MembershipChange]:
         not changes or not config.may_change_nodes,
         key,
         schedule,
-        f"must be empty with {config.why_nodes_change}: nodes change by the schedule or by failures, not by both",
+        f"must be empty with {config.why_nodes_change}: a schedule or failures can change nodes, not both",
     )
     require(
         not changes or config.recovery.max_restarts == 0,
         "recovery.max_restarts",
         config.recovery.max_restarts,
-        "must be 0 with a testing.membership_schedule: a restart of all ranks would start with all nodes again",
+        "must be 0 with a testing.membership_schedule: a restart would also use nodes that the schedule has removed",
     )
     return changes
 
@@ -218,9 +218,9 @@ def _check_keeps_layout(config: JobConfig) -> None:
         nodes.num_spare_nodes > 0 or (nodes.restart_lost_nodes and nodes.max_node_restarts > 0),
         "recovery.keep_layout",
         True,
-        "needs nodes that replace lost ones: set nodes.num_spare_nodes above 0, or nodes.restart_lost_nodes=true and "
-        f"nodes.max_node_restarts above 0; now nodes.restart_lost_nodes={show(nodes.restart_lost_nodes)} and "
-        f"nodes.max_node_restarts={nodes.max_node_restarts}",
+        "needs nodes that replace lost nodes: set nodes.num_spare_nodes above 0, or nodes.restart_lost_nodes=true and "
+        f"nodes.max_node_restarts above 0 (current values: nodes.restart_lost_nodes={show(nodes.restart_lost_nodes)}, "
+        f"nodes.max_node_restarts={nodes.max_node_restarts})",
     )
 
 
@@ -235,7 +235,7 @@ def _check_slots(config: JobConfig, num_nodes: int, feature: str) -> None:
         num_lanes > 0,
         "recovery.min_nodes",
         config.recovery.min_nodes,
-        f"must leave at least TP * CP * PP = {lane} ranks, one model replica. With {feature}, the job may continue on "
+        f"must leave the ranks of one model replica, TP * CP * PP = {lane}. With {feature}, the job may continue with "
         f"only {fewest}",
     )
     num_ranks = num_lanes * lane // topology.pipeline_model_parallel_size
@@ -270,15 +270,15 @@ def _check_replays_exactly(config: JobConfig) -> None:
         config.training.deterministic,
         "training.deterministic",
         config.training.deterministic,
-        f"must be true with {feature}: a replay must reproduce the state of the surviving ranks bit for bit",
+        f"must be true with {feature}: a replay must reproduce the lost state bit for bit",
     )
     stages = config.parallel.pipeline_model_parallel_size
     require(
         stages == 1 or config.model.untie_embeddings_and_output_weights or not config.keeps_processes,
         "model.untie_embeddings_and_output_weights",
         config.model.untie_embeddings_and_output_weights,
-        f"must be true with {feature} and parallel.pipeline_model_parallel_size={stages}: the upstream log does "
-        "not contain the gradients of tied embeddings, which the first and the last stage exchange",
+        f"must be true with {feature} and parallel.pipeline_model_parallel_size={stages}: a replay reads logged "
+        "messages between stages, which do not contain the gradients of tied embeddings",
     )
 
 
@@ -296,12 +296,12 @@ def _check_partial(config: JobConfig) -> None:
         config.precision.regime is None,
         "precision.regime",
         config.precision.regime,
-        f"must be null with snapshot.policy={target}: this policy cannot leave out scales yet",
+        f"must be null with snapshot.policy={target}: this policy cannot leave out the scales of quantized state yet",
     )
     if policy.get("send_gradients"):
         key = "snapshot.policy.send_gradients"
         require(config.snapshot.num_peer_copies > 0, key, True, "must be false with snapshot.num_peer_copies=0")
-        reason = "must be false with training.device=cuda: peers repeat updates on the CPU, which gives other bits"
+        reason = "must be false with training.device=cuda: peers repeat updates on the CPU, which rounds differently"
         require(config.training.device != "cuda", key, True, reason)
     stored, every = policy.get("num_persisted_experts"), config.snapshot.persist_interval_windows
     require(
@@ -309,22 +309,22 @@ def _check_partial(config: JobConfig) -> None:
         "snapshot.policy.num_persisted_experts",
         stored,
         "must be null with snapshot.persist_interval_windows=0: windows are then written to storage only before a "
-        "stop, with all experts of the window; to write fewer, set snapshot.persist_interval_windows above 0",
+        "stop, with all captured experts. To write fewer experts, set snapshot.persist_interval_windows above 0",
     )
     require(
         config.model.num_moe_experts is not None,
         "snapshot.policy",
         target,
-        "must capture everything with model.num_moe_experts=null, for example snapshot=dense: a dense model has no "
-        "experts that windows could leave out",
+        "must be a policy that captures the whole state with model.num_moe_experts=null, e.g. snapshot=dense: a dense "
+        "model has no experts to leave out",
     )
     require(
         not config.replays_stages,
         "snapshot.policy",
         target,
-        "must capture all experts with recovery.keep_layout=true, for example snapshot=sparse_window: a stage that "
-        "replays must have the same experts as before the loss. Or set recovery.keep_processes=false: then all ranks "
-        "start again from a window, which may leave out experts",
+        "must be a policy that captures all experts with recovery.keep_layout=true, e.g. snapshot=sparse_window: a "
+        "stage that replays must restore all of its experts. To use a policy that leaves out experts, set "
+        "recovery.keep_processes=false; all ranks then restart from a snapshot",
     )
 
 
@@ -352,8 +352,8 @@ def _check_repayment(config: JobConfig) -> None:
         policy is not None and getattr(build_policy("snapshot.policy", policy), "leaves_out_experts", False),
         _REPAY,
         share,
-        "must be null unless windows leave out experts (snapshot=partial_experts or snapshot=selective_experts): "
-        "otherwise, recoveries lose no tokens",
+        "must be null unless snapshots leave out experts (snapshot=partial_experts or snapshot=selective_experts): "
+        "otherwise, a recovery loses no tokens that experts could repay",
     )
 
 
@@ -368,8 +368,8 @@ def _check_storage_bandwidth(config: JobConfig) -> None:
         policy is not None and getattr(build_policy("snapshot.policy", policy), "leaves_out_experts", False),
         key,
         rate,
-        "must be null unless windows leave out experts (snapshot=partial_experts or snapshot=selective_experts): "
-        "otherwise, files contain all experts",
+        "must be null unless snapshots leave out experts (snapshot=partial_experts or snapshot=selective_experts): "
+        "otherwise, each file contains all experts, at any bandwidth",
     )
     require(
         snapshot.persist_interval_windows > 0,
@@ -394,21 +394,21 @@ def _check_bubbles(config: JobConfig) -> None:
         config.parallel.pipeline_model_parallel_size > 1,
         _BUBBLES,
         True,
-        "must be false with parallel.pipeline_model_parallel_size=1: without other stages, no rank waits for their "
-        "messages",
+        "must be false with parallel.pipeline_model_parallel_size=1: snapshots are copied while ranks wait for other "
+        "stages, and there is only one stage",
     )
     require(
         config.snapshot.policy is not None,
         _BUBBLES,
         True,
-        "must be false with snapshot.policy=null: nothing is copied; choose e.g. snapshot=sparse_window",
+        "must be false with snapshot.policy=null: there are no snapshots to copy; choose e.g. snapshot=sparse_window",
     )
     require(
         config.training.device != "cuda",
         _BUBBLES,
         True,
-        "must be false with training.device=cuda: on CUDA a stream waits for messages. The CPU starts the copies, and "
-        "it does not notice these waits",
+        "must be false with training.device=cuda: messages are awaited by a CUDA stream, not by the CPU. The CPU "
+        "starts the copies and cannot see when the stream waits",
     )
 
 
@@ -439,7 +439,7 @@ def _check_snapshot(config: JobConfig) -> None:
         "launch=slurm_array, whose tasks continue",
     )
     if snapshot.policy is None:
-        require(not outlive, _OUTLIVE, outlive, "must be 0 with snapshot.policy=null: no windows are captured")
+        require(not outlive, _OUTLIVE, outlive, "must be 0 with snapshot.policy=null: there are no snapshots to keep")
         return
     require(
         launch.mode == "local" or config.dry_run,
@@ -453,8 +453,8 @@ def _check_snapshot(config: JobConfig) -> None:
         snapshot.num_peer_copies < num_domains,
         "snapshot.num_peer_copies",
         snapshot.num_peer_copies,
-        f"must be below the number of failure domains, {num_domains}: each copy of a node's windows needs a domain "
-        "of its own; 0 makes no copies on other nodes",
+        f"must be below the number of failure domains, {num_domains}: a node and each copy of its "
+        "snapshots must be in different domains; with 0, there are no copies",
     )
 
 

@@ -66,7 +66,7 @@ def _check_evaluate_only(config: JobConfig) -> None:
         policy is None,
         "snapshot.policy",
         None if policy is None else policy.get("_target_"),
-        "must be null with training.evaluate_only=true, which captures no windows; use snapshot=none",
+        "must be null with training.evaluate_only=true, which makes no snapshots; use snapshot=none",
     )
 
 
@@ -86,7 +86,7 @@ def _check_frozen(config: JobConfig) -> None:
         config.placement.state_copies is None,
         "placement.state_copies",
         config.placement.state_copies,
-        f"must be null with training.frozen={frozen}: copies of optimizer state are updated with all gradients",
+        f"must be null with training.frozen={frozen}: with state copies, frozen parameters would be updated too",
     )
     require(
         frozen != "others" or not model.moe_router_enable_expert_bias,
@@ -222,7 +222,7 @@ def _check_update_backend(config: JobConfig) -> None:
         config.precision.regime is not None,
         "optimizer.update_backend",
         backend,
-        f"must be torch with {named}: the kernels update only quantized state",
+        f"must be torch with {named}: the backends cpp and cuda update only quantized state",
     )
     other = {"cpp": "cuda", "cuda": "cpu"}[backend]
     constraint = f"must be torch or {'cuda' if device == 'cuda' else 'cpp'} with training.device={device}"
@@ -260,7 +260,7 @@ def _check_fp8(config: JobConfig) -> None:
         precision.fp8_recipe != "mxfp8",
         "precision.fp8_recipe",
         precision.fp8_recipe,
-        f"must be tensorwise, blockwise or delayed with {named}: PyTorch has no product with this recipe",
+        f"must be tensorwise, blockwise or delayed with {named}: PyTorch has no matrix product for this recipe",
     )
     require(
         precision.params_dtype in ("bf16", "fp32"),
@@ -270,12 +270,12 @@ def _check_fp8(config: JobConfig) -> None:
     )
     for name in ("tensor_model_parallel_size", "expert_tensor_parallel_size"):
         value = getattr(parallel, name)
-        require(value == 1, f"parallel.{name}", value, f"must be 1 with {named}: FP8 layers cannot be split yet")
+        require(value == 1, f"parallel.{name}", value, f"must be 1 with {named}: ranks cannot share FP8 layers yet")
     require(
         not config.model.multi_latent_attention,
         "model.multi_latent_attention",
         config.model.multi_latent_attention,
-        f"must be false with {named}: latent attention has no FP8 layers yet",
+        f"must be false with {named}: latent attention does not support FP8 layers yet",
     )
     reason = "the FP8 state of Transformer Engine's layers is not captured"
     require_local_layers(config, named, "local", reason)
@@ -290,7 +290,7 @@ def _check_checkpoint(config: JobConfig) -> None:
         weights is None or config.checkpoint.load is None,
         "checkpoint.load_weights",
         weights,
-        "must be null with checkpoint.load, which loads the weights, too",
+        "must be null if checkpoint.load is given: it also loads the weights",
     )
     interval, keep = config.checkpoint.save_interval_iterations, config.checkpoint.keep_every_iterations
     # Saves fall only on multiples of the interval, so other multiples would never be kept.

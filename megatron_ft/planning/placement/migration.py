@@ -68,7 +68,7 @@ class MigrationPlan:
                 raise ConfigError.of(
                     "transfer",
                     f"{where} from rank {transfer.source_rank} to rank {transfer.target_rank}",
-                    "must send an expert that the target rank needs, from another rank and only once",
+                    "must send an expert that the target rank needs, must be from another rank and must occur once",
                 )
             seen.add(target)
 

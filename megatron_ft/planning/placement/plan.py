@@ -72,7 +72,7 @@ class PlacementPlan:
         for layer, by_rank in zip(self.layer_numbers, self.slots, strict=True):
             if len(by_rank) != len(self.ranks):
                 raise ConfigError.of(
-                    f"slot lists of layer {layer}", len(by_rank), f"must be {len(self.ranks)}, one for each rank"
+                    f"slot lists of layer {layer}", len(by_rank), f"must be {len(self.ranks)} lists, one for each rank"
                 )
             for rank, experts in zip(self.ranks, by_rank, strict=True):
                 if len(experts) > self.num_slots_per_rank:

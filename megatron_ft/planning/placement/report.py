@@ -69,7 +69,7 @@ class PlacementReport:
             plan.validate()
         if self.kept_min_replicas < 1:
             raise ConfigError.of(
-                "placement.min_replicas", self.kept_min_replicas, "must leave every expert at least one replica"
+                "placement.min_replicas", self.kept_min_replicas, "must be at least 1: every expert needs a replica"
             )
 
     @property
@@ -83,7 +83,7 @@ class PlacementReport:
         if self.kept_min_replicas >= self.min_replicas:
             return ()
         requested = f"placement.min_replicas={self.min_replicas}"
-        return (f"{requested}: there are too few slots; replicas of the rarest expert: {self.kept_min_replicas}",)
+        return (f"{requested}: too few slots; the smallest number of replicas is {self.kept_min_replicas}",)
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values. A file with these values can be used in ``placement.schedule``."""

@@ -46,9 +46,9 @@ class Position:
         if not in_order or (self.vote is not None and settled < self.completed):
             vote = "no complete vote" if self.vote is None else f"the complete vote of iteration {settled}"
             raise RecoveryError(
-                f"rank {self.rank} reports an impossible position: it has completed iteration {self.completed}, has "
-                f"contributed to the vote of iteration {self.contributed}, and has {vote}; only votes of the completed "
-                "iteration and the next one are possible, and it cannot have a complete vote without contributing to it"
+                f"rank {self.rank} reports impossible progress: it has completed iteration {self.completed}, has voted "
+                f"on iteration {self.contributed} (sent its results to all ranks), and has {vote}. It can only vote on "
+                "the completed iteration and the next one, and has a complete vote only if it has voted itself"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def choose_target(positions: Sequence[Position]) -> Target:
     if not positions:
         raise RecoveryError("no rank survives")
     if not any(position.has_state for position in positions):
-        raise RecoveryError("no surviving rank has state: all ranks with state are lost")
+        raise RecoveryError("no surviving rank has the model state: all ranks that had it are lost")
     for position in positions:
         position.validate()
     _check_alike("generation", [position.generation for position in positions])
@@ -108,11 +108,11 @@ def choose_target(positions: Sequence[Position]) -> Target:
         if position.completed < target and position.contributed != target:
             raise RecoveryError(
                 f"rank {position.rank} has completed iteration {position.completed} and has no gradients of "
-                f"iteration {target}, but another rank has the complete vote of {target}"
+                f"iteration {target}, but another rank has the results of all ranks for iteration {target}"
             )
     votes = [p.vote for p in positions if p.vote is not None and p.vote.iteration == target]
     # Votes are compared as text: this is exact for floats, and NaN equals NaN.
-    _check_alike("vote", [repr(vote) for vote in votes])
+    _check_alike(f"results of iteration {target}", [repr(vote) for vote in votes])
     if all(position.completed == target for position in positions):
         return Target(iteration=target, vote=None)
     return Target(iteration=target, vote=votes[0])

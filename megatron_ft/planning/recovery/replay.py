@@ -92,15 +92,15 @@ class ReplayPlan:
         last = dense if until is None else until
         if last < dense:
             raise RecoveryError(
-                f"window of iteration {start_iteration}: its state is complete only after iteration {dense}, not "
-                f"after {last}"
+                f"window of iteration {start_iteration}: its state is complete only after iteration {dense}, but the "
+                f"replay must end after iteration {last}"
             )
         steps = []
         for index in range(max(window.num_iterations, last - start_iteration)):
             iteration, slice_index = start_iteration + index + 1, min(index, window.num_iterations - 1)
             if iteration <= last and iteration not in votes:
                 raise RecoveryError(
-                    f"the vote of iteration {iteration} is not in the log, which has iterations {sorted(votes)}"
+                    f"the log of votes (results of all ranks) lacks iteration {iteration}; it has {sorted(votes)}"
                 )
             active = {unit.operator for unit in window.active(slice_index)}
             # Parts are ranges of the same tensors, so one active part requires the gradients of all parts.

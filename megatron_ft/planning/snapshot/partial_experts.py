@@ -585,13 +585,13 @@ def _check(policy: "PartialExperts | SelectiveExperts") -> None:
         raise ConfigError.of("snapshot.policy.num_experts", num_experts, "must be null or at least 1")
     if stored is not None and not 1 <= stored <= (stored if num_experts is None else num_experts):
         bound = "" if num_experts is None else f" and at most snapshot.policy.num_experts={num_experts}"
-        bound += bound and ", because a file cannot have newer state of more experts than its window"
+        bound += bound and ", because a file cannot contain more experts than its window has captured"
         raise ConfigError.of(_STORED, stored, f"must be null or at least 1{bound}")
     if not leave_out or len(set(leave_out)) != len(leave_out) or not set(leave_out) <= set(_COMPONENTS):
         constraint = f"must be a list of one or more of {', '.join(_COMPONENTS)}, each at most once"
         raise ConfigError.of("snapshot.policy.leave_out", list(leave_out), constraint)
     if policy.send_gradients and policy.interval_iterations != 1:
-        constraint = f"must be false with snapshot.policy.interval_iterations={policy.interval_iterations}: an update"
-        raise ConfigError.of("snapshot.policy.send_gradients", True, f"{constraint} belongs to one iteration")
+        constraint = f"must be false with snapshot.policy.interval_iterations={policy.interval_iterations}: gradients"
+        raise ConfigError.of("snapshot.policy.send_gradients", True, f"{constraint} of one iteration give one update")
     if policy.replan_drift < 0:
         raise ConfigError.of("snapshot.policy.replan_drift", policy.replan_drift, "must be at least 0")

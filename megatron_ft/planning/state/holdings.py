@@ -232,5 +232,5 @@ def _check_rows(rows: Needs | Holdings, *, lowest_rank: int) -> None:
     for row in np.flatnonzero(~is_inside | (rows.rank < lowest_rank))[:1].tolist():
         tensor = rows.index.tensors[rows.tensor[row]]
         value = f"elements {rows.start[row]} to {rows.stop[row]} on rank {rows.rank[row]}"
-        constraint = f"must be within elements 0 to {tensor.num_elements} and not empty, and the rank at least"
+        constraint = f"must be a non-empty range of elements 0 to {tensor.num_elements}, on a rank of at least"
         raise ConfigError.of(str(tensor), value, f"{constraint} {lowest_rank}")

@@ -99,7 +99,7 @@ class ParallelLayout:
         lanes = {len(stage) for stage in self.stages}
         if len(lanes) != 1 or 0 in lanes:
             raise ConfigError.of(
-                "lanes of each stage", [len(stage) for stage in self.stages], "must be equal and at least 1"
+                "lanes of each stage", [len(stage) for stage in self.stages], "must be equal in all stages, at least 1"
             )
         sizes = {len(group) for stage in self.stages for group in stage}
         if sizes != {self.group_size}:

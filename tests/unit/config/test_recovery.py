@@ -67,7 +67,9 @@ def test_pipelines_and_tensor_parallelism_are_covered(asked: dict[str, Any]) -> 
 def test_the_fewest_nodes_must_have_a_model_replica_with_slots_for_all_experts() -> None:
     narrow = PIPELINE | {"launch.ranks_per_node": 1, "launch.num_nodes": 4}
     validate(job(narrow | {"recovery.min_nodes": 2}))
-    with pytest.raises(ConfigError, match=r"^recovery\.min_nodes=1: must leave at least TP \* CP \* PP = 2 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"^recovery\.min_nodes=1: must leave the ranks of one model replica, TP \* CP \* PP = 2\."
+    ):
         validate(job(narrow | {"recovery.min_nodes": 1}))
     with pytest.raises(
         ConfigError,
@@ -164,9 +166,9 @@ BUBBLES = {**PIPELINE, "snapshot.policy": POLICY, "snapshot.copy_in_bubbles": Tr
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"parallel.pipeline_model_parallel_size": 1}, "without other stages, no rank waits"),
-        ({"snapshot.policy": None}, "nothing is copied"),
-        ({"training.device": "cuda"}, "only a stream waits"),
+        ({"parallel.pipeline_model_parallel_size": 1}, "there is only one stage"),
+        ({"snapshot.policy": None}, "there are no snapshots to copy"),
+        ({"training.device": "cuda"}, "awaited by a CUDA stream, not by the CPU"),
     ],
 )
 def test_copies_in_bubbles_need_bubbles(changes: dict[str, Any], reason: str) -> None:
@@ -289,7 +291,7 @@ def test_a_kept_layout_may_change_if_a_place_stays_empty() -> None:
         (
             {"recovery.min_nodes": 2},
             "placement.algorithm",
-            "without replica slots, a job can drop only whole expert-parallel groups",
+            "without replica slots, only a whole expert-parallel group can leave a job",
         ),
         (
             {"recovery.min_nodes": 2, "parallel.expert_model_parallel_size": 2, "launch.ranks_per_node": 1}
@@ -297,8 +299,8 @@ def test_a_kept_layout_may_change_if_a_place_stays_empty() -> None:
             "placement.algorithm",
             "no remaining rank has a place for the experts",
         ),
-        ({"nodes.max_nodes": 5}, "nodes.max_nodes", "no nodes can join"),
-        ({"nodes.num_spare_nodes": 0}, "recovery.keep_layout", "needs nodes that replace lost ones"),
+        ({"nodes.max_nodes": 5}, "nodes.max_nodes", "cannot use additional nodes"),
+        ({"nodes.num_spare_nodes": 0}, "recovery.keep_layout", "needs nodes that replace lost nodes"),
         (
             {"nodes.num_spare_nodes": 0, "nodes.restart_lost_nodes": True, "nodes.max_node_restarts": 0},
             "recovery.keep_layout",
@@ -313,12 +315,12 @@ def test_a_kept_layout_may_change_if_a_place_stays_empty() -> None:
         (
             {"snapshot.policy": None, "recovery.strategies": ["localized_replay"]},
             "snapshot.policy",
-            "begins with a window",
+            "a replay starts from a snapshot",
         ),
         (
             {"snapshot.policy": None, "recovery.keep_processes": False, "recovery.max_restarts": 2},
             "snapshot.policy",
-            "start again from a window",
+            "all ranks restart from a snapshot after a loss",
         ),
     ],
     ids=str,

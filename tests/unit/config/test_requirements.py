@@ -74,7 +74,7 @@ def test_all_that_is_missing_is_named_in_one_message() -> None:
         validate(job({**changes, "training.device": "cuda"}))
     assert str(caught.value) == (
         "launch.master_port=20001: must be 0 with recovery.min_nodes=1: "
-        "each membership opens a rendezvous store on a new port, so no fixed port can be used; "
+        "each change of the nodes needs a rendezvous store on a new port, so the port cannot be fixed; "
         "recovery.min_nodes=1 also requires: "
         "training.device=cuda must be cpu, "
         "parallel.use_distributed_optimizer=true must be false (or placement.state_copies at least 2)"

@@ -291,7 +291,7 @@ def test_a_plan_states_that_a_replay_takes_memory_for_copies(dropout: float, has
         snapshot={"policy": policy if has_windows else None},
         **nodes,
     ).notes
-    (note,) = [note for note in found if "fewer lanes (living_state)" in note]
+    (note,) = [note for note in found if "fewer lanes (model replicas)" in note]
     assert "even with all launch.num_nodes=4 nodes the job does not return to its first layout" in note
     assert any("needs twice its memory" in note for note in found) is (dropout > 0 and has_windows)
 

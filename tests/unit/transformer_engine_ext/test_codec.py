@@ -125,7 +125,10 @@ def test_an_export_of_tensorwise_codes_keeps_shapes() -> None:
 
 def test_codes_or_scales_alone_are_not_exported() -> None:
     parts = parts_of("weight", quantize_blocks(torch.randn(130), E4M3))
-    for missing, says in (("weight", "there are no codes"), ("weight_scales", "have no scales; export both")):
+    for missing, says in (
+        ("weight", "given without their codes"),
+        ("weight_scales", "given without their scales; export both"),
+    ):
         with pytest.raises(CodecError, match=says):
             export({name: part for name, part in parts.items() if name != missing}, torch.float32)
     with pytest.raises(CodecError, match="3 scales do not fit 120 codes"):

@@ -173,7 +173,7 @@ def test_formats_of_no_regime_are_refused(kernel: KernelBackend) -> None:
     )
     assert mixed.master.format is FP32
     with pytest.raises(
-        BackendError, match=r"^backend=cpp: the update of w failed: no precision regime has its combination"
+        BackendError, match=r"^backend=cpp: the update of w failed: no precision regime has this combination"
     ):
         update(mixed, torch.ones(64), Hyperparameters(lr=0.1), step=1, backend=kernel)
 

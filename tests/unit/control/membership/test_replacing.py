@@ -316,7 +316,10 @@ def test_no_membership_is_formed_of_ranks_without_state() -> None:
     assert job.die(0).decision is BREAK
     position = replace(job.position(1), has_state=False)
     step = job.see(RankBroken(1, position, job.now, iteration=5))
-    assert (step.decision, step.reason) == (STOP, "no surviving rank has state: all ranks with state are lost")
+    assert (step.decision, step.reason) == (
+        STOP,
+        "no surviving rank has the model state: all ranks that had it are lost",
+    )
     assert job.die(1).decision is Decision.RESTART
 
 

@@ -89,7 +89,7 @@ def test_the_length_in_samples_gives_the_iterations_and_the_schedule() -> None:
         ({"rampup_batch_size": [2, 4, 30]}, "must reach training.global_batch_size=8"),
         ({"rampup_batch_size": [10, 2, 30]}, "must reach training.global_batch_size=8"),
         ({"rampup_batch_size": [2, 2, 30], "train_samples": None}, "needs training.train_samples"),
-        ({"train_samples": 1}, "training.train_samples=1: must be enough samples for one iteration"),
+        ({"train_samples": 1}, "training.train_samples=1: must be at least one batch"),
         ({"train_samples": 0}, "training.train_samples=0: must be at least 1"),
     ],
 )

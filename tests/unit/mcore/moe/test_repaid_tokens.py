@@ -111,7 +111,7 @@ def test_the_ledger_counts_what_is_owed_and_is_read_without_repaid_tokens() -> N
     [
         ({"model.moe_expert_capacity_factor": None}, "model.moe_expert_capacity_factor=null"),
         ({"model.moe_pad_expert_input_to_capacity": True}, "model.moe_pad_expert_input_to_capacity=true"),
-        ({"snapshot.policy": None}, "unless windows leave out experts"),
+        ({"snapshot.policy": None}, "unless snapshots leave out experts"),
         ({"snapshot.repay_capacity_share": 0.0}, "above 0 and at most 1"),
     ],
 )

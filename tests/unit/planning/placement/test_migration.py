@@ -149,7 +149,7 @@ def test_domains_stay_together() -> None:
 def test_bad_transfers_are_refused() -> None:
     plan = plan_of((((0,), (1,)),))
     stray = Transfer(layer_number=1, expert=0, source_rank=0, target_rank=1, num_bytes=1)
-    with pytest.raises(ConfigError, match="from another rank and only once"):
+    with pytest.raises(ConfigError, match="must be from another rank and must occur once"):
         MigrationPlan(placement=plan, transfers=(stray,)).validate()
     with pytest.raises(ConfigError, match="expert_bytes"):
         MigrationPlan.between(plan, holdings(plan), [1, 2])

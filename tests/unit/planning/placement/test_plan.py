@@ -39,7 +39,7 @@ def test_round_trip_and_views() -> None:
     [
         ({"slots": [[[0, 0], [0]]]}, "layer 3: expert=1: must have at least one slot"),
         ({"slots": [[[0, 1, 1], [0]]]}, "slots of layer 3, rank 0"),
-        ({"slots": [[[0, 1]]]}, "slot lists of layer 3=1: must be 2"),
+        ({"slots": [[[0, 1]]]}, "slot lists of layer 3=1: must be 2 lists"),
         ({"slots": [[[0, 1], [2]]]}, "layer 3: expert=2: must be from 0 to 1"),
         ({"slots": [[[0, 1], [-1]]]}, "layer 3: expert=-1"),
         ({"layer_numbers": [3, 4]}, "layer_numbers"),

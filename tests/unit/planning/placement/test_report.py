@@ -105,7 +105,7 @@ def test_a_lowered_minimum_is_said() -> None:
     assert report().notes == ()
     short = report(nodes=3)
     assert short.kept_min_replicas == 1
-    assert short.notes == ("placement.min_replicas=2: there are too few slots; replicas of the rarest expert: 1",)
+    assert short.notes == ("placement.min_replicas=2: too few slots; the smallest number of replicas is 1",)
 
 
 def test_json_holds_the_survival_and_stages_that_a_schedule_can_name() -> None:

@@ -64,7 +64,7 @@ def test_a_dense_snapshot_replays_nothing() -> None:
 
 
 def test_a_missing_vote_is_named() -> None:
-    with pytest.raises(RecoveryError, match=r"vote of iteration 12 is not in the log, which has iterations \[11\]"):
+    with pytest.raises(RecoveryError, match=r"lacks iteration 12; it has \[11\]"):
         ReplayPlan.of(window(units(HEAD), units(REST), units(EMBEDDING)), 10, {11: vote(11)})
 
 

@@ -109,14 +109,14 @@ def test_what_cannot_be_is_refused() -> None:
     assert choose_target([good]) == Target(iteration=5, vote=vote_of(5))
     with pytest.raises(RecoveryError, match="no rank survives"):
         choose_target([])
-    with pytest.raises(RecoveryError, match="no surviving rank has state"):
+    with pytest.raises(RecoveryError, match="no surviving rank has the model state"):
         choose_target([replace(good, has_state=False)])
     assert choose_target([good, replace(good, rank=1, has_state=False)]) == Target(iteration=5, vote=vote_of(5))
     with pytest.raises(RecoveryError, match="rank 1 has completed iteration 4 and has no gradients of iteration 5"):
         choose_target([good, replace(good, rank=1, contributed=4, vote=vote_of(4))])
     with pytest.raises(RecoveryError, match="generation"):
         choose_target([good, replace(good, rank=1, generation=1)])
-    with pytest.raises(RecoveryError, match="vote"):
+    with pytest.raises(RecoveryError, match="results of iteration 5"):
         choose_target([good, replace(good, rank=1, vote=replace(vote_of(5), loss=9.0))])
     for wrong in ({"contributed": 3}, {"contributed": 6}, {"vote": vote_of(6)}, {"vote": vote_of(3)}):
         with pytest.raises(RecoveryError, match="rank 0"):

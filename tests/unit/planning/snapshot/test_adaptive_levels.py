@@ -234,9 +234,9 @@ def job(changes: dict[str, Any]) -> JobConfig:
         ({"snapshot.storage_bandwidth_bytes_per_second": 0.0}, "greater than 0"),
         (
             {"snapshot.policy": {"_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow"}},
-            "unless windows leave out experts",
+            "unless snapshots leave out experts",
         ),
-        ({"snapshot.policy": None}, "unless windows leave out experts"),
+        ({"snapshot.policy": None}, "unless snapshots leave out experts"),
         ({"snapshot.persist_interval_windows": 0}, "only before a stop"),
         (
             {"snapshot.policy": {**BUDGETED["snapshot.policy"], "num_persisted_experts": 1}},  # type: ignore[dict-item]
