@@ -277,7 +277,7 @@ def _check_launchers(config: JobConfig) -> None:
         wanted, reason = getattr(DetectorConfig(), field.name), "no agent watches the ranks"
         _is_default(f"detector.{field.name}", getattr(detector, field.name), wanted, launch.mode, reason)
     if launch.mode == "torchrun":
-        _is_default("launch.master_port", launch.master_port, 0, launch.mode, "the launcher chooses the port")
+        _is_default("launch.master_port", launch.master_port, 0, launch.mode, "the launcher chooses MASTER_PORT")
 
 
 def _is_default(key: str, value: object, wanted: object, mode: str, reason: str) -> None:

@@ -91,7 +91,7 @@ def test_changes_have_a_concern(override: str, concern: str | None) -> None:
 )
 def test_some_changes_cannot_be_allowed(override: str) -> None:
     found = changes(composed(), composed(override))
-    with pytest.raises(ConfigError, match="cannot be used with another"):
+    with pytest.raises(ConfigError, match="fits only the earlier value"):
         check_allowed(found, [change.key for change in found])
 
 
