@@ -157,7 +157,9 @@ def test_tally_without_mixtures_or_tokens() -> None:
     ],
 )
 def test_ranks_that_disagree_are_named(name: str, value: float) -> None:
-    with pytest.raises(TrainingStopped, match=rf"{name} is .* on rank 0 and .* on rank 2"):
+    with pytest.raises(
+        TrainingStopped, match=rf"{name} must be the same on every rank, but is .* on rank 0 and .* on rank 2"
+    ):
         settled(ballot(), ballot(), ballot(**{name: value}))
 
 
