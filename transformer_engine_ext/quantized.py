@@ -55,7 +55,7 @@ class QuantizedTensor:
         return factors_of(self.scales)
 
     def decode(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return codes times scales in ``dtype``. FP32 holds all results exactly; BF16 holds those of FP8 codes."""
+        """Multiply the codes by their scales, in ``dtype``. FP32 is exact for all codes, and BF16 for FP8 codes."""
         values = self.codes.to(torch.float32)
         if self.scales.numel() == 0:
             return values.to(dtype)

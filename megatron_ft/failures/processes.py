@@ -77,7 +77,7 @@ def processes_of(run_dir: Path, nodes: Iterable[int], ranks_per_node: int) -> It
 
 @contextlib.contextmanager
 def controllers_of(run_dir: Path) -> Iterator[list[HeldProcess]]:
-    """Find the living process of the job's controller. The list is empty while a controller is being replaced."""
+    """Return a list with the living process of the job's controller; empty while a controller is being replaced."""
     with _held(run_dir, lambda log: log == CONTROLLER_LOG) as held:
         yield held
 

@@ -37,7 +37,7 @@ class MembershipTrace:
     source: str
     """Name of the trace's file."""
     instants: tuple[_Instant, ...]
-    """Added and removed nodes of each moment, in order of time. Nodes added first are present at the beginning."""
+    """Nodes added and removed at each moment, in order of time. The first moment adds the nodes of the beginning."""
     num_repeated_rows: int = 0
     """Number of rows that repeat an earlier row and are therefore ignored."""
 

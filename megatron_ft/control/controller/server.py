@@ -35,8 +35,8 @@ class Item:
     """A report, registration or request that arrived in a call of an agent or an administrator."""
 
     origin: Origin | None
-    """Origin of a report; None for a registration or request. These need no number to detect a second delivery, because
-    a second delivery has no further effect."""
+    """Origin of a report, by which a second delivery is detected. None for a registration or request: their second
+    delivery has no further effect."""
     content: Message
     report: Report | None = None
     """The report that was parsed from ``content``; None if ``content`` is a registration or request."""

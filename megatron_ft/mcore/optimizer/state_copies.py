@@ -185,9 +185,9 @@ class StateCopies:
 def _keepers(
     plan: StateCopyPlan, placement: PlacementPlan | None, me: int
 ) -> dict[int | tuple[int, int], tuple[int, ...]]:
-    """Return the ranks that receive copies of the state of rank ``me``, by part of the state. The parts are the
-    non-expert shard (key ``NON_EXPERT``; without replicas, the whole shard) and each expert whose first replica is on
-    ``me`` (key: layer number, expert)."""
+    """Return the ranks that receive copies of the state of rank ``me``, by part of the state. The key ``NON_EXPERT``
+    stands for the non-expert shard or, without replicas, for the whole shard. The key (layer number, expert) stands for
+    an expert whose first replica is on ``me``."""
     found: dict[int | tuple[int, int], tuple[int, ...]] = {}
     position = plan.ranks.index(me)
     for operator in plan.operators:

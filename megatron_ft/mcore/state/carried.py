@@ -194,7 +194,7 @@ def seed_newcomer(seed: int, iteration: int, groups: Groups) -> None:
 
 @dataclass(frozen=True, kw_only=True)  # no slots, for ``cached_property``
 class MembershipMove:
-    """The ranks of a new membership, and the holding ``key`` (record of a rank's state) from which they continue."""
+    """The ranks of a new membership. They continue from the state of an earlier membership, which ``key`` names."""
 
     key: Key
     previous: Previous

@@ -329,7 +329,7 @@ class StragglerTimer:
 class ProfilerWindow:
     """Records some iterations of this process with ``torch.profiler``, and writes a trace file.
 
-    A process that joins during these iterations, or enters a new membership, records the later ones to another file. A
+    A process that enters a new membership during these iterations records its later iterations to another file. A
     failure to write the file does not stop training; the event about the trace contains the error.
     """
 

@@ -115,7 +115,7 @@ def _top(at_risk: Counts, numbers: Counts) -> Mask:
 
 
 def worst_next_loss(loads: npt.NDArray[np.float64], interval_iterations: int, num_experts: int) -> float:
-    """Return a bound of the tokens of one layer that one failure can lose, if its experts are captured in turn.
+    """Return the largest number of tokens that one failure can lose in a layer whose experts are captured in turn.
 
     An expert is captured in every ``ceil(experts / num_experts)``-th window. So right after a window, ``num_experts``
     experts were captured 0 windows ago, the next ones 1 window ago, and so on. The bound holds for any order of turns:

@@ -9,8 +9,8 @@ Rows = npt.NDArray[np.intp]
 
 
 def expand(counts: Column) -> tuple[Rows, Column]:
-    """Return two columns: the index of each row, repeated ``counts[row]`` times, and the number of each repetition,
-    which starts from 0 in each row."""
+    """Return two columns. The first contains each index of ``counts``, repeated ``counts[index]`` times. The second
+    numbers the repetitions of each index from 0."""
     rows = np.repeat(np.arange(len(counts)), counts)
     ends = np.cumsum(counts)
     return rows, np.arange(len(rows), dtype=np.int64) - np.repeat(ends - counts, counts)

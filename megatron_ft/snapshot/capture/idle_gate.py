@@ -109,7 +109,7 @@ class IdleGate:
     # -- copies -------------------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Prefer bubbles for the copies of a new batch, until ``release`` is called or no more bubbles are expected."""
+        """Begin a batch of copies. It waits for bubbles until ``release`` is called or no more bubbles are expected."""
         self._is_free = False
         self._update()
 
