@@ -1,4 +1,4 @@
-"""Compares measured values of a run with configured limits (alerts)."""
+"""Compares measured values of a run with configured limits. An alert is the result for one value."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ class AlertLimits:
     slowest_rank_over_median: float | None = None
     """Largest ratio of the slowest rank's time to the median rank's time for the same work."""
     lost_token_share: float | None = None
-    """Largest share of all tokens whose updates of experts recoveries have lost, or would lose now."""
+    """Largest share of tokens whose expert updates were lost in recoveries, or would be lost in a recovery now."""
 
     def judge(self, figures: "AlertFigures") -> "Iterator[Alert]":
         """Compare each value in ``figures`` with its limit; values that are None or have no limit are left out."""

@@ -21,7 +21,7 @@ sum of the parts is a, and if ``a <= c``, no part is larger than its weight. The
    c. Otherwise, for k from the highest level down to 1, tokens of experts of level k - 1 move from ranks of level k
       above the limit (giving ranks) to ranks of level k - 1 (taking ranks):
 
-      * The wish of a giving rank is its load minus the limit: first tokens from other ranks, split by
+      * A giving rank wishes to give its load minus the limit. It first gives tokens from other ranks, split by
         ``max(0, Q - T)``, then its own tokens, split by ``min(Q, T)``. ``want[e]`` is the sum of the wishes for e.
       * If k is 1, the offer of a taking rank is its room (the limit minus its load), but at most the sum of ``want``
         over its experts; it is split by ``want``. ``min(want[e], sum of the offers for e)`` tokens of e move. If k is
@@ -113,7 +113,7 @@ class _Groups:
         return total
 
     def split(self, amounts: Integers, weights: npt.NDArray[Any]) -> Integers:
-        """Divide the amount of each group among its pairs in proportion to ``weights`` [P]; 0 if all weights are 0."""
+        """Divide each group's amount among its pairs in proportion to ``weights`` [P]. If all are 0, parts are 0."""
         group, weight = self._group_of[self._order], weights[self._order]
         totals = self.sum(weights)
         end = np.cumsum(weight) - (np.cumsum(totals) - totals)[group]

@@ -49,7 +49,7 @@ def quotas(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], shares: str = B
 
     Raises:
         ConfigError: the arrays are not integers of one shape, an entry is negative, an expert without replicas has
-            tokens, or there are ``MAX_TOKENS`` tokens or more with ``balanced``.
+            tokens, or ``shares`` is ``balanced`` and the number of tokens is not below ``MAX_TOKENS``.
     """
     assert shares in SHARES, f"placement.shares={shares}: must be one of {', '.join(SHARES)}"
     counts, copies = _checked(tokens, replicas)

@@ -115,7 +115,7 @@ class WindowReport:
     """
 
     replicated_windows: int = 0
-    """Windows complete on this node and its peers (nodes with copies). In a vote, windows that all ranks report."""
+    """Windows that this node and its peers (nodes with copies) have in full. In a vote, those that all ranks report."""
     given_up_windows: int = 0
     """Windows that at least one peer will never receive. In a vote, windows that any rank reports."""
     has_free_buffer: int = 1
@@ -362,8 +362,8 @@ class History:
         return replace(self, tokens=(self.tokens or TokenLedger.empty(lost)).after_loss(lost))
 
     def owed(self, layers: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """Return the lost tokens of each expert minus the additional tokens that it has processed to make up for them,
-        by layer number. ``layers`` are the MoE layers whose tokens are counted."""
+        """Return, for each layer number, the tokens that each expert still owes: its lost tokens minus the additional
+        tokens that it has processed to make up for them. ``layers`` are the MoE layers whose tokens are counted."""
         return {} if self.tokens is None else dict(zip(layers, self.tokens.owed(), strict=True))
 
     def to_json(self) -> dict[str, Any]:

@@ -40,9 +40,9 @@ from megatron_ft.planning.upstream_log import UpstreamLogReport
 from megatron_ft.topology import Topology
 
 SLOTS_RATIO = 1.5
-"""Largest ratio of the derived number of replica slots per rank to the number that ``placement.min_replicas`` requires.
-With this ratio, the busiest rank has hardly more tokens than the mean (claim ``balance``), so more slots would not make
-training faster."""
+"""Largest derived number of replica slots per rank, as a multiple of the number that ``placement.min_replicas``
+requires. With this multiple, the busiest rank has hardly more tokens than the mean (claim ``balance``), so more slots
+would not make training faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,7 @@ def with_slots(config: JobConfig, device: str, data: Callable[[], DataSummary]) 
 
 def with_prebuilt_parts(config: JobConfig, device: str, data: Callable[[], DataSummary]) -> tuple[JobConfig, str]:
     """Return ``config`` with the number of model parts (weights of one pipeline stage and tensor-parallel coordinate)
-    that a spare builds in advance, and the reason for it. The arguments are those of ``with_slots``."""
+    that a spare builds in advance, and the reason for this number. The arguments are those of ``with_slots``."""
     nodes, limit = config.nodes, config.limits.host_memory_bytes
     if nodes.num_prebuilt_parts is not None:
         return config, "nodes.num_prebuilt_parts"

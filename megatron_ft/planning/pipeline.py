@@ -30,8 +30,8 @@ class LogKey:
     """Chunk (group of layers) of the sending stage."""
     direction: Direction
     generation: int
-    """Number of the membership that sent the tensor last. Later memberships may use the tensor if its iteration is
-    committed."""
+    """Generation (index of the membership) in which the tensor was last sent. Later memberships may use the tensor if
+    its iteration is committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ class RoutingTrace:
     tokens: Tokens
     """Numbers of tokens ``[records, layers, experts]``; every layer of every record has tokens."""
     start: int
-    """Number of the record that iteration 1 uses."""
+    """Index of the record that iteration 1 uses."""
     dropped_layers: int
     """Number of layers at the end of the file that the model does not use."""
     dropped_experts: int
@@ -49,7 +49,7 @@ class RoutingTrace:
 
         Raises:
             DataError: the file has too few layers or experts, or a layer has no tokens in a record.
-            ConfigError: ``model.router_trace_start`` is not the number of a record.
+            ConfigError: ``model.router_trace_start`` is not the index of a record.
         """
         layers = tuple(number for number in range(1, model.num_layers + 1) if is_moe_layer(model, number))
         tokens: Tokens = recorded.tokens.sum(axis=(1, 3))
@@ -69,10 +69,10 @@ class RoutingTrace:
         return trace
 
     def validate(self) -> None:
-        """Check that ``start`` is the number of a record and that every layer of every record has tokens.
+        """Check that ``start`` is the index of a record and that every layer of every record has tokens.
 
         Raises:
-            ConfigError: ``start`` is not the number of a record.
+            ConfigError: ``start`` is not the index of a record.
             DataError: a layer of a record has no tokens.
         """
         if not 0 <= self.start < self.num_records:
@@ -92,7 +92,7 @@ class RoutingTrace:
         return int(self.tokens.shape[0])
 
     def record_of(self, iteration: int) -> int:
-        """Return the number of the record for an iteration (from 1). Evaluation (iteration 0) uses record ``start``."""
+        """Return the index of the record for an iteration (from 1). Evaluation (iteration 0) uses record ``start``."""
         return (self.start + max(iteration, 1) - 1) % self.num_records
 
     def loads(self, iteration: int, layer_number: int) -> list[float]:
@@ -101,7 +101,7 @@ class RoutingTrace:
         return loads
 
     def wrap(self, train_iterations: int) -> str | None:
-        """Return a note if the run has more iterations than records from ``start`` to the last one; None otherwise."""
+        """Return a note if the run needs more records than exist from record ``start`` on; None otherwise."""
         last = self.num_records - self.start
         if train_iterations <= last:
             return None

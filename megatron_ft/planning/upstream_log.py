@@ -139,7 +139,7 @@ def _tensor_bytes(config: JobConfig) -> int:
 
 
 def num_entries(config: JobConfig, stage: int) -> int:
-    """Return the number of tensors that a rank of ``stage`` logs in one iteration, also of padding microbatches."""
+    """Return the number of tensors that a rank of ``stage`` logs in one iteration. Padding microbatches count too."""
     shape = pipeline_shape(config)
     return len(sends(shape, stage, "forward")) + len(sends(shape, stage, "backward"))
 

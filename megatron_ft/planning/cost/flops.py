@@ -66,7 +66,7 @@ class TokenFlops:
 
 
 def _attention(model: ModelConfig) -> tuple[int, int]:
-    """Return the number of weights of attention's projections, and of multiplications for one pair of tokens."""
+    """Return two counts: weights of the attention projections, and multiplications for one pair of tokens."""
     channels = head_channels(model)
     queries = model.num_attention_heads * channels
     keys = (model.num_query_groups or model.num_attention_heads) * channels
@@ -96,8 +96,8 @@ PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"L40S", {"fp8": 733.0, "bf16": 362.0, "fp16": 362.0, "fp32": 91.6}),
     (r"V100-SXM2", {"fp16": 125.0, "fp32": 15.7}),
 )
-"""Peak rates of GPUs in TFLOP/s by pattern of the device's name and by number format, from NVIDIA's data sheets. They
-are rates without sparsity, and for FP32 without TF32, which PyTorch does not use by default."""
+"""Peak rates in TFLOP/s by number format, from NVIDIA's data sheets. A pattern of the device name selects the GPU. The
+rates are without sparsity. FP32 rates are without TF32, because PyTorch does not use TF32 by default."""
 
 
 def peak_tflops(given: float | None, device_name: str | None, precision: PrecisionConfig) -> float | None:
@@ -133,8 +133,8 @@ class Throughput:
         )
 
     def figures(self, num_samples: int, num_tokens: int, seconds: float, *, world_size: int) -> dict[str, float]:
-        """Return the metrics of an iteration with ``num_samples`` samples, of which ``num_tokens`` tokens count in the
-        loss. On CPUs, each rank counts as a GPU. If the peak rate is unknown, ``mfu`` is left out."""
+        """Return the metrics of an iteration with ``num_samples`` samples. ``num_tokens`` is the number of their tokens
+        that count in the loss. On CPUs, each rank counts as a GPU. If the peak rate is unknown, ``mfu`` is left out."""
         num_gpus = world_size / self.ranks_per_gpu
         rate = self.flops_per_sample * num_samples / seconds / num_gpus / 1e12
         found = {"tokens_per_second_per_gpu": num_tokens / seconds / num_gpus, "tflops_per_gpu": rate}

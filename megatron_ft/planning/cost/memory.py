@@ -134,8 +134,8 @@ class RankMemory:
 
 
 def optimizer_bytes(config: JobConfig, num_parameters: int) -> tuple[int, int]:
-    """Return the bytes of master weights, and of both moments, of ``num_parameters`` parameters. Scales of
-    low-precision formats are included. FP32 weights have no separate master weights."""
+    """Return two sizes in bytes for ``num_parameters`` parameters: of the master weights, and of both moments together.
+    Scales of low-precision formats are included. FP32 weights have no separate master weights."""
     formats = config.precision.optimizer_formats
     if formats is None:
         value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]

@@ -41,7 +41,7 @@ class Prediction:
     """Predicted duration of a recovery, or the inputs that are missing for a prediction."""
 
     seconds: float | None
-    """Seconds from the failure until ranks train again after the newest committed iteration."""
+    """Seconds from the failure until ranks train the iteration that follows the newest committed one."""
     unknown: tuple[str, ...] = ()
     """Missing inputs, e.g. ``snapshot.iteration_seconds=null``; empty if ``seconds`` is known."""
 

@@ -2,7 +2,7 @@
 
 If failures are a Poisson process of rate 1 / MTBF (MoEvement, section 2.4), then
 ``ETTR = 1 / (1 + T_ckpt / (T_iter * interval)) * 1 / (1 + E[R] / MTBF)``. ``T_ckpt`` is the stall of a snapshot,
-``T_iter`` the time of an iteration, and ``E[R]`` the mean cost of a failure in time. The first factor counts the cost
+``T_iter`` the time of an iteration, and ``E[R]`` the mean time that a failure costs. The first factor counts the cost
 of snapshots, the second factor the cost of failures. Start-up, evaluations and queueing are not included.
 """
 

@@ -116,7 +116,7 @@ def integer_loads(loads: Sequence[float]) -> list[int]:
 def base_counts(replica_counts: Sequence[int], floor: int, num_slots: int) -> tuple[int, ...]:
     """Return each expert's number of base copies, ``[E]``: ``floor``, or more if ``num_slots`` slots allow more.
 
-    Experts with the fewest base copies get more first. ``replica_counts`` limits the base copies of each expert.
+    Further copies go to the experts with the fewest first. ``replica_counts`` limits the base copies of each expert.
     """
     counts = np.asarray(replica_counts, dtype=np.int64)
     base = np.minimum(counts, floor)
@@ -233,7 +233,7 @@ def _fill_up(result: Counts, free: list[int], loads: npt.NDArray[np.float64]) ->
 
 
 def match_domains(base: Sequence[Counts], held: Sequence[Counts], capacities: Sequence[int]) -> list[Counts]:
-    """Exchange domains of ``base`` that have equal numbers of slots, alike in all layers, so that few base copies move.
+    """Exchange domains of ``base`` with equal numbers of slots, the same in all layers, so that few base copies move.
 
     Args:
         base: base copies of each layer, ``[L][E, D]``.

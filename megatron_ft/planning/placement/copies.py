@@ -98,7 +98,7 @@ class StateCopyPlan:
     ) -> "StateCopyPlan":
         """Assign owners to the optimizer state of every expert and every non-expert part.
 
-        The first owner of a shard is a rank that computes with the operator (for a non-expert part, each rank in turn).
+        A shard's first owner is a rank that computes with the operator. Each such rank is first owner of one shard.
         The other owners are in the next failure domains of a cycle that begins with the domains of computing ranks. So
         after the loss of any ``num_state_copies - 1`` domains, every shard still has an owner, even if fewer ranks
         compute with the operator.

@@ -28,7 +28,7 @@ class Losses:
     """Weight of each set, ``[M]``."""
 
     def dead(self, held: Masks) -> Bools:
-        """Return bools ``[..., M]``: whether experts in the domains ``held`` (masks ``[...]``) are lost in loss m."""
+        """Return bools ``[..., M]``: whether loss m includes all domains ``held`` (masks ``[...]``) of an expert."""
         wide = held[..., None]
         return np.asarray((self.masks & wide) == wide)
 

@@ -37,7 +37,7 @@ def overlap(replica_counts: Sequence[int], capacities: Sequence[int], loads: Seq
 
 
 def group_sizes(num_experts: int, num_slots: int) -> list[int]:
-    """Return the sizes of the groups: ``num_slots`` for all groups, except a smaller last group if experts remain."""
+    """Return the sizes of the groups: ``num_slots`` each. Remaining experts form a smaller last group."""
     full, rest = divmod(num_experts, num_slots)
     return [num_slots] * full + ([rest] if rest else [])
 

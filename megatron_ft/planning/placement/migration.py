@@ -306,8 +306,8 @@ def _mapping(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[i
 
 
 def _inner(costs: Costs, actual: Sequence[int], part: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
-    """Give the slots of the positions ``part`` to the ranks at the positions ``actual`` so that the fewest bytes move.
-    Return the number of moved bytes, and for each rank its position and the position whose slots it gets."""
+    """Assign the slots of the ranks ``part`` to the ranks ``actual`` so that the fewest bytes move. Return the moved
+    bytes and pairs (rank, rank whose slots it gets). All ranks are given as positions in the plan."""
     block = costs[np.ix_(actual, part)]
     pairs = _assign(block)
     return int(sum(block[row, column] for row, column in pairs)), [(actual[r], part[c]) for r, c in pairs]

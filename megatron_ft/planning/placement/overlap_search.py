@@ -71,8 +71,8 @@ class OverlapSearch(PlacementBase):
     balance: bool = True
     """Whether the search also evens out the loads of failure domains; this requires ``loads``."""
     survival_share: float = 0.0
-    """Share of the slots whose copies are placed for survival instead of balance, if loads are given: 0 for only the
-    ``min_replicas`` base copies of every expert, 1 for all copies."""
+    """Share of the slots whose copies are placed for survival; other copies are placed for balance. Survival gets at
+    least the ``min_replicas`` base copies of every expert, and all copies if loads are not given."""
 
     def fill(
         self,
@@ -129,8 +129,8 @@ class OverlapSearch(PlacementBase):
         loads: Sequence[Sequence[float] | None],
         min_replicas: int | None,
     ) -> list[Counts] | None:
-        """Return the base copies of each layer, ``[L][E, D]``. If ``survival_share`` is 1, a layer has no loads, or the
-        replica counts leave no extra copies, return None: ``fill`` then places all copies for survival."""
+        """Return the base copies of each layer, ``[L][E, D]``. Return None if ``fill`` places all copies for survival:
+        if ``survival_share`` is 1, the loads of a layer are missing, or the replica counts leave no extra copies."""
         if self.survival_share == 1 or any(load is None for load in loads):
             return None
         floor = min([*map(min, replica_counts), *([] if min_replicas is None else [min_replicas])])
@@ -306,8 +306,8 @@ def search_base(
 def _cheaper(
     kept: tuple[tuple[int, ...], ...], fresh: tuple[tuple[int, ...], ...], loads: Sequence[float]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the placement ``fresh`` if it saves more than ``WORTH_MOVING`` of the busiest rank's tokens in ``kept``,
-    otherwise ``kept``."""
+    """Return ``fresh`` if its busiest rank has fewer tokens than that of ``kept`` by more than the fraction
+    ``WORTH_MOVING``, otherwise ``kept``. Both are placements of one layer."""
     # Even shares never give the busiest rank fewer tokens than balanced shares, and they are cheaper to compute.
     if len(kept) <= MAX_BALANCED_RANKS:
         before, after = (busiest_tokens(copies_per_rank(slots, len(loads)), loads) for slots in (kept, fresh))

@@ -194,8 +194,8 @@ class SurvivalObjective:
     def weights(self, num_domains: int) -> tuple[float, ...]:
         """Return the weights of losing 0, 1, ... domains, up to the last weight that is not 0; their sum is 1.
 
-        If ``lost_weights`` has weights only for more lost domains than exist, the loss of all domains but one gets all
-        weight.
+        If ``lost_weights`` is 0 for every number of lost domains up to ``num_domains``, the loss of ``num_domains - 1``
+        domains (at least one) has weight 1.
         """
         geometric = (self.lost_ratio**lost for lost in range(1, num_domains + 1))
         chosen = self.lost_weights or tuple(weight for weight in geometric if weight > NEGLIGIBLE)

@@ -49,7 +49,7 @@ class StartOver:
 
 
 def _has_unusable_state(loss: Loss, facts: RecoveryFacts) -> bool:
-    """Whether the run may have saved state that ranks cannot load or, because of ``recovery.strategies``, may not load.
+    """Whether saved state may exist that ranks are unable to load or that ``recovery.strategies`` forbids to load.
     If so, ranks refuse to start at iteration 0 unless ``run.start_over=true``."""
     if loss.stored is None:
         return facts.snapshot is not None or facts.config.checkpoint.save_interval_iterations > 0

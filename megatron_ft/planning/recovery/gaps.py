@@ -39,7 +39,7 @@ class Gap:
     nodes: tuple[int, ...]
     """Nodes whose loss the gap describes; each node is lost alone."""
     changes: tuple[str, ...]
-    """Arguments of the command that improve the recovery, e.g. ``recovery.min_nodes=3``; empty if none were found."""
+    """Command-line arguments that improve the recovery, e.g. ``recovery.min_nodes=3``; empty if none were found."""
     strategy: str
     """Description of the recovery with these changes; empty if no changes were found."""
     obstacles: tuple[str, ...]

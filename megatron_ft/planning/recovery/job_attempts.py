@@ -12,7 +12,7 @@ from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES
 
 # A single failure may be a coincidence.
 MOST_FAILURES = 2
-"""Number of failures, in the newest ``MEMORY`` attempts, from which a host is used only if other hosts are too few."""
+"""A host with at least this many failures in the newest ``MEMORY`` attempts is used only if others are too few."""
 MEMORY = 10
 """Number of newest attempts whose failures count. Older failures are ignored, because any machine fails at times."""
 
@@ -105,7 +105,7 @@ class Verdict:
     next: Next
     reason: str
     is_final: bool = False
-    """Whether no other job should continue the run, because it is complete or because the user must change something
+    """Whether the run must not be continued by another job: the run is complete, or the user must change something
     first."""
 
 

@@ -31,7 +31,7 @@ class LaneLimits:
     """EP times expert TP; None if experts are placed in slots. Ranks of a stage hold the same experts if their numbers
     differ by a multiple of this product."""
     optimizer_bytes: tuple[int, int] = (1, 1)
-    """Bytes of a stage's non-expert and expert optimizer state. TP·CP groups get lanes so that few bytes move."""
+    """Bytes of a stage's optimizer state: non-expert, expert. TP·CP groups get lanes so that few of them move."""
 
     @classmethod
     def of(
@@ -78,7 +78,7 @@ class MembershipLayout:
 
     @classmethod
     def of(cls, nodes: Sequence[int], processes: Sequence[int], ranks_per_node: int) -> "MembershipLayout":
-        """Return the layout of ``nodes`` in which ``processes`` have a rank, in this order."""
+        """Return the layout of a membership of ``nodes``. ``processes`` contains the process of each rank, in order."""
         every = {process for node in nodes for process in range(node * ranks_per_node, (node + 1) * ranks_per_node)}
         spares = tuple(sorted(every - set(processes)))
         return cls(nodes=tuple(nodes), processes=tuple(processes), spares=spares, ranks_per_node=ranks_per_node)
@@ -90,7 +90,7 @@ class MembershipLayout:
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """Number of each rank's process on its node, from 0."""
+        """Index of each rank's process on its node, from 0."""
         return tuple(process % self.ranks_per_node for process in self.processes)
 
     def rank_of(self, process: int) -> int | None:

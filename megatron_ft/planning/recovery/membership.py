@@ -134,11 +134,11 @@ class NextMembership:
 
     generation: int
     previous_ranks: tuple[int | None, ...]
-    """Number of each rank in the previous membership; None for a *joining* rank, which has no state."""
+    """Rank that each rank had in the previous membership; None for a *joining* rank, which has no state."""
     nodes: tuple[int, ...]
     """Node of each rank. Node numbers never change."""
     local_ranks: tuple[int, ...] = ()
-    """Number of each rank's process on its node, from 0. If empty, the ranks of a node are its first processes, in
+    """Index of each rank's process on its node, from 0. If empty, the ranks of a node are its first processes, in
     order."""
     members: tuple[int, ...] = ()
     """All nodes of the membership. An empty tuple stands for the nodes of the ranks."""

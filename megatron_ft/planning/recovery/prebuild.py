@@ -18,7 +18,7 @@ class PrebuildPlan:
     """Parts of the model that each spare builds in advance. A place is the position of a node in the layout."""
 
     parts: tuple[tuple[int, ...], ...]
-    """Places of the nodes that need each part, ascending. Parts with more nodes come first, then by place."""
+    """Places of the nodes that need each part, ascending. Parts are sorted by node count (descending), then place."""
     stages: tuple[tuple[int, ...], ...]
     """Pipeline stages whose layers each part contains."""
     num_built: int
@@ -57,14 +57,14 @@ class PrebuildPlan:
         )
 
     def of_node(self, node: int) -> tuple[int, ...]:
-        """Return the numbers of the parts that ``node`` builds while it is a spare, in the order of building."""
+        """Return the indices of the parts that ``node`` builds while it is a spare, in the order of building."""
         num_parts = len(self.parts)
         # A former member begins with the part in which it trained.
         first = self.part_of(node) if node < self.num_nodes else (node - self.num_nodes) % num_parts
         return tuple((first + offset) % num_parts for offset in range(self.num_built))
 
     def part_of(self, place: int) -> int:
-        """Return the number of the part that contains ``place`` (position of a node in the layout)."""
+        """Return the index of the part that contains ``place`` (position of a node in the layout)."""
         return next(number for number, part in enumerate(self.parts) if place in part)
 
     def assign(self, places: Iterable[int], spares: Sequence[int]) -> Mapping[int, int]:

@@ -14,7 +14,7 @@ class _ReplayStep:
     """Step of a replay: it loads a slice, if one is left, and then runs an iteration again."""
 
     load: int | None
-    """Number of the slice to load; None if all slices were loaded in earlier steps."""
+    """Index of the slice to load; None if all slices were loaded in earlier steps."""
     active: tuple[OperatorId, ...]
     """Operators with at least one part whose full state has been loaded."""
     frozen: tuple[OperatorId, ...]

@@ -21,17 +21,17 @@ class StoredWindow:
 
     start_iteration: int
     generation: int
-    """Number of the membership that captured the window; windows of different generations are never mixed."""
+    """Index of the membership that captured the window. Windows of different memberships are never mixed."""
     num_slices: int
     num_held: int
-    """Number of slices that are stored together with their hashes."""
+    """Number of stored slices. A slice counts only if its hash is stored too."""
     where: Where
     node: int = -1
     """Node whose memory contains the window; -1 for storage."""
     committed: bool = False
     """Whether every rank's window with this ``key`` is replicated."""
     buffer: int | None = None
-    """Number of the buffer that contains the window; None on storage and in the inventory of a peer."""
+    """Index of the buffer that contains the window; None on storage and in the inventory of a peer."""
 
     @property
     def key(self) -> WindowKey:

@@ -29,7 +29,7 @@ class UnitBytes:
         return UnitBytes(full=self.full[list(rows)], frozen=self.frozen[list(rows)])
 
     def distinct_ranks(self) -> "UnitBytes":
-        """Return the table with only one column for all ranks that capture the same bytes of every unit."""
+        """Return the table without repeated columns. Ranks have equal columns if all their units have equal sizes."""
         # Data-parallel ranks often capture equal sizes, and every step of a packing costs time for each column.
         columns = np.concatenate([self.full, self.frozen]).T
         first = sorted({column.tobytes(): rank for rank, column in reversed(list(enumerate(columns)))}.values())
@@ -126,7 +126,7 @@ class Demand:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ShardTable:
     operators: Indices
-    """Row number of each shard's operator, ``[shards]``."""
+    """Index of each shard's operator in ``Demand.operators``, ``[shards]``."""
     values: Matrix
     """Table ``[shards, 9]`` with the columns: number of elements; rank; bytes of the full state per element, and per
     shard; bytes of the compute weights per element, and per shard; elements per block, which is 1 without scales; bytes

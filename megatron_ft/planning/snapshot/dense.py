@@ -17,8 +17,8 @@ class DenseInterval:
     interval_iterations: int
     """Iterations from one snapshot to the next."""
     replan_drift: float = 0.2
-    """Relative change, of the bytes that an iteration can capture or of the snapshot's bytes, above which a new plan is
-    made."""
+    """Relative change above which a new plan is made: the change of the bytes that an iteration can capture, or of the
+    snapshot's bytes."""
     trigger: ClassVar[None] = None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
@@ -44,8 +44,8 @@ class OverheadBounded:
     max_overhead: float = 0.03
     """Largest share of training time that stalls may take."""
     replan_drift: float = 0.2
-    """Relative change, of the bytes that an iteration can capture or of the snapshot's bytes, above which a new plan is
-    made."""
+    """Relative change above which a new plan is made: the change of the bytes that an iteration can capture, or of the
+    snapshot's bytes."""
     trigger: ClassVar[None] = None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
@@ -75,8 +75,8 @@ class GeminiStyle:
     mtbf_seconds: float
     """Mean time between failures of the whole job."""
     replan_drift: float = 0.2
-    """Relative change, of the bytes that an iteration can capture or of the snapshot's bytes, above which a new plan is
-    made."""
+    """Relative change above which a new plan is made: the change of the bytes that an iteration can capture, or of the
+    snapshot's bytes."""
     trigger: ClassVar[None] = None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:

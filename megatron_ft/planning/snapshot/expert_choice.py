@@ -22,7 +22,7 @@ class ExpertChoice(Protocol):
         """Choose ``num_experts`` experts in each layer on average.
 
         Args:
-            number: number of the window, counted from the start of the run.
+            number: index of the window, counted from the start of the run.
             num_experts: number of experts to choose in each layer on average; at most the number of experts of a layer.
             at_risk: tokens that each expert has processed since its last capture, ``[MoE layers, experts]``.
             num_groups: number of equal groups of consecutive experts; the experts of a group are on the same ranks.
@@ -61,8 +61,8 @@ class RoundRobin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadAware:
-    """Chooses, in each layer, the experts with the most tokens at risk, which are the tokens since their last capture
-    (MoC-System, section 3.2, load-aware selection)."""
+    """Chooses, in each layer, the experts that have processed the most tokens since their last capture (load-aware
+    selection; MoC-System, section 3.2)."""
 
     def choose(self, number: int, num_experts: int, at_risk: Counts, num_groups: int) -> Mask:
         return _top(at_risk, np.full(len(at_risk), num_experts))
@@ -70,8 +70,8 @@ class LoadAware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRisk:
-    """Divides the number of experts of a window over the layers, in proportion to the layers' tokens at risk. Chooses,
-    in each layer, the experts with the most tokens at risk (MoEtion, algorithm 1)."""
+    """Chooses a number of experts in each layer in proportion to the tokens at risk in the layer, and the experts that
+    have processed the most tokens since their last capture (MoEtion, algorithm 1)."""
 
     def choose(self, number: int, num_experts: int, at_risk: Counts, num_groups: int) -> Mask:
         return _top(at_risk, _per_layer(at_risk.sum(axis=1).tolist(), num_experts * len(at_risk), at_risk.shape[1]))

@@ -13,8 +13,8 @@ from megatron_ft.planning.snapshot.memory import PeerAssignment
 from megatron_ft.topology import Topology
 
 Sharding = Literal["none", "zero1", "zero2", "zero3"]
-"""State that data-parallel ranks divide among themselves, in this order: nothing (each rank has the whole optimizer);
-optimizer state (the distributed optimizer); also gradients; also weights."""
+"""State that data-parallel ranks divide among themselves. ``none``: nothing; ``zero1``: optimizer state (the
+distributed optimizer); ``zero2``: also gradients; ``zero3``: also weights."""
 Kind = Literal["weights", "optimizer", "expert_weights", "expert_optimizer"]
 KINDS: tuple[Kind, ...] = ("weights", "optimizer", "expert_weights", "expert_optimizer")
 

@@ -20,8 +20,8 @@ class PeerAssignment:
     num_copies: int
     """Number of other failure domains that must contain the windows of a node."""
     already_held: tuple[tuple[int, ...], ...] = ()
-    """Other nodes that capture the same bytes as each node, so that the node needs fewer copies. Empty if no two nodes
-    capture the same bytes."""
+    """For each node, the other nodes that capture the same bytes. They count as copies of the node. Empty if no two
+    nodes capture the same bytes."""
 
     def sources_of(self, node: int) -> tuple[int, ...]:
         """Return the nodes for which ``node`` stores copies of windows."""
@@ -213,11 +213,11 @@ class BufferStates:
     rank."""
 
     replicated: Mapping[int, int] = field(default_factory=dict)
-    """Start iteration of each replicated window, by the number of its buffer."""
+    """Start iteration of each replicated window; the key is the index of its buffer."""
     given_up: Mapping[int, int] = field(default_factory=dict)
-    """Start iteration of each window that at least one peer will never receive, by the number of its buffer."""
+    """Start iteration of each window that at least one peer will never receive; the key is the buffer index."""
     pinned: frozenset[int] = frozenset()
-    """Numbers of the buffers that are being written to storage and must not be changed or reused."""
+    """Indices of the buffers that are being written to storage and must not be changed or reused."""
     knows_commits: bool = True
     """Whether the server has processed every commit. Otherwise a commit may still pin a buffer, and the buffer then
     cannot be reused until its window is on storage."""
@@ -230,7 +230,7 @@ class WindowBuffers:
     """Windows in a rank's buffers: at most one committed, one being replicated and one being captured."""
 
     held: dict[int, int] = field(default_factory=dict)
-    """Number of the buffer of each window, by the window's start iteration."""
+    """Index of the buffer of each window; the key is the window's start iteration."""
     committed: int = -1
     """Start iteration of the newest committed window; -1 before the first."""
 
@@ -272,7 +272,7 @@ class WindowBuffers:
         return WindowBuffers(held=held, committed=committed)
 
     def free(self, pinned: Set[int] = frozenset()) -> int | None:
-        """Return the number of a buffer that contains no window and is not in ``pinned``; None if no buffer is free."""
+        """Return the index of a buffer that contains no window and is not in ``pinned``; None if no buffer is free."""
         return min(self._unheld() - pinned, default=None)
 
     def begin(self, start_iteration: int, pinned: Set[int] = frozenset()) -> "WindowBuffers":

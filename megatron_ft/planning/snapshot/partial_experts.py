@@ -107,7 +107,7 @@ class ChoiceBasis:
     """Inputs of the choice of experts for one window, equal on all ranks. Arrays have the MoE layers as rows."""
 
     number: int
-    """Number of the window, counted from the start of the run."""
+    """Index of the window, counted from the start of the run."""
     at_risk: Counts
     """Tokens that each expert has processed since its last capture, ``[MoE layers, experts]``."""
     iteration_loads: np.ndarray
@@ -134,8 +134,8 @@ class StorageBasis:
     at_risk: Counts
     """Tokens of each expert that a recovery from the window in memory would lose."""
     stored_at_risk: Counts
-    """Tokens of each expert that a recovery from the next file would lose, if the next file had the same state of the
-    expert as the newest file."""
+    """Tokens of each expert that a recovery from the next file would lose if the next file copied the state of this
+    expert from the newest file."""
     lost_share: float
     """Share of the planned tokens that have been lost so far (PLT)."""
     planned_tokens: int
@@ -153,8 +153,8 @@ class StorageBasis:
         Experts that were captured since the newest file come first: they are as new as possible.
 
         Args:
-            oldest_first: whether experts that were stored longest ago come first. Otherwise the experts come first for
-                which a new file saves the most tokens from being lost.
+            oldest_first: whether the order is by the age of the stored state, oldest first. Otherwise the order is by
+                the number of tokens that a newer state in the file saves from being lost, most first.
         """
         is_newer = self.captured_at > self.stored_at
         urgency = self.stored_at if oldest_first else self.at_risk - self.stored_at_risk
@@ -226,14 +226,14 @@ class PartialExperts:
     """Iterations from one window to the next."""
     num_persisted_experts: int | None = None
     """Experts of each layer whose state is written to storage with a window (K_persist); at most ``num_experts``. null
-    writes all that the window has, or as many as ``snapshot.storage_bandwidth_bytes_per_second`` allows."""
+    writes all experts, or as many as ``snapshot.storage_bandwidth_bytes_per_second`` allows."""
     choice: ExpertChoice = field(default_factory=Sequential)
     """Choice of the experts."""
     leave_out: tuple[str, ...] = ("masters", "moments")
     """Parts of the state of an expert that a window leaves out: ``masters`` (master weights), ``moments``, or both."""
     send_gradients: bool = False
-    """Whether peers get only the gradients of an expert that the window of the iteration before has captured, too, and
-    repeat the update (MoEtion, section 5.2): 4 bytes of each parameter instead of 12."""
+    """Whether peers get only the gradients of an expert (4 bytes per parameter instead of 12) and repeat its update, if
+    the window that started one iteration earlier has also captured the expert (MoEtion, section 5.2)."""
     max_lost_share: float | None = 0.0375
     """Bound of the proportion of lost tokens (PLT) in the whole training. A window captures more experts, up to all, if
     the next failure could exceed this bound. null keeps the number."""
@@ -350,14 +350,14 @@ class SelectiveExperts:
     """Iterations from one window to the next."""
     num_persisted_experts: int | None = None
     """Experts of each layer whose state is written to storage with a window; at most ``num_experts``. null writes all
-    that the window has, or as many as ``snapshot.storage_bandwidth_bytes_per_second`` allows."""
+    experts, or as many as ``snapshot.storage_bandwidth_bytes_per_second`` allows."""
     choice: ExpertChoice = field(default_factory=LoadAware)
     """Choice of the experts."""
     leave_out: tuple[str, ...] = ("masters", "moments")
     """Parts of the state of an expert that a window leaves out: ``masters`` (master weights), ``moments``, or both."""
     send_gradients: bool = False
-    """Whether peers get only the gradients of an expert that the window of the iteration before has captured, too, and
-    repeat the update (MoEtion, section 5.2): 4 bytes of each parameter instead of 12."""
+    """Whether peers get only the gradients of an expert (4 bytes per parameter instead of 12) and repeat its update, if
+    the window that started one iteration earlier has also captured the expert (MoEtion, section 5.2)."""
     replan_drift: float = 0.2
     """Relative change above which a new plan is made: the change of the bytes that an iteration can capture, or of the
     whole state's bytes."""
@@ -406,7 +406,7 @@ class SelectiveExperts:
         return _within(state, wanted, basis.at_risk, basis.budget_bytes)
 
     def choose_stored(self, basis: StorageBasis) -> Mask:
-        """Choose as many experts of each layer as the plan has for a file: those for which it saves the most tokens."""
+        """Choose the planned number of experts of each layer: those for which the file saves the most tokens."""
         return basis.choose(oldest_first=False, max_lost_share=None)
 
     def _check(self) -> None:
@@ -486,8 +486,8 @@ def _most_windows(num_experts: int, captured: int, stored: int, windows_per_file
 
 
 def _within(state: ExpertBytes, wanted: Mask, at_risk: Counts, budget_bytes: int) -> Mask:
-    """Choose as many experts as ``wanted`` has, within the budget of every rank. Experts of ``wanted`` come first, then
-    the others, both by descending tokens at risk."""
+    """Choose up to the number of experts in ``wanted``, within the budget of every rank. Experts in ``wanted`` come
+    first, then the others, both by descending tokens at risk."""
     if (state.captured(wanted) <= budget_bytes).all():
         return wanted
     layers, experts = np.nonzero(np.ones_like(wanted))

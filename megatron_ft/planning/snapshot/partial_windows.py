@@ -136,8 +136,8 @@ class PartialWindows:
         return self._of_pieces(self._stored_at, start, pieces, num_layers), self._lost(start, self._stored_at)
 
     def captured_again(self, start: int, pieces: Sequence[Piece], num_layers: int) -> list[int]:
-        """Return the indices of the master weights in ``pieces`` that belong to experts which both the window ``start``
-        and a window of the iteration before have captured."""
+        """Return the indices of some master weights in ``pieces``: those of experts that two windows have captured, the
+        window ``start`` and the window that started one iteration earlier."""
         before, now = self._captured_at.get(start - 1), self._captured_at[start]
         if before is None:
             return []

@@ -109,13 +109,13 @@ class PlanBasis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialPlan:
-    """Number of experts that a window captures, and the components that it does not capture of all other experts. The
-    experts are chosen when the window begins."""
+    """Number of experts that a window captures completely, and the components of all other experts that it leaves out.
+    The experts are chosen when the window begins."""
 
     num_experts: int
     """Number of experts of each MoE layer that a window captures, on average over layers."""
     components: tuple[str, ...]
-    """Components of not chosen experts that are copied from an earlier window. Their other components are captured."""
+    """Components that are copied from an earlier window if an expert is not chosen. All others are captured."""
     captured_bytes: int | None = None
     """Largest number of bytes that a window with ``num_experts`` captures on any rank; None in windows of earlier
     versions of the program."""
@@ -219,7 +219,7 @@ class Piece(NamedTuple):
     parameter: str
     """Name of the parameter in the whole model."""
     tensor_part: int
-    """Number of the tensor-parallel part of the parameter."""
+    """Index of the tensor-parallel part of the parameter."""
     component: str
     """Kind of state: ``weight``, ``master``, ``exp_avg``, ..."""
     dtype: str
@@ -244,7 +244,7 @@ class Piece(NamedTuple):
 
     def in_batches(self, at_a_time: int) -> "Iterator[tuple[int, Piece]]":
         """Cut the piece at multiples of ``at_a_time`` bytes from the start of the slice. Yield each part with the
-        number of its batch. ``at_a_time`` must be a multiple of the alignment of pieces."""
+        index of its batch. ``at_a_time`` must be a multiple of the alignment of pieces."""
         # Pieces begin at aligned offsets, so no cut divides an element or a piece that has a single value.
         num_values = -(-(self.stop - self.start) // self.elements_per_value)
         item_bytes = max(1, self.num_bytes // num_values)

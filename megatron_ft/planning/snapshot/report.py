@@ -33,7 +33,7 @@ def estimate_demand(config: JobConfig, topology: Topology, tokenizer_vocab_size:
 
     A shard has the id of its operator, not the names of parameters. Every parameter is counted once. With the
     distributed optimizer, a rank captures its part of each gradient bucket, in the order of Megatron's buffers; buckets
-    are assumed to end only with an operator. Without it, operators are split evenly over the ranks that have them.
+    are assumed to end only with an operator. Other optimizers split operators evenly over the ranks that have them.
     Experts in replica slots are split over all ranks of the stage, and a tied embedding over the first and last stage.
     """
     operators = operators_of(config.model, tokenizer_vocab_size)

@@ -1,9 +1,9 @@
 """Divisions of a checkpoint among ranks by whole modules, as in MoC-System (section 4).
 
 Ranks of this project capture equal ranges of elements (``estimate_demand``), which no division by modules can improve.
-For comparison, this module has the paper's baseline, equal sharding of experts and of other modules (equation 8), and
-adaptive sharding of other modules (equation 9). All divisions assume data parallelism with expert parallelism: rank
-``r`` has the ``r % expert_size``-th group of consecutive experts of each layer, and all other modules.
+For comparison, this module has three methods of the paper: the baseline; equal sharding of experts and of other
+modules (equation 8); adaptive sharding of other modules (equation 9). All three assume data and expert parallelism:
+rank ``r`` has the ``r % expert_size``-th group of consecutive experts of each layer, and all other modules.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class ModuleSharding:
         Args:
             saved: experts that are saved, ``[MoE layers, experts]``.
             whole: whether an expert is saved by one rank, as equation 9 assumes. Otherwise each group saves an equal
-                part of it (figure 7b); bytes are divided up to rounding.
+                part of it (figure 7b), up to the rounding of bytes.
         """
         numbers = self._saved_experts(saved)
         units = numbers if whole else numbers * self.expert_bytes

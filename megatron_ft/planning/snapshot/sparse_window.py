@@ -140,8 +140,8 @@ class SparseWindow:
     max_parts: int = 64
     """Largest number of parts into which one operator is split."""
     replan_drift: float = 0.2
-    """Relative change, of the bytes that an iteration can capture or of the largest slice, above which a new plan is
-    made."""
+    """Relative change above which a new plan is made: the change of the bytes that an iteration can capture, or of the
+    bytes of the largest slice."""
     reorder: ReorderTrigger = field(default_factory=ReorderTrigger)
     """Change of the token counts of experts that requires a new plan."""
 

@@ -70,7 +70,7 @@ class Needs:
     index: TensorIndex
     rank: Column
     tensor: Column
-    """Number of the tensor in ``index``."""
+    """Index of the tensor in ``index.tensors``."""
     start: Column
     stop: Column
     iteration: Column
@@ -120,7 +120,7 @@ class Holdings:
     index: TensorIndex
     rank: Column
     tensor: Column
-    """Number of the tensor in ``index``."""
+    """Index of the tensor in ``index.tensors``."""
     start: Column
     stop: Column
     iteration: Column

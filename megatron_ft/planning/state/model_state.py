@@ -40,7 +40,7 @@ class _ShardRanges:
     shard: Column
     """Data-parallel rank that updates the range."""
     parameter: Column
-    """Number of the parameter among the buffer's parameters, in the order of the module."""
+    """Index of the parameter among the buffer's parameters, in the order of the module."""
     start: Column
     """First element of the range in the flattened parameter."""
     stop: Column
@@ -82,7 +82,7 @@ class _BufferLayout:
             sizes: number of elements of each parameter, in the order of the module.
             padded_for: data-parallel sizes that must divide every bucket size; Megatron pads only for the current size.
             bucket_size: number of elements at which a bucket is full; None for one bucket.
-            alone: numbers of the parameters that get a separate bucket, such as embeddings that two stages share.
+            alone: indices of the parameters that get a separate bucket, such as embeddings that two stages share.
         """
         # Padding for all of these sizes keeps a buffer unchanged if the number of lanes changes to one of them.
         multiple = math.lcm(*padded_for, BUCKET_MULTIPLE)
@@ -325,8 +325,8 @@ class Sharding:
     """Number of elements at which a bucket of the first stage's first chunk is full. Every other chunk has one bucket,
     as in Megatron."""
     padded_for_lanes: tuple[int, ...] = ()
-    """Additional numbers of lanes (data-parallel sizes) for which buckets are padded. A change to one of these numbers
-    leaves the layout of the buffers unchanged."""
+    """Other possible lane counts (data-parallel sizes). Buckets are padded for them too, so that the layout of the
+    buffers stays the same if the number of lanes changes to one of them."""
     buffers: Mapping[BufferKey, _BufferLayout] | None = None
     """Buffer layouts that were read from running ranks; the layouts of other buffers are computed."""
     expert_parallel_size: int = 1

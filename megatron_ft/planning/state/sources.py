@@ -105,7 +105,7 @@ class Matched:
 
 
 _Line = tuple[Column, Column]
-"""Starts and stops of intervals of numbers ``rank * num_positions + position``."""
+"""Starts and stops of intervals. Position p of rank r is represented as ``r * num_positions + p``."""
 
 
 def _lines(index: TensorIndex, rank: Column, tensor: Column, start: Column, stop: Column) -> _Line:
@@ -129,14 +129,14 @@ class _Sets:
         self._unions: dict[tuple[int, ...], int] = {}
 
     def number(self, ranks: Column) -> int:
-        """Return the number of the set of ``ranks``, which are ascending and distinct; add the set if it is new."""
+        """Return the index of the set of ``ranks``, which are ascending and distinct; add the set if it is new."""
         found = self._numbers.setdefault(ranks.tobytes(), len(self.ranks))
         if found == len(self.ranks):
             self.ranks.append(ranks)
         return found
 
     def union(self, numbers: tuple[int, ...]) -> int:
-        """Return the number of the union of the sets ``numbers``, or of the largest of them if it is large enough."""
+        """Return the index of the union of the sets ``numbers``. If the largest is enough, return its index."""
         largest = max(numbers, key=lambda number: len(self.ranks[number]))
         if len(numbers) == 1 or len(self.ranks[largest]) > ENOUGH_SENDERS:
             return largest
@@ -148,7 +148,7 @@ class _Sets:
 def _match_others(
     index: TensorIndex, left: _Line, held: Holdings, iteration: int, sets: _Sets
 ) -> tuple[list[Pieces], _Line]:
-    """Find the senders of the ranges ``left`` in ``held``, whose rows all have the same medium.
+    """Search ``held`` for ranks that can send the ranges ``left``. All rows of ``held`` have the same medium.
 
     Return the pieces that a rank holds, each with its set of possible senders, and the ranges that no rank holds.
     """

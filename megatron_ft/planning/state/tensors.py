@@ -13,7 +13,7 @@ from megatron_ft.operators import OperatorId
 
 Column = npt.NDArray[np.int64]
 TensorKey = tuple[str, int, str]
-"""Key of a tensor: parameter name in the whole model, number of the tensor-parallel part, and kind of state."""
+"""Key of a tensor: parameter name in the whole model, index of the tensor-parallel part, and kind of state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class StateTensor:
     parameter: str
     """Name of the parameter in the whole model."""
     tensor_part: int
-    """Number of the tensor-parallel part; 0 if tensor parallelism does not split the parameter."""
+    """Index of the tensor-parallel part; 0 if tensor parallelism does not split the parameter."""
     kind: str
     """Kind of state: ``weight``, ``master``, ``exp_avg``, ... Kinds that are always on the same ranks may be described
     as one kind with the sum of their bytes."""
@@ -79,7 +79,7 @@ class TensorIndex:
 
     @cached_property
     def number_of(self) -> dict[TensorKey, int]:
-        """Number of each tensor, by its key."""
+        """Index of each tensor in ``tensors``, by the key of the tensor."""
         return {tensor.key: number for number, tensor in enumerate(self.tensors)}
 
     @cached_property
@@ -103,7 +103,7 @@ class TensorIndex:
         return int(self.starts[-1])
 
     def tensor_at(self, positions: Column) -> Column:
-        """Return the number of the tensor at each position."""
+        """Return, for each position, the index of the tensor that contains the position."""
         return (np.searchsorted(self.starts, positions, side="right") - 1).astype(np.int64)
 
 

@@ -143,8 +143,8 @@ def _cut_and_stage(
         limit_bytes: largest number of bytes that a rank may send and receive together in one round.
 
     Returns:
-        Four columns with one entry for each piece: the number of its transfer, its first item and the end of its items
-        (exclusive) within this transfer, and its round.
+        Four columns with one entry for each piece: the index of its transfer; the start and the stop (exclusive) of its
+        items within this transfer; its round.
 
     Raises:
         ConfigError: ``limit_bytes`` is less than four times the largest of ``item_bytes``.
