@@ -36,8 +36,8 @@ MAX_SWEEPS = 4
 """Largest number of sweeps of ``_align`` over all layers."""
 MAX_EXCHANGES = 100
 NEGLIGIBLE = 1e-9
-"""Smallest gain for which ``_even_out`` makes an exchange: the decrease of the sum of the squared loads of domains, as
-a fraction of the square of their total load."""
+"""Smallest gain for which ``_even_out`` makes an exchange. The gain is the decrease of the sum of squared domain loads,
+divided by the square of the total load."""
 Column = tuple[int, ...]
 """Ids of the experts in the slots of one domain, ascending. With E experts, an empty slot has the id E."""
 

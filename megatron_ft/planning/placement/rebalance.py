@@ -80,7 +80,7 @@ class RebalancePolicy:
 
 
 def imbalance(plan: PlacementPlan, loads: Sequence[Sequence[float]], shares: str = BALANCED) -> float:
-    """Return the largest ratio of the busiest rank's tokens to the mean of all ranks in any layer, at least 1."""
+    """Return the busiest rank's tokens divided by the mean of ranks: the largest ratio of any layer, at least 1."""
     means = [sum(load) / len(plan.ranks) for load in loads]
     ratios = [
         busiest_tokens(plan.replicas_per_rank(layer), load, shares) / mean

@@ -27,7 +27,7 @@ from megatron_ft.planning.placement.plan import PlacementPlan
 # Each state has a list of weights, so more states would take too much memory.
 MAX_STATES = 4096
 NEGLIGIBLE = 1e-4
-"""Losses of n domains are left out if their ``lost_ratio`` weight, before normalization, is at most this."""
+"""Losses of n domains are left out if ``lost_ratio ** n``, their weight before normalization, is at most this."""
 
 
 class TooManyStates(Exception):

@@ -177,8 +177,8 @@ def stage_holders(
         plans: previous placement of each stage.
         previous: for each rank of the membership, its rank in ``plans``; None if it has no state.
         topology: positions of the ranks of the membership.
-        changed: for each rank whose experts differ from ``plans`` because a migration was interrupted, its experts
-            (layer number, expert).
+        changed: experts (layer number, expert) of each rank that has other experts than in ``plans``, because a
+            migration was interrupted.
     """
     stage_of = {rank: stage for stage, plan in enumerate(plans) for rank in plan.ranks}
     before = [None if rank is None else stage_of[rank] for rank in previous]

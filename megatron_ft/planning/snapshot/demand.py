@@ -128,9 +128,9 @@ class _ShardTable:
     operators: Indices
     """Index of each shard's operator in ``Demand.operators``, ``[shards]``."""
     values: Matrix
-    """Table ``[shards, 9]`` with the columns: number of elements; rank; bytes of the full state per element, and per
-    shard; bytes of the compute weights per element, and per shard; elements per block, which is 1 without scales; bytes
-    of the full state per block; bytes of the compute weights per block."""
+    """Table ``[shards, 9]``. Columns: 0: element count; 1: rank; 2 and 3: bytes of the full state, per element and per
+    shard; 4 and 5: bytes of the compute weights, per element and per shard; 6: elements per block (1 without scales);
+    7 and 8: bytes per block, of the full state and of the compute weights."""
 
 
 def _shard_table(shards_by_rank: Sequence[Sequence[StateShard]], known: Sequence[OperatorId]) -> _ShardTable:

@@ -56,8 +56,8 @@ class TokenLedger:
         )
 
     def lost_share(self, planned_tokens: int) -> float:
-        """Return the proportion of lost tokens (PLT; MoC-System, equation 7): the mean over MoE layers of lost tokens
-        per planned token.
+        """Return the proportion of lost tokens (PLT; MoC-System, equation 7): lost tokens divided by planned
+        tokens, as a mean over MoE layers.
 
         Args:
             planned_tokens: tokens that the router assigns in one layer in the whole training. A token counts once for

@@ -16,7 +16,7 @@ from megatron_ft.planning.state.intervals import distinct, expand, split, union
 from megatron_ft.planning.state.tensors import Column, TensorIndex
 
 ENOUGH_SENDERS = 64
-"""Number of ranks above which a set of possible senders of an element gets no further ranks."""
+"""A set of possible senders of an element gets no further ranks if it has more ranks than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
