@@ -205,7 +205,7 @@ class Groups:
     store: dist.Store
     """Key-value store of the generation, through which ranks exchange their addresses."""
     handles: tuple[Handle, ...]
-    """Groups whose connections ``reconnect`` makes again. The last is ``vote``; with NCCL, there is no other."""
+    """Groups that ``reconnect`` connects again. The last one is ``vote``; with NCCL, ``vote`` is the only one."""
     is_shared: bool
     """Whether groups of the same ranks share connections. Groups do not share connections if gradients are reduced
     during the backward pass, because these reductions would delay other collectives."""

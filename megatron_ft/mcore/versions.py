@@ -106,7 +106,7 @@ def _recorder() -> Callable[..., None]:
 def auxiliary_losses(*, forget: bool = False) -> dict[str, torch.Tensor]:
     """Return the tensors of auxiliary losses in Megatron's tracker, by name, without a copy: one number per layer.
 
-    From 0.18, the tracker is an object. The function that returns it in earlier releases then returns a copy.
+    From 0.18, the tracker is an object. Megatron's function that returned the tracker before 0.18 now returns a copy.
 
     Args:
         forget: also remove the tracker's entries, which reference process groups.

@@ -224,7 +224,7 @@ class _PlanningStrategy(TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [])
 
     def _copies(self, items: list[tuple[Any, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
-        """Copy each tensor whose memory training changes. Megatron has already copied views and GPU tensors."""
+        """Copy each tensor that training changes in place. Megatron has already copied views and GPU tensors."""
         return [(item, tensor.detach().clone() if _storage(tensor) in self.given else tensor) for item, tensor in items]
 
 
@@ -239,13 +239,13 @@ def _on_host(writer: Any) -> Any:
 
 
 _Sources = dict[tuple[str, tuple[int, ...]], torch.Tensor]
-"""Saved tensors by (name, index of the first element in the whole model's tensor)."""
+"""Maps (name, offset) to a part of a tensor on this rank. ``offset`` is the index of the part's first element."""
 
 
 class Planner:
     """Plans saves with Megatron. With ``fully_parallel``, the ranks of ``dp_cp_group`` divide the writing among
-    themselves. A later save reuses the plan and the memory of its copies, as long as the saved tensors stay at the same
-    addresses. It plans nothing, and copies most tensors during the next iteration."""
+    themselves. While the saved tensors stay at the same addresses, later saves reuse the plan and the memory of the
+    copies. These saves plan nothing, and copy most tensors during the next iteration."""
 
     def __init__(self, dp_cp_group: dist.ProcessGroup, *, fully_parallel: bool) -> None:
         self._base = _PlanningStrategy(BACKEND, BACKEND_VERSION, thread_count=1)
@@ -254,8 +254,8 @@ class Planner:
             self._strategy = FullyParallelSaveStrategyWrapper(self._base, dp_cp_group, do_cache_distribution=True)
         self._planned: PlannedWrite | None = None
         self._batch: CopyBatch | None = None
-        """Copies that training does not wait for: all tensors of the newest plan except those in ``_at_once``. None
-        until ``repeat`` is called."""
+        """Copies for which training does not wait. They cover all tensors of the newest plan except those in
+        ``_at_once``. None until ``repeat`` is called."""
         self._at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Pairs (copy, source) of the tensors that ``repeat`` copies before it returns."""
         self._sources: _Sources = {}
@@ -294,7 +294,7 @@ class Planner:
 
         Args:
             own: object with the state that only this rank has; its present value is saved.
-            buffers: addresses of storages that a forward pass may change. This method copies these tensors at once.
+            buffers: addresses of storages that a forward pass may change. Their tensors are copied before this returns.
         """
         assert self._planned is not None, "there is no plan"
         if self._batch is None:
@@ -329,7 +329,7 @@ class Planner:
 
 
 def _renewed(item: Any, data: Any, own: ShardedObject) -> Any:
-    """Return the bytes of ``own`` as new content if ``item`` is this rank's own state, otherwise return ``data``."""
+    """Return ``own``, serialized again, if ``item`` is this rank's own state. Otherwise return ``data``."""
     if not item.index.fqn.startswith(f"{RANK_STATE_KEY}/"):
         return data
     content = io.BytesIO()
@@ -520,7 +520,7 @@ class FileSystemJob(Job):
 
 
 class _Capture(FileSystem):
-    """File system in memory for the metadata file, the only one that the storage writer's ``finish`` writes."""
+    """File system that keeps the metadata file in memory. The storage writer's ``finish`` writes no other file."""
 
     content = b""
 

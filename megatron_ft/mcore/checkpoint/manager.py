@@ -108,7 +108,7 @@ class _Pending:
     num_bytes: int | None = None
     """Size of the whole checkpoint in bytes; None until the manifest is complete."""
     publication: FileSystemJob | None = None
-    """Job of rank 0 after the commit, which flushes the manifest and makes ``latest`` name the checkpoint."""
+    """Job that rank 0 begins after the commit. It flushes the manifest and makes the checkpoint the ``latest`` one."""
 
     @property
     def jobs(self) -> list[Job]:
@@ -155,7 +155,7 @@ class CheckpointManager:
         self._pending: _Pending | None = None
         self._copier: Copier | None = None
         self._before_update: list[Callable[[], None]] = []
-        """Functions that the engine calls before an update. The newest save has added ``settle`` to this list."""
+        """List of functions that the engine calls before an update. The newest save has added ``settle`` to it."""
         self._cleaning: FileSystemJob | None = None
         self._resumed_from: str | None = None
         self._finder = CheckpointFinder(

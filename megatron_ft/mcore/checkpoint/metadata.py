@@ -97,8 +97,8 @@ def read_metadata(directory: Path) -> Metadata:
     """Read the metadata of a checkpoint, and check that all parts of tensors are inside the files.
 
     Raises:
-        CheckpointError: the metadata cannot be read or contains something other than a list of tensors; or no file
-            contains a part of a tensor; or the parts of a weight do not fill the weight.
+        CheckpointError: the metadata cannot be read or contains something other than a list of tensors; a part of a
+            tensor is in no file; or the parts of a weight do not fill the weight.
     """
     found = load_metadata(directory)
     try:

@@ -1,4 +1,4 @@
-"""The complete training state of a run: its form in a checkpoint, and loading it from a checkpoint."""
+"""Describes the complete training state of a run for a checkpoint, and loads it from a checkpoint."""
 
 import pickle
 import re
@@ -192,7 +192,7 @@ def leave_histories(shards: dict[str, Any], directory: Path) -> None:
 
 
 def with_histories(chunk: torch.nn.Module, loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``loaded``, the tensors of a model chunk, with the chunk's own FP8 amax histories where it has none."""
+    """Return ``loaded``, the tensors of a model chunk. Take FP8 amax histories that ``loaded`` lacks from ``chunk``."""
     present = unwrap(chunk).state_dict()
     return {**{name: found for name, found in present.items() if name.endswith(AMAX_HISTORY)}, **loaded}
 

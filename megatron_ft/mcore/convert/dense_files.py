@@ -62,7 +62,7 @@ WEIGHTS_ONLY = "weights"
 
 @dataclass(kw_only=True)
 class DenseReader:
-    """Reads tensors of a dense checkpoint by name, whatever the parallel layout that saved the checkpoint."""
+    """Reads tensors of a dense checkpoint by name. The checkpoint may be from a job with any parallel layout."""
 
     directory: Path
     manifest: Manifest | None
@@ -230,7 +230,7 @@ class DenseReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredPart:
-    """A part of a tensor in the files. With ``index``, only the elements of one layer and expert."""
+    """A part of a tensor in the files. ``index`` can select its elements of one layer, of one expert, or of both."""
 
     name: str
     part: ChunkStorageMetadata
@@ -245,8 +245,8 @@ _Resolved = tuple[str, TensorStorageMetadata, list[_StoredPart]]
 def _unstacked(name: str, entry: TensorStorageMetadata, where: str) -> Iterator[_Resolved]:
     """Yield the tensors that a stored tensor contains: the tensor itself, or one tensor for each layer and expert.
 
-    In Megatron-LM's checkpoints, a weight of all layers, all experts, or all experts of all layers is one tensor, whose
-    first dimensions are layers and experts.
+    Megatron-LM's checkpoints stack weights: one tensor contains a weight of all layers, of all experts, or of all
+    experts in all layers. Its first dimensions are the layers and the experts.
     """
     axes = [pattern for pattern in (_STACKED_LAYERS, _STACKED_EXPERTS) if pattern.search(name)]
     if not axes:

@@ -81,7 +81,7 @@ class Rule:
     kind: str = "all"
     """Kind of layers that have the tensor, if its name contains ``{layer}``: ``all``, ``moe`` or ``dense``."""
     when: Callable[[ModelConfig], bool] = lambda model: True
-    """Function of a model that returns whether the model has this tensor."""
+    """Function that takes a model, and returns whether the model has this tensor."""
 
     def named(self, model: ModelConfig) -> "Iterator[Rule]":
         """Yield one rule per layer and expert of a model, with the numbers of layer and expert in its names."""

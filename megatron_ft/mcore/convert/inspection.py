@@ -70,7 +70,7 @@ class DenseSource:
         return self.reader.read(name)
 
     def check(self) -> None:
-        """Check the state that all ranks share, the model's description, and that no tensor of the model is missing."""
+        """Check the state that all ranks share and the model's description. Raise an error if a tensor is missing."""
         read_common(self.reader.directory)
         if self.reader.manifest is not None and self.reader.manifest.settings.get("model"):
             check_tensors(self.reader.weights, self.reader.model(), str(self.path))
@@ -206,8 +206,8 @@ class TensorDifference:
 
 
 def differences(one: Source, other: Source, *, tolerance: float = 0.0) -> list[TensorDifference]:
-    """Compare two sources tensor by tensor. Return the tensors that differ: first missing tensors and other shapes,
-    then other values, the largest difference first.
+    """Compare two sources tensor by tensor. Return the tensors that differ, in this order: tensors that are missing or
+    have another shape; then tensors with other values or dtypes, the largest difference first.
 
     Args:
         tolerance: largest difference that counts as equal, divided by the largest magnitude in both tensors. With 0,

@@ -14,8 +14,8 @@ from megatron_ft.operators import head_channels, is_moe_layer
 Shape = tuple[int, ...]
 Named = Iterator[tuple[str, Shape]]
 _FUSED_NORM, _SEPARATE_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
-"""Beginnings of the names of the norm before an MLP or MoE layer: fused with the first linear layer, or separate. With
-Transformer Engine, the norm is separate in every MoE layer."""
+"""Name prefixes of the norm before an MLP or MoE layer. The first is for a norm that is fused with the first linear
+layer, the second for a separate norm. With Transformer Engine, the norm is separate in every MoE layer."""
 
 
 def tensors_of(model: ModelConfig) -> Named:
@@ -39,7 +39,7 @@ def tensors_of(model: ModelConfig) -> Named:
 
 
 def norm_before_mlp(model: ModelConfig, *, has_experts: bool) -> str:
-    """Return the beginning of the names of the norm before a layer's MLP or, if ``has_experts``, MoE layer."""
+    """Return the name prefix of the norm before a layer's MLP, or before its MoE layer if ``has_experts``."""
     return _SEPARATE_NORM if model.multi_latent_attention and has_experts else _FUSED_NORM
 
 

@@ -1,7 +1,7 @@
 """Makes the weights of an MoE model from those of a dense model (upcycling; arXiv 2212.05055).
 
-Every MLP becomes an MoE layer whose experts are copies of the MLP. The router's probabilities of the experts that a
-token uses have the sum 1. So, without noise, the new model computes the same outputs as the dense model.
+Every MLP becomes an MoE layer whose experts are copies of the MLP. The probabilities that the router gives to a token's
+chosen experts have the sum 1. So, without noise, the new model computes the same outputs as the dense model.
 """
 
 from collections.abc import Iterator

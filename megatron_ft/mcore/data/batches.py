@@ -58,7 +58,7 @@ class DocumentRules:
         return (tokens != self.eod).long() if self.masks_loss else torch.ones_like(tokens)
 
     def documents(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the number of each token's document, from 0 in each row: int64, shape of ``tokens`` [rows, length]."""
+        """Return the index of each token's document in its row, from 0: int64, shape of ``tokens`` [rows, length]."""
         ends = (tokens == self.eod).long()
         return ends.cumsum(dim=1) - ends
 

@@ -54,7 +54,7 @@ class Samples:
         return tokens
 
     def locate(self, index: int) -> Place:
-        """Return the source of sample ``index``, its epoch, and its number within this source."""
+        """Return the place of sample ``index``: source, epoch of the source, and index of the sample in the source."""
         return self.plan.order.locate(index)
 
     @property
@@ -168,8 +168,8 @@ def check_run_data(config: JobConfig, samples: Samples, run_dir: Path) -> None:
 def check_newcomers_data(config: JobConfig, context: RankContext, fingerprints: Sequence[str], first: int) -> None:
     """Exclude joining ranks that read other samples than rank ``first``, which has state. All ranks must call this.
 
-    If the job can continue without such a rank, the process of this rank exits as if it had been killed. It raises no
-    error, because an error would end the job. The other ranks then form the next membership without this rank.
+    If the job can continue without these ranks, their processes exit as if they had been killed. They raise no error,
+    because an error would end the job. The other ranks then form the next membership without them.
 
     Args:
         fingerprints: data fingerprint of every rank of the new membership.

@@ -133,7 +133,7 @@ def take_device(config: JobConfig, *, node: int, local_rank: int) -> torch.devic
 
     Args:
         node: number of the rank's node.
-        local_rank: number of the rank within its node.
+        local_rank: index of the rank within its node.
 
     Raises:
         ConfigError: PyTorch sees no GPU, or too few for this rank.

@@ -46,7 +46,7 @@ class _ReleasableDataParallel(DistributedDataParallel):
 
 
 def forget_iteration(model_chunks: list[torch.nn.Module]) -> None:
-    """Reset ``model_chunks`` after a failure: training mode, state of gradient reduction. Gradients are kept."""
+    """Set ``model_chunks`` to training mode after a failure. Reset the state of gradient reduction. Keep gradients."""
     for chunk in model_chunks:
         chunk.train()
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):  # type: ignore[misc]

@@ -89,8 +89,8 @@ def _replace(submodules: Any, scalers: LinearScalers | None, provider: Provider)
 
 
 class _LayerHistory:
-    """Amax history of the operands of a transformer layer's linear layers. The order is the same in every layout: first
-    layers outside the routed experts, by name, then both layers of each expert, by id."""
+    """Amax history of the operands of all linear layers in a transformer layer. The order is the same in every layout:
+    the linear layers outside the routed experts by name, then both linear layers of each expert by id."""
 
     def __init__(self, layer: Any, precision: PrecisionConfig, num_experts: int) -> None:
         self._mixture = layer.mlp if hasattr(layer.mlp, "experts") else None

@@ -166,7 +166,7 @@ class MixtureLayer(MoELayer):
 
     def start_iteration(self, iteration: int, owed: Sequence[int] = ()) -> None:
         """Set the number of the iteration, which failpoints and forced routing need. 0 means an evaluation. ``owed``
-        has one entry per expert: the lost tokens that it has not repaid by additional tokens."""
+        is, for each expert, the number of its lost tokens that it has not repaid by additional tokens."""
         self.iteration = iteration
         self.router.start_iteration(iteration, owed)
 
@@ -182,7 +182,7 @@ class _ReplicaExperts(SequentialMLP):
     Args:
         expert_ids: ids of these experts, in ascending order.
         holders: for each of these experts, the ranks of the expert group that have it, in ascending order.
-        rank: number of this rank in the expert group.
+        rank: index of this rank in the expert group.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class _ReplicaTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy ``hidden_states`` [sequence, batch, H] to S rows to send [S, H]. ``probs`` [T, E] stay local."""
+        """Copy ``hidden_states`` [sequence, batch, H] to the rows [S, H] that are sent. ``probs`` [T, E] stay local."""
         self._shape = hidden_states.shape
         self._probs = probs
         counts = gather_counts(routing_map, self.group)

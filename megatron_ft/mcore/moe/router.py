@@ -152,10 +152,10 @@ class PaddingAwareRouter(TopKRouter):
     ) -> torch.Tensor:
         """Attach a load-balancing loss to ``activation`` [T, E], unless the microbatch is padding.
 
-        With per-token losses, Megatron later divides gradients by the tokens of the iteration. It therefore multiplies
-        this loss by the tokens of this rank. That is too few if ranks share the microbatch or the loss, or if each of
-        several sequences has a loss. This method multiplies by the tokens of the whole microbatch, times the
-        microbatches that share the loss. So the gradient does not depend on how the batch is divided.
+        With per-token losses, Megatron later divides gradients by the token count of the iteration. So it multiplies
+        this loss by the token count of this rank. This count is too small if ranks share the microbatch or the loss, or
+        if each of several sequences has a loss. This method multiplies by the token count of the whole microbatch and
+        by the count of microbatches that share the loss. So the gradient does not depend on how the batch is divided.
         """
         if self.is_padding:
             return activation

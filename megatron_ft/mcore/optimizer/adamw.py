@@ -136,7 +136,7 @@ def weight_of(
 
     Args:
         parameter: parameter to which the weights belong; the result has its dtype.
-        start: first element of the masters in the flattened parameter; with scales, a multiple of the block size.
+        start: index of the first master in the flattened parameter; with scales, a multiple of the block size.
         parts: flat tensor ``master`` and, if the masters have scales, flat tensor ``master_scales``.
     """
     found = state_format_of(optimizer)
@@ -148,7 +148,7 @@ def weight_of(
 def follow_parameters(
     optimizer: MegatronOptimizer, model_chunks: Sequence[torch.nn.Module], pg_collection: ProcessGroupCollection
 ) -> None:
-    """Copy names and the mark ``shared`` of parameters to their masters, after experts were moved in place."""
+    """Copy the names and the mark ``shared`` from parameters to their masters. Needed after experts moved in place."""
     names = scaled.names_of(model_chunks, pg_collection)
     for member in sub_optimizers(optimizer):
         for parameter, master in masters_of(member):
@@ -225,7 +225,7 @@ def refresh_groups(optimizer: MegatronOptimizer, tree: Any) -> None:
 
 
 def split_shards(tree: Any) -> dict[str, ShardedBase]:
-    """Return the shards in ``tree``. Each key is the path of a shard in the tree, joined by slashes."""
+    """Return a dict of the shards in ``tree``. Each key is the path of a shard in the tree, joined by slashes."""
     return {"/".join(path): leaf for path, leaf in _leaves(tree, ()) if isinstance(leaf, ShardedBase)}
 
 
@@ -318,7 +318,7 @@ the override of the configuration, or None; and whether the group has expert par
 
 @contextmanager
 def _agreeing(known: GroupKeys | None, *, is_offline: bool) -> Iterator[GroupKeys]:
-    """Yield a list that collects the keys of the parameter groups of an optimizer built in this context. Megatron
+    """Yield a list to which the build of an optimizer in this context adds the keys of its parameter groups. Megatron
     gathers the keys of all ranks, because all ranks must have the same groups. With ``known``, this rank uses the keys
     in ``known`` and does not communicate. With ``is_offline`` and without ``known``, it uses only its own keys."""
     gathered: GroupKeys = []

@@ -4,7 +4,7 @@ The classes replace the masters, the update, and the copy of masters to compute 
 ranges and collectives. The parameters of the inner optimizer are placeholders, which have gradients but no values. A
 scale belongs to 64 consecutive elements of a parameter, and ranges begin at multiples of 64. So an update needs no
 communication, and its result does not depend on the ranges. Compute weights are stored in ``precision.params_dtype``.
-Those of FP8 layers are first rounded to FP8 with scales of the same blocks; BF16 holds the results exactly.
+Weights of FP8 layers are first rounded to FP8 with one scale per 64 elements. BF16 holds the rounded values exactly.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

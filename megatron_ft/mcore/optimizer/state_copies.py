@@ -5,7 +5,7 @@ master weights and moments of the shard to f - 1 ranks on other failure domains,
 Before the vote of every iteration, these ranks receive the reduced gradients of the shard, a third of the bytes of the
 state. After the vote, every rank updates its copies together with its own state. So the copies belong to the same
 iteration as the rank's own state, and stay bitwise equal to the originals. The update of copies needs no communication:
-once a vote is complete, each living rank can finish the iteration, and also its copies of lost ranks' shards.
+once a vote is complete, each living rank can finish the iteration, and can update its copies of lost ranks' shards.
 
 All replicas of an expert have its whole optimizer state. If the replicas are on fewer than f failure domains, ranks on
 other failure domains get copies of the expert's state in the same way. In a job without replicas, the shard of a rank
@@ -40,7 +40,7 @@ class _Kept:
     owner: int
     names: list[str]
     starts: list[int]
-    """Number of the first copied element in the flattened parameter, for each parameter."""
+    """Index of the first copied element in the flattened parameter, for each parameter."""
     parameters: list[torch.Tensor]
     """Master weights. With ``precision.regime``, these are placeholders that hold the gradients."""
     weight_decays: list[float]
@@ -61,7 +61,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lending:
-    """Master weights of this rank of which rank ``keeper`` has copies, in the order in which they are sent."""
+    """Master weights of this rank. Rank ``keeper`` has copies of them. Their tensors are sent in this order."""
 
     keeper: int
     masters: list[Master] = field(default_factory=list)
@@ -70,8 +70,8 @@ class _Lending:
 class StateCopies:
     """Copies of optimizer state: of this rank's state on other ranks, and of other ranks' state on this rank.
 
-    The constructor sends the whole state to the ranks that lack copies. ``exchange_gradients`` must be called before
-    every vote. All ranks of ``group`` must make both calls together. ``update`` does not communicate.
+    The constructor sends the whole state to ranks that lack copies. All ranks of ``group`` must call it together. They
+    must also call ``exchange_gradients`` together before every vote. ``update`` does not communicate.
 
     Args:
         plan: for each shard, the ranks that have its state or a copy of it.
@@ -104,7 +104,7 @@ class StateCopies:
         self.ranges = {m.name: (m.start, m.start + m.tensor.numel()) for m in mine}
         """Range (start, stop) of elements that this rank updates, by parameter. It changes only if ranks change."""
         self.kinds = {kind: tensor.dtype for kind, tensor in mine[0].parts.items()} if mine else {}
-        """Dtype of each component of the optimizer state, which all parameters have."""
+        """Dtype of each component of the optimizer state. All parameters have the same components."""
         self._lent = self._lendings(mine, plan, placement)
         # If a rank was replaced by a process in another failure domain, the plan may assign copies to other ranks.
         is_current = former is not None and former._plan.operators == plan.operators

@@ -141,8 +141,8 @@ def own_ranges(optimizers: Sequence[MegatronOptimizer]) -> Iterator[None]:
 def _describe(
     member: DistributedOptimizer, model_shards: dict[str, Any], is_loading: bool = False, metadata: Any = None
 ) -> dict[int, dict[str, list[ShardedTensor]]]:
-    """Return the shards of this rank's ranges as [number of the parameter][name of the tensor], in the form of
-    Megatron's method."""
+    """Return the shards of this rank's ranges, by index of the parameter (see ``_ranges``) and name of the tensor. The
+    form of the result is that of Megatron's method."""
     tensors, _ = extract_sharded_tensors_and_factories(model_shards)
     described = {shard.data: shard for shard in nested_values(tensors)}
     is_shared = member.data_parallel_group.size() > 1

@@ -335,7 +335,7 @@ class ReplayCommunicator(_LoggingCommunicator):
 def serve(
     log: UpstreamLog, group: dist.ProcessGroup, direction: Direction, rank: int, iterations: range
 ) -> tuple[list[Any], int]:
-    """Begin to send the logged messages of ``iterations`` in ``direction`` to ``rank`` of an adjacent stage, in order.
+    """Begin to send to ``rank`` the messages of ``iterations`` and ``direction`` that are in ``log``, in order.
 
     The log is in host memory. With NCCL, each message is first copied to the device, from which NCCL sends.
 

@@ -102,7 +102,7 @@ class Coordinator:
 
     def _form(self, following: NextMembership) -> bool:
         """Form the membership ``following``. If ranks are lost meanwhile, form a later membership without them. Return
-        False if this rank's node leaves while this process is a hot spare (has no rank). Raise RankLost if this process
+        False if this process is a hot spare (has no rank) and its node leaves the job. Raise RankLost if this process
         has too little memory, or if an import failed."""
         context = self.trainer.context
         while True:

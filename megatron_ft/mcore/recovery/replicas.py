@@ -379,7 +379,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         self.report_placement("evacuation")
 
     def _ranks_without(self, leaving: Sequence[int]) -> frozenset[int]:
-        """Return the ranks whose processes have a rank in the next membership, which lacks the nodes ``leaving``."""
+        """Return the ranks of this membership whose processes have a rank after the nodes ``leaving`` have left."""
         size = self.job.launch.ranks_per_node
         processes = [node * size + local for node, local in zip(self.nodes, self.context.local_ranks, strict=True)]
         now = MembershipLayout.of(self.members, processes, size)
@@ -402,8 +402,8 @@ class ElasticTrainer(KeptLayoutTrainer):
     def carry(self, target: Target, *, in_place: bool = False) -> Carried | None:
         """Return this rank's state after the iteration of ``target``; None if the rank has no state. Call this before
         the process groups are destroyed. If the membership has committed no iteration, the result contains the state
-        with which the rank began the membership, and, if the rank has received it, the state for the placement of the
-        membership.
+        with which the rank began the membership. If the rank has also received the state for the membership's
+        placement, the result contains this state, too.
 
         Args:
             in_place: whether the next membership keeps the layout. The tensors then stay in the engine; otherwise they

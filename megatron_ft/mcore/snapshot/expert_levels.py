@@ -19,7 +19,7 @@ from megatron_ft.planning.snapshot.lost_tokens import Rows
 from megatron_ft.snapshot.window import Slice, Window
 
 Expert = tuple[int, int]
-"""Key of an expert: the number of its MoE layer among all MoE layers, as in ``TokenLedger``, and its id."""
+"""Key of an expert: the index of its MoE layer among all MoE layers, as in ``TokenLedger``, and the expert's id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class RankLevels:
     stored: Mapping[Expert, int]
     """Iteration after which the state in the file was captured, for each expert of which the rank has a part."""
     in_memory: Mapping[Expert, tuple[ExpertState, ...]]
-    """Versions of the states of these experts in the rank's memory, possibly several per expert."""
+    """Versions of each expert's state in the rank's memory, for the experts in ``stored``. There can be several."""
 
     def to_json(self) -> list[Any]:
         """Convert to JSON values: a row for each expert."""

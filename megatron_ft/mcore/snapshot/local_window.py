@@ -175,8 +175,8 @@ class LocalWindow:
     memory on its node. Otherwise ``stored.buffer`` is the buffer of this rank's newest committed window, or None if
     there is no such window. In both cases the buffer must not be overwritten."""
     from_memory: frozenset[tuple[int, int]] = frozenset()
-    """Experts (row of the MoE layer, id) whose state was replaced by newer state from memory, in a window from a
-    file."""
+    """Experts, each as (index of its MoE layer among the MoE layers, id), whose state in a window from a file was
+    replaced by newer state from memory."""
 
     @property
     def plan(self) -> WindowPlan:

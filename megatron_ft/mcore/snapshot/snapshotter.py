@@ -115,8 +115,8 @@ Rows = tuple[tuple[int, ...], ...]
 """Number of tokens, as [layer][expert]."""
 
 SliceHeader = Callable[[int], Header]
-"""Function of the index of a slice. It captures the values for the header of the slice, and returns a function that
-encodes these values. The vote is added later."""
+"""Function that takes the index of a slice, and captures the values for the header of this slice. It returns a function
+that encodes these values. The vote is added later."""
 
 _MEASURED_ITERATIONS = 3
 _MAX_LOAD_RECORDS = 32

@@ -32,8 +32,8 @@ Moved = tuple[int, frozenset[tuple[int, int]]]
 """Model part of a rank, and the experts of this part that the rank has, as pairs (layer number, expert)."""
 
 _ITERATION_STRIDE = 1_000_003
-"""Difference between the seeds of ranks that join after consecutive iterations. A seed also contains an offset for the
-rank and the pipeline stage. All offsets are smaller than this number, so no two seeds are equal."""
+"""Step by which the seed of a joining rank grows per iteration. An offset for the rank and the pipeline stage is added
+to the seed. All offsets are smaller than the step, so no two seeds are equal."""
 
 
 @dataclass(kw_only=True)
@@ -159,8 +159,8 @@ def hand_over(
 
 
 def expert_like(shapes: Sequence[Shape]) -> NamedState:
-    """Return uninitialized tensors like those of one expert, by name. ``shapes`` describes all tensors of a rank, of
-    which the first expert is used."""
+    """Return uninitialized tensors, by name, that are like the tensors of the first expert in ``shapes``. ``shapes``
+    describes all tensors of a rank."""
     rows = {name: row for name, *row in shapes}
     return {name: _empty(rows[name]) for name in next(iter(by_expert(rows).values()))}
 
@@ -202,7 +202,7 @@ class MembershipMove:
     """Model part whose state each rank has, according to the holding; None for a rank without state."""
     topology: Topology
     moved: tuple[Moved | None, ...]
-    """Model part and experts of each rank if a migration has changed them after the holding; otherwise None."""
+    """Model part and experts of each rank if a migration changed them after the holding was made; otherwise None."""
     joining: tuple[int, ...]
     """Nodes whose ranks have no state. Nodes that were hot spares in the previous membership are left out."""
 
@@ -232,7 +232,7 @@ class MembershipMove:
 
     def keeps_generators(self, rank: int) -> bool:
         """Return whether a rank keeps its random number generators. It keeps them only if all ranks of its TP·CP group
-        keep their model part and were together in a group before, because they need some equal generators."""
+        keep their model part and were together in a group before. Some generators must be equal in the group."""
         size = self.topology.tensor_model_parallel_size * self.topology.context_parallel_size
         group = range(rank // size * size, (rank // size + 1) * size)
         before = {None if (former := self.previous[member]) is None else former // size for member in group}

@@ -340,9 +340,9 @@ class OperatorView:
         raise KeyError(f"{part}/{component}: rank {self.rank} does not have elements {start} to {stop}")
 
     def update_of(self, pieces: Sequence[Piece], wanted: Iterable[int]) -> tuple[Update | None, list[torch.Tensor]]:
-        """Return the newest AdamW update and its gradients, for the pieces of master weights with the indices
-        ``wanted``. Each gradient is a flat FP32 view, valid until the next iteration begins. Pieces without a gradient,
-        for instance of frozen parameters, are left out. The update is None if no piece is left."""
+        """Return the newest AdamW update and its gradients for some of ``pieces``. ``wanted`` contains the indices of
+        these pieces of master weights. Each gradient is a flat FP32 view, valid until the next iteration begins. Pieces
+        without a gradient, for instance of frozen parameters, are left out. The update is None if no piece is left."""
         rows, gradients, options = [], [], {}
         for index in wanted:
             piece = pieces[index]

@@ -156,7 +156,7 @@ class ShardMove:
         num_layers: int,
     ) -> "ShardMove":
         """Create the object from ``statements``: the ``Shards.statement`` of each rank of the membership, None for a
-        joining rank. ``parts`` lists the model part of each rank. All state must be after ``iteration``."""
+        joining rank. ``parts`` lists the model part of each rank. All state must be from after ``iteration``."""
         known = {rank: statement for rank, statement in enumerate(statements) if statement is not None}
         assert known, "no rank has state"
         steps = {statement["step"] for statement in known.values()} - {None}

@@ -126,7 +126,7 @@ class Holding:
 
 
 Previous = tuple[int | None, ...]
-"""Rank number that each rank of the new membership has in the chosen holding; None without this holding."""
+"""Rank that the chosen holding names for each rank of the new membership; None for a rank without this holding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -164,7 +164,7 @@ def move_experts(
 
     Args:
         state: tensors of this rank, which include the experts that it sends.
-        ranks: for each rank of ``group``, in order, the number that it has in ``transfers``.
+        ranks: rank numbers that ``transfers`` uses for the ranks of ``group``, in the order of the group.
         into: dict to which the received tensors are added; None adds them to ``state``.
         like: tensors of any expert, which determine shapes, dtypes and devices; None uses an expert in ``state``.
 
@@ -228,7 +228,7 @@ class ExpertPlaces:
         """Carry out ``steps``, which replace experts. All ranks of ``group`` must call this.
 
         Args:
-            ranks: for each rank of ``group``, in order, the number that it has in ``steps``.
+            ranks: rank numbers that ``steps`` uses for the ranks of ``group``, in the order of the group.
             made: called after each replacement of an expert on this rank, to change the expert's id in the model.
             saved: dict to which copies of the experts that this rank drops are added; None makes no copies.
 

@@ -184,7 +184,7 @@ class IterationState:
     expert_load: torch.Tensor | None = None
     """Number of tokens of each expert, summed over all ranks: int64 [num_layers, num_moe_experts]; None if unused."""
     repaid: torch.Tensor | None = None
-    """Number of tokens in ``expert_load`` beyond the capacity of their expert, per expert, in the same shape."""
+    """Number of tokens that each expert has processed beyond its capacity, in the shape of ``expert_load``."""
     contributed: bool = False
     """Whether this rank may have sent its ballot. If so, other ranks may have the complete vote (all ballots)."""
     vote: Vote | None = None

@@ -115,7 +115,7 @@ class TrainingEngine:
     # -- life ---------------------------------------------------------------------------------------------
 
     def use(self, config: JobConfig) -> None:
-        """Use ``config``, the configuration for another set of nodes, from the next build of the engine on."""
+        """Set the configuration, for another set of nodes, to ``config``. The next build of the engine uses it."""
         self.config = config
 
     def build(
@@ -295,8 +295,8 @@ class TrainingEngine:
     def keep_copies(
         self, plan: StateCopyPlan, placement: PlacementPlan | None, *, former: StateCopies | None = None
     ) -> StateCopies:
-        """Copy optimizer state to the ranks that ``plan`` names. Each iteration updates the copies. A rank with
-        ``former`` keeps the copies in it. ``placement`` is None without replica slots. All ranks must call this."""
+        """Copy optimizer state to the ranks that ``plan`` names. Each iteration updates the copies. With an equal plan,
+        copies in ``former`` are kept. ``placement`` is None without replica slots. All ranks must call this."""
         chunks, ranks = self.model_chunks, self.pg.tp_dp_cp
         self.state_copies = StateCopies(
             chunks, self.optimizer, self.config.optimizer, plan=plan, placement=placement, group=ranks, former=former

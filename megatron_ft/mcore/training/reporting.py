@@ -233,7 +233,7 @@ def placement_record(
 
 
 NUM_ITERATIONS = 16
-"""Largest number of newest iterations over which ``StragglerTimer`` takes the median."""
+"""Largest number of iterations in a median of ``StragglerTimer``, which uses the newest iterations."""
 MIN_ITERATIONS = 8
 """Number of iterations that ``StragglerTimer`` needs for a median. The first iterations of a process are slow, by
 different amounts on different ranks."""
