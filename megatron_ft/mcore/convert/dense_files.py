@@ -1,4 +1,4 @@
-"""Reads single tensors of dense checkpoints, and writes checkpoints that contain only weights, without any ranks.
+"""Reads single tensors of dense checkpoints, and writes checkpoints that contain only weights. Ranks are not needed.
 
 Files are in torch's distributed format, like those that ranks write (``mcore/checkpoint``). At most one tensor is in
 memory, so checkpoints of any size can be converted on a small machine.

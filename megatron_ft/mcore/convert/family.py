@@ -72,7 +72,7 @@ class Rule:
     """Rule for one tensor, or for one tensor per layer or expert: its names, its shape and its conversion."""
 
     ours: str
-    """Name in a dense checkpoint. ``{layer}`` stands for a layer's number, from 0; ``{expert}`` for an expert's."""
+    """Name in a dense checkpoint. ``{layer}`` and ``{expert}`` stand for indices of a layer and an expert, from 0."""
     theirs: tuple[str, ...]
     """Names of the tensors in a Hugging Face folder."""
     shape: Callable[[ModelConfig], Shape]
@@ -170,7 +170,7 @@ class Family:
         return valid_model(asdict(model))
 
     def tensors_of(self, model: ModelConfig, num_stored: int, where: str) -> tuple[Rule, ...]:
-        """Return one rule for each tensor of ``model``, like ``tensors``. ``num_stored`` tensors are in ``where``.
+        """Return the result of ``tensors``. ``where``, which messages name, is a folder with ``num_stored`` tensors.
 
         Raises:
             CheckpointError: the model has more layers or experts than there are tensors.

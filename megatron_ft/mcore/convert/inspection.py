@@ -117,7 +117,7 @@ class WindowSource:
             self.world_size = opened.window.world_size
         window = self._folder.verify(self._key, self.world_size)
         self.windows: list[Window] = []
-        """Description of the window's part that each rank captured, in rank order."""
+        """Descriptions of the parts of the window, one part per rank, in rank order."""
         self._places: dict[str, tuple[int, int, int]] = {}
         self._rows: list[TensorRow] = []
         for rank in range(self.world_size):

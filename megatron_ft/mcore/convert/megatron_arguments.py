@@ -21,7 +21,7 @@ _TOKENIZERS = {
 
 def megatron_arguments(model: ModelConfig, manifest: Manifest, *, weights_only: bool) -> argparse.Namespace:
     """Return Megatron-LM's arguments for ``model`` and the job that saved the checkpoint. Megatron-LM compares some
-    with its command line. With ``--use-checkpoint-args``, it takes the others from the checkpoint.
+    arguments with its command line. With ``--use-checkpoint-args``, it takes the others from the checkpoint.
 
     Args:
         weights_only: whether the checkpoint has no optimizer state.

@@ -45,8 +45,8 @@ from megatron_ft.snapshot.window import Window
 
 _CHUNK_BYTES = 4 << 20
 _ADVICE = "To continue this run"
-"""First words of the advice with which a failed job ends its output: how to continue its run. This command removes the
-job's run folder, so it does not show the advice."""
+"""Beginning of the advice at the end of a failed job's output: how to continue the job's run. ``replay_window`` removes
+the job's run folder, so it does not show this advice."""
 Compose = Callable[[list[str]], JobConfig]
 
 
@@ -56,7 +56,7 @@ class _Found:
 
     key: WindowKey
     windows: tuple[Window, ...]
-    """Description of the window's part that each rank captured, in rank order."""
+    """Descriptions of the parts of the window, one part per rank, in rank order."""
     files: tuple[tuple[str, str], ...]
     """Directory and name of each file that a replay reads. Files of earlier windows can be among them."""
 

@@ -391,7 +391,7 @@ class ReplicaMixtureLayer(MixtureLayer):
             )
 
     def replace(self, dropped: int, expert: int) -> None:
-        """Record that ``dropped``'s tensors now contain ``expert``. Only a call of ``use`` then redirects tokens."""
+        """Record that the tensors of ``dropped`` now contain ``expert``. Tokens are redirected only by ``use``."""
         place = self.local_expert_indices.index(dropped)
         self.local_expert_indices[place] = self.experts.expert_ids[place] = expert
 

@@ -232,7 +232,7 @@ class ScaledDistributedOptimizer(_Scaled, DistributedOptimizer):
 
 @contextmanager
 def scaled_classes(state_format: StateFormat | None) -> Iterator[None]:
-    """Make Megatron build optimizers of this module while the block runs; with None, Megatron's own optimizers."""
+    """Make Megatron build optimizers of this module while the block runs. Do nothing if ``state_format`` is None."""
     native = DistributedOptimizer, Float16OptimizerWithFloat16Params
     if state_format is not None:
         given = {"format": state_format}

@@ -102,7 +102,7 @@ class StateCopies:
         mine = list(masters(model_chunks, optimizer))
         self._format = state_format_of(optimizer)
         self.ranges = {m.name: (m.start, m.start + m.tensor.numel()) for m in mine}
-        """Range (start, stop) of elements that this rank updates, by parameter. It changes only if ranks change."""
+        """Range (start, stop) of elements that this rank updates, by parameter. Only a change of ranks changes it."""
         self.kinds = {kind: tensor.dtype for kind, tensor in mine[0].parts.items()} if mine else {}
         """Dtype of each component of the optimizer state. All parameters have the same components."""
         self._lent = self._lendings(mine, plan, placement)

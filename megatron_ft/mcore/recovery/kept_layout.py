@@ -35,7 +35,7 @@ class KeptLayoutTrainer(Trainer):
     new copies are made."""
 
     def prebuild(self) -> None:
-        """Build on a spare the engines that the spare needs if it replaces a node. Raise RankLost if this fails."""
+        """Build the engines that this spare needs if it replaces a node. Raise RankLost if this fails."""
         if can_prebuild(self.job):
             self.prebuilder = Prebuilder(self.job, self.context, self.make_engine)
             self.prebuilder.build()

@@ -398,8 +398,8 @@ class Replayer:
 
 EXTRAS, PLACEMENT, CONFIG, VOTE, PLAN = "extras", "placement", "config", "vote", "plan_in_force"
 AT_RISK = "tokens_at_risk"
-"""Names of values in the header of a slice; ``SETTINGS`` is one more. The values are JSON texts, because a manifest is
-strict JSON and cannot contain NaN."""
+"""Names of values in the header of a slice. ``SETTINGS`` is another such name. The values are JSON texts, because a
+manifest is strict JSON and cannot contain NaN."""
 
 
 def first_header(

@@ -49,8 +49,8 @@ class Carried:
     host: TrainState
     """State of the rank besides the tensors in ``state`` and ``shards``."""
     former: Mapping[int, tuple[NamedState, TrainState]] = field(default_factory=dict)
-    """``state`` and ``host`` of other model parts, which this rank had in earlier memberships, by model part. They are
-    state after the same iteration as ``state``."""
+    """``state`` and ``host`` of other model parts, by model part. This rank had these parts in earlier memberships. The
+    states are from after the same iteration as ``state``."""
     finished: IterationResult | None
     """Result of an iteration that was finished after the membership had ended and is not reported yet. None if there is
     no such iteration."""
@@ -76,9 +76,9 @@ class Carried:
     in the replay, the job continues from the copies with fewer model replicas. None without copies."""
 
     def after(self, before: "Carried | None") -> "Carried":
-        """Combine this state with ``before``, the state with which the rank began the membership. Both states are after
-        the same iteration. ``finished`` is taken from ``before``, because its result must still be reported. Return
-        ``self`` if ``before`` is None."""
+        """Combine this state with ``before``, the state with which the rank began the membership. Both states must be
+        from after the same iteration. ``finished`` is taken from ``before``, because its result must still be reported.
+        Return ``self`` if ``before`` is None."""
         if before is None:
             return self
         earlier = {**before.former, before.part: (before.state, before.host)}

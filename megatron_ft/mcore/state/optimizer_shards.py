@@ -81,8 +81,8 @@ class Shards:
     @classmethod
     def split_off(cls, state: NamedState, copies: StateCopies, parts: Sequence[int]) -> "Shards":
         """Remove the non-expert parameters from ``state``, which has all tensors of a rank, and return their optimizer
-        state. The weights are dropped, because they follow from the master weights. ``copies`` are the copies on this
-        rank. ``parts`` lists the model part of each rank."""
+        state. The weights are dropped, because they follow from the master weights. ``copies`` are this rank's copies
+        of other ranks' state. ``parts`` lists the model part of each rank."""
         part = parts[copies.rank]
         taken = {name: state.pop(name) for name in list(state) if is_non_expert(name)}
         steps = {int(tensor) for name, tensor in taken.items() if name.endswith("/step")}
@@ -108,7 +108,7 @@ class Shards:
         return cls(sizes={part: sizes}, step=next(iter(steps), None), pieces=tuple(pieces), kinds=kinds)
 
     def and_also(self, other: "Shards | None") -> "Shards":
-        """Return the union of this state and ``other``. Both must be state after the same iteration."""
+        """Return the union of this state and ``other``. Both states must be from after the same iteration."""
         if other is None:
             return self
         return replace(self, sizes={**other.sizes, **self.sizes}, pieces=(*self.pieces, *other.pieces))

@@ -201,7 +201,7 @@ def by_expert(state: Iterable[str]) -> dict[_ExpertId, list[str]]:
 
 
 SavedExperts = dict[_ExpertId, list[torch.Tensor]]
-"""Copies of tensors by expert. Each list is in the order of the tensors' names."""
+"""Copies of the tensors of each expert, in a list in the order of the tensors' names."""
 
 
 class ExpertPlaces:
