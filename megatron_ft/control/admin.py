@@ -34,7 +34,7 @@ class ControllerAddress:
     address: Annotated[str, Length(1, 1024)]
     token: Annotated[str, Length(1, 1024)]
     epoch: int
-    """Number of the controller in its job. A controller that replaces another one has a higher number."""
+    """Number that identifies the controller in its job. A controller that replaces another one has a higher number."""
     tls_dir: str | None = None
     """Value of ``control.tls_dir``: folder of the certificates, or None if the connection is not encrypted."""
 

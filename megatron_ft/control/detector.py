@@ -49,7 +49,7 @@ class SignsOfLife(Generic[Key]):
         return None if heard is None else now - heard
 
     def silent(self, now: float) -> list[Key]:
-        """Return the keys whose heartbeat is overdue. The caller must call this several times within the timeout.
+        """Return the keys whose heartbeat is overdue. Call this method several times within the timeout.
 
         If more than half of the timeout has passed since the last call, the caller itself may have missed heartbeats.
         In that case, the timeout of each key begins again.
@@ -73,7 +73,7 @@ class Place:
 
 
 FIRST_ITERATIONS = 3
-"""Number of iterations of a membership to measure before ``hang_iterations`` applies. The first ones are slower."""
+"""How many iterations of a membership are measured before ``hang_iterations`` applies. The first ones are slower."""
 _MEASURED_ITERATIONS = 50
 
 

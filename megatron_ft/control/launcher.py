@@ -171,7 +171,7 @@ _PLACES: tuple[Check, ...] = (
     lambda config: Certificates.read(config.control.tls_dir),
     _check_socket,
 )
-"""Checks of a job's interface, certificates and fork-server socket. The first check needs the launcher's address."""
+"""Functions that check interface, certificates and fork-server socket of a job. The first needs the launcher's address."""
 
 
 class _Job:
@@ -404,7 +404,7 @@ class _Job:
 
 _GENERATIONS_FILE = "window_generations"
 _GENERATIONS_OF_JOB = 1_000_000
-"""Distance between the first generations of two consecutive jobs of a run. No job has more generations than this."""
+"""Distance between the first generation numbers of successive jobs of a run. No job has more generations than this."""
 
 
 def _kept_servers(config: JobConfig, run_dir: Path) -> KeptServers:

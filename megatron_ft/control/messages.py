@@ -21,8 +21,8 @@ from megatron_ft.serde import Between, decode, encode
 MAX_RECORD_BYTES = MAX_FRAME_BYTES - 64 * 1024
 """Largest size of a ``RecordWritten`` report as JSON, in bytes. The report must fit in one message to the launcher."""
 MAX_REPORT_BYTES = 1024 * 1024
-"""Largest size of all other kinds of reports as JSON, in bytes. These reports are written to the journal. Details of
-how a rank ended are also forwarded to the launcher."""
+"""Largest size of a report of any other kind as JSON, in bytes. These reports are written to the journal. Details
+of a rank's end are also forwarded to the launcher."""
 MAX_JOIN_BYTES = 64 * 1024
 """Largest size of a registration (``Join``) as JSON, in bytes. The sidecar addresses in it are sent to every node."""
 _LAST_LINE_CHARACTERS = 500
@@ -65,7 +65,7 @@ class Poll:
     node: Integer
     session: Count
     after: Count
-    """Number of orders to skip: those that the agent already has, and those that were given before it registered."""
+    """Count of the orders to skip: those that the agent already has, and those that were given before it registered."""
     wait_seconds: Seconds
 
 
@@ -76,7 +76,7 @@ class Deliver:
     node: Integer
     session: Count
     first: Count
-    """Number of the first report in ``items``; an agent numbers its reports from 0."""
+    """Index of the first report in ``items``; an agent counts its reports from 0."""
     items: list[Any]
 
 
@@ -90,7 +90,7 @@ class Report:
     op: ClassVar[str] = ""
     rank: Count
     start: Count
-    """Number of the ``Start`` order that created the rank's process. Reports from ranks of older orders are dropped."""
+    """Index of the ``Start`` order that created the rank's process. Reports from ranks of older orders are dropped."""
     generation: Count
 
     @classmethod
@@ -176,7 +176,7 @@ class _Raised(EndReport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken(EndReport):
-    """A rank has stopped, because of an error or (``planned``) an order, and waits for the next membership."""
+    """A rank has stopped because of an error, or by order (``planned``). It waits for the next membership."""
 
     op: ClassVar[str] = "broken"
     position: Position
@@ -266,11 +266,11 @@ class Start(Order, LaunchSpec):
     start: Count
     generation: Count
     ranks: dict[str, list[Count]]
-    """Maps node numbers (as text) to the numbers of the ranks to start on each node."""
+    """Maps each node number (as text) to the numbers of the ranks that are started on the node."""
     nodes: list[Count]
     """Node of each rank in the membership, in rank order."""
     local_ranks: list[Count]
-    """Number of each rank's process on its node, in rank order. Further processes of members are hot spares."""
+    """Index of each rank's process on its node, in rank order. Further processes of members are hot spares."""
     members: list[Count]
     """Nodes of the membership, including nodes without a rank."""
     is_joining: bool

@@ -40,7 +40,7 @@ def free_port(interface: str) -> int:
 
 
 NUM_PORTS = 16
-"""Number of ports of a store. This many consecutive generations have stores with different ports."""
+"""Count of the ports of a store. ``NUM_PORTS`` consecutive generations use different ports."""
 
 
 @dataclass(frozen=True, slots=True)

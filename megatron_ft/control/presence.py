@@ -69,7 +69,7 @@ class PresencePort:
         self.endpoint = PresenceEndpoint(address=host, port=port)
 
     def watch(self, selector: selectors.BaseSelector) -> None:
-        """Register the port's sockets. The ``data`` of each socket is the function to call when it is readable."""
+        """Register the port's sockets. The ``data`` of a socket is the function to call when the socket is readable."""
         self._selector = selector
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
@@ -150,10 +150,10 @@ class PresenceWatch:
         """Store the limits; ``start`` begins to probe.
 
         Args:
-            interface: address of the controller's machine, from which it probes other machines. Nodes with this address
-                are not watched, because they cannot vanish without the controller.
+            interface: address from which the controller's machine probes other machines. Nodes with this address are
+                not watched, because they cannot vanish without the controller.
             vanished_seconds: value of ``detector.vanished_seconds``.
-            on_vanished: called in the thread of this object, at most once for each call of ``watch``.
+            on_vanished: called in the thread that probes, at most once for each call of ``watch``.
         """
         self._interface, self._vanished_seconds, self._on_vanished = interface, vanished_seconds, on_vanished
         self._changes: queue.SimpleQueue[tuple[int, _Machine | None]] = queue.SimpleQueue()

@@ -1,5 +1,5 @@
-"""The result of a job that has ended, in the form in which the controller sends it to the launcher. Also makes messages
-and records that describe this result. Reads and writes no files."""
+"""The result of a job that has ended, in the form in which the controller sends it to the launcher. This module also
+makes messages and records that describe the result. It reads and writes no files."""
 
 import shlex
 import time
@@ -29,7 +29,7 @@ class JobResult:
     reason: str
     first_failure: Failure | None
     details: dict[int, Message] = field(default_factory=dict)
-    """Maps the number with which a rank was started to the known details of the rank's end: ``number`` (in the
+    """Maps each rank, by the number at its start, to the known details of the rank's end: ``number`` (in the
     membership), ``node, returncode, at_seconds, traceback, error, exit_code, iteration, phase, log, log_tail``."""
     survived: tuple[str, ...] = ()
     """Reason for the end of each earlier generation."""
@@ -92,7 +92,7 @@ def failure_screen(end: JobResult, run_dir: Path, resume: str, node_log: str = "
     """Return a text about the first rank that died, the cause, all other failed ranks, the logs, and how to resume.
 
     Args:
-        node_log: last lines of a lost node's own log, shown if the first failure is not that of a rank.
+        node_log: last lines of a lost node's own log, shown if the first failure is not the failure of a rank.
     """
     first = end.first_failure
     rank = first.rank if first else None
@@ -268,8 +268,8 @@ class InjectedFaults:
     def is_news(self, record: Message) -> bool:
         """Process a record. Return False for a record that wrongly reports that a fault was not injected.
 
-        The process that replaces an ended one has the same failpoint. It does not know that this failpoint was hit, and
-        so reports it.
+        The process that replaces an ended one has the same failpoint. It does not know that this failpoint was hit, so
+        it reports that the fault was not injected.
         """
         about = (record.get("failpoint"), record.get("node"))
         if record.get("kind") == "failpoint_hit" and record.get("action") in _ENDING_FAULTS:

@@ -35,8 +35,8 @@ class Use:
     """The use of a socket folder by this process. It ends with ``end`` or with the process."""
 
     def __init__(self, path: Path) -> None:
-        """Begin to use the folder. ``end`` removes a folder without a lock file only if it is empty, because
-        ``make_runtime_dir`` has not made this folder."""
+        """Begin to use the folder. A folder without a lock file was not made by ``make_runtime_dir``, so ``end``
+        removes it only if it is empty."""
         self._path = path
         self.descriptor: int | None = None
         with contextlib.suppress(FileNotFoundError):
@@ -59,8 +59,8 @@ class Use:
 
 @contextlib.contextmanager
 def make_runtime_dir() -> Iterator[Path]:
-    """Make a directory (mode 0700) for sockets in the folder of temporary files. Remove it at the end of the ``with``
-    block if no other process uses it. Before that, remove unused directories of earlier jobs.
+    """Remove unused directories of earlier jobs from the folder of temporary files, and make a directory (mode 0700)
+    for sockets there. At the end of the ``with`` block, remove the new directory if no other process uses it.
 
     Raises:
         ConfigError: the path of temporary files is too long for sockets.

@@ -37,8 +37,8 @@ def _links_to(process_ids: Iterable[int]) -> list[str]:
     """Return the names of the veth links that connect this network namespace with the namespaces of the processes.
 
     Raises:
-        CannotCut: a process is in this network namespace or has ended, or a link of its namespace does not lead here.
-            Or the programs ``ip`` and ``nsenter`` are missing or not allowed.
+        CannotCut: a process has ended or is in this network namespace; a link of its namespace does not lead here; or
+            the programs ``ip`` and ``nsenter`` are missing or not allowed.
     """
     here = os.readlink("/proc/self/ns/net")
     far: set[int] = set()
@@ -69,7 +69,7 @@ def _links_to(process_ids: Iterable[int]) -> list[str]:
 
 
 def _switch(links: Sequence[str], *, on: bool) -> None:
-    """Set all network ``links`` up or down. If a link fails, set the next ones, and raise CannotCut at the end."""
+    """Set all network ``links`` up or down. If one fails, still set the others, and raise CannotCut at the end."""
     failed = []
     for name in links:
         try:
@@ -180,10 +180,10 @@ class Injector:
                 _switch(links, on=True)
 
     def fail_disk(self, nodes: Sequence[int], seconds: float, **about: Any) -> None:
-        """Make every write to a file by the nodes' processes fail with EFBIG for ``seconds``.
+        """Let all writes of the nodes' processes to files fail with the error EFBIG for ``seconds``.
 
         During this time, the processes' limit on file sizes (RLIMIT_FSIZE, see setrlimit(2)) is 0. It also applies to
-        files in memory, but not to reads, sockets and pipes. Child processes started meanwhile keep the limit.
+        files in memory, but not to reads, sockets and pipes. Child processes that start meanwhile keep it.
 
         Raises:
             NotInjected: a node has no process, or the processes belong to another user.

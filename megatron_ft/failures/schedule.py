@@ -26,7 +26,7 @@ class FailureSchedule:
     """Planned losses and joins of a job's nodes. At first the nodes 0 to ``num_initial_nodes`` - 1 are present."""
 
     source: str
-    """Origin of the schedule, e.g. the name of a trace file, which messages show."""
+    """Origin of the schedule, e.g. the name of a trace file. Messages show this origin."""
     most_nodes: int
     """Largest number of nodes that are present at once. Nodes are numbered from 0 to ``most_nodes`` - 1."""
     num_initial_nodes: int
@@ -78,12 +78,12 @@ class FailureSchedule:
 
     @property
     def num_leaves(self) -> int:
-        """Number of losses of nodes in all events."""
+        """Total count of node losses in all events."""
         return sum(len(event.leaves) for event in self.events)
 
     @property
     def num_joins(self) -> int:
-        """Number of joins of nodes in all events. Nodes that are present at the beginning do not count."""
+        """Total count of node joins in all events. Nodes that are present at the beginning do not count."""
         return sum(len(event.joins) for event in self.events)
 
     @property

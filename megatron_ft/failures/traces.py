@@ -27,7 +27,7 @@ class _Instant:
     """Milliseconds since the first row of the trace."""
     removed: tuple[str, ...]
     added: tuple[str, ...]
-    """Added nodes in the order of their rows. Added nodes get numbers of the job's nodes in this order."""
+    """Added nodes in the order of their rows. In this order, they get node numbers of the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class MembershipTrace:
     source: str
     """Name of the trace's file."""
     instants: tuple[_Instant, ...]
-    """Nodes added and removed at each moment, in order of time. The first moment adds the nodes of the beginning."""
+    """Nodes added and removed at each moment, in order of time. The first moment adds all initial nodes."""
     num_repeated_rows: int = 0
     """Number of rows that repeat an earlier row and are therefore ignored."""
 
@@ -118,8 +118,8 @@ class MembershipTrace:
     def read(cls, path: Path) -> "MembershipTrace":
         """Read a trace from a file.
 
-        A repeated row counts once. Malformed are: adding a node that is already present, removing a node that is
-        absent, descending times, and a last line without a line end.
+        A repeated row counts once. A trace is malformed if it adds a node that is already present, removes a node
+        that is absent, has descending times, or has a last line without a line end.
 
         Raises:
             DataError: the trace is malformed; the message gives the number of the line.
@@ -136,7 +136,7 @@ class _Numbers:
         self._free = list(range(most_nodes))
 
     def arrive(self, names: Iterable[str]) -> list[int]:
-        """Give free node numbers to added nodes, as long as there are any. Return the given numbers, ascending."""
+        """Give node numbers to added nodes until no number is free. Return the given numbers, ascending."""
         found = []
         for name in names:
             if not self._free:

@@ -73,11 +73,11 @@ class Controller:
             launch_spec: makes the spec of ranks for each start and each next membership, in the thread of ``run``.
             detection: limits of the failure detector; default: ``DetectorPolicy()``.
             record_decision: called before ranks receive the order to continue without lost nodes, or to stop.
-            journal: contains the inputs of earlier controllers, which are processed again; None means no journal.
+            journal: inputs of earlier controllers; this controller processes them again. None means no journal.
             epoch: number of this controller, which every answer contains; earlier controllers have lower numbers.
             port: port of the service; 0 chooses a free one.
             certificates: certificates for the channel to agents; with None, the channel is not encrypted.
-            clock: monotonic clock; its times are not before the last time in ``journal``.
+            clock: monotonic clock, which must not show a time before the last time in ``journal``.
         """
         self._policy = policy
         self._clock = clock
@@ -85,7 +85,7 @@ class Controller:
         self._known_orders: deque[Message] = deque()
         """Orders that earlier controllers wrote to the journal and that this controller must still repeat."""
         self._num_posted = 0
-        """Number of the launcher's events that have been processed."""
+        """Count of the launcher's events that have been processed."""
         self._past_deadline: float | None = None
         self._unix_seconds = 0.0
         """Arrival time of the event that is being processed, in seconds since 1970."""
@@ -98,7 +98,7 @@ class Controller:
         self._layouts = {0: layout_of(policy, self._state)}
         self._num_starts = 0
         self._starts: dict[int, int] = {}
-        """Maps nodes to the number of their newest ``Start`` order. Reports from ranks of older orders are dropped."""
+        """Maps each node to the index of its newest ``Start`` order. Reports from ranks of older orders are dropped."""
         detection = detection or DetectorPolicy()
         self._check_seconds = detection.heartbeat_interval_seconds
         self._detector = Detector(policy, detection)
@@ -154,7 +154,7 @@ class Controller:
     def run(self, on_record: RecordSink, on_step: StepSink) -> JobResult:
         """Serve until the job has ended; call ``on_record`` for records of ranks and ``on_step`` for decisions.
 
-        When ``on_step`` receives a restart or the next membership, ``details`` still describe the generation that ends.
+        While ``on_step`` handles a restart or the next membership, ``details`` still describes the ending generation.
         A new controller first repeats the decisions of earlier controllers, and passes these decisions to ``on_step``.
         """
         try:

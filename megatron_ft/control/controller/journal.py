@@ -154,7 +154,7 @@ class Journal:
         ``entries``.
 
         Args:
-            do: function that calls a write, and repeats the call while the disk is full, see ``EssentialWrites.do``.
+            do: calls a function that writes, and calls it again while the disk is full, see ``EssentialWrites.do``.
 
         Raises:
             ControlError: a complete line is not a JSON object, or another version of this package wrote the journal.

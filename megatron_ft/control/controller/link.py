@@ -24,7 +24,7 @@ from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 
 MAX_FAILED_STARTS = 5
-"""Largest number of controllers in a row that may fail without a new message to the launcher. The job then fails."""
+"""The job fails when this many controllers in a row have failed without a new message to the launcher."""
 # A new controller imports its modules and reads the whole journal before it sends anything.
 LEAST_SILENCE_SECONDS = 10.0
 _PING_SECONDS = 2.0
@@ -65,7 +65,7 @@ class ControllerLink:
         self._process: Process | None = None
         self._reader: FrameReader | None = None
         self._last_record: dict[int, list[int]] = {}
-        """Maps each node to the agent's session and the number of the newest record that was passed to the sinks."""
+        """Maps each node to the agent's session and the index of the newest record that was passed to the sinks."""
         self._to_grant: bytes | None = None
         """Content that must still be written to the access file; None if the file is up to date."""
         self._num_events = 0

@@ -48,7 +48,7 @@ def _launch_spec(
     """Return the part of the specification that is the same for all ranks that start in ``generation``.
 
     Args:
-        first: specification of the first generation on this machine. Its port is 0 if none is configured.
+        first: specification of the first generation on this machine; ``master_port`` is 0 if no port is configured.
         nodes: node of each rank of the membership.
         stores: maps a node to the endpoint of its rendezvous store; nodes on this machine have no entry.
     """

@@ -22,7 +22,7 @@ from megatron_ft.serde import encode
 
 
 class Origin(NamedTuple):
-    """Identity of an item that an agent delivered: the node, the session of the agent, and the item's number in this
+    """Identity of an item that an agent delivered: the node, the session of the agent, and the item's index in this
     session."""
 
     node: int
@@ -35,8 +35,8 @@ class Item:
     """A report, registration or request that arrived in a call of an agent or an administrator."""
 
     origin: Origin | None
-    """Origin of a report, by which a second delivery is detected. None for a registration or request: their second
-    delivery has no further effect."""
+    """Origin of a report, by which a second delivery of the report is detected. None for a registration or request,
+    because a second delivery of it has no further effect."""
     content: Message
     report: Report | None = None
     """The report that was parsed from ``content``; None if ``content`` is a registration or request."""
@@ -146,16 +146,16 @@ class _AgentSession:
     number: int
     process_id: int
     first_order: int
-    """Number of orders that were given before the agent registered. The agent does not receive these orders."""
+    """Count of the orders that were given before the agent registered. The agent does not receive these orders."""
     is_over: bool = False
     """Whether the agent was lost, so that its process may not register again."""
     next_item: int = 0
-    """Number of the first item that has not been processed."""
+    """Index of the first item that has not been processed."""
     next_arrival: int = 0
-    """Number of the first item that has not arrived. The items before it, from ``next_item`` on, have arrived but are
+    """Index of the first item that has not arrived. The items before it, from ``next_item`` on, have arrived but are
     not processed yet."""
     num_fetched: int = 0
-    """Number of orders that the agent has fetched, plus the number of orders before its registration."""
+    """Count of the orders that the agent has fetched, plus the count of the orders before its registration."""
     is_inherited: bool = False
     """Whether an earlier controller may have forwarded records of this agent that this controller does not know."""
     newest_item: Item | None = None
@@ -213,7 +213,7 @@ class _AgentSessions:
         return [session for session in list(self._sessions.values()) if not session.is_over]
 
     def replaced(self, node: int, process_id: int) -> int | None:
-        """Return the process id of the living agent that a registration of the agent ``process_id`` would replace.
+        """Return the process id of the living agent that is replaced if the agent ``process_id`` registers.
         Return None if the node has no other living agent."""
         session = self._sessions.get(node)
         if session is None or session.process_id == process_id or session.is_over:
@@ -273,8 +273,8 @@ class ControllerServer:
 
         Args:
             layouts: layout of each generation; the controller adds new generations.
-            sign_of_life: called with the node of each call, and again while the call waits. May be called in any
-                thread.
+            sign_of_life: called with the number of a node when a call of the node arrives, and again while the call
+                waits. May be called in any thread.
             clock: the controller's clock, for arrival times.
             sign_seconds: interval between two calls of ``sign_of_life`` while a call waits.
             others: further methods of the service, by name.
@@ -309,7 +309,7 @@ class ControllerServer:
         self.address = self._server.address
 
     def open(self) -> None:
-        """Begin to serve, also agents that registered with an earlier controller. A second call does nothing."""
+        """Begin to serve all agents, also those registered with an earlier controller. A second call does nothing."""
         if self._is_open:
             return
         self._is_open = True
@@ -377,8 +377,8 @@ class ControllerServer:
     def finish(self) -> None:
         """Accept no more items, because the job has ended.
 
-        If nodes start by themselves (``launch.node_launcher=none``), no launcher ends their agents. Then wait a few
-        seconds until all agents have fetched the last order.
+        If nodes start by themselves (``launch.node_launcher=none``), no launcher ends their agents. In this
+        case, wait until all agents have fetched the last order, but at most a few seconds.
         """
         self._has_ended = True
         self._inbox.close()
@@ -472,7 +472,7 @@ def _check_report(policy: MembershipPolicy, layouts: Layouts, node: int, content
     """Parse a report of a node's agent.
 
     Raises:
-        ControlError: the report is malformed, or its rank, generation or position does not belong to the node.
+        ControlError: the report is malformed, names a wrong rank or generation, or contains another rank's position.
     """
     report = Report.decode(content)
     rank, generation = report.rank, report.generation

@@ -64,8 +64,8 @@ class NodeLauncher(Protocol):
         data with which they join.
 
         Args:
-            spec: spec of node 0. The specs of further nodes differ in the node number and in values that only the
-                node's machine knows.
+            spec: spec of node 0. The spec of each further node differs in the node number and in values that only
+                the machine of that node knows.
         """
 
     def start(self, node: int, spec: AgentSpec, on_end: OnEnd) -> None:

@@ -1,4 +1,4 @@
-"""``launch.node_launcher=none``: nodes are the tasks of a Slurm array, which start by themselves, also after a loss.
+"""``launch.node_launcher=none``: each node is a task of a Slurm array. Tasks start by themselves, also after a loss.
 
 Source: the manual page sbatch(1). An array keeps its id, ``SLURM_ARRAY_JOB_ID``, when one of its tasks is requeued.
 """

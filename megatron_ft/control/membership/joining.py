@@ -195,8 +195,8 @@ class NodeRules:
         return None
 
     def admitted(self, state: State, num_staying: int) -> tuple[int, ...]:
-        """Return the ready nodes that the next membership can admit if ``num_staying`` members stay, ascending. Nodes
-        that became ready first are preferred."""
+        """Return the ready nodes that the next membership can admit if ``num_staying`` members stay. Nodes that became
+        ready first are preferred. The result is ascending."""
         ready = [record.node for record in state.nodes.joining if record.state is NodeState.READY]
         return tuple(sorted(ready[: max(0, self.policy.most_members - num_staying)]))
 
@@ -233,8 +233,8 @@ class NodeRules:
         return self._kill(state, now) or self._start(state, now)
 
     def _unregistered(self, state: State) -> list[NodeRecord]:
-        """Return the records of nodes whose agent the job has started, but whose agent has not registered. The list is
-        empty if nodes start by themselves."""
+        """Return the records of nodes whose agent was started by the job but has not registered. Return an empty list
+        if nodes start by themselves."""
         return [r for r in state.nodes.records if r.agent is AgentState.STARTING] if self.policy.starts_nodes else []
 
     def _give_up_agents(self, state: State, now: Moment) -> Step | None:
@@ -323,7 +323,7 @@ class NodeRules:
         return replace(state, nodes=_stop_joining(state.nodes, node).change(node, is_dismissed=True))
 
     def can_fill_places(self, state: State) -> bool:
-        """Whether a ready node can replace each lost node; always true in a job that does not keep its layout."""
+        """Whether ready nodes can replace all lost nodes; always true in a job that does not keep its layout."""
         return not keeps_layout(self.policy, state) or len(_ready(state)) == len(_lost_places(state))
 
     def why_place_stays_empty(self, state: State) -> str | None:
@@ -350,8 +350,8 @@ class NodeRules:
         }
 
     def is_worn(self, state: State, node: int, iteration: int) -> bool:
-        """Return whether a member has been lost too often in a row to be started again, if it is lost after
-        ``iteration``."""
+        """Return whether a member is not started again if it is lost after ``iteration``, because it has then been lost
+        too often in a row."""
         # ``count_loss`` ignores losses before long training, so a node with many such losses is still started again.
         return count_loss(state.nodes[node], iteration) > self.policy.max_node_restarts
 
@@ -424,7 +424,7 @@ class NodeRules:
         return replace(state, nodes=nodes, deadline_seconds=now.seconds + self.policy.start_timeout_seconds)
 
     def fill_places(self, state: State, now: Moment) -> Step:
-        """Return the step that starts nodes to replace lost nodes, or waits for such nodes while ranks wait."""
+        """Return the next step that replaces lost nodes while ranks wait: start nodes, or wait for nodes."""
         fresh_deadline = now.seconds + self.policy.start_timeout_seconds
         deadline = state.deadline_seconds if state.phase is Phase.FILLING else fresh_deadline
         nodes = state.nodes.change(self._returning(state), is_wanted=True)
@@ -439,7 +439,7 @@ class NodeRules:
         return replace(step, state=replace(step.state, deadline_seconds=fresh_deadline))
 
     def set_wake_up_of_filling(self, step: Step, now: Moment) -> State:
-        """Return the state after ``step``, with the time of the next check of replacements if no event arrives."""
+        """Return the state after ``step``, whose ``wake_up_seconds`` is the time of the next check of replacements."""
         starting = [record for record in step.state.nodes.joining if record.state is NodeState.STARTING]
         times = [record.since_seconds + self.policy.start_timeout_seconds for record in starting]
         times += [record.not_before_seconds for record in step.state.nodes.records if record.is_wanted]
@@ -469,8 +469,8 @@ class NodeRules:
 
 
 def count_loss(record: NodeRecord, iteration: int) -> int:
-    """Return the number of losses of a node in a row, including the present loss. Training continues after
-    ``iteration``."""
+    """Return how often a node has been lost in a row, including the present loss. ``iteration`` is the iteration after
+    which training continues."""
     # After ``SETTLED_ITERATIONS`` of training, a loss has a new reason, so earlier losses no longer count.
     has_settled = iteration - record.joined_iteration >= SETTLED_ITERATIONS
     return 1 if has_settled else record.num_losses + 1
@@ -525,7 +525,7 @@ def members_after_restart(state: State) -> tuple[int, ...]:
 
 def count_losses(state: State, iteration: int) -> State:
     """Add one to ``num_losses`` of each member that was lost in this generation and whose loss is not counted yet.
-    Training continues after ``iteration``."""
+    ``iteration`` is the iteration after which training continues."""
     # Usually the next membership counts losses. While a place waits for a node, the rules need the counts earlier.
     # ``is_counted`` prevents a second count.
     nodes = state.nodes

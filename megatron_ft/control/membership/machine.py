@@ -266,7 +266,7 @@ def _end(policy: MembershipPolicy, state: State, event: MachineEvent, now: Momen
 
 
 def _why_not_again(policy: MembershipPolicy, state: State, now: Moment) -> str:
-    """Return why a job that replaces lost nodes by a restart does not start its ranks again; empty for other jobs."""
+    """Return why a job with ``replaces_by_restart`` does not start its ranks again; an empty text for other jobs."""
     first = state.first_failure
     if (
         not policy.replaces_by_restart

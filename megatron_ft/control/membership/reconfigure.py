@@ -4,9 +4,9 @@ When a rank or a node fails, the membership ends. All other ranks are ordered to
 positions (``RankBroken``); a rank whose collective fails reports without an order. When every remaining rank has
 reported, the next membership begins (``REFORM``), together with nodes that are ready to join. A job that keeps its
 layout first waits until a node is ready for every lost place (``joining``), or until a place is certain to stay empty.
-If the job cannot continue, it stops (``STOP``) and ends or restarts, like a job that needs all nodes. A change on
-request (``joining``) has no failure. It follows these rules when all members have stopped at the boundary. If a rank
-fails before all have stopped, this failure is handled first, and the change is ordered again.
+If the job cannot continue, it stops (``STOP``). It then ends or restarts, as a job that needs all nodes does. If nodes
+join or leave on request (``joining``), there is no failure, and these rules apply when all members have stopped at the
+boundary. If a rank fails before all have stopped, this failure is handled first, and the change is ordered again.
 """
 
 from dataclasses import replace

@@ -110,7 +110,7 @@ class Nodes:
         return self.records[node] if node < len(self.records) else NodeRecord(node)
 
     def change(self, nodes: int | Iterable[int], **changes: Any) -> "Nodes":
-        """Return a copy in which the records of ``nodes`` have the field values ``changes``."""
+        """Return a copy in which the fields named in ``changes`` have new values in the records of ``nodes``."""
         numbers = (nodes,) if isinstance(nodes, int) else tuple(nodes)
         records = list(self.records)
         records += [NodeRecord(node) for node in range(len(records), max(numbers, default=-1) + 1)]
@@ -119,7 +119,7 @@ class Nodes:
         return Nodes(self.members, tuple(records))
 
     def lose(self, nodes: Iterable[int]) -> "Nodes":
-        """Return a copy in which those of ``nodes`` that are members are marked as lost."""
+        """Return a copy in which all members among ``nodes`` are marked as lost."""
         found = self
         for node in nodes:
             record = found[node]
@@ -409,7 +409,7 @@ class Failure:
     iteration: int = 0
     """Last iteration that the rank reached, 0 before the first."""
     sudden: bool = False
-    """Whether no other failure can have caused it: the node was lost, or the rank hung or was killed by a signal."""
+    """Whether no other failure can be the cause: the node was lost, or the rank hung or was killed by a signal."""
     final: bool = False
     """Whether another attempt of the job would fail in the same way."""
     detail: str = ""
@@ -449,17 +449,17 @@ class State:
     layout: "MembershipLayout | None" = None
     """Layout of this generation; None if the layout has not changed since all ranks were started."""
     base: "MembershipLayout | None" = None
-    """Layout of the newest earlier membership whose ranks had complete state: it committed an iteration, or all its
+    """Layout of the newest earlier membership with complete state: the membership committed an iteration, or all its
     surviving ranks had received their state. None means the layout at the start."""
     begun_iteration: int = 0
     """Iteration after which this generation began."""
     has_changed_layout: bool = False
-    """Whether, since the newest start of all ranks, the layout has differed from that of the job's first membership. If
+    """Whether a membership since the newest start of all ranks had another layout than the job's first membership. If
     so, nodes join and leave as in a job that does not keep its layout."""
     deadline_seconds: float | None = None
     """Time at which the present phase exceeds its time limit; None if the phase has no limit."""
     reform_by_seconds: float | None = None
-    """Time at which ``REFORMING`` ends at the latest. Ranks without a report at ``deadline_seconds`` count as lost."""
+    """Latest end of the phase ``REFORMING``. Ranks without a report count as lost already at ``deadline_seconds``."""
     wake_up_seconds: float | None = None
     """Time at which the state machine must next decide about nodes that join or leave; None means never."""
     failed_starts: tuple[FailedStart, ...] = ()
@@ -487,7 +487,7 @@ class State:
     furthest_iteration: int = 0
     """Latest iteration in which an earlier generation failed."""
     num_restarts: int = 0
-    """Number of restarts of all ranks between the job's last progress and the start of this generation."""
+    """How often all ranks were restarted between the job's last progress and the start of this generation."""
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -507,7 +507,7 @@ class State:
 
     @property
     def num_restarts_without_progress(self) -> int:
-        """Number of restarts of all ranks since the job's last progress. It is 0 if this generation failed in a later
+        """How often all ranks were restarted since the job's last progress; 0 if this generation failed in a later
         iteration than all earlier generations."""
         return 0 if self.failed_iteration > self.furthest_iteration else self.num_restarts
 

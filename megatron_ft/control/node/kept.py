@@ -2,8 +2,8 @@
 
 An agent leaves a record (a file with mode 0600) beside the server's socket. The record names the server's process and
 address, and the token with which the server can be taken over. The agent of the next job finds the record in the folder
-of temporary files, and checks that the process is the recorded one. The server checks the token. It ends if its run,
-layout or address is not that of the next job.
+of temporary files, and checks that the process is the recorded one. The server checks the token. The server ends if the
+run, layout or address of the server is not that of the next job.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _END_SECONDS = 10.0
 _UNUSED_END_SECONDS = 2.0
 """Time for unused servers to end. It is short, because the controller waits for the agent during this time."""
 _START_TIME_FIELD = 19
-"""Position of the start time (field 22 in proc(5)) among the fields of ``/proc/PID/stat`` after the command."""
+"""Index of the start time among the fields after the command in ``/proc/PID/stat``. It is field 22 in proc(5)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +128,8 @@ def take_over(kept: KeptServers, node: int, *, token: str, interface: str) -> Ad
 
 
 def end_unused(kept: KeptServers, *, token: str) -> None:
-    """End the run's snapshot servers on this machine that no agent of this job has taken over, e.g. because their node
-    now runs on another machine. Call this before ranks allocate memory for windows."""
+    """End the run's snapshot servers on this machine, except those that this job's agents have taken over. A server
+    stays unused e.g. if its node now runs on another machine. Call this before ranks allocate memory for windows."""
     for path, record in _records(kept.run_id):
         if record.token == token:
             continue

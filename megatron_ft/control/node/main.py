@@ -1,9 +1,9 @@
 """The process of a node on a separate machine: ``python -m megatron_ft.control.node.main``.
 
 ``srun`` or ``join`` starts it. The process reads a ``NodeSpec``, one line of JSON, from standard input. The node ends
-when this input closes. ``srun`` closes it when the input of ``srun`` closes. The process finds the values that only
-this machine knows: an address on the route to the controller, free ports, a folder for sockets. It then starts a fork
-server, and becomes the agent.
+when this input closes. ``srun`` closes the node's input when its own input closes. The process finds the values that
+only this machine knows: an address on the route to the controller, free ports, a folder for sockets. It then starts a
+fork server, and becomes the agent.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class NodeSpec:
     preload: list[str]
     """Modules that the fork server imports."""
     batch_job: str | None = None
-    """Slurm's id of the job on whose batch host the launcher runs; None if no node has to requeue this job."""
+    """Id of the Slurm job whose batch host runs the launcher; None if no node has to requeue this job."""
 
     def to_line(self) -> bytes:
         """Return the spec as one line of JSON."""

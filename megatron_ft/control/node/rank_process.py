@@ -1,4 +1,4 @@
-"""Entry point of a forked rank, which runs the rank that its spec describes."""
+"""Entry point of a forked process, which runs one rank as described in a spec."""
 
 import dataclasses
 import faulthandler

@@ -1,6 +1,6 @@
 """The connections of a node's agent to the node's ranks: sockets, messages, exits, and the queue of the ranks' reports.
 
-In the control plane, a rank keeps the number with which it was started, even if later memberships number it otherwise.
+In the control plane, a rank keeps the number with which it was started, even if its number in a membership changes.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class Outbox:
             return self._full
 
     def wait_batch(self) -> tuple[int, list[Message]]:
-        """Wait for items to send. Return the number of the first item, and the items."""
+        """Wait for items to send. Return the index of the first item, and the items."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._items))
             batch: list[Message] = []
@@ -97,7 +97,7 @@ class _Rank:
     reader: FrameReader | None = None
     last: Message = field(default_factory=dict)
     step: int = 0
-    """Number of progress reports that the rank has sent in the iteration of ``last``, its newest report."""
+    """How many progress reports the rank has sent in the iteration of ``last``, its newest report."""
     is_passed_on: bool = True
     """Whether ``last``, the newest progress report, was forwarded to the controller."""
     is_pinged: bool = False
@@ -144,7 +144,7 @@ class Ranks:
         return sorted(self._ranks)
 
     def expect(self, rank: int, *, start: int, generation: int, log: Path) -> None:
-        """Expect a connection from a rank that is about to start; ``start`` is the number of the ``Start`` order."""
+        """Expect a connection from a rank that is about to start; ``start`` is the index of the ``Start`` order."""
         self.generation = generation
         self._ranks[rank] = _Rank(rank, start, log)
 
@@ -355,7 +355,7 @@ def size_of(path: Path) -> int:
 
 
 def last_line(path: Path, begin_bytes: int) -> str:
-    """Return the last non-blank line of a log after its first ``begin_bytes`` bytes; empty if there is none."""
+    """Skip ``begin_bytes`` bytes of a log, and return the last non-blank line of the rest; empty if there is none."""
     lines = _last_lines(path, begin_bytes)
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 

@@ -312,7 +312,7 @@ def _wait_or_kill(service: _Sidecar, deadline: float) -> None:
 
 
 def by_name(of_nodes: Mapping[int, Mapping[str, str]]) -> dict[str, dict[str, str]]:
-    """Regroup sidecar addresses. The input maps node to sidecar name, the result sidecar name to node (as text)."""
+    """Regroup sidecar addresses. Keys of the input: node, then name. Keys of the result: name, then node (as text)."""
     found: dict[str, dict[str, str]] = {}
     for node, addresses in sorted(of_nodes.items()):
         for name, address in addresses.items():

@@ -48,7 +48,7 @@ class WorkerClient(Protocol):
     def stop_requested(self) -> bool:
         """Whether this rank must stop: finish the iteration, write a checkpoint and return.
 
-        Ranks receive the request at different times, so they must agree in the commit vote on the last iteration.
+        Ranks receive the request at different times, so they must use the commit vote to choose the last iteration.
         """
 
     @property
@@ -74,7 +74,7 @@ class WorkerClient(Protocol):
         """
 
     def await_membership(self) -> NextMembership:
-        """Wait on a joining node (``RankContext.is_joining``) for the first membership of this rank.
+        """Wait for the first membership of this rank, whose node is joining (``RankContext.is_joining``).
 
         Raises:
             ControlError: the job ends or restarts all ranks, or this node does not join.
@@ -97,7 +97,7 @@ class WorkerClient(Protocol):
     def change_requested(self) -> bool:
         """Whether this rank was ordered to stop at an iteration boundary, because nodes join or leave.
 
-        Ranks receive the order at different times, so they must agree in the commit vote on the boundary.
+        Ranks receive the order at different times, so they must use the commit vote to choose the boundary.
         """
 
     def awaited_change(self) -> MembershipOrder:
@@ -149,7 +149,7 @@ class RankContext:
     """Node number of each rank. Nodes that were lost before this start are missing. Empty if the nodes are unknown, as
     under torchrun."""
     local_ranks: tuple[int, ...] = ()
-    """Number of each rank's process on its node; empty if ``nodes`` is empty."""
+    """Index of each rank's process on its node; empty if ``nodes`` is empty."""
     members: tuple[int, ...] = ()
     """Nodes of the membership, including nodes without a rank. If empty, the members are the nodes in ``nodes``."""
     is_joining: bool = False
@@ -239,7 +239,7 @@ class Identity:
     local_rank: int
     generation: int
     start: int
-    """Number of the ``Start`` order that created this process, from 0. Messages of older processes are ignored."""
+    """Index of the ``Start`` order that created this process, from 0. Messages of older processes are ignored."""
     is_joining: bool = False
 
 
@@ -273,7 +273,7 @@ class AgentClient:
         self._broken: str | None = None
         self._order: MembershipOrder | None = None
         self._next: deque[NextMembership] = deque()
-        """Memberships that have begun but that the rank has not seen yet. Only for a hot spare can there be several."""
+        """Memberships that have begun but that the rank has not seen yet. Only a hot spare can have several."""
         self._leaves = False
         self._ended: str | None = None
         self._listener = threading.Thread(target=self._listen, name="agent", daemon=True)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from megatron_ft.control.slurm import calls
 
 FIRST_SECONDS, LONGEST_SECONDS = 5.0, 60.0
-"""First and longest interval between two queries of Slurm. Each node adds a random time of up to half the interval, so
-that not all nodes query at the same time."""
+"""The first interval between two queries of Slurm, and the limit to which the interval grows. Each node adds a random
+time of up to half the interval, so that not all nodes query at the same time."""
 _GROWTH = 1.5
 
 

@@ -117,7 +117,7 @@ def drained_hosts(hosts: Sequence[str]) -> list[str]:
 
 
 def _parse_drained(text: str) -> list[str]:
-    """Parse the output of ``sinfo --Node --format='%N %T'``. It repeats a node that is in several partitions."""
+    """Parse the output of ``sinfo --Node --format='%N %T'``. A node appears once for each of its partitions."""
     pairs = [line.split() for line in text.splitlines()]
     return sorted({pair[0] for pair in pairs if len(pair) == 2 and _DRAINED.fullmatch(pair[1])})
 
