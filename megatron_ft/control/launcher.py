@@ -171,7 +171,7 @@ _PLACES: tuple[Check, ...] = (
     lambda config: Certificates.read(config.control.tls_dir),
     _check_socket,
 )
-"""Functions that check interface, certificates and fork-server socket of a job. The first needs the launcher's address."""
+"""Functions that check the interface, certificates and fork-server socket. The first needs the launcher's address."""
 
 
 class _Job:

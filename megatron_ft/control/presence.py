@@ -34,7 +34,7 @@ DOUBT_SECONDS = 0.5
 _CLOSED_SECONDS = 1.0
 """Pause before the next attempt to connect, after the other machine has closed or refused a connection."""
 _REPORT_SECONDS = 10.0
-"""Time without any answer from a machine after its agent has registered. A message is then printed."""
+"""A message is printed if a machine gives no answer for this time after its agent has registered."""
 _BACKLOG = 128
 _MAX_CONNECTIONS = 8
 # Offset of ``tcpi_unacked`` in ``struct tcp_info`` of Linux: 8 bytes, then 32-bit numbers.
@@ -130,7 +130,7 @@ class _Machine:
     next_attempt_at: float = 0.0
     has_answered: bool = False
     open_since: float = 0.0
-    """Time at which the present connection was opened. It closes after ``DOUBT_SECONDS`` without an answer."""
+    """Time at which the present connection began. The connection closes after ``DOUBT_SECONDS`` without an answer."""
     is_reported: bool = False
     """Whether a message has reported that this machine has never answered."""
 

@@ -349,7 +349,7 @@ def raise_descriptor_limit() -> int:
 
 
 def max_connections(num_reserved_descriptors: int = 0) -> int:
-    """Return the largest number of connections of a server that leaves enough descriptors for all other uses.
+    """Return how many connections a server may have, so that enough descriptors stay free for all other uses.
 
     Args:
         num_reserved_descriptors: descriptors to keep free in addition to ``RESERVED_DESCRIPTORS``.

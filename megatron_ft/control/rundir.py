@@ -55,7 +55,7 @@ class RunId:
     run_id: str
     """The random id as 32 hexadecimal digits."""
     is_older: bool = False
-    """Whether the run had checkpoints or windows before it got this id. They have format 1, without a random id."""
+    """Whether the run had checkpoints or windows before it got this id. Those have format 1, without a random id."""
 
     @classmethod
     def make(cls, run_dir: Path, *, is_older: bool) -> "RunId":

@@ -22,7 +22,7 @@ from pathlib import Path
 from megatron_ft.errors import ConfigError
 
 _MAX_PARENT_BYTES = 55
-"""Largest length of the path of the folder's parent. A socket's path has at most 107 bytes. These must also contain
+"""Largest length of the path of the folder's parent. A socket's path has at most 107 bytes, including
 ``/megatron-ft-XXXXXXXX`` and the longest name of a socket."""
 PREFIX = "megatron-ft-"
 """First part of the name of every folder for a job's sockets."""
@@ -119,7 +119,7 @@ def _remove_unused(path: Path, lock: int) -> None:
 
 
 def socket_path(runtime_dir: Path, node: int, service: str = "") -> Path:
-    """Return the socket path of the agent of ``node``, which is this process, or of the agent's sidecar ``service``."""
+    """Return the socket path of this process, which is the agent of ``node``, or of its sidecar ``service``."""
     return runtime_dir / (f"{node:03d}-{os.getpid()}" + (f"-{service}" if service else "") + ".sock")
 
 

@@ -60,7 +60,7 @@ class HeldProcess:
 
 @contextlib.contextmanager
 def processes_of(run_dir: Path, nodes: Iterable[int], ranks_per_node: int) -> Iterator[dict[int, list[HeldProcess]]]:
-    """Find the living processes of each of ``nodes``, in this order: the node's agent, other helper processes, ranks.
+    """Find the living processes of each node in ``nodes``, in this order: its agent, other helper processes, ranks.
     A node without processes has an empty list."""
     found: dict[int, list[HeldProcess]] = {node: [] for node in nodes}
     with _held(run_dir, lambda log: _node_of(log, ranks_per_node) in found) as held:

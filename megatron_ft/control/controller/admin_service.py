@@ -33,7 +33,7 @@ class AdminService:
 
     @property
     def methods(self) -> dict[str, Callable[[Message], Message]]:
-        """Return the functions that serve calls, by the name of the call."""
+        """Return a map from the name of each call to the function that serves the call."""
         return {"status": self._status, "drain": self._drain, "add": self._add}
 
     # ``State`` is immutable, so a call reads a consistent state without a lock, even if the controller replaces it.

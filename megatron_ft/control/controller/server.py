@@ -157,7 +157,7 @@ class _AgentSession:
     num_fetched: int = 0
     """Count of the orders that the agent has fetched, plus the count of the orders before its registration."""
     is_inherited: bool = False
-    """Whether an earlier controller may have forwarded records of this agent that this controller does not know."""
+    """Whether this agent may have records that an earlier controller forwarded but this controller does not know."""
     newest_item: Item | None = None
     """The item of this session that arrived last."""
     delivery: threading.Lock = field(default_factory=threading.Lock)

@@ -66,8 +66,8 @@ class RankEnvironment:
         """Check that restarted ranks can find their run again, so that training does not start over in another folder.
 
         Ranks read the run's name from the launcher's store. In three cases, no store outlives a restart: ft_launcher,
-        torchrun with another rendezvous than ``c10d``, and a requeued srun job. Then the configuration must name the
-        run.
+        torchrun with another rendezvous than ``c10d``, and a requeued srun job. In these cases, the configuration
+        must name the run.
 
         Raises:
             ConfigError: the configuration does not name the run, or has ``run.resume=never``.

@@ -365,7 +365,7 @@ class NodeRules:
 
     def await_agents(self, state: State, now: Moment) -> Step | None:
         """Return the next step of a job that keeps its layout, after all ranks ended: start agents of lost nodes, or
-        wait for a node with an agent at each place. Return None if too few nodes can still register."""
+        wait until each place has a node with an agent. Return None if too few nodes can still register."""
         timeout_seconds = self.policy.start_timeout_seconds
         if state.phase is not Phase.REPLACING:
             # Without ranks, no node is a member. Each loss from here on counts as a failed start.

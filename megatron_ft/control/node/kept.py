@@ -45,7 +45,7 @@ class KeptServers:
     fingerprint: str
     """Hash of the layout and of further settings. A later job can use the windows only if its own hash is equal."""
     first_generation: int
-    """Number that is added to generations in windows, so that later jobs of the run have larger generations."""
+    """Number that is added to generation numbers in windows, so that later jobs of the run have larger numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ GREETING_BYTES = 4096
 MAX_UNAUTHENTICATED = 256
 """Largest number of open connections whose rank is not known yet. If there are more, the oldest are closed."""
 _BUSY_SECONDS = 0.5
-"""Seconds of processor time. A rank that answers no ping counts as alive if it uses more within the timeout."""
+"""Seconds of processor time. A rank that answers no ping counts as alive if it uses more than this in the timeout."""
 
 
 class Outbox:

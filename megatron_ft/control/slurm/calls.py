@@ -108,7 +108,7 @@ def cancel_waiting(name: str) -> None:
 
 
 def drained_hosts(hosts: Sequence[str]) -> list[str]:
-    """Return those of ``hosts`` that an administrator is draining or has drained in Slurm.
+    """Return all members of ``hosts`` that an administrator is draining or has drained in Slurm.
 
     Raises:
         SlurmError: Slurm does not answer.
