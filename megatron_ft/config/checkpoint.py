@@ -23,8 +23,8 @@ class CheckpointConfig:
     From a checkpoint folder of Megatron-LM, the newest checkpoint is loaded. null starts without a checkpoint."""
     load_weights: str | None = None
     """Checkpoint directory from which a new run loads only weights. The run starts at iteration 0 with new optimizer
-    state. Allowed are checkpoints of other runs, checkpoint folders of Megatron-LM, and Hugging Face folders that were
-    converted by ``tools/convert_checkpoint.py``. They must contain the job's model. null: random weights."""
+    state. The checkpoint may belong to another run, but must contain the job's model. Checkpoint folders of Megatron-LM
+    and Hugging Face folders that ``tools/convert_checkpoint.py`` has converted are accepted. null: random weights."""
     trust: bool = False
     """Allow ``checkpoint.load`` and ``checkpoint.load_weights`` to name a checkpoint without this project's manifest.
     Loading such a checkpoint unpickles its metadata, so a malicious checkpoint can run code."""

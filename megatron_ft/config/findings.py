@@ -45,7 +45,7 @@ class Findings:
         return bool(self.errors)
 
     def add(self, error: MegatronFtError, *, at_fault: Iterable[str] | None = None) -> None:
-        """Add ``error`` if it names no key at fault for an earlier error. Otherwise it may follow from that error.
+        """Add ``error``, unless it names a key at fault for an earlier error and so may follow from the earlier error.
 
         Args:
             at_fault: keys, or names of groups, that may have caused ``error``; None: all keys that ``error`` names.
@@ -58,12 +58,12 @@ class Findings:
         self.blame(keys_in(error) if at_fault is None else at_fault)
 
     def blame(self, keys: Iterable[str]) -> None:
-        """Count these keys, or groups of keys, as at fault: leave out later errors that name them."""
+        """Mark ``keys`` (keys or groups of keys) as at fault, so that later errors which name them are left out."""
         self._at_fault.update(keys)
 
     @contextlib.contextmanager
     def collecting(self, *, at_fault: Iterable[str] | None = None) -> Iterator[None]:
-        """Pass a configuration, checkpoint or software error of the ``with`` block to ``add``, and continue."""
+        """Catch a configuration, checkpoint or software error in the ``with`` block, and pass it to ``add``."""
         try:
             yield
         except (ConfigError, CheckpointError, SoftwareError) as error:

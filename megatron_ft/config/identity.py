@@ -27,7 +27,7 @@ _IGNORED_MODEL_KEYS = (
 # Only the fingerprint decides whether data are equal. These keys are stored so that a message can name the change.
 _DATA_KEYS = ("train", "train_weights", "valid_fraction", "tokenizer", "seed")
 DOCUMENT_KEYS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
-"""Keys of ``data`` that change how ends of documents are treated. The data fingerprint contains those that are true."""
+"""Keys of ``data`` that change how ends of documents are treated. The data fingerprint depends on their values."""
 _OPTIMIZER_KEYS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 
 
@@ -82,8 +82,8 @@ class JobIdentity:
     run_id: str
     """Random name of the run, stored in its folder."""
     run_name: str
-    """Name of the run's folder, for messages. The name identifies the run in checkpoints and windows of format 1,
-    because runs had no ``run_id`` then."""
+    """Name of the run's folder, for messages. Checkpoints and windows of format 1 contain no ``run_id``, so this name
+    identifies their run."""
     settings: Settings
     """Result of ``settings_of`` for this job."""
     allow_change: tuple[str, ...] = ()
@@ -154,7 +154,7 @@ _DERIVED = (
     *("optimizer.lr_decay_iterations", "optimizer.lr_warmup_iterations"),
     *("optimizer.lr_decay_samples", "optimizer.lr_warmup_samples"),
 )
-"""Keys whose null means a value derived from the length of the run. ``Settings`` contain this derived value."""
+"""Keys whose value is derived from the length of the run if it is null. ``Settings`` contain the derived value."""
 
 
 def _schedule(config: JobConfig) -> dict[str, JsonValue]:

@@ -1,4 +1,4 @@
-"""Reads the files of recorded expert loads and of placements that a configuration names.
+"""Reads two kinds of files that a configuration names: recorded expert loads, and placements.
 
 The package ``planning`` checks that the content fits the job.
 """
@@ -27,7 +27,7 @@ class ScheduledPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobInputs:
-    """Contents of the files of recorded expert loads and of placements. A field is None or empty if it has no file."""
+    """Recorded expert loads and placements, read from files. A field is None or empty if no file is configured."""
 
     loads: ExpertLoads | None = None
     schedule: Mapping[int, ScheduledPlacement] = field(default_factory=dict)

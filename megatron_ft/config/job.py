@@ -79,7 +79,7 @@ class DataConfig:
     seed: int = 1234
     """Seed for the order of samples."""
     eod_mask_loss: bool = False
-    """Leave end-of-document tokens as inputs out of the loss: their target is the first token of the next document."""
+    """Compute no loss at end-of-document tokens, from which the model would predict the next document's first token."""
     reset_position_ids: bool = False
     """Number positions from 0 in each document. Only with ``model.position_embedding_type=learned_absolute``, because
     rotary position embeddings depend only on the distance between tokens."""
@@ -108,12 +108,12 @@ class OptimizerConfig:
     lr_wsd_decay_iterations: int | None = None
     """Number of iterations of the final decay with ``lr_decay_style=WSD``."""
     lr_warmup_samples: int | None = None
-    """Number of samples of linear warm-up, with ``training.train_samples``. null means a sixth of ``lr_decay_samples``,
-    but at most 10 * ``training.global_batch_size``."""
+    """Number of samples of linear warm-up if ``training.train_samples`` is given. null: a sixth of
+    ``lr_decay_samples``, but at most 10 * ``training.global_batch_size``."""
     lr_decay_samples: int | None = None
     """Number of samples after which the learning rate reaches ``min_lr``. null means ``training.train_samples``."""
     lr_wsd_decay_samples: int | None = None
-    """Number of samples of the final decay with ``lr_decay_style=WSD`` and ``training.train_samples``."""
+    """Number of samples of the final decay if ``lr_decay_style`` is ``WSD`` and ``training.train_samples`` is given."""
     lr_wsd_decay_style: str = "exponential"
     """Shape of the final decay of ``WSD``: ``exponential``, ``linear``, ``cosine`` or ``minus_sqrt``."""
     weight_decay: float = 0.1
@@ -272,10 +272,10 @@ class NodesConfig:
     num_spare_nodes: int = 0
     """Number of nodes started in addition to ``launch.num_nodes``. A spare waits until it replaces a lost node."""
     num_prebuilt_parts: int | None = None
-    """Number of model parts that each spare builds in advance if ``recovery.keep_layout`` is true. A part is model,
-    gradient buffers and optimizer for the ranks of a node. Nodes of one pipeline stage have equal parts if they have
-    the same experts. null: as many as fit in ``limits.host_memory_bytes``, or 1 if that key is null. 0: a spare builds
-    its part when it replaces a node."""
+    """Number of model parts that each spare builds in advance if ``recovery.keep_layout`` is true. One part contains
+    the model, gradient buffers and optimizer for all ranks of a node. Nodes of one pipeline stage with the same experts
+    have equal parts. null: as many parts as fit in ``limits.host_memory_bytes``, or one part if that key is null. 0: a
+    spare builds its part when it replaces a node."""
     join_window_seconds: float = 5.0
     """Time that the job waits after a node is ready to join. Further nodes that become ready in this time join together
     with this node."""
@@ -380,9 +380,9 @@ class DetectorConfig:
     """Longest time in which no rank makes progress. After this time, the ranks that are furthest behind are killed, or
     all ranks if all are at the same point. null never kills ranks for this reason."""
     hang_iterations: float | None = 10.0
-    """Shorter limit than ``detector.hang_seconds`` while ranks train: this number times the median duration of an
-    iteration, but at least ``detector.min_hang_seconds``. This limit does not apply to the first iterations of a
-    membership, to evaluations and to saves. null always uses ``detector.hang_seconds``."""
+    """Longest time without progress while ranks train, as a multiple of the median duration of an iteration. The limit
+    is at least ``detector.min_hang_seconds``. It is used if it is shorter than ``detector.hang_seconds``, but not
+    during the first iterations of a membership, evaluations and saves. null: only ``detector.hang_seconds``."""
     min_hang_seconds: float = 30.0
     """Smallest value of the limit that follows from ``detector.hang_iterations``."""
 
@@ -430,11 +430,11 @@ class SnapshotConfig:
     """Skip weight gradients of frozen (not yet fully loaded) operators in a replay. Use false only for measurements."""
     copy_in_bubbles: bool = False
     """Copy slices of windows preferably while a rank waits for another pipeline stage (MoEtion, section 5.3). Windows
-    have the same bytes and are complete at the same time as without this key. Needs PP above 1 and CPUs."""
+    have the same bytes and are complete at the same time as without this key. Only on CPUs, with PP above 1."""
 
     @property
     def windows_per_file(self) -> int:
-        """The number n if every n-th window is written to storage. 1 if only the window before a stop is written."""
+        """Number n if every n-th window is written to storage; 1 if windows are written only before a stop."""
         return max(1, self.persist_interval_windows)
 
 
@@ -465,8 +465,8 @@ class RunConfig:
     """Keys of data, model, optimizer or schedule that a resumed run may change, e.g. ``[optimizer.lr]``. A resumed run
     continues with the configuration of its newest job; other keys may be changed without being listed here."""
     start_over: bool = False
-    """Allow ``run.resume=auto`` to start at iteration 0 although the run has saved state, if none of this state is
-    usable. If false, the job is refused with a list of all saved states and why they are not usable."""
+    """Allow ``run.resume=auto`` to start at iteration 0 if the run has saved state, but none of it is usable. If
+    false, such a job is refused. The error message lists all saved states and why each is not usable."""
 
 
 @dataclass
@@ -479,8 +479,8 @@ class TestingConfig:
     membership_schedule: list[str] = field(default_factory=list)
     """Membership changes before given iterations, e.g. ``lose(nodes=[2],before_iteration=5)``,
     ``join(nodes=[2],before_iteration=9)`` or both in ``change(lose=[1],join=[2],before_iteration=12)``. A node in both
-    lists is restarted. Tests compare a run that lost nodes with a run that has the same changes in its schedule. The
-    event ``membership_changed`` contains such entries for its own changes (docs/elastic.md)."""
+    lists is restarted. Tests compare a run that lost nodes with a run that has the same changes in its schedule. Each
+    event ``membership_changed`` contains the entries that repeat the reported changes (docs/elastic.md)."""
 
 
 @dataclass
@@ -553,7 +553,7 @@ class JobConfig:
 
     @property
     def may_change_nodes(self) -> bool:
-        """Return whether the job continues when nodes are lost, leave or join; its ranks may be new processes."""
+        """Return whether the job continues when nodes are lost, leave or join. True even if all ranks must restart."""
         return self.recovery.keep_layout or self.fewest_nodes < self.most_nodes
 
     @property
@@ -576,8 +576,8 @@ class JobConfig:
 
     @property
     def may_change_layout(self) -> bool:
-        """Return whether the job may continue with fewer lanes (model replicas), or grow again, after a loss or on
-        request. A job with ``recovery.keep_layout`` may do so only if ``recovery.min_nodes`` is below
+        """Return whether the number of lanes (model replicas) may fall or rise again while the job runs, because of a
+        loss or a request. With ``recovery.keep_layout`` this is possible only if ``recovery.min_nodes`` is below
         ``launch.num_nodes``."""
         if self.recovery.keep_layout:
             return self.fewest_nodes < self.launch.num_nodes

@@ -29,7 +29,7 @@ class Flag:
     """Number of values that the flag takes: ``nothing``, ``one`` or ``several``."""
     section: str
     answer: str
-    """Column ANSWER of the table. ``*`` in ``.*`` is replaced by the flag's name, written with underscores."""
+    """Column ANSWER of ``TABLE``. In keys such as ``model.*``, the flag's name with underscores has replaced ``*``."""
     note: str
 
 
@@ -41,7 +41,7 @@ class Answer:
     """The flag with its values, as the command line gives it."""
     kind: str
     """``key``: ``overrides`` replace the flag. ``always``: every job behaves as the flag requests. ``none``: no key has
-    this effect. ``refused``: Megatron-LM has no such flag, or its values are wrong."""
+    this effect. ``refused``: Megatron-LM has no such flag, or the given values are wrong."""
     overrides: tuple[str, ...] = ()
     note: str = ""
 
@@ -117,7 +117,7 @@ def translate(words: Sequence[str]) -> Translation:
 
 
 def _parse(words: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, Answer]]:
-    """Return two mappings: from each flag to its values, and from each word that is no flag to its refusal."""
+    """Return the values of each flag, and the refusals of unknown flags and of words that follow no flag."""
     given: dict[str, list[str]] = {}
     refused: dict[str, Answer] = {}
     name = ""
@@ -375,7 +375,7 @@ def _tensorboard(values: Sequence[str], given: Given) -> Computed:
 
 
 def _sources(split: str) -> Callable[[Sequence[str], Given], Computed]:
-    """Return a function that translates paths, with or without weights, to the keys of ``data.<split>``."""
+    """Return a function that translates paths to ``data.<split>``, and their weights to ``data.<split>_weights``."""
 
     def convert(values: Sequence[str], given: Given) -> Computed:
         is_weighted = len(values) > 1 and len(values) % 2 == 0 and all(map(_NUMBER.fullmatch, values[::2]))
@@ -493,7 +493,7 @@ class _Default:
     """Default of a flag in Megatron-LM that differs from the default of this project's key."""
 
     flags: tuple[str, ...]
-    """Flags that replace the default of Megatron-LM: if one of them is given, the default does not apply."""
+    """Flags that set the value. If the command line contains one of them, Megatron-LM's default does not apply."""
     overrides: tuple[str, ...]
     applies: Callable[[Given], bool] = field(default=lambda given: True)
 

@@ -91,7 +91,7 @@ class MembershipChange:
 
 
 def nodes_over_time(num_nodes: int, changes: Iterable[MembershipChange]) -> Iterator[tuple[int, ...]]:
-    """Yield the members of a job: first nodes 0 to ``num_nodes`` - 1, then those after each of ``changes``."""
+    """Yield the nodes at the start of a job (0 to ``num_nodes`` - 1), then the nodes after each of ``changes``."""
     nodes = tuple(range(num_nodes))
     yield nodes
     for change in changes:

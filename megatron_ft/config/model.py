@@ -137,17 +137,17 @@ class ModelConfig:
     beta_slow: float | None = None
     """Largest number of rotations of a channel whose wavelength is scaled with the full factor (yarn); null means 1."""
     mscale: float | None = None
-    """Coefficient of yarn's correction of the attention scale of rotated channels; null means 1."""
+    """Coefficient with which yarn corrects the attention scale for rotated channels; null means 1."""
     mscale_all_dim: float | None = None
-    """Coefficient of yarn's correction of the attention scale of all channels. The correction of rotated channels is
-    divided by the correction of all channels; null means 0."""
+    """Coefficient with which yarn corrects the attention scale for all channels; null means 0. The correction that
+    ``mscale`` gives is divided by this correction."""
     published_parameters: int | None = None
     """Parameter count that the model's authors published; null if unknown. ``dry_run`` compares the count that it
     computes with this number."""
     published_active_parameters: int | None = None
     """Active parameters per token that the model's authors published; null if there is no such count."""
     published_parameters_source: str = ""
-    """Publication that states ``published_parameters`` and ``published_active_parameters``, and how it rounds them."""
+    """Source of ``published_parameters`` and ``published_active_parameters``, and a note on their rounding."""
 
 
 @dataclass

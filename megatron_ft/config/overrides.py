@@ -92,7 +92,7 @@ def _known_keys() -> Mapping[str, KeyDoc]:
 
 
 def open_key(key: str) -> str | None:
-    """Return the key of the mapping that contains ``key`` if this mapping accepts any entries, otherwise None. For
+    """Return the key of the free-form mapping (any entries) that ``key`` names or lies in; None if there is none. For
     example, return ``snapshot.policy`` for ``snapshot.policy`` and for ``snapshot.policy._target_``."""
     opened = [doc.key for doc in _known_keys().values() if doc.type.startswith("dict")]
     return next((name for name in opened if key == name or key.startswith(f"{name}.")), None)

@@ -17,9 +17,9 @@ class PlacementConfig:
     algorithm: dict[str, Any] | None = None
     """Placement algorithm. ``_target_`` names its class; the other entries are its fields. null: no replicas."""
     num_slots_per_rank: int | None = None
-    """Number of replica slots of each rank in each layer. null: as many as ``placement.min_replicas`` replicas of every
-    expert need; up to 1.5 times as many if the memory limit of the device is set (``limits.gpu_memory_bytes``, on CPU
-    ``limits.host_memory_bytes``) and large enough."""
+    """Number of replica slots of each rank in each layer. null: just enough slots for ``placement.min_replicas``
+    replicas of every expert. If the memory limit of the device is set (``limits.gpu_memory_bytes``, on CPU
+    ``limits.host_memory_bytes``), as many more slots as fit are added, up to 1.5 times that number in total."""
     min_replicas: int = 2
     """Smallest number of replicas of each expert (f), on different failure domains. Must not exceed the number of
     failure domains of a pipeline stage. If there are too few slots, the number is lowered, and a note is printed."""

@@ -48,7 +48,7 @@ class Change:
     """Concern of the key (``data``, ``model``, ``optimizer`` or ``schedule``) if the key determines the result of
     training, otherwise None."""
     follows: bool = False
-    """Whether the key differs only because it began or ceased to have an effect, after another key has changed."""
+    """Whether the value differs only because a change of another key has made this key effective or ineffective."""
 
     @property
     def can_be_allowed(self) -> bool:
@@ -173,7 +173,7 @@ def check_allowed(found: Sequence[Change], allowed: Collection[str]) -> list[str
 def with_given_values(config_yaml: str, given: JobConfig, used: JobConfig) -> str:
     """Return the text of ``config.yaml``, with a comment that contains the values which the user gave for derived keys.
 
-    Derived keys depend on nodes and devices. A later job may have other ones, so it derives the keys again.
+    Derived keys depend on nodes and devices. A later job may have other nodes or devices, so it derives the keys again.
     """
     before, after = _flat(to_dict(given)), _flat(to_dict(used))
     derived = {key: value for key, value in before.items() if value != after[key] and key not in _OF_ONE_JOB}

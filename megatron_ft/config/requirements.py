@@ -37,11 +37,11 @@ class Requirement:
     is_excluded: bool = False
     """Whether the requirement forbids ``value`` instead of requiring it."""
     instead: str = ""
-    """Words for the allowed values if ``value`` is forbidden, e.g. ``given`` if null is forbidden."""
+    """Description of the allowed values if ``value`` is forbidden. Example: ``given`` if null is forbidden."""
     reason: str = ""
     """Reason for the requirement, for error messages."""
     unless: Callable[[JobConfig], bool] = lambda config: False
-    """Function that returns whether the requirement does not apply, because of other keys of a configuration."""
+    """Function that returns whether a configuration is exempt from the requirement, because of its other keys."""
     remedy: KeyChange | None = None
     """Change that meets the requirement without changing model, parallel layout or device. None if ``dry_run`` proposes
     no change."""

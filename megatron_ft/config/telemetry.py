@@ -27,8 +27,8 @@ class TelemetryConfig:
     log_interval_iterations: int = 1
     """Number of iterations between two reports of metrics."""
     peak_tflops: float | None = None
-    """Peak rate of a GPU (of a rank on CPUs) in TFLOP/s, for the metric ``mfu``. null: the rate of the data sheet, for
-    GPUs in ``planning/cost/flops.py``. Without a known rate, ``mfu`` is not reported, and a note is printed."""
+    """Peak rate in TFLOP/s of one GPU, or of one rank on CPUs, for the metric ``mfu``. null: ``planning/cost/flops.py``
+    gives the rate if it lists the GPU. Without a known rate, ``mfu`` is not reported, and a note is printed."""
     profile_first_iteration: int | None = None
     """First iteration that ``torch.profiler`` records; null records no profile."""
     profile_iterations: int = 3
@@ -51,13 +51,13 @@ class TelemetryConfig:
     """Alert if the probability to survive the loss of one failure domain without a restart is below this limit. The
     probability is known only for jobs that recover by expert replicas (``recovery.min_nodes``). null: no alert."""
     alert_stall_share: float | None = 0.05
-    """Alert if training waits for captures for more than this share of the time of five windows. null: no alert."""
+    """Alert if training waited for captures during more than this share of the last five windows. null: no alert."""
     alert_windows_behind: float | None = 3.0
-    """Alert if more than this number of windows should have been committed since the last commit. null: no alert."""
+    """Alert if more than this number of window intervals have passed since the last commit. null: no alert."""
     alert_free_disk_share: float | None = 0.05
     """Alert if less than this share of the run folder's file system is free. null: no alert."""
     alert_slowest_rank_over_median: float | None = 2.0
-    """Alert if the slowest rank takes longer than this factor times the time of the median rank. null: no alert."""
+    """Alert if the slowest rank's time exceeds the median time of all ranks times this factor. null: no alert."""
     alert_lost_token_share: float | None = 0.0375
     """Alert if more than this share of all tokens of the training is lost. A token counts as lost if its updates of
     experts were lost in a recovery, or would be lost in a recovery from the newest window. Tokens are lost only if

@@ -229,7 +229,7 @@ def _check_telemetry(telemetry: TelemetryConfig) -> None:
 
 
 def _check_names(config: JobConfig) -> None:
-    """Check ``dry_run_format``, and ``model.name``, with which generated run names begin."""
+    """Check ``dry_run_format`` and ``model.name``. Generated names of runs begin with ``model.name``."""
     require(
         RUN_NAME.fullmatch(config.model.name) is not None,
         "model.name",
@@ -257,13 +257,13 @@ _LOCAL_ONLY = {
     "launch.stop_timeout_seconds": "the launcher decides when ranks are killed",
     "training.exit_after_minutes": "launchers take this exit for a failure; let the scheduler send a signal in time",
 }
-"""Maps each key that has an effect only in mode ``local`` to the reason why all other modes ignore it."""
+"""Keys that have an effect only in mode ``local``. Each is mapped to the reason why the other modes ignore it."""
 
 
 def _check_launchers(config: JobConfig) -> None:
     """Check that keys which the modes ``torchrun`` and ``srun`` ignore have their defaults.
 
-    ``_check_launch`` checks ``recovery.max_restarts``, and ``recovery.py`` keys of recovery and snapshots.
+    ``_check_launch`` checks ``recovery.max_restarts``. The file ``recovery.py`` checks keys of recovery and snapshots.
 
     Raises:
         ConfigError: a key that the mode ignores does not have its default; the message names the key.

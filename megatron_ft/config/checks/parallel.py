@@ -130,11 +130,11 @@ def needs_transformer_engine(config: JobConfig) -> list[tuple[str, object, str]]
 
 
 def require_local_layers(config: JobConfig, named: str, accepted: str, reason: str) -> None:
-    """Check that no key needs or chooses Transformer Engine, because ``named`` needs the local layers.
+    """Check that no key needs or chooses Transformer Engine. The setting ``named`` (``key=value``) excludes it.
 
     Args:
         accepted: values of ``training.transformer_impl`` that the error message names.
-        reason: why the layers of Transformer Engine do not support the setting ``named``.
+        reason: why the layers of Transformer Engine do not support this setting.
     """
     for key, value, constraint in needs_transformer_engine(config):
         require(False, key, value, f"{constraint}: this value needs Transformer Engine, which {named} excludes")

@@ -40,13 +40,13 @@ def one_of(choices: Iterable[str], key: str, value: str | None) -> None:
 
 
 def divides(divisor: int, key: str, value: int, of_what: str) -> None:
-    """Check that ``value`` is a multiple of ``divisor``. The error message calls the divisor ``of_what``."""
+    """Check that ``value`` is a multiple of ``divisor``. The error message names the divisor ``of_what``."""
     require(value % divisor == 0, key, value, f"must be a multiple of {of_what}={divisor}")
 
 
 def within_limit(limit: int | None, key: str, needed: int, advice: str) -> None:
-    """Check that ``needed`` bytes do not exceed ``limit`` bytes, the value of ``key``; None means no limit. The message
-    ends with ``advice``: what uses the memory, and how to use less."""
+    """Check that ``needed`` bytes do not exceed ``limit`` bytes. ``limit`` is the value of ``key``; None: no limit.
+    The error message ends with ``advice``: what uses the memory, and how to use less."""
     text = "" if limit is None else f"must be at least {needed} ({gib(needed)} instead of {gib(limit)}), {advice}"
     require(limit is None or needed <= limit, key, limit, text)
 

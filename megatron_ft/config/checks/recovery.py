@@ -1,4 +1,4 @@
-"""Checks of keys for recovery from lost nodes, snapshots, the upstream log and membership schedules."""
+"""Checks of the keys for recoveries, snapshots, the upstream log and membership schedules."""
 
 from megatron_ft.config.checks.primitives import above, at_least, one_of, require, show
 from megatron_ft.config.job import JobConfig
@@ -80,8 +80,8 @@ def _why_no_fewer_lanes(config: JobConfig) -> str:
 
 
 def _check_strategies(config: JobConfig) -> None:
-    """Check ``recovery.strategies``: the names of strategies, the values of keys that each strategy requires, and the
-    strategies that other keys require.
+    """Check that ``recovery.strategies`` contains only known strategies. Other keys must have the values that these
+    strategies require. No strategy that another key requires may be missing.
 
     Raises:
         ConfigError: a rule is violated; the message names key, value and constraint.
@@ -283,7 +283,7 @@ def _check_replays_exactly(config: JobConfig) -> None:
 
 
 def _check_partial(config: JobConfig) -> None:
-    """Check that other keys allow windows that leave out experts. Replays of single stages need all experts.
+    """Check the other keys if windows (snapshots) leave out experts. Replays of single stages need all experts.
 
     Raises:
         ConfigError: a rule is violated, or the policy cannot be built.
@@ -329,7 +329,7 @@ def _check_partial(config: JobConfig) -> None:
 
 
 def _check_repayment(config: JobConfig) -> None:
-    """Check ``snapshot.repay_capacity_share``: it needs experts with a capacity, and windows that leave out experts."""
+    """Check ``snapshot.repay_capacity_share``. Experts must have a capacity, and windows must leave out experts."""
     share, model, policy = config.snapshot.repay_capacity_share, config.model, config.snapshot.policy
     if share is None:
         return
@@ -387,7 +387,7 @@ def _check_storage_bandwidth(config: JobConfig) -> None:
 
 
 def _check_bubbles(config: JobConfig) -> None:
-    """Check ``snapshot.copy_in_bubbles``: it needs pipeline stages that wait for other stages, and ranks on CPUs."""
+    """Check ``snapshot.copy_in_bubbles``. The job must have several pipeline stages and snapshots, and run on CPUs."""
     if not config.snapshot.copy_in_bubbles:
         return
     require(

@@ -230,7 +230,7 @@ def _check_update_backend(config: JobConfig) -> None:
 
 
 def _check_regime(precision: PrecisionConfig) -> None:
-    """Check that ``params_dtype`` and ``fp8`` give compute weights the format in ``precision.regime``."""
+    """Check that ``params_dtype`` and ``fp8`` match the format of the compute weights in ``precision.regime``."""
     if precision.regime is None:
         return
     needs_fp8, named = precision.regime.startswith("fp8"), f"precision.regime={precision.regime}"
