@@ -147,7 +147,7 @@ class _Gap:
         return self.fails or self.continues
 
     def pass_to(self, at: float, *, ends_job: bool) -> None:
-        """Note that a record was written at time ``at``. ``ends_job`` is true if the record ends a job."""
+        """Update the gap for a record that was written at time ``at``. ``ends_job``: whether the record ends a job."""
         if self.ended is not None:
             self.between_jobs_seconds += max(0.0, at - self.ended)
         self.ended = at if ends_job else None
@@ -159,8 +159,8 @@ class _Gap:
 
 @dataclass(slots=True)
 class _Counted:
-    """Useful iterations so far. Each list has one entry per reported iteration. If not every iteration is reported, an
-    entry also covers the unreported iterations since the previous entry."""
+    """Useful iterations so far. The arrays ``newest`` to ``tokens`` have one entry per reported iteration. An entry
+    also covers the unreported iterations since the previous entry."""
 
     newest: "array[int]" = field(default_factory=lambda: array("q"))
     counts: "array[int]" = field(default_factory=lambda: array("q"))

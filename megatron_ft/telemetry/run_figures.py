@@ -1,4 +1,4 @@
-"""Computes those metrics of a run that need several records, such as its goodput and the duration of a recovery."""
+"""Computes metrics that depend on several records of a run, such as goodput and the duration of a recovery."""
 
 from megatron_ft import events
 from megatron_ft.events import Metrics, Record

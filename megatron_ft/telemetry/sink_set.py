@@ -28,8 +28,8 @@ class SinkSet:
     """
 
     def __init__(self, sinks: Sequence[Sink], *, clock: Clock) -> None:
-        """Write to ``sinks``, and later close ``sinks``, in the given order. If a sink fails while it is closed, only
-        the sinks after it receive the ``sink_failed`` event."""
+        """Create a set that writes to ``sinks``, and closes them, in the given order. If a sink fails while it is
+        closed, only the sinks after it receive the ``sink_failed`` event."""
         self._sinks = tuple(sinks)
         self._clock = clock
         # The lock is reentrant, because a sink that fails on a record causes an event for the other sinks.
@@ -130,8 +130,8 @@ def open_sinks(
     """Open the sinks in the configuration key ``telemetry.sinks``. The terminal sink writes to ``stream``.
 
     Raises:
-        ConfigError: the ``_target_`` of an entry names no subclass of ``Sink``, or the ``open`` of this subclass does
-            not accept the other keys of the entry.
+        ConfigError: the ``_target_`` of an entry names no subclass of ``Sink``, or the method ``open`` of the subclass
+            does not accept the other keys of the entry.
         OSError: a log file of the run cannot be opened; in this case nothing has been written.
     """
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -59,7 +59,7 @@ class RunState:
     _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT_ITERATIONS + 1))
     """Time and iteration of the newest metrics records."""
     _bins: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Sum and number of the finite losses of each point of the loss curve, by the index of the point."""
+    """Sum and count of the finite losses at each point of the loss curve, by the index of the point."""
 
     def take(self, record: Record) -> None:
         """Add a record of this job."""

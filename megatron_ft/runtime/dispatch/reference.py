@@ -88,8 +88,8 @@ def _halving_sum(terms: torch.Tensor) -> torch.Tensor:
 
 
 def _send_order(routing_map: torch.Tensor, outgoing: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the token and the expert of each sent row. ``outgoing`` [E, N] is the number of each expert's tokens for
-    each rank. An expert's first tokens go to this rank, its next tokens to the other ranks in rank order."""
+    """Return the token and the expert of each sent row. ``outgoing`` [E, N]: count of tokens of each expert that
+    go to each rank. An expert's first tokens go to this rank, its next tokens to the other ranks in rank order."""
     num_experts, num_ranks = outgoing.shape
     experts, tokens = routing_map.t().nonzero(as_tuple=True)
     filling = torch.tensor([rank, *(other for other in range(num_ranks) if other != rank)], device=outgoing.device)

@@ -174,8 +174,8 @@ class DispatchHandle:
 
     @property
     def piece_sizes(self) -> list[int]:
-        """Number of rows of each local expert. For a rank without experts, the list is ``[0]``: one empty tensor lets
-        autograd reach this rank's exchanges with the other ranks."""
+        """Number of rows of each local expert. A rank without experts has ``[0]``, which stands for one empty tensor.
+        Through this tensor, autograd reaches this rank's exchanges with the other ranks."""
         return self.tokens_per_local_expert.tolist() or [0]
 
 

@@ -34,7 +34,7 @@ _WAIT_SECONDS = 0.25
 """Longest time in seconds that ``release`` waits for threads which destroy groups. Most groups need less time."""
 
 _holders: list[list[dist.ProcessGroup]] = []
-"""Process groups that were released but are still referenced elsewhere. Each inner list contains one group."""
+"""Process groups that were released but are still referenced elsewhere, each in a list of its own."""
 _releasing: list[threading.Thread] = []
 
 

@@ -143,9 +143,9 @@ def _create(_: Any, rank: int, size: int, timeout: timedelta) -> Handle:
 
 @contextmanager
 def reusing(targets: Sequence[Handle]) -> Iterator[None]:
-    """Let torch use the handles ``targets``, in this order, as the next groups that contain this process. Objects that
-    reference a handle thus stay usable when this process gets another rank. torch must have forgotten these handles,
-    and each new group must have the size of its handle."""
+    """Let torch use the handles ``targets``, in this order, instead of new objects when it next creates groups that
+    contain this process. References to the handles thus stay valid when this process gets another rank. torch must have
+    forgotten these handles before. Each created group must have the size of its handle."""
     _reused.extend(targets)
     try:
         yield
@@ -209,7 +209,7 @@ def connect(targets: Sequence[Handle], store: dist.Store, *, is_shared: bool = T
     must then use these handles in the same order. Handles that contain only one rank always share an inner group.
 
     All ranks of the handles must call this function, with the handles in the order of their creation. This order must
-    be the same on all ranks. Each call needs another store or prefix.
+    be the same on all ranks. Each call needs a store or prefix that no earlier call used.
 
     Raises:
         RuntimeError: a rank did not connect within the timeout, or the connections were shut down.

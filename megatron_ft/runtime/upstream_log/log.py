@@ -190,7 +190,7 @@ class UpstreamLog:
             yield key, self._memory[direction][logged.slot, position]
 
     def grown(self, other: "UpstreamLog") -> None:
-        """Copy the content of ``other``, a log with fewer slots, to this empty log."""
+        """Copy the content of ``other``, a log with fewer slots, to this log, which must be empty."""
         for iteration, logged in other._logged.items():
             self.begin(iteration, logged.generation)
             taken = self._logged[iteration]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 _UNSHOWN = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufffe\uffff]"
 )
-"""Characters that a page must not contain, that UTF-8 cannot encode, or that change the direction of text."""
+"""Characters that are replaced: those that HTML forbids, surrogates, and those that change the text direction."""
 _VOID = frozenset({"meta"})
 CHARACTER_WIDTH = 6.4
 """Width in pixels to reserve for a character of a drawing. Most characters are a little narrower."""
@@ -136,7 +136,7 @@ def _clean(text: str) -> str:
 
 
 def short(value: float) -> str:
-    """Format a number of a drawing, rounded to a hundredth."""
+    """Format a number for use in a drawing, rounded to a hundredth."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 

@@ -106,7 +106,7 @@ MAX_COLUMNS = 60
 MAX_ROWS = 64
 """Largest number of rows of a map. If there are more experts, a row shows the busiest of several adjacent experts."""
 MAX_CELLS = 60_000
-"""Number of cells in the maps of all layers together. If there would be more cells, the maps get fewer columns."""
+"""Limit for the number of cells in the maps of all layers together. Above it, the maps get fewer columns."""
 _MIN_COLUMNS = 10
 
 

@@ -55,7 +55,7 @@ class RunReport:
     train_iterations: int | None
     """Last iteration of the run according to its configuration."""
     loss: tuple[tuple[int, float], ...]
-    """(iteration, loss in nats per token) of each iteration once. Losses that are not finite are left out."""
+    """Pairs (iteration, loss in nats per token), one per iteration. Losses that are not finite are left out."""
     evaluations: tuple[tuple[int, float], ...]
     """(iteration, validation loss in nats per token) of each evaluation."""
     marks: tuple[Mark, ...]

@@ -24,7 +24,7 @@ group of neighbouring iterations are drawn."""
 
 
 def _loss_plot(report: RunReport) -> Element:
-    """Draw training and validation loss over iterations. Failures are crosses, and recoveries are numbered lines."""
+    """Draw training and validation loss over iterations. Crosses mark failures. Numbered lines mark recoveries."""
     x, y = _scales(report)
     points = [(x(iteration), y(loss)) for iteration, loss in _thinned(report.loss)]
     return Element.drawing(
@@ -98,8 +98,8 @@ def _marks(marks: Sequence[Mark], x: Scale) -> Iterator[Element]:
 
 
 def _badges(places: Sequence[tuple[float, int]]) -> list[tuple[tuple[int, ...], float]]:
-    """Merge the numbered marks of recoveries that would overlap on the plot. ``places`` contains (pixel, number) of
-    each mark. The result contains (numbers, pixel) of each merged mark."""
+    """Merge the numbered marks of recoveries that would overlap on the plot. ``places``: the pixel and the number of
+    each mark. Return the numbers and the pixel of each merged mark."""
     found: list[tuple[tuple[int, ...], float]] = []
     for at, number in sorted(places):
         numbers: tuple[int, ...] = (number,)

@@ -1,4 +1,4 @@
-"""Finds the recoveries in a run's records. Determines the records, begin, end and cost of each recovery."""
+"""Finds the recoveries in a run's records. Determines for each recovery which records belong to it, and its cost."""
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
@@ -54,7 +54,7 @@ class Recovery:
     """One recovery, or one requested change of membership, with all records that belong to it."""
 
     job: int
-    """Index of the job in which the recovery happened, among the jobs of the run, counted from 0."""
+    """Job in which the recovery happened: its index among all jobs of the run, counted from 0."""
     generation: int
     """Generation of the membership that begins with the recovery; 0 if a new job continues the run."""
     nodes_before: tuple[int | None, ...]

@@ -41,7 +41,7 @@ BYTES_WIDTH = 130
 """Width in pixels of the column with the bytes that each rank moved. It exists only if some rank moved bytes."""
 _BEHIND = ("forms", "starts")
 _MARGIN = 0.35
-"""Time that the timeline shows before and after a recovery, divided by the duration of the recovery."""
+"""Time shown before a recovery and time shown after it, each as a share of the recovery's duration."""
 _LEAST_MARGIN_SECONDS = 0.2
 _NONE = "-"
 
@@ -67,7 +67,7 @@ class Lane:
     rank: int | None
     """Rank after the recovery; None if the process has ended."""
     previous: int | None
-    """Rank that this process, or the process that it replaces, had before the recovery; None if there was none."""
+    """Earlier rank of this process or of the process that it replaces; None for a new process that replaces none."""
     node: int | None
     stage: int | None
     """Pipeline stage of the rank; None if no record names it."""

@@ -15,9 +15,9 @@ from megatron_ft.planning.alerts import NAMES, Alert, AlertFigures, AlertLimits,
 from megatron_ft.telemetry.sinks.base import Sink, SinkContext
 
 NUM_WINDOWS = 5
-"""Number of newest snapshot windows over which the share of training time spent waiting for captures is computed."""
+"""Number of newest snapshot windows for which the share of time that training waited for captures is computed."""
 NUM_ITERATIONS = 20
-"""Number of newest iterations from whose median duration the share of training time spent waiting is computed."""
+"""Number of newest iterations whose median duration is used to compute the duration of snapshot windows."""
 DISK_SECONDS = 30.0
 """Shortest time in seconds between two checks of the free disk space."""
 

@@ -24,7 +24,7 @@ class JsonlSink(Sink):
     """
 
     def __init__(self, path: Path, *, metrics: bool) -> None:
-        """Open the file. If ``metrics`` is true, it receives only metrics records; otherwise all other records.
+        """Open the file. If ``metrics`` is true, only metrics records are written to it; otherwise all other records.
 
         Raises:
             OSError: the file cannot be opened.

@@ -97,8 +97,8 @@ class Step:
 
 class Steps:
     """Groups the records of each iteration into one step. A step is complete when the next iteration is reported.
-    Records must be added oldest first. If an iteration is reported again, its new records replace the earlier ones.
-    They are ignored if the step of the iteration was already sent to the tracker.
+    Records must be added oldest first. If an iteration is reported again, its new records replace its earlier records.
+    If the step of the iteration was already sent to the tracker, the new records are ignored instead.
     """
 
     def __init__(self, *, sent: int) -> None:
@@ -109,11 +109,11 @@ class Steps:
         self._figures: dict[str, float] = {}
 
     def sent(self, iteration: int) -> None:
-        """Note that the tracker has all steps up to ``iteration``. These steps are not returned again."""
+        """Mark all steps up to ``iteration`` as sent to the tracker. These steps are not returned again."""
         self._sent = max(self._sent, iteration)
 
     def repeat_after(self, iteration: int) -> None:
-        """Return the steps after ``iteration`` again from now on, even if they were sent before."""
+        """Let ``take`` and ``finish`` return the steps after ``iteration`` even if they were sent before."""
         self._sent = min(self._sent, iteration)
 
     def take(self, record: Record) -> Step | None:
@@ -215,7 +215,7 @@ class StepSender:
         raise NotImplementedError
 
     def begin_attempt(self, record: RunStarted) -> None:
-        """Note that all ranks of the run have been started. Called when all steps before this start are sent."""
+        """Handle a start of all ranks of the run. Called when all steps before this start are sent."""
 
     def pause(self) -> None:
         """Write buffered data to the tracker. Called whenever the queue of records is empty."""

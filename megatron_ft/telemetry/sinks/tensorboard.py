@@ -21,8 +21,8 @@ _FILE = re.compile(r"events\.out\.tfevents\.\d+\..*")
 class TensorBoardSink(QueuedSink):
     """Queues records for a separate thread, which writes one step per iteration to ``<run>/tensorboard``.
 
-    The step is the number of the iteration. Each start of the ranks first writes from which step on earlier values are
-    void (``purge_step`` in other writers). TensorBoard then drops the earlier values of iterations that run again.
+    The step is the number of the iteration. When the ranks start, the sink first marks all values of iterations that
+    will run again as void (``purge_step`` in other writers). TensorBoard then drops these values.
     """
 
     name = "tensorboard"
@@ -55,7 +55,7 @@ class _Sender(StepSender):
         self._file.flush()
 
     def begin_attempt(self, record: RunStarted) -> None:
-        """Mark the values of all iterations after the resumed one as void, and let new values replace them."""
+        """Mark all values after the iteration from which ranks resume as void. New values replace them."""
         iteration = record.resumed_from_iteration or 0
         start = self._events.SessionLog(status=self._events.SessionLog.START)
         self._write(step=iteration + 1, session_log=start)
@@ -77,7 +77,7 @@ class _Sender(StepSender):
 
 
 def _last_step(folder: Path) -> int:
-    """Return the newest step in the event files of earlier jobs whose values are not void; 0 if there is none."""
+    """Return the newest step that has valid (not void) values in the event files of earlier jobs, otherwise 0."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     newest = 0
