@@ -273,9 +273,9 @@ class NodesConfig:
     """Number of nodes started in addition to ``launch.num_nodes``. A spare waits until it replaces a lost node."""
     num_prebuilt_parts: int | None = None
     """Number of model parts that each spare builds in advance if ``recovery.keep_layout`` is true. One part contains
-    the model, gradient buffers and optimizer for all ranks of a node. Nodes of one pipeline stage with the same experts
-    have equal parts. null: as many parts as fit in ``limits.host_memory_bytes``, or one part if that key is null. 0: a
-    spare builds its part when it replaces a node."""
+    the model, gradient buffers and optimizer for all ranks of a node. Nodes of one pipeline stage have equal parts if
+    they have the same experts. null: as many parts as fit in ``limits.host_memory_bytes``, or one part if that key is
+    null. 0: a spare builds its part when it replaces a node."""
     join_window_seconds: float = 5.0
     """Time that the job waits after a node is ready to join. Further nodes that become ready in this time join together
     with this node."""
@@ -479,8 +479,8 @@ class TestingConfig:
     membership_schedule: list[str] = field(default_factory=list)
     """Membership changes before given iterations, e.g. ``lose(nodes=[2],before_iteration=5)``,
     ``join(nodes=[2],before_iteration=9)`` or both in ``change(lose=[1],join=[2],before_iteration=12)``. A node in both
-    lists is restarted. Tests compare a run that lost nodes with a run that has the same changes in its schedule. Each
-    event ``membership_changed`` contains the entries that repeat the reported changes (docs/elastic.md)."""
+    lists is restarted. Tests compare a run that lost nodes with a run that has the same changes in its schedule. The
+    event ``membership_changed`` contains the entries with which another run repeats the change (docs/elastic.md)."""
 
 
 @dataclass

@@ -1,5 +1,5 @@
-"""Translates a command line of Megatron-LM to overrides. The table ``megatron_flags.txt`` states for every flag which
-keys replace it, or why none does. Used by ``tools/from_megatron``, the entry point and ``docs/from-megatron-lm.md``."""
+"""Translates a command line of Megatron-LM to overrides. ``megatron_flags.txt`` lists for each flag the keys that
+replace it, or why none does. Used by ``tools/from_megatron``, the entry point and ``docs/from-megatron-lm.md``."""
 
 import functools
 import re

@@ -53,11 +53,11 @@ class TelemetryConfig:
     alert_stall_share: float | None = 0.05
     """Alert if training waited for captures during more than this share of the last five windows. null: no alert."""
     alert_windows_behind: float | None = 3.0
-    """Alert if more than this number of window intervals have passed since the last commit. null: no alert."""
+    """Alert if more than this number of window intervals have passed since a window was committed. null: no alert."""
     alert_free_disk_share: float | None = 0.05
     """Alert if less than this share of the run folder's file system is free. null: no alert."""
     alert_slowest_rank_over_median: float | None = 2.0
-    """Alert if the slowest rank's time exceeds the median time of all ranks times this factor. null: no alert."""
+    """Alert if the slowest rank's time exceeds this factor times the median time of all ranks. null: no alert."""
     alert_lost_token_share: float | None = 0.0375
     """Alert if more than this share of all tokens of the training is lost. A token counts as lost if its updates of
     experts were lost in a recovery, or would be lost in a recovery from the newest window. Tokens are lost only if
