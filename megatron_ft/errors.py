@@ -1,4 +1,4 @@
-"""Exceptions of the project, each with the exit code of a command that it ends.
+"""Exceptions of the project. Each class has an exit code: that of a command which ends with the exception.
 
 The message of an exception names the key, the value and the constraint, and says what to change.
 """

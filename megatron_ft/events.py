@@ -192,13 +192,13 @@ class PlacementInForce(Record):
     iteration: int
     """First iteration with the new placement."""
     reason: str
-    """Reason for the new placement: ``first``, ``resumed``, ``scripted``, ``membership``, or a text with ``gain``."""
+    """Reason: ``first``, ``resumed``, ``scripted``, ``membership``, or for a rebalance a text that states ``gain``."""
     stages: tuple[str, ...]
     """Description of the new placement, one line for each pipeline stage."""
     moved_bytes: int | None = None
     """Bytes of expert weights and optimizer state that moved between ranks."""
     gain: float | None = None
-    """Predicted reduction of the number of tokens on the busiest ranks, as a share of their present number."""
+    """Predicted reduction of the busiest ranks' number of tokens, as a share of their tokens before the change."""
     imbalance_before: float | None = None
     """Largest imbalance of any layer before the change. The imbalance of a layer is the busiest rank's number of tokens
     divided by the mean per rank, both computed from smoothed loads of experts."""
@@ -274,7 +274,7 @@ class CheckpointLoaded(Record):
     seconds: float | None = None
     """Seconds for verification and loading."""
     generators_restored: bool | None = None
-    """Whether every rank restored its random generators. If not (changed layout), they start from the seed."""
+    """Whether every rank restored its random generators. After a change of layout, they start from the seed instead."""
     differences: tuple[str, ...] = ()
     """Settings in which the checkpoint differs from the job, or a note that settings cannot be compared. Only filled if
     ``checkpoint.load`` names the checkpoint."""

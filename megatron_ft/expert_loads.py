@@ -25,11 +25,11 @@ SUFFIXES = (".json", ".npz", ".npy", ".csv")
 CSV_FIELDS = ("batch_id", "stage", "router_layer_index", "expert_id", "assigned_tokens", "total_tokens")
 STAGES = ("encoder", "decoder")
 MAX_BYTES = 1 << 30
-"""Largest size in bytes of a file, or of an unpacked array in it. It is checked before memory is allocated."""
+"""Largest accepted bytes of a file, or of an unpacked array in it. Sizes are checked before memory is allocated."""
 MAX_EXPERTS = 1 << 16
 """Largest accepted number of experts of a layer."""
 MAX_LOADS = 1 << 26
-"""Largest accepted number of layers times number of experts, in a file of expert ids."""
+"""Largest accepted product of the number of layers and the number of experts, in a file of expert ids."""
 
 Tokens = npt.NDArray[np.float64] | npt.NDArray[np.int64]
 

@@ -53,13 +53,13 @@ PHASES = (
     "reform_move",
     "reform_build",
 )
-"""Phases that a failpoint can name, in order. ``prebuild``: before a spare builds a model in advance; ``rank`` is then
-the number of the process in the order of nodes. ``migrate``: before experts move. ``migrate_step``: before each step of
-a rebalance. ``migrate_build``: before the model is built for a new placement, which happens only if a rank gets another
-number of experts. Three phases belong to the forming of a membership. ``reform_join``: before ranks connect.
-``reform_move``: before state moves and, with the distributed optimizer, once more before the optimizer's shards move.
-``reform_build``: before the model is built. In these three phases, the iteration is the last one of the previous
-membership."""
+"""Phases that a failpoint can name, in order. ``prebuild``: before a spare builds a model in advance. In this phase,
+``rank`` is the index of the spare's process among the processes of all nodes, in the order of nodes. ``migrate``:
+before experts move. ``migrate_step``: before each step of a rebalance. ``migrate_build``: before the model is built for
+a new placement, which happens only if a rank gets another number of experts. Three phases occur while a membership is
+formed. ``reform_join``: before ranks connect. ``reform_move``: before state moves and, with the distributed optimizer,
+once more before the optimizer's shards move. ``reform_build``: before the model is built. In these three phases, the
+iteration is the last one of the previous membership."""
 
 _SELECTORS: dict[str, type] = {
     "rank": int,
@@ -97,7 +97,7 @@ class Failpoint:
     at_iteration: int | None = None
     generation: int | None = None
     passes: int = 1
-    """Number of times that the phase must be reached, with matching selectors, until the fault happens."""
+    """The fault happens when the phase is reached for the ``passes``-th time with matching selectors."""
     code: int = 0
     message: str = "injected fault"
     seconds: float = 0.0
@@ -139,7 +139,7 @@ def _check_values(text: str, action: str, values: dict[str, object]) -> None:
 
 
 def append_to(path: Path) -> Callable[[Record], None]:
-    """Return a function that appends a record to ``path`` as a JSON line and returns when the line is on disk.
+    """Return a function that appends a record to ``path`` as a JSON line. Its calls return when the line is on disk.
 
     Several ranks may append to the same file, because each line is one ``write`` in append mode.
     """
@@ -181,7 +181,7 @@ class _Armed:
 
     @property
     def mine(self) -> tuple[Failpoint, ...]:
-        """Return the remaining failpoints that match this process."""
+        """Return the failpoints that match this process and whose fault has not happened."""
         return tuple(
             failpoint
             for failpoint in self.waiting
@@ -205,7 +205,7 @@ _watch: _Watch | None = None
 
 
 def watch(report: ReportProgress | None) -> None:
-    """Call ``report`` whenever this process reaches another phase or iteration. None ends these calls.
+    """Call ``report`` whenever this process reaches another phase or iteration. If ``report`` is None, end these calls.
 
     If a fault is due at this phase, ``report`` is called before the fault.
     """
@@ -239,7 +239,7 @@ def enter(generation: int, *, rank: int) -> None:
 
 
 def unfired() -> tuple[Failpoint, ...]:
-    """Return the failpoints that match this process and whose fault has not happened, of all generations."""
+    """Return the failpoints of all generations that match this process and whose fault has not happened."""
     return () if _armed is None else _armed.mine
 
 

@@ -130,8 +130,8 @@ class PartBuilt(Record):
     stage: int
     """Pipeline stage whose model was built, counted from 0."""
     places: tuple[int, ...]
-    """Positions in the layout of the nodes that use this model. The rank needs the model if its node replaces one of
-    these nodes."""
+    """Layout positions of the nodes that use this model. The rank needs the model if its node replaces one of these
+    nodes."""
     state_bytes: int
     """Bytes that were allocated for weights, gradients, master weights and optimizer moments."""
     seconds: float
@@ -222,8 +222,8 @@ class RanksRestarted(Record):
     failed_ranks: tuple[int, ...]
     """Ranks that failed, in the order of failures. Ranks that only ended because other ranks failed are left out."""
     iteration: int
-    """Iteration in which the first rank failed. If a node was lost, the latest iteration that any rank had begun. 0
-    before the first iteration."""
+    """Iteration in which the first rank failed. If a node was lost, the latest iteration that any rank had begun. It
+    is 0 if no rank had begun an iteration."""
     num_restarts_left: int
     """Number of further restarts that the job may make. Progress resets it to ``recovery.max_restarts``."""
     nodes: tuple[int, ...] = ()

@@ -1,8 +1,8 @@
 """Describes the state that snapshots capture: the components of each parameter, and the element ranges of each rank.
 
 A component is one tensor of a parameter's state, e.g. the master weight. Each parameter has two lists of components.
-``full`` is the whole state; ``frozen`` is what only the computation with the parameter needs. A rank captures one
-element range of each of its parameters.
+``full`` lists the whole state. ``frozen`` lists the state that is sufficient to compute with the parameter, without
+updating it. A rank captures one element range of each of its parameters.
 """
 
 import re
@@ -13,8 +13,8 @@ from megatron_ft.operators import OperatorId
 
 _LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)\.")
 SCALE_BLOCK_ELEMENTS = 64
-"""Number of consecutive elements (a block) that share one scale, in the flattened parameters of quantized state. A
-captured range of such a parameter begins at a multiple of this number, so that no range divides a block."""
+"""Number of elements in a block of a flattened parameter with quantized state. The elements of a block share one scale.
+A captured range of such a parameter begins at a multiple of this number, so that no range divides a block."""
 
 _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 
@@ -36,7 +36,7 @@ class Component:
     elements. The last block may have fewer elements. The name of such a component ends with ``_scales``."""
 
     def num_values(self, num_elements: int) -> int:
-        """Return the number of values in a range of ``num_elements`` elements. The range must begin with a block."""
+        """Return the number of values in a range of ``num_elements`` elements. It must start where a block starts."""
         if not self.per_element:
             return int(num_elements > 0)
         return -(-num_elements // SCALE_BLOCK_ELEMENTS) if self.per_block else num_elements
@@ -67,12 +67,12 @@ class StateShard:
 
     @property
     def block_elements(self) -> int:
-        """Number of consecutive elements (a block) that no cut of the shard may divide."""
+        """Number of elements in a block. The shard may be cut only between blocks."""
         return block_elements((*self.full, *self.frozen))
 
 
 def block_elements(components: Iterable[Component]) -> int:
-    """Return the number of consecutive elements that no cut of a shard with these components may divide."""
+    """Return the number of elements in a block. A shard with these components may be cut only between blocks."""
     return SCALE_BLOCK_ELEMENTS if any(component.per_block for component in components) else 1
 
 

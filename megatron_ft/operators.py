@@ -27,7 +27,7 @@ class OperatorId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """An operator with two counts: of parameters that are split over TP ranks, and of parameters on every TP rank."""
+    """An operator. It counts parameters that are split over TP ranks apart from parameters that every TP rank has."""
 
     id: OperatorId
     num_split_parameters: int
@@ -151,8 +151,8 @@ def _attention(model: ModelConfig) -> tuple[int, int]:
 
 
 def _latent_attention(model: ModelConfig) -> tuple[int, int]:
-    """Return two parameter counts of multi-head latent attention: of parameters that are split over TP ranks, and of
-    parameters that every TP rank has."""
+    """Return how many parameters of multi-head latent attention are split over TP ranks, and how many every TP rank
+    has."""
     hidden, heads, query_width = model.hidden_size, model.num_attention_heads, model.qk_head_dim
     query_width += model.qk_pos_emb_head_dim
     split = (model.q_lora_rank or hidden) * heads * query_width

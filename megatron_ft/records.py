@@ -25,7 +25,7 @@ FORMER_STRATEGIES = {
     "window": "rollback",
     "nothing": "start_over",
 }
-"""Present name of each recovery strategy that was renamed, by its former name in records of earlier versions."""
+"""Maps former names of recovery strategies, as in records of earlier versions, to their present names."""
 
 SCHEMA_VERSION = 2
 """Version of the records' format. It rises when a field is removed or gets another meaning, not for a new field."""
@@ -119,7 +119,7 @@ RECORDS: Mapping[str, type[Record]] = MappingProxyType(_KINDS)
 """Class of each kind of record that this version defines, by the name of the kind."""
 
 _MAX_SHOWN = 200
-"""Largest number of characters that the text of an ``OtherRecord`` shows of its fields."""
+"""Largest number of characters of an ``OtherRecord``'s fields that are shown; the rest is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

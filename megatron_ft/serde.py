@@ -71,7 +71,7 @@ def decode(hint: Any, value: JsonValue, where: str = "") -> Any:
         where: name of the value; error messages begin with it.
 
     Raises:
-        ValueError: a field is missing or unknown, has a wrong type, or has a length or number out of bounds.
+        ValueError: a field is missing or unknown, or has a wrong type, or its number or length is out of bounds.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:

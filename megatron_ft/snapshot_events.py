@@ -61,15 +61,15 @@ class WindowCommitted(Record):
     """Bytes of ``captured_bytes`` that were copied while rank 0 waited for messages of another pipeline stage. None if
     ``snapshot.copy_in_bubbles`` is off."""
     at_risk_share: float | None = None
-    """Tokens whose updates of experts a recovery from this window would lose, divided by the tokens of the whole
-    training; mean over MoE layers. None if windows contain all experts."""
+    """Share of the whole training's tokens whose expert updates would be lost if a recovery used this window; mean over
+    MoE layers. None if windows contain all experts."""
     lost_share: float | None = None
-    """Share of training tokens whose updates of experts were lost so far (PLT). None if windows have all experts."""
+    """Share of all training tokens whose expert updates were lost so far (PLT). None if windows have all experts."""
     owed_share: float | None = None
-    """The part of ``lost_share`` not yet repaid by extra tokens. None without ``snapshot.repay_capacity_share``."""
+    """Part of ``lost_share`` not replaced by extra tokens yet. None without ``snapshot.repay_capacity_share``."""
     stored_at_risk_share: float | None = None
-    """Tokens whose updates of experts a recovery from the newest window on storage would lose, divided by the tokens of
-    the whole training. Only present if windows on storage have fewer experts than windows in memory
+    """Share of the whole training's tokens whose expert updates would be lost if a recovery used the newest window on
+    storage. Only present if windows on storage have fewer experts than windows in memory
     (``snapshot.policy.num_persisted_experts`` or ``snapshot.storage_bandwidth_bytes_per_second``)."""
 
     def describe(self) -> None:
@@ -151,7 +151,7 @@ class ExpertUpdatesLost(Record):
     num_experts: int
     """Number of experts, over all layers, that continue with the state of an earlier iteration."""
     num_tokens: int
-    """Number of tokens whose updates of experts this recovery lost, summed over all layers."""
+    """Number of tokens whose expert updates were lost in this recovery, summed over all layers."""
     num_stored_tokens: int = 0
     """Tokens in ``num_tokens`` that were lost by experts whose state was read from storage. All other tokens in
     ``num_tokens`` were lost by experts whose state was in memory."""

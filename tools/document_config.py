@@ -40,7 +40,7 @@ _REQUIRED_BEFORE = {
     },
     "rollback": {"snapshot.policy": "must be given"},
 }
-"""Requirements of each recovery strategy in earlier versions: what they demanded of each key of the configuration."""
+"""Requirements of recovery strategies in earlier versions: what each strategy demanded of each configuration key."""
 
 INTRODUCTION = """\
 # Configuration

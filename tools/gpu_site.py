@@ -57,7 +57,7 @@ def requirements(names: Sequence[str], pins: Mapping[Pin, Sequence[str]]) -> str
     """Return lines for pip, each with a package, its version and all its hashes.
 
     Raises:
-        ValueError: the lock does not contain exactly one version of a package with hashes.
+        ValueError: the lock contains no version of a package, several versions, or a version without hashes.
     """
     lines = []
     for name in names:

@@ -1,5 +1,5 @@
-"""Plans expert replicas for recorded loads: the number of replicas of each expert, their nodes, and the losses of nodes
-that they survive."""
+"""Plans expert replicas for recorded loads: the number of replicas of each expert, and their nodes. Also computes which
+losses of nodes the experts survive."""
 
 import argparse
 import json
@@ -236,7 +236,7 @@ def curve(options: argparse.Namespace) -> list[TradeoffPoint]:
 
 
 def curve_table(points: Sequence[TradeoffPoint]) -> str:
-    """Format the results of ``curve`` as a table, with a row for each number of slots and ``--survival-share``."""
+    """Format the results of ``curve`` as a table: a row for each pair of number of slots and survival share."""
     lost = "".join(f"{value.num_lost:>3} lost" for value in points[0].survival)
     lines = [f"slots  survival_share  busiest/mean  worst layer  survival{lost}"]
     for point in points:
@@ -318,7 +318,7 @@ def plot(result: Result, path: Path) -> None:
 
 
 def curves(result: Result) -> tuple[list[int], list[list[float]], list[float]]:
-    """Return numbers of lost nodes, and for each of them the survival probability of each layer and of all layers."""
+    """Return numbers of lost nodes. For each, return the survival probability of each layer, and of all together."""
     num_nodes = len(result.plan.ranks)
     if num_nodes > MAX_CURVE_NODES:
         rows = [[value.probability for value in values] for values in result.layers]

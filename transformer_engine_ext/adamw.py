@@ -107,7 +107,7 @@ class ScaledState:
         return self.master.codes.numel()
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """Return codes and scales of masters and moments by name, as views. Codec and snapshots copy these tensors."""
+        """Return the codes and scales of masters and moments by name, as views. Codec and snapshots copy the views."""
         return {
             **parts_of("master", self.master),
             **parts_of("exp_avg", self.exp_avg),

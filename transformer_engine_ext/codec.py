@@ -119,7 +119,7 @@ def unpack(entries: Sequence[Entry], buffer: torch.Tensor) -> dict[str, torch.Te
 
 
 def parts_of(name: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
-    """Return codes and scales of a quantized tensor as two tensors with the names ``<name>`` and ``<name>_scales``."""
+    """Return two tensors: a quantized tensor's codes, named ``<name>``, and its scales, named ``<name>_scales``."""
     return {name: tensor.codes, f"{name}_scales": tensor.scales}
 
 
@@ -152,7 +152,7 @@ def export(
         block_elements: number of elements that share a scale; None if there is one scale for each tensor.
 
     Raises:
-        CodecError: scales have no codes, codes of FP8 have no scales, or their numbers do not fit.
+        CodecError: scales have no codes, FP8 codes have no scales, or the number of scales does not fit the codes.
     """
     assert dtype in (torch.bfloat16, torch.float32), f"{dtype}: values are exported as BF16 or FP32"
     values: dict[str, torch.Tensor] = {}

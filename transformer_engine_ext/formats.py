@@ -110,8 +110,8 @@ def _shifted(values: torch.Tensor, count: int) -> torch.Tensor:
 def cast_stochastically(values: torch.Tensor, target: Format, bits: torch.Tensor) -> torch.Tensor:
     """Round FP32 ``values`` stochastically to a neighbouring number of the format ``target``.
 
-    The expected result is the value: the closer a neighbour, the more probable it is. The probabilities are exact for
-    normal numbers of ``target``; smaller values lose bits below 2**(min_exponent - 23). NaN and clamping: :func:`cast`.
+    The closer a neighbour, the more probable it is, so the mean result is the value. Probabilities are exact for normal
+    numbers of ``target``; smaller values lose bits below 2**(min_exponent - 23). NaN and clamping are as in ``cast``.
 
     Args:
         bits: 32 random bits for each value, int64, in the shape of ``values``.

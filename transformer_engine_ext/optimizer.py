@@ -12,7 +12,7 @@ from transformer_engine_ext.regimes import Regime
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRange:
-    """Range of a flattened parameter of the model that one tensor of the optimizer contains."""
+    """Part of a model parameter that one tensor of the optimizer contains: a range of the flattened parameter."""
 
     name: str
     """Global name of the parameter. Random numbers of stochastic rounding depend on it."""

@@ -117,7 +117,7 @@ def _padded(codes: torch.Tensor) -> torch.Tensor:
 def transformer_engine_problem() -> str | None:
     """Return why the installed Transformer Engine cannot be used, or None if it is complete and can be imported.
 
-    An incomplete installation raises errors of many types when it is imported. Later, Megatron would fail with them.
+    The import of an incomplete installation raises errors of many types. Without this check, Megatron would raise them.
     """
     versions: dict[str, str] = {}
     for name in _TE_DISTRIBUTIONS:

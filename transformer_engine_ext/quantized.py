@@ -46,7 +46,7 @@ class QuantizedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes and scales."""
+        """Number of bytes of the codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
     @property

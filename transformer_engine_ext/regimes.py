@@ -9,7 +9,7 @@ from transformer_engine_ext.quantized import BLOCK_ELEMENTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regime:
-    """Number formats of compute weights (of the forward pass), master weights and moments. All FP8 is E4M3."""
+    """Number formats of compute weights (of the forward pass), master weights and moments. FP8 is always E4M3."""
 
     compute: Format
     master: Format

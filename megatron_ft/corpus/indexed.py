@@ -3,7 +3,7 @@
 Layout of ``.idx``, little endian, as ``megatron.core.datasets.indexed_dataset`` (megatron-core 0.16.1) reads it: 9
 bytes magic, ``uint64`` version 1, ``uint8`` code of the token format, ``uint64`` number S of sequences, ``uint64``
 number D of entries of the document table; then ``int32[S]`` lengths in tokens, ``int64[S]`` byte offsets into ``.bin``,
-and ``int64[D]`` the first sequence of each document, followed by S as the last entry.
+and ``int64[D]`` the document table: the index of each document's first sequence, and S as the last of the D entries.
 """
 
 import json

@@ -66,7 +66,7 @@ def _mix(value: int) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a sample in the data: source, epoch of the source, and number of the sample in the source."""
+    """Place of a sample in the data: source, epoch of the source, and index of the sample in the source."""
 
     source: int
     epoch: int
@@ -113,8 +113,8 @@ class _SampleOrder:
         return Place(source, epoch, _permute(position, self.num_samples[source], key))
 
     def _deal(self, index: int) -> tuple[int, int]:
-        """Return the source of the sample at ``index``, and the sample's number among all samples of this source. The
-        numbers start at 0 and continue from epoch to epoch."""
+        """Return the source of the sample at ``index``, and the sample's index among all samples of this source. The
+        second index starts at 0 and continues from epoch to epoch."""
         # Blocks begin at fixed indices, so that a sample depends neither on the length of the run nor on other samples.
         block, offset = divmod(index, self.block_samples)
         position = _permute(offset, self.block_samples, f"{self.split}/{self.seed}/block {block}")
@@ -263,7 +263,7 @@ def spans(config: DataConfig, seq_length: int, split: str, tokens: Sequence[tupl
 
 
 def _part(config: DataConfig, split: str, total: int) -> tuple[int, int]:
-    """Return which tokens of a source of ``total`` tokens belong to ``split``: the first token and their number."""
+    """Return which of a source's ``total`` tokens belong to ``split``: index of the first one, and their count."""
     if config.valid:
         return 0, total
     if not 0 <= config.valid_fraction < 1:

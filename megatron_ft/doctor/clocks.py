@@ -1,4 +1,4 @@
-"""Checks of this machine's wall clock, whose times are in records, and of its monotonic clock, which waits use."""
+"""Checks of this machine's clocks. Records contain times of the wall clock; waits are timed by the monotonic clock."""
 
 import shutil
 import subprocess

@@ -50,7 +50,7 @@ def _torch_has_cuda() -> bool:
 
 
 def _built_with_cuda(version_file: str) -> bool:
-    """Return whether the text of PyTorch's ``version.py`` names a CUDA version; True without a line ``cuda = ...``."""
+    """Return whether PyTorch's ``version.py`` names a CUDA version. True if the file has no line ``cuda = ...``."""
     found = re.search(r"^cuda(?:\s*:[^=]*)?\s*=\s*(\S+)", version_file, re.MULTILINE)
     return found is None or found.group(1) != "None"
 

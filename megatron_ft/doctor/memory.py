@@ -27,7 +27,7 @@ GLOO_GROUPS = 25
 Megatron-Core creates about this many groups, most of them with few ranks."""
 _UNLIMITED = resource.RLIM_INFINITY
 _CGROUP_UNLIMITED = 1 << 62
-"""Limits of cgroup version 1 from this value on mean "no limit". Kernels use values near 2**63 for that."""
+"""Smallest limit of cgroup version 1 that means "no limit". Kernels use values near 2**63 for "no limit"."""
 _LIMITS = {
     "open_files": resource.RLIMIT_NOFILE,
     "file_size": resource.RLIMIT_FSIZE,
@@ -55,7 +55,7 @@ class MemoryFacts:
     shared_free_bytes: int | None
     has_infiniband: bool
     kept_bytes: int = 0
-    """Memory of snapshot servers that earlier jobs of this run left. The next job reuses or ends these servers."""
+    """Memory of snapshot servers that still run after earlier jobs of this run. The next job reuses or ends them."""
 
     def check(self, needs: JobNeeds) -> list[Finding]:
         """Check memory, and limits on file sizes, address space, open files and locked memory."""
@@ -98,8 +98,8 @@ def _limit(number: int) -> tuple[int | None, int | None]:
 
 
 def _cgroup_limit(root: Path) -> tuple[int, int] | None:
-    """Return memory limit and memory use of one of the cgroups of this process: that with the least memory left. Return
-    None if no cgroup of this process has a limit.
+    """Return memory limit and memory use of one cgroup of this process: the cgroup in which the least memory is left.
+    Return None if no cgroup of this process has a limit.
 
     Source: cgroups(7); kernel documentation, "Control Group v2", ``memory.max`` and ``memory.stat``, and "Memory
     Resource Controller" of version 1. A container's own cgroup is mounted at the top, whatever the cgroup's path is.

@@ -40,8 +40,8 @@ TRANSFORMER_ENGINE = Package(
 state (docs/dependencies.md)."""
 TRANSFORMER_ENGINE_CORES = ("transformer-engine-cu12", "transformer-engine-cu13")
 TRANSFORMER_ENGINE_TORCH = "transformer-engine-torch"
-"""Package that connects Transformer Engine to torch. It needs one of ``TRANSFORMER_ENGINE_CORES``, which contain the
-library, in the same version."""
+"""Package that connects Transformer Engine to torch. It needs the library: one of ``TRANSFORMER_ENGINE_CORES``, in the
+same version as this package."""
 NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 """Names of the packages that contain NCCL. The supported version of NCCL is that which the installed torch requires."""
 

@@ -1,4 +1,4 @@
-"""Updates of copies of optimizer state: AdamW with the bits of the rank that owns the state.
+"""AdamW updates of copies of optimizer state. They give the same bits as the update in the rank that owns the state.
 
 ``StateCopies`` repeats updates on copies of whole shards, in the memory of ranks. A snapshot server repeats updates on
 copies of experts in windows, if ranks send gradients instead of state (MoEtion, section 5.2).
@@ -22,7 +22,7 @@ def repeat_adamw(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """Apply an update of ``torch.optim.AdamW`` to copies of FP32 state, in place and with the bits of the owner.
+    """Apply an update of ``torch.optim.AdamW`` to copies of FP32 state, in place. The result has the owner's bits.
 
     The update is element by element, so the copies may be any ranges of the tensors that the owner updates.
 

@@ -116,7 +116,7 @@ class Update:
         return frozenset(index for pieces in self.pieces(part) for index in pieces.values())
 
     def pieces(self, part: "Slice") -> list[dict[str, int]]:
-        """Return for each gradient the indices, in ``part``, of the pieces that the update changes, by component."""
+        """Return for each gradient the pieces of ``part`` that it changes: component -> index of the piece."""
         found: dict[tuple[str, int, int, int], dict[str, int]] = {}
         for index, piece in enumerate(part.pieces):
             if piece.component in UPDATED_COMPONENTS:
@@ -236,8 +236,8 @@ class Slice:
         return sum(piece.num_bytes for index, piece in enumerate(self.pieces) if self.is_captured(index))
 
     def captured(self, payload: memoryview, *, without: Collection[int] = ()) -> list[memoryview]:
-        """Return the bytes of each piece that was captured for this slice, except of the pieces with an index in
-        ``without``. ``payload`` contains the slice's bytes."""
+        """Return the bytes of each piece that was captured for this slice. ``payload`` contains the slice's bytes.
+        Pieces whose index is in ``without`` are left out."""
         return [
             payload[piece.offset : piece.end]
             for index, piece in enumerate(self.pieces)
@@ -331,7 +331,7 @@ class Slice:
 
     @classmethod
     def from_json(cls, content: object, *, hashed: bool) -> "Slice":
-        """Create a slice from the result of ``to_json``, with hashes if ``hashed``; else raise CheckpointError."""
+        """Read the result of ``to_json``, with hashes if ``hashed``. Raises CheckpointError for anything else."""
         types = _SLICE_FIELDS
         # Only slices that leave out experts have this field.
         if isinstance(content, dict) and "captured_at" in content:
@@ -352,8 +352,8 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLevel:
-    """Differences between a window's file and its copy in memory, if the file has older states of some experts
-    (MoC-System, section 5.1). The window has one slice."""
+    """Differences between the file of a window and the same window in memory, if the file has older states of some
+    experts (MoC-System, section 5.1). The window has one slice."""
 
     captured_at: tuple[int, ...]
     """Iteration after which each piece in the file was captured. The piece in memory may be of a later iteration."""

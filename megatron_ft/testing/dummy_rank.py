@@ -170,7 +170,7 @@ def run_stubborn(config: JobConfig, context: RankContext) -> None:
 
 
 def run_stopped_by_policy(config: JobConfig, context: RankContext) -> None:
-    """Raise the error ``TrainingStopped``, as a policy does that stops training if the loss is NaN."""
+    """Raise the error ``TrainingStopped``, as if a policy stopped training because the loss is NaN."""
     raise TrainingStopped("training.non_finite_policy=stop: loss is NaN at iteration 3")
 
 

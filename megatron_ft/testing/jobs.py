@@ -97,7 +97,7 @@ def start(command: Sequence[str], *, environment: Mapping[str, str] | None = Non
 
 
 def wait(process: "subprocess.Popen[str]", timeout_seconds: float) -> str:
-    """Wait until a command ends that ``start`` has started, and return its output.
+    """Wait for the end of a command that ``start`` has started, and return its output.
 
     Raises:
         AssertionError: the command did not end in time and was killed.

@@ -37,7 +37,7 @@ def _carries(process: psutil.Process, value: str) -> bool:
 
 
 def outlive(value: str, *, grace_seconds: float) -> list[str]:
-    """Wait ``grace_seconds`` until marked processes end. Kill the others, and return their command lines."""
+    """Wait ``grace_seconds`` for the end of marked processes. Kill those left, and return their command lines."""
     _, alive = psutil.wait_procs(marked(value), timeout=grace_seconds)
     lines = [line for line in map(_describe, alive) if line]
     end(alive)

@@ -159,7 +159,7 @@ def localized(run: MadeUpRun, *, ends: bool = True) -> None:
 
 
 def placed(run: MadeUpRun, iteration: int, at: float = 0.5, reason: str = "first") -> Path:
-    """Write that the run uses the placement ``PLAN`` from now on: an event, and a file, whose path is returned."""
+    """Write an event and a file: the run uses the placement ``PLAN`` from now on. Return the path of the file."""
     about = {"moved_bytes": 3_000_000, "imbalance_before": 2.5, "imbalance_after": 1.25, "gain": 0.5, "seconds": 0.04}
     changed = about if reason != "first" else {}
     run.say(at, events.PlacementInForce(iteration=iteration, reason=reason, stages=(PLAN.summary(),), **changed))

@@ -134,7 +134,7 @@ class MembershipSchedule:
             self._publish(_FORMED, self._newest)
 
     def end(self) -> None:
-        """Record in the store that the run ends in the present membership. On other ranks, end ``await_own``."""
+        """Record in the store that the run ends in the present membership. This ends ``await_own`` on other ranks."""
         for following in self._ahead:
             self._publish(_BEGINS, following, _NEVER)
         self._ahead.clear()

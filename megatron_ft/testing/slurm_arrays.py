@@ -31,7 +31,7 @@ class SlurmArray(SlurmJob):
         return {int(index): int(host.removeprefix("node")) for array, index, host in found if array == self.number}
 
     def host_of(self, node: int) -> int:
-        """Return the number of the cluster's node on which node ``node`` of the job runs, as one of the tasks."""
+        """Return the number of the cluster's node on which node ``node`` of the job (the task ``node``) runs."""
         return self.hosts()[node]
 
     def will(self, condition: Callable[[], bool]) -> bool:

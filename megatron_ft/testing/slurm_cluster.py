@@ -229,7 +229,7 @@ class SlurmCluster:
         self.run("ip", "link", "set", self._cable(node), "down")
 
     def heal(self, node: int) -> None:
-        """Connect a node again that ``cut`` has disconnected."""
+        """Reconnect a node that ``cut`` has disconnected."""
         self.run("ip", "link", "set", self._cable(node), "up")
 
     def nodes_in(self, *states: str) -> set[str]:

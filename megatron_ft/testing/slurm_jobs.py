@@ -107,7 +107,7 @@ class SlurmJob:
         return JobResult(self.end()["exit_code"], self.run_dir, self.log.read_text())
 
     def attempts(self) -> list[dict[str, Any]]:
-        """Return the records that the Slurm script wrote: one for each launcher of the job that has ended."""
+        """Return the records that the Slurm script wrote: one for each of the job's launchers that has ended."""
         return self.lines("slurm/attempts.jsonl")
 
     def words(self) -> str:

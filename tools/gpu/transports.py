@@ -60,7 +60,7 @@ TRANSPORTS = (
 
 
 def find_transport(day: Day) -> Transport:
-    """Return the first of ``TRANSPORTS`` that works. If an earlier stage of this call found it, return its result.
+    """Return the first of ``TRANSPORTS`` that works. If an earlier stage of this call found it, do not search again.
 
     Raises:
         RuntimeError: no transport works.

@@ -312,7 +312,7 @@ class CaptureFigures:
 
 
 class WindowMemory:
-    """Tensors over the window buffers of an arena (the rank's memory for windows), pinned if the device is CUDA."""
+    """Tensors that view the window buffers in a rank's memory (arena). The memory is pinned if the device is CUDA."""
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
         """Map the buffers as tensors; pin them on CUDA. Raises RuntimeError if the driver refuses to pin them."""
@@ -347,7 +347,7 @@ class WindowCapture:
         buffers: host memory of each buffer, uint8, at least as large as a window.
         source: returns the elements of a piece. The tensors must stay at the same addresses while this object is used.
         encode: called with the pieces of a slice before they are copied, perhaps in another thread. It updates tensors
-            of ``source`` that training does not update itself. None if there are none.
+            of ``source`` that training does not update itself. None if training updates all tensors.
     """
 
     def __init__(

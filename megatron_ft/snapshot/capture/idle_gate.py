@@ -13,8 +13,8 @@ CHUNK_BYTES = 1 << 20
 """Largest number of bytes of one copy (chunk) while a slice uses bubbles. A chunk takes a fraction of a millisecond, so
 only the last chunk that begins in a bubble can overlap with computation."""
 _NUM_ITERATIONS = 5
-"""Number of newest iterations whose shortest idle times are expected next. Too high an expectation would delay the
-update, because not all copies would fit into the bubbles. Too low an expectation only slows down computation."""
+"""Number of newest iterations. Their shortest idle times are expected in the next iteration. If an expected time is too
+long, copies do not fit into the bubbles and delay the update. If it is too short, copies only slow down computation."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,8 +71,8 @@ class IdleGate:
 
     @contextmanager
     def iteration(self) -> Iterator[None]:
-        """Measure the waits of one iteration, the ``with`` block, which must end after the reduction of gradients. If
-        the block raises, or this rank waits for no message in it, expectations about waits do not change."""
+        """Measure the waits of one iteration. The ``with`` block is the iteration, up to the reduction of gradients or
+        later. If the block raises, or this rank waits for no message in it, expected waits do not change."""
         self._num_waits, self._idle_seconds, self._is_counting = 0, 0.0, True
         try:
             yield
@@ -140,8 +140,8 @@ class IdleGate:
             self._busy_rate, new.busy_bytes, new.busy_seconds = new.busy_bytes / new.busy_seconds, 0, 0.0
 
     def bytes_at_once(self, num_bytes: int) -> int:
-        """Return how many of the ``num_bytes`` of a new batch to copy without waiting for a bubble. Before waits and
-        rates have been measured, these are all bytes."""
+        """Return how many of the ``num_bytes`` of a new batch to copy without waiting for a bubble. Return
+        ``num_bytes`` if no waits or rates have been measured yet."""
         if not self._recent:
             return num_bytes
         profile = IdleProfile(

@@ -44,12 +44,12 @@ def _seconds(content: Mapping[str, Any]) -> int:
 
 
 class Unusable(Refused):
-    """Raised if the job whose agent tries to take the server over cannot use the server's windows. The server then
-    ends."""
+    """Raised if an agent tries to take the server over, but the agent's job cannot use the server's windows. The
+    server then ends."""
 
 
 class Lifeline:
-    """Tracks the connection of the agent, and the time until the server ends after it has closed. Thread-safe."""
+    """Tracks the connection of the agent and, after it has closed, the time until the server ends. Thread-safe."""
 
     def __init__(
         self, outlive: Outlive | None, report: Callable[[str], None], *, wake: Callable[[], None] = lambda: None

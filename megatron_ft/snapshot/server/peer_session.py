@@ -339,8 +339,8 @@ def load_torch() -> None:
 
 
 def _check_repeated(part: Slice, hashes: Sequence[str], expected: Sequence[Any]) -> None:
-    """Compare the pieces that ``part.update`` has changed with the hashes of the sender. Raises Refused, so that the
-    sender sends the whole slice."""
+    """Check that the pieces changed by ``part.update`` have the hashes that the sender computed. Otherwise raise
+    Refused, so that the sender sends the whole slice."""
     for index in sorted(part.update.indices(part)) if part.update and len(expected) == len(hashes) else ():
         if hashes[index] != expected[index]:
             piece = part.pieces[index]

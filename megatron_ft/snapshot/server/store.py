@@ -245,7 +245,7 @@ class OwnRank:
         self.publish()
 
     def publish(self) -> None:
-        """Write the fields of the status page in their order, each with one store of 8 bytes."""
+        """Write the fields of the status page in their order, each with one write of 8 bytes."""
         settings, windows = self.settings, self.windows
         if windows is None or self.segment is None:
             return
@@ -273,7 +273,7 @@ class OwnRank:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Copy:
-    """Copies of windows of a rank of another node, and their memory."""
+    """This node's copies of the windows that one rank of another node has captured, and the memory of the copies."""
 
     windows: CopyWindows
     segment: Segment

@@ -325,8 +325,8 @@ class OwnWindows:
         return persist_every > 0 and self._is_new_commit and self._num_commits % persist_every == 0
 
     def find(self, start_iteration: int, generation: int | None = None) -> HeldWindow:
-        """Return the complete window of ``generation`` (None: any) that starts at ``start_iteration``. Among several,
-        the committed window is preferred, which every rank has, and then the window of the newest generation.
+        """Return the complete window of ``generation`` (None: any) that starts at ``start_iteration``. If there are
+        several, prefer the committed window, because every rank has it, and then the newest generation.
 
         Raises:
             ControlError: there is no such window.

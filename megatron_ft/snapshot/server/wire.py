@@ -185,7 +185,7 @@ class Wire:
         return True
 
     def send_bytes(self, view: memoryview, *, goes_on: bool = False) -> None:
-        """Send raw bytes; for mapped memory, ``sendfile`` is not faster. ``goes_on`` and errors are as in ``send``."""
+        """Send raw bytes. ``goes_on`` and errors are as in ``send``. For mapped memory, ``sendfile`` is not faster."""
         flags = socket.MSG_MORE if goes_on else 0
         while view.nbytes:
             with self._moving():

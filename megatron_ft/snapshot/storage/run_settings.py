@@ -221,7 +221,7 @@ _SHAPES = tuple(key for key in _FUNCTION if key.removeprefix("model.") not in _O
 
 
 def _other_optimizer(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[Difference]:
-    """List the keys that differ and therefore give a checkpoint's optimizer other tensors than this job's optimizer."""
+    """List the keys due to whose values a checkpoint's optimizer has other tensors than this job's optimizer."""
     keys: list[str] = []
     if _master_weights(stored) != _master_weights(present):
         names = (_SHARDED, _DTYPE, _REGIME)
@@ -236,8 +236,8 @@ _REGIME = "precision.regime"
 
 
 def _master_weights(optimizer: Mapping[str, Any]) -> str | None:
-    """Return the name under which a checkpoint stores the master weights: Megatron's name, or the regime of quantized
-    state. Return None if the checkpoint stores no master weights besides the weights."""
+    """Return the name under which a checkpoint stores the master weights: the name of the regime for quantized state,
+    otherwise Megatron's name. Return None if the checkpoint stores no master weights besides the weights."""
     if optimizer.get(_REGIME) is not None:
         return str(optimizer[_REGIME])
     if optimizer.get(_SHARDED):

@@ -89,7 +89,7 @@ class StoredIn:
         return cls(windows=keys, pieces=pieces)
 
     def layout(self, part: Slice) -> tuple[list[tuple[int, int]], int]:
-        """Return (index, position in the payload) of each piece in the slice's own file, and the payload's bytes."""
+        """Return (index, position in the payload) of each piece in the slice's own file, and the payload's size."""
         found, position = [], 0
         for index, piece in enumerate(part.pieces):
             if self.pieces[index] < 0:
@@ -368,7 +368,7 @@ def _zeros(num_bytes: int) -> Iterator[bytes]:
 
 
 def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bool:
-    """Return whether a valid file with this window exists. Raises CheckpointError if it is valid but not equal."""
+    """Return whether a valid file with this window exists. Raises CheckpointError if it contains another window."""
     if not backend.exists(directory, name):
         return False
     where = backend.describe(directory, name)

@@ -186,7 +186,7 @@ class WindowFolder:
         than the oldest of them. Also keep windows whose files contain pieces that the file of a kept window omits.
 
         Nothing is deleted while fewer than ``num_windows`` windows are complete and undamaged. Only one process of the
-        job may call this. ``part`` and ``num_parts`` limit how many files' payload is verified, as in :meth:`verify`.
+        job may call this. ``part`` and ``num_parts`` limit the files whose payload is verified, as in :meth:`verify`.
 
         Returns:
             The deleted windows.
