@@ -231,7 +231,7 @@ class CheckpointSaved(Record):
     """A dense checkpoint was saved: it is complete, its files were verified on disk, and ``latest`` points to it."""
 
     iteration: int
-    """Newest iteration in the checkpoint."""
+    """Last iteration whose update the checkpoint contains."""
     path: str | None = None
     """Directory of the checkpoint."""
     num_bytes: int | None = None
@@ -268,7 +268,7 @@ class CheckpointLoaded(Record):
     """Training continues from a dense checkpoint."""
 
     iteration: int
-    """Newest iteration in the checkpoint."""
+    """Last iteration whose update the checkpoint contains."""
     path: str | None = None
     """Directory of the checkpoint."""
     seconds: float | None = None

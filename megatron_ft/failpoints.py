@@ -139,7 +139,7 @@ def _check_values(text: str, action: str, values: dict[str, object]) -> None:
 
 
 def append_to(path: Path) -> Callable[[Record], None]:
-    """Return a function that appends a record to ``path`` as a JSON line. Its calls return when the line is on disk.
+    """Return a function that appends a record to ``path`` as a JSON line, and waits until the line is on disk.
 
     Several ranks may append to the same file, because each line is one ``write`` in append mode.
     """

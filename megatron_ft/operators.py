@@ -27,7 +27,7 @@ class OperatorId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """An operator. It counts parameters that are split over TP ranks apart from parameters that every TP rank has."""
+    """An operator with two counts: parameters that are split over TP ranks, and parameters that every TP rank has."""
 
     id: OperatorId
     num_split_parameters: int

@@ -71,7 +71,7 @@ def render(page: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the tables into docs/telemetry.md. With ``--check``, only compare them. Return the exit code."""
+    """Write the tables into docs/telemetry.md. With ``--check``, only check this page. Return the exit code."""
     parser = argparse.ArgumentParser(prog="document_telemetry", description=__doc__)
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit with code 1 if a table is out of date"

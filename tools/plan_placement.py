@@ -318,7 +318,7 @@ def plot(result: Result, path: Path) -> None:
 
 
 def curves(result: Result) -> tuple[list[int], list[list[float]], list[float]]:
-    """Return numbers of lost nodes. For each, return the survival probability of each layer, and of all together."""
+    """Return numbers of lost nodes, and for each the survival probability of each layer and of all layers jointly."""
     num_nodes = len(result.plan.ranks)
     if num_nodes > MAX_CURVE_NODES:
         rows = [[value.probability for value in values] for values in result.layers]

@@ -3,8 +3,8 @@ in plain torch.
 
 An update decodes a range of the state to FP32, computes AdamW, and encodes the result. The bits of the result do not
 depend on the device, on the number of threads, or on how a parameter is cut into shards. The reason is that an update
-only uses sums, products, quotients and square roots of FP32 numbers, whose results IEEE 754 defines exactly, and scales
-of fixed blocks. Nothing is communicated. ``torch.optim.AdamW`` does not have this property: it uses fused operations
+only uses scales of fixed blocks, and sums, products, quotients and square roots of FP32 numbers, whose results IEEE 754
+defines exactly. Nothing is communicated. ``torch.optim.AdamW`` does not have this property: it uses fused operations
 whose last bit depends on the length of a tensor.
 """
 

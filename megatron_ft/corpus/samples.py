@@ -77,7 +77,7 @@ class Place:
 class _SampleOrder:
     """Order of all samples of a split (training or validation).
 
-    In each epoch of a source, each of its samples is used exactly once. At the end of every ``block_samples`` indices,
+    In each epoch of a source, each of its samples is used exactly once. After every block of ``block_samples`` indices,
     the number of samples used from a source differs by less than one from the number that its weight demands.
     """
 
@@ -320,7 +320,7 @@ def _sample_order(config: DataConfig, split: str, found: Sequence[Span]) -> _Sam
 
 PROBE_WINDOWS = 64
 PROBE_WINDOW_TOKENS = 4096
-"""Size of a range of a ``.bin`` file whose token ids are checked. ``PROBE_WINDOWS`` such ranges are checked."""
+"""Number of tokens of one checked range of a ``.bin`` file. Token ids are checked in ``PROBE_WINDOWS`` ranges."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

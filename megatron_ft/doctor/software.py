@@ -114,7 +114,7 @@ def _mend(package: Package) -> str:
 def check_compilers(
     needed: Mapping[str, str], variables: Mapping[str, str], which: Which = shutil.which
 ) -> list[Finding]:
-    """Check that the compilers that ranks use to build kernels are installed.
+    """Check that the compilers with which ranks build kernels are installed.
 
     Args:
         needed: ``JobNeeds.kernels``.

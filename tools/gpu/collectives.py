@@ -36,7 +36,7 @@ def run(day: Day) -> None:
 
 
 def be_rank(place: ranks.Place, pipe: Any, *, backend: str, device_type: str, repeats: int) -> dict[str, Any]:
-    """Run each collective several times on one rank. Return its median seconds, and an error or wrong result."""
+    """Run each collective several times on one rank. Return for each the median seconds, and any problem."""
     import torch
 
     join(place, backend)

@@ -48,8 +48,8 @@ class _KeeperSpec:
     """Secret of the job, which every connection must present in its first message."""
     node: int
     memory_limit_bytes: int | None = None
-    """Limit of the memory for windows of this node's ranks and copies for other nodes. If None, each allocation is
-    limited only by the memory that is available at that time."""
+    """Limit of the memory for windows of this node's ranks and for copies of other nodes' windows. If None, each
+    allocation is limited only by the memory that is available at that time."""
     outlive: Outlive | None = None
     """Whether and how long the server outlives its agent."""
     lock_descriptor: int | None = None

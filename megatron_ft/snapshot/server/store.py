@@ -1,5 +1,5 @@
-"""State of a node's snapshot server: its ranks with their windows, memory files, copies of windows of other nodes, and
-the generation.
+"""State of a node's snapshot server: the node's ranks and their windows, copies of other nodes' windows, the memory
+files of both, and the generation.
 
 One lock protects this state. Threads hold the lock only for bookkeeping; they hash, send, receive and write bytes
 without it. After a change for which a thread may wait, call ``changed``.

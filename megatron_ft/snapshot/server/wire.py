@@ -240,5 +240,5 @@ def abort(sock: socket.socket) -> None:
 
 
 def is_token(given: Any, token: str) -> bool:
-    """Return whether ``given`` equals ``token``. The duration does not depend on the place of a difference."""
+    """Return whether ``given`` equals ``token``. The duration does not depend on where they differ."""
     return hmac.compare_digest(str(given).encode(errors="replace"), token.encode())

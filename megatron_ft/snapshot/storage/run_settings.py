@@ -197,7 +197,7 @@ _EQUAL_IF_NULL = {
     "model.num_query_groups": "model.num_attention_heads",
     "model.moe_ffn_hidden_size": "model.ffn_hidden_size",
 }
-"""Keys that, if they are null, have the value of another key. Each key is mapped to this other key."""
+"""Maps keys to other keys. If a key is null, it has the value of the other key."""
 _FUNCTION = tuple(
     f"model.{name}"
     for name in (
@@ -221,7 +221,7 @@ _SHAPES = tuple(key for key in _FUNCTION if key.removeprefix("model.") not in _O
 
 
 def _other_optimizer(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[Difference]:
-    """List the keys due to whose values a checkpoint's optimizer has other tensors than this job's optimizer."""
+    """List the differing keys that give a checkpoint's optimizer other tensors than this job's optimizer."""
     keys: list[str] = []
     if _master_weights(stored) != _master_weights(present):
         names = (_SHARDED, _DTYPE, _REGIME)
