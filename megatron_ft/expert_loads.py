@@ -25,7 +25,7 @@ SUFFIXES = (".json", ".npz", ".npy", ".csv")
 CSV_FIELDS = ("batch_id", "stage", "router_layer_index", "expert_id", "assigned_tokens", "total_tokens")
 STAGES = ("encoder", "decoder")
 MAX_BYTES = 1 << 30
-"""Largest accepted bytes of a file, or of an unpacked array in it. Sizes are checked before memory is allocated."""
+"""Largest accepted size in bytes of a file, and of an unpacked array in it, checked before memory is allocated."""
 MAX_EXPERTS = 1 << 16
 """Largest accepted number of experts of a layer."""
 MAX_LOADS = 1 << 26

@@ -63,7 +63,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _find(path: Path, run: Path | None) -> tuple[Path, JobConfig]:
-    """Return a checkpoint (``path``, or the newest of the run ``path``) and the configuration of ``run``, or its own.
+    """Return a checkpoint (``path``, or the newest of the run ``path``) and the configuration of ``run`` or of its run.
 
     Raises:
         CheckpointError: there is no undamaged checkpoint. DataError: the configuration cannot be read.
