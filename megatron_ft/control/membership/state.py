@@ -487,7 +487,7 @@ class State:
     furthest_iteration: int = 0
     """Latest iteration in which an earlier generation failed."""
     num_restarts: int = 0
-    """How often all ranks were restarted between the job's last progress and the start of this generation."""
+    """Count of restarts of all ranks between the job's last progress and the start of this generation."""
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -507,7 +507,7 @@ class State:
 
     @property
     def num_restarts_without_progress(self) -> int:
-        """How often all ranks were restarted since the job's last progress; 0 if this generation failed in a later
+        """Count of restarts of all ranks since the job's last progress; 0 if this generation failed in a later
         iteration than all earlier generations."""
         return 0 if self.failed_iteration > self.furthest_iteration else self.num_restarts
 

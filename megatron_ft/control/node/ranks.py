@@ -97,7 +97,7 @@ class _Rank:
     reader: FrameReader | None = None
     last: Message = field(default_factory=dict)
     step: int = 0
-    """How many progress reports the rank has sent in the iteration of ``last``, its newest report."""
+    """Count of progress reports that the rank has sent in the iteration of ``last``, its newest report."""
     is_passed_on: bool = True
     """Whether ``last``, the newest progress report, was forwarded to the controller."""
     is_pinged: bool = False

@@ -178,7 +178,7 @@ class Cost:
     stages: tuple[int, ...] = ()
     """Pipeline stages that replay while other stages keep their state; empty if all stages replay or none does."""
     restarted_by: str = "hand"
-    """Who starts the job again after it has ended: ``hand`` (the user) or ``Slurm``."""
+    """Starter of the job after it has ended: ``hand`` (the user) or ``Slurm``."""
     max_windows: int = 2
     """Largest possible number of windows whose iterations run again, used if ``max_iterations`` is None."""
     seconds: float | None

@@ -20,7 +20,7 @@ class PeerAssignment:
     num_copies: int
     """Number of other failure domains that must contain the windows of a node."""
     already_held: tuple[tuple[int, ...], ...] = ()
-    """For each node, the other nodes that capture the same bytes. They count as copies of the node. Empty if no two
+    """The other nodes that capture the same bytes, for each node. They count as copies of the node. Empty if no two
     nodes capture the same bytes."""
 
     def sources_of(self, node: int) -> tuple[int, ...]:
