@@ -73,7 +73,7 @@ class Place:
 
 
 FIRST_ITERATIONS = 3
-"""Count of iterations of a membership that are measured before ``hang_iterations`` applies. The first ones are slower."""
+"""Count of iterations of a membership measured before ``hang_iterations`` applies. The first ones are slower."""
 _MEASURED_ITERATIONS = 50
 
 

@@ -362,8 +362,8 @@ class History:
         return replace(self, tokens=(self.tokens or TokenLedger.empty(lost)).after_loss(lost))
 
     def owed(self, layers: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """Return, for each layer number, the tokens that each expert has not repaid: its lost tokens minus the additional
-        tokens that it has processed to make up for them. ``layers`` are the MoE layers whose tokens are counted."""
+        """Return, for each layer number, the tokens that each expert has not repaid: its lost tokens minus the
+        additional tokens that it has processed since. ``layers`` are the MoE layers whose tokens are counted."""
         return {} if self.tokens is None else dict(zip(layers, self.tokens.owed(), strict=True))
 
     def to_json(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class RunFigures:
 
     @property
     def goodput(self) -> Goodput:
-        """Return the goodput up to the newest record. The median duration of iterations is left out (None)."""
+        """Return the goodput up to the newest record. Its median duration of iterations is None."""
         return self._meter.so_far()
 
     def whole_goodput(self) -> Goodput:

@@ -318,9 +318,9 @@ the override of the configuration, or None; and whether the group has expert par
 
 @contextmanager
 def _agreeing(known: GroupKeys | None, *, is_offline: bool) -> Iterator[GroupKeys]:
-    """Yield a list to which the build of an optimizer in this context adds the keys of its parameter groups. Megatron
-    gathers the keys of all ranks, because all ranks must have the same groups. With ``known``, this rank uses the keys
-    in ``known`` and does not communicate. With ``is_offline`` and without ``known``, it uses only its own keys."""
+    """Yield a list, to which an optimizer that is built in this context adds the keys of its groups. Megatron gathers
+    the keys of all ranks, because all ranks must have the same groups. With ``known``, this rank uses the keys in
+    ``known`` and does not communicate. With ``is_offline`` and without ``known``, it uses only its own keys."""
     gathered: GroupKeys = []
     native = dist.all_gather_object
 

@@ -111,8 +111,8 @@ class CopiedIteration:
     """Simulated times of an iteration during which every stage copies a snapshot slice."""
 
     makespan_seconds: float
-    """Time from the start of the iteration until the last stage has updated its weights. A stage ends its copy before
-    it updates its weights."""
+    """Time from the start of the iteration until the last stage has updated its weights. A stage finishes the
+    copy of its slice before it updates its weights."""
     idle_copy_seconds: tuple[float, ...]
     """Seconds of each stage's copy that ran while the stage waited for messages."""
     late_copy_seconds: tuple[float, ...]

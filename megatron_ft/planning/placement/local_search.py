@@ -28,7 +28,7 @@ class Losses:
     """Weight of each set, ``[M]``."""
 
     def dead(self, held: Masks) -> Bools:
-        """Return bools ``[..., M]``: whether loss m includes all domains ``held`` (masks ``[...]``) of an expert."""
+        """Return for each expert and each loss whether all domains of the expert (mask ``held``) are lost."""
         wide = held[..., None]
         return np.asarray((self.masks & wide) == wide)
 

@@ -26,9 +26,9 @@ KINDS = {
 }
 """Kinds of activities of a rank, each with its description in the legend."""
 FAILURE = "failure"
-"""Label of the moment of a recovery's first failure. If there was a failure, this moment is time 0 of the timeline."""
+"""Label of the first failure that a recovery had to repair. Its moment is time 0 of the recovery's timeline."""
 NUM_OPEN = 12
-"""Largest number of recoveries whose details are visible at once. If there are more, the reader must open each."""
+"""Largest number of recoveries whose details the page shows unfolded. If there are more, all of them are folded."""
 MAX_STEPS = 200
 MAX_LANES = 512
 """Largest number of ranks that the drawing and the table show."""
