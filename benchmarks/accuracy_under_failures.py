@@ -28,13 +28,16 @@ NUM_PARALLEL = 2
 """Jobs that run at the same time."""
 FAULTS_AT = (0.2, 0.4, 0.6, 0.8)
 WITHIN, NUM_SPREADS, MAX_LOST_SHARE = 0.005, 3.0, 0.0375
+VALIDATION_SAMPLES = 624
+"""Samples of an evaluation: all of the validation data. With fewer, each seed would evaluate other samples, and the
+spread of the losses of undisturbed runs would mostly be that of the samples."""
 SMOOTH = 10
 """Iterations over which the difference of two losses is averaged."""
 JOB = (
     "model=moe_tiny",
     "training.micro_batch_size=4",
     "training.global_batch_size=4",
-    "training.eval_iterations=32",
+    f"training.eval_iterations={VALIDATION_SAMPLES // 4}",
     "training.digest_interval_iterations=0",
     "optimizer.lr_warmup_iterations=20",
     "snapshot.num_peer_copies=0",
