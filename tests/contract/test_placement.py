@@ -112,7 +112,7 @@ def test_only_living_and_named_ranks_get_slots(algorithm: PlacementAlgorithm) ->
     [
         ([(0, 4)], r"replica_counts\[0\]=0: must be at least 1: each expert needs a slot"),
         ([(4, 5)], r"replica_counts=\[4, 5\]: must have a sum of at most 8 "),
-        ([(4, 4), (2, 3, 3)], r"replica_counts=3: must be 2"),
+        ([(4, 4), (2, 3, 3)], r"replica_counts=\[2, 3\]: must have the same number of experts in every layer"),
         ([], r"at least one layer"),
     ],
 )

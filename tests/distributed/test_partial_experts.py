@@ -262,7 +262,7 @@ def test_a_lost_node_comes_back_from_copies_that_its_peer_computed_from_gradient
         ),
         (
             ("snapshot.policy.send_gradients=true", "snapshot.num_peer_copies=0"),
-            "send_gradients=True: must be false with snapshot.num_peer_copies=0",
+            "send_gradients=true: must be false with snapshot.num_peer_copies=0",
         ),
         (
             ("snapshot.policy.num_persisted_experts=2", "snapshot.persist_interval_windows=1"),

@@ -157,7 +157,8 @@ def test_attention_to_all_earlier_tokens_is_the_same_with_and_without_a_mask() -
         (
             {"data.reset_attention_mask": True, "training.device": "cuda", "parallel.context_parallel_size": 2,
              "launch.ranks_per_node": 2},
-            "parallel.context_parallel_size=2: must be 1 with data.reset_attention_mask=true",
+            "parallel.context_parallel_size=2: must be 1: this value needs Transformer Engine, which "
+            "data.reset_attention_mask=true excludes",
         ),
         (
             {"data.reset_attention_mask": True, "training.device": "cuda",

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.errors import ConfigError
@@ -31,6 +31,7 @@ def test_a_bucket_that_cannot_be_cut_is_refused() -> None:
         _BufferLayout.of([10], padded_for=[1]).shards(3)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.integers(1, 7), st.data())
 def test_every_element_is_in_one_shard(sizes: list[int], num_shards: int, data: st.DataObject) -> None:
     bucket = data.draw(st.none() | st.integers(1, 400))
