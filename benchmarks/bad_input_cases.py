@@ -205,7 +205,7 @@ def out_of_range() -> list[Case]:
         ("telemetry.alert_free_disk_share", "2.0", "at most 1"),
         ("telemetry.alert_windows_behind", "0.5", "greater than 1"),
         ("snapshot.outlive_job_seconds", "99999999", "must be from 0 to"),
-        ("model.moe_router_topk", "99", "must be in 1..model.num_moe_experts=8"),
+        ("model.moe_router_topk", "99", "must be from 1 to model.num_moe_experts=8"),
     ):
         cases.append(one("range", f"{key}={value}", says=[f"{key}={value}", says]))
     return cases
@@ -324,7 +324,7 @@ def incompatible() -> list[Case]:
         ),
         (("optimizer.min_lr=1.0",), ("optimizer.min_lr=1.0", "must not exceed optimizer.lr")),
         (("optimizer.lr_warmup_iterations=60",), ("must be less than training.train_iterations=60",)),
-        (("optimizer.lr_decay_style=WSD",), ("optimizer.lr_wsd_decay_iterations=null", "must be in 1..")),
+        (("optimizer.lr_decay_style=WSD",), ("optimizer.lr_wsd_decay_iterations=null", "must be from 1 to ")),
         (("training.transformer_impl=transformer_engine",), ("must be local or auto with training.device=cpu",)),
         (("training.evaluate_only=true",), ("needs state to evaluate",)),
         (("parallel.virtual_pipeline_model_parallel_size=2",), ("must be null with",)),

@@ -31,11 +31,13 @@ def every(iterations: int) -> str:
     return "every iteration" if iterations == 1 else f"every {iterations:,} iterations"
 
 
-def gib(num_bytes: float) -> str:
-    """Format a size of memory, e.g. ``74.5 GiB``, ``3.2 MiB`` or ``1000 B`` (powers of two)."""
-    if num_bytes < 2**20 / 10:
-        return f"{num_bytes:.0f} B"
-    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes < 2**30 / 10 else f"{num_bytes / 2**30:.1f} GiB"
+def memory_size(num_bytes: float) -> str:
+    """Format a size of memory: ``512 B``, ``1.5 GiB`` (powers of two)."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} PiB"
 
 
 def size(num_bytes: float) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ft.doctor.findings import Finding, amount, count
+from megatron_ft.doctor.findings import Finding
+from megatron_ft.formatting import counted, memory_size
 from megatron_ft.planning.devices import DeviceFacts, gpus_needed
 from megatron_ft.planning.rank_environment import set_otherwise
 
@@ -74,7 +75,9 @@ def _smallest_memory(answer: str) -> int | None:
 def check_devices(facts: DeviceFacts, needs: "JobNeeds") -> list[Finding]:
     """Report missing GPUs and too little GPU memory for a job on CUDA. For a job on CPU, only list the GPUs."""
     seen = (
-        f"{count(facts.num_gpus, 'GPU')}, driver {facts.driver or 'unknown'}" if facts.has_driver else "no CUDA device"
+        f"{counted(facts.num_gpus, 'GPU')}, driver {facts.driver or 'unknown'}"
+        if facts.has_driver
+        else "no CUDA device"
     )
     if needs.device == "cpu":
         return [Finding.info("devices", f"{seen}; the job runs on CPU"), *_check_other(needs)]
@@ -90,11 +93,11 @@ def check_devices(facts: DeviceFacts, needs: "JobNeeds") -> list[Finding]:
     needed = gpus_needed(needs.ranks_here, needs.ranks_per_gpu)
     if usable < needed:
         each = "a GPU each" if needs.ranks_per_gpu == 1 else f"{needed} GPUs, with {needs.ranks_per_gpu} ranks on each"
-        what = f"{seen}; {count(needs.ranks_here, 'rank')} on this machine must have {each}"
+        what = f"{seen}; {counted(needs.ranks_here, 'rank')} on this machine must have {each}"
         fix = f"set launch.ranks_per_node={usable // needs.nodes_here or 1}, or use another machine"
         return [Finding.error("devices", what, fix)]
     return [
-        Finding.info("devices", f"{seen}; {count(needs.ranks_here, 'rank')} of the job run on this machine"),
+        Finding.info("devices", f"{seen}; {counted(needs.ranks_here, 'rank')} of the job run on this machine"),
         *_check_gpu_memory(facts, needs),
     ]
 
@@ -127,7 +130,7 @@ def _check_other(needs: "JobNeeds") -> list[Finding]:
 
 
 def _check_gpu_memory(facts: DeviceFacts, needs: "JobNeeds") -> list[Finding]:
-    needed = f"a rank needs up to {amount(needs.device_bytes)} of GPU memory (activations estimated)"
+    needed = f"a rank needs up to {memory_size(needs.device_bytes)} of GPU memory (activations estimated)"
     if facts.gpu_memory_bytes is None:
         if needs.gpu_memory_bytes is not None:
             return []  # the plan was already compared with this limit
@@ -137,7 +140,9 @@ def _check_gpu_memory(facts: DeviceFacts, needs: "JobNeeds") -> list[Finding]:
         fix = "use more ranks, larger parallel sizes, training.recompute_granularity=full or a smaller micro_batch_size"
         return [
             Finding.error(
-                "devices", f"{needed}; the smallest GPU on this machine has {amount(facts.gpu_memory_bytes)}", fix
+                "devices", f"{needed}; the smallest GPU on this machine has {memory_size(facts.gpu_memory_bytes)}", fix
             )
         ]
-    return [Finding.info("devices", f"{needed}; the smallest GPU on this machine has {amount(facts.gpu_memory_bytes)}")]
+    return [
+        Finding.info("devices", f"{needed}; the smallest GPU on this machine has {memory_size(facts.gpu_memory_bytes)}")
+    ]

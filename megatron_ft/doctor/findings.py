@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+from megatron_ft.formatting import counted
+
 LEVELS = ("error", "warning", "info")
 """Levels of findings. An ``error`` would stop the job. A ``warning`` may stop the job or slow it down. An ``info`` is
 no problem."""
@@ -61,20 +63,5 @@ def render(findings: Sequence[Finding]) -> str:
             lines.append(f"{'':<{_INDENT}}fix: {finding.fix}")
     counts = [sum(finding.level == level for finding in findings) for level in LEVELS]
     nouns = ("error", "warning", "fact")
-    lines.append(", ".join(count(n, noun) for n, noun in zip(counts, nouns, strict=True)))
+    lines.append(", ".join(counted(n, noun) for n, noun in zip(counts, nouns, strict=True)))
     return "\n".join(lines)
-
-
-def count(number: int, noun: str) -> str:
-    """Format a number with a noun in singular or plural, e.g. ``1 rank`` or ``2 ranks``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def amount(num_bytes: int) -> str:
-    """Format bytes in a readable unit, e.g. ``1.5 GiB``."""
-    value, unit = float(num_bytes), "bytes"
-    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if value < 1024 or unit == "PiB":
-            break
-        value /= 1024
-    return f"{num_bytes} bytes" if unit == "bytes" else f"{value:.1f} {unit}"

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from megatron_ft.control.node.kept import held_bytes
 from megatron_ft.control.rundir import RUN_ID_NAME, RunId
-from megatron_ft.doctor.findings import Finding, amount, count
+from megatron_ft.doctor.findings import Finding
 from megatron_ft.doctor.needs import JobNeeds
+from megatron_ft.formatting import counted, memory_size
 
 USABLE_SHARE = 0.9
 """Largest share of the node's available memory that a snapshot server allocates (``snapshot/server/memory.py``)."""
@@ -139,11 +140,11 @@ def _check_fits(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
         free = min(free, limit - facts.cgroup_used_bytes)
     free += facts.kept_bytes
     nodes = f"{needs.nodes_here} nodes on this machine need" if needs.nodes_here > 1 else "1 node on this machine needs"
-    of_it = f", {amount(for_servers)} of it for snapshot windows and their copies" if for_servers else ""
-    has = f"{whose} has {amount(limit)}, of which {amount(free)} are free"
+    of_it = f", {memory_size(for_servers)} of it for snapshot windows and their copies" if for_servers else ""
+    has = f"{whose} has {memory_size(limit)}, of which {memory_size(free)} are free"
     if facts.kept_bytes:
-        has += f" (including {amount(facts.kept_bytes)} in snapshot servers of earlier jobs of this run)"
-    what = f"{nodes} {amount(needed)}{of_it} (estimated); {has}"
+        has += f" (including {memory_size(facts.kept_bytes)} in snapshot servers of earlier jobs of this run)"
+    what = f"{nodes} {memory_size(needed)}{of_it} (estimated); {has}"
     less = "lower launch.ranks_per_node or the model's size, or spread the job over more machines"
     if for_servers:
         less += "; to save memory for windows, first lower snapshot.num_peer_copies"
@@ -169,7 +170,7 @@ def _check_sizes(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
         soft, hard = facts.limits[name]
         if soft is None or soft >= needed:
             continue
-        what = f"ulimit {_FLAGS[name]} allows {amount(soft)}; {of_what} {amount(needed)}"
+        what = f"ulimit {_FLAGS[name]} allows {memory_size(soft)}; {of_what} {memory_size(needed)}"
         found.append(Finding.error("limits", what, _raise(f"ulimit {_FLAGS[name]} unlimited", hard, None)))
     return found
 
@@ -185,7 +186,7 @@ def _check_open_files(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
     # Check the limit on open files. On CUDA, only the process group of the vote is certain to use gloo.
     soft, hard = facts.limits["open_files"]
     peers = needs.world_size - 1
-    rank = f"a rank with {count(peers, 'peer')}"
+    rank = f"a rank with {counted(peers, 'peer')}"
     least = SPARE_DESCRIPTORS + 2 * peers
     most = SPARE_DESCRIPTORS + (GLOO_GROUPS if needs.device == "cpu" else 4) * peers
     if soft is None or soft >= most:
@@ -200,9 +201,13 @@ def _check_open_files(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
 def _check_nccl(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
     # Check the requirements of NCCL between GPUs; for a job on CPU they are only reported.
     soft, hard = facts.limits["locked"]
-    locked = f"limit of locked memory: {'none' if soft is None else amount(soft)}"
+    locked = f"limit of locked memory: {'none' if soft is None else memory_size(soft)}"
     free, total = facts.shared_free_bytes, facts.shared_total_bytes
-    shared = "/dev/shm missing" if free is None or total is None else f"/dev/shm {amount(free)} of {amount(total)} free"
+    shared = (
+        "/dev/shm missing"
+        if free is None or total is None
+        else f"/dev/shm {memory_size(free)} of {memory_size(total)} free"
+    )
     if needs.device == "cpu":
         return [Finding.info("limits", f"{locked}, {shared}; a job on CPU needs neither locked memory nor /dev/shm")]
     found = []

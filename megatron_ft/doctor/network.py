@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ft.control.ports import PORTS
-from megatron_ft.doctor.findings import Finding, count
+from megatron_ft.doctor.findings import Finding
 from megatron_ft.doctor.needs import JobNeeds
+from megatron_ft.formatting import counted
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Environment variables with comma-separated names of network interfaces. NCCL also uses interfaces whose names begin
@@ -188,7 +189,7 @@ def _check_ephemeral(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
     wide = "run sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
     needed = SPARE_PORTS + PORTS_PER_RANK * needs.ranks_here
     if width < needed:
-        what = f"only {width} ephemeral ports ({low}-{high}); {count(needs.ranks_here, 'rank')} may need {needed}"
+        what = f"only {width} ephemeral ports ({low}-{high}); {counted(needs.ranks_here, 'rank')} may need {needed}"
         found.append(Finding.warning("ports", what, wide))
     for first, last, named in _own_ports(needs):
         free = not (first <= high and last >= low)

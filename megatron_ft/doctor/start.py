@@ -12,7 +12,7 @@ from megatron_ft.config.findings import Findings, value_of
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.launcher import check_start
 from megatron_ft.errors import ConfigError
-from megatron_ft.formatting import gib
+from megatron_ft.formatting import memory_size
 from megatron_ft.planning.compilers import find_compiler, kernels_of, no_compiler, or_without
 from megatron_ft.planning.devices import DeviceFacts, gpus_needed
 from megatron_ft.planning.job import JobPlan
@@ -75,8 +75,8 @@ def check_host_memory(config: JobConfig, plan: JobPlan) -> None:
         raise ConfigError.of(
             "limits.host_memory_bytes",
             "null",
-            f"null means the memory of this machine, {gib(total)}, but the job's nodes on it ({nodes_here}) need an "
-            f"estimated {gib(needed)}; choose a smaller model or fewer ranks",
+            f"null means the memory of this machine, {memory_size(total)}, but the job's nodes on it ({nodes_here}) "
+            f"need an estimated {memory_size(needed)}; choose a smaller model or fewer ranks",
         )
 
 

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft.doctor.findings import Finding, amount
+from megatron_ft.doctor.findings import Finding
 from megatron_ft.doctor.needs import JobNeeds
+from megatron_ft.formatting import memory_size
 
 NUM_FLUSHES = 9
 """Number of syncs (write and fsync) that are measured. The median of their durations is reported."""
@@ -135,10 +136,10 @@ def _check_flushes(facts: StorageFacts, needs: JobNeeds) -> list[Finding]:
 
 def _check_room(facts: StorageFacts, needs: JobNeeds) -> list[Finding]:
     kept = needs.num_checkpoints * needs.checkpoint_bytes + needs.persisted_bytes
-    what = f"run.dir={needs.run_dir}: {amount(facts.free_bytes)} free; "
+    what = f"run.dir={needs.run_dir}: {memory_size(facts.free_bytes)} free; "
     more = "free space, choose another run.dir, or lower checkpoint.keep_last and snapshot.keep_persisted"
     if needs.num_checkpoints and facts.free_bytes < needs.checkpoint_bytes:
-        return [Finding.error("disk", f"{what}one checkpoint needs {amount(needs.checkpoint_bytes)}", more)]
+        return [Finding.error("disk", f"{what}one checkpoint needs {memory_size(needs.checkpoint_bytes)}", more)]
     if facts.free_bytes < kept:
-        return [Finding.warning("disk", f"{what}checkpoints and snapshot windows may need {amount(kept)}", more)]
-    return [Finding.info("disk", f"{what}checkpoints and snapshot windows may need {amount(kept)}")]
+        return [Finding.warning("disk", f"{what}checkpoints and snapshot windows may need {memory_size(kept)}", more)]
+    return [Finding.info("disk", f"{what}checkpoints and snapshot windows may need {memory_size(kept)}")]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron_ft.formatting import counted, every
+from megatron_ft.formatting import counted, every, memory_size
 from megatron_ft.planning.job import JobPlan, StagePlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.report import PlacementReport
@@ -35,13 +35,6 @@ def render(plan: JobPlan) -> str:
     if plan.notes:
         blocks.append("\n".join(f"note: {note}" for note in plan.notes))
     return "\n\n".join(blocks)
-
-
-def _readable_bytes(count: int) -> str:
-    """Format a number of bytes, for example as ``1.4 GiB``; sizes below 1 KiB are exact."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-    power = min(max(count, 1).bit_length() - 1, 59) // 10
-    return f"{count} B" if power == 0 else f"{count / 1024**power:.1f} {units[power]}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -111,33 +104,33 @@ def _snapshot(report: SnapshotReport, serve: str) -> str:
             ("used for", serve),
             *((("captured", _captured(report)),) if report.leaves_out_experts else ()),
             *((("written to storage", _stored(report)),) if report.stored_bytes is not None else ()),
-            ("bytes of a window", f"{_readable_bytes(report.window_bytes)} on the largest rank"),
-            ("dense snapshot", f"{_readable_bytes(report.dense_bytes)} on the largest rank"),
+            ("bytes of a window", f"{memory_size(report.window_bytes)} on the largest rank"),
+            ("dense snapshot", f"{memory_size(report.dense_bytes)} on the largest rank"),
             ("peer copies", f"{report.num_peer_copies} of each node: {peers}" if report.num_peer_copies else "none"),
             (
                 "host memory",
-                f"{_readable_bytes(heaviest.total_bytes)} on the largest node: own windows "
-                f"{_readable_bytes(heaviest.own_bytes)}, copies {_readable_bytes(heaviest.copies_bytes)}",
+                f"{memory_size(heaviest.total_bytes)} on the largest node: own windows "
+                f"{memory_size(heaviest.own_bytes)}, copies {memory_size(heaviest.copies_bytes)}",
             ),
-            ("device memory", f"none; {_readable_bytes(report.restore_bytes)} on a rank that restores a window"),
+            ("device memory", f"none; {memory_size(report.restore_bytes)} on a rank that restores a window"),
             ("reason", report.reason),
         ],
     )
 
 
 def _captured(report: SnapshotReport) -> str:
-    whole = _readable_bytes(report.dense_bytes)
+    whole = memory_size(report.dense_bytes)
     if report.captured_bytes is None:
         return f"a part of {whole} on the largest rank; the size of the part is measured before the first window"
     return (
-        f"{_readable_bytes(report.captured_bytes)} of {whole} on the largest rank: everything outside experts, and "
+        f"{memory_size(report.captured_bytes)} of {whole} on the largest rank: everything outside experts, and "
         f"{counted(report.captured_experts or 0, 'expert')} of each layer; the first window captures everything"
     )
 
 
 def _stored(report: SnapshotReport) -> str:
     return (
-        f"at most {_readable_bytes(report.stored_bytes or 0)} of a window on a rank: everything outside experts, and "
+        f"at most {memory_size(report.stored_bytes or 0)} of a window on a rank: everything outside experts, and "
         f"{counted(report.stored_experts or 0, 'expert')} of each layer; the first file has everything"
     )
 
@@ -146,8 +139,8 @@ def _upstream_log(report: UpstreamLogReport) -> str:
     head = ("stage", "tensors per iteration", "bytes per iteration", "log of a rank")
     rows: list[Sequence[str]] = [head]
     for stage in range(min(len(report.num_entries), SHOWN_RANKS)):
-        in_log = "-" if report.rank_bytes is None else _readable_bytes(report.rank_bytes[stage])
-        sizes = (str(report.num_entries[stage]), _readable_bytes(report.iteration_bytes[stage]), in_log)
+        in_log = "-" if report.rank_bytes is None else memory_size(report.rank_bytes[stage])
+        sizes = (str(report.num_entries[stage]), memory_size(report.iteration_bytes[stage]), in_log)
         rows.append((str(stage), *sizes))
     hidden = len(report.num_entries) - SHOWN_RANKS
     tail = [f"  and {hidden} more stages (dry_run_format=json lists all)"] if hidden > 0 else []
@@ -166,7 +159,7 @@ def _prebuilt(report: PrebuildReport) -> str:
     rows: list[Sequence[str]] = [head]
     for node in report.spares[:SHOWN_RANKS]:
         for part in plan.of_node(node):
-            places, size = _spans(plan.parts[part]), _readable_bytes(report.part_bytes[part])
+            places, size = _spans(plan.parts[part]), memory_size(report.part_bytes[part])
             rows.append((f"node {node}", _spans(plan.stages[part]), places, size))
     hidden = len(report.spares) - SHOWN_RANKS
     tail = [f"  and {hidden} more spares (dry_run_format=json lists all)"] if hidden > 0 else []
@@ -218,7 +211,7 @@ def _device_memory(plan: JobPlan) -> str:
     if plan.device != "cuda":
         return _with_limit(plan.device_bytes, None)
     if plan.gpu_memory_bytes is None:
-        return f"{_readable_bytes(plan.device_bytes)}, not checked (limits.gpu_memory_bytes=null)"
+        return f"{memory_size(plan.device_bytes)}, not checked (limits.gpu_memory_bytes=null)"
     return _with_limit(plan.device_bytes, plan.gpu_memory_bytes)
 
 
@@ -231,7 +224,7 @@ def _memory_row(stage: StagePlan) -> tuple[str, ...]:
         str(stage.pipeline_stage),
         layers,
         f"{stage.parameters.total:,}",
-        *(_readable_bytes(size) for size in sizes),
+        *(memory_size(size) for size in sizes),
     )
 
 
@@ -246,7 +239,7 @@ def _spans(numbers: Sequence[int]) -> str:
 
 
 def _with_limit(size: int, limit: int | None) -> str:
-    return _readable_bytes(size) + ("" if limit is None else f" of {_readable_bytes(limit)}")
+    return memory_size(size) + ("" if limit is None else f" of {memory_size(limit)}")
 
 
 def _ranks(plan: JobPlan) -> str:
@@ -277,7 +270,7 @@ def _render_placement(report: PlacementReport, slots_reason: str, why_unused: st
         ("weights left" if why_unused else "weights survive", _survival(report.weights_survival)),
         ("state left" if why_unused else "state survives", _survival(report.state_survival)),
         *((("used after a loss", f"no: {why_unused}"),) if why_unused else ()),
-        ("expert weights", f"{_readable_bytes(report.expert_weights_bytes)} in all replicas"),
+        ("expert weights", f"{memory_size(report.expert_weights_bytes)} in all replicas"),
         ("expert optimizer state", _copies(report, report.expert_state_bytes, report.expert_copies_bytes)),
         ("other optimizer state", _copies(report, report.non_expert_state_bytes, report.non_expert_copies_bytes)),
         ("rebalancing", _rebalancing(report)),
@@ -288,7 +281,7 @@ def _render_placement(report: PlacementReport, slots_reason: str, why_unused: st
 def _rebalancing(report: PlacementReport) -> str:
     if not report.rebalance_interval_iterations:
         return "off"
-    moved, staged = _readable_bytes(report.most_moved_bytes), _readable_bytes(report.staged_bytes)
+    moved, staged = memory_size(report.most_moved_bytes), memory_size(report.staged_bytes)
     every = f"planned every {report.rebalance_interval_iterations} iterations"
     if not report.most_moved_bytes:
         return f"{every}; no expert moves, because no expert has more than placement.min_replicas replicas"
@@ -296,7 +289,7 @@ def _rebalancing(report: PlacementReport) -> str:
     if report.rebalance_seconds is not None:
         wait = f"about {report.rebalance_seconds:.2g} s for the transfers"
     return (
-        f"{every}; moves at most {moved}, {_readable_bytes(report.most_received_bytes)} to one rank; training waits: "
+        f"{every}; moves at most {moved}, {memory_size(report.most_received_bytes)} to one rank; training waits: "
         f"{wait}; a rank needs memory for one more expert ({staged})"
     )
 
@@ -307,10 +300,10 @@ def _survival(values: Sequence[Survival]) -> str:
 
 
 def _copies(report: PlacementReport, all_bytes: int, copies_bytes: int | None) -> str:
-    text = f"{_readable_bytes(all_bytes)} on the ranks that compute with the parameters"
+    text = f"{memory_size(all_bytes)} on the ranks that compute with the parameters"
     if copies_bytes is None:
         return text
-    return f"{text}; {_readable_bytes(copies_bytes)} in {report.num_state_copies} copies in different failure domains"
+    return f"{text}; {memory_size(copies_bytes)} in {report.num_state_copies} copies in different failure domains"
 
 
 def _slots(plan: PlacementPlan) -> str:
@@ -330,7 +323,7 @@ def _losses(losses: Sequence[Cost], gaps: Sequence[Gap], device: str) -> str:
     rows: list[Sequence[str]] = [("lost", "recovers by", "iterations again", "bytes moved", "predicted", "result")]
     for cost in [*gone[:SHOWN_RANKS], *(cost for cost in losses if not cost.is_gone)]:
         name = f"node {cost.lost_nodes[0]}" if cost.is_gone else "all processes" if cost.ends_job else "ranks only"
-        moved = "-" if cost.moved_bytes is None else _readable_bytes(cost.moved_bytes)
+        moved = "-" if cost.moved_bytes is None else memory_size(cost.moved_bytes)
         rows.append((name, cost.description, cost.iterations, moved, cost.predicted, cost.result))
     hidden = len(gone) - SHOWN_RANKS
     tail = [f"  and {hidden} more nodes (dry_run_format=json lists all)"] if hidden > 0 else []

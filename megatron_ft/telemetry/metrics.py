@@ -145,23 +145,23 @@ _FROM_EVENTS = (
     _Metric(
         "snapshot/stalled_seconds",
         "s",
-        "Time that training on the job's first rank has waited for captures, over all attempts.",
+        "Time that training on rank 0 has waited for captures, over all attempts.",
     ),
-    _Metric("snapshot/captured_bytes", "bytes", "Bytes of state that the first rank has captured so far."),
+    _Metric("snapshot/captured_bytes", "bytes", "Bytes of state that rank 0 has captured so far."),
     _Metric(
         "snapshot/replicated_bytes",
         "bytes",
-        "Bytes that the snapshot server of the first rank has sent to all peers so far.",
+        "Bytes that the snapshot server of rank 0 has sent to all peers so far.",
     ),
     _Metric(
         "snapshot/persisted_bytes",
         "bytes",
-        "Bytes that the snapshot server of the first rank has written to storage so far.",
+        "Bytes that the snapshot server of rank 0 has written to storage so far.",
     ),
     _Metric(
         "snapshot/idle_copied_bytes",
         "bytes",
-        "Bytes that the first rank has captured while it waited for messages of another pipeline stage "
+        "Bytes that rank 0 has captured while it waited for messages of another pipeline stage "
         "(`snapshot.copy_in_bubbles`).",
     ),
     _Metric(

@@ -83,7 +83,10 @@ def test_slices_fit_the_budget_or_the_stall_is_declared(policy: SnapshotPolicy, 
     plan = policy.plan(demand, given)
     peak = int(demand.slice_bytes(plan).max())
     assert plan.basis is not None
-    assert (plan.basis.budget_bytes, plan.basis.peak_bytes) == (given.budget_bytes, peak)
+    # The experts of some policies are a fixed number, so the plan does not depend on the budget.
+    is_fixed = plan.partial is not None and getattr(policy, "num_experts", None) is not None
+    assert plan.basis.budget_bytes == (None if is_fixed else given.budget_bytes)
+    assert plan.basis.peak_bytes == peak
     assert ("no stall" in plan.reason) == (peak <= given.budget_bytes)
     assert f"largest slice {peak:,} bytes, budget {given.budget_bytes:,} bytes" in plan.reason
 

@@ -258,7 +258,7 @@ def test_a_lost_node_comes_back_from_copies_that_its_peer_computed_from_gradient
         (("snapshot.policy.num_persisted_experts=1",), "must be null with snapshot.persist_interval_windows=0"),
         (
             ("snapshot.policy.send_gradients=true", "snapshot.policy.interval_iterations=2"),
-            "send_gradients=True: must be false with snapshot.policy.interval_iterations=2",
+            "send_gradients=true: must be false with snapshot.policy.interval_iterations=2",
         ),
         (
             ("snapshot.policy.send_gradients=true", "snapshot.num_peer_copies=0"),

@@ -209,7 +209,10 @@ def _check_shared_experts(model: ModelConfig) -> None:
 def _check_router(model: ModelConfig, num_experts: int) -> None:
     topk, softmax = model.moe_router_topk, model.moe_router_score_function == "softmax"
     require(
-        1 <= topk <= num_experts, "model.moe_router_topk", topk, f"must be in 1..model.num_moe_experts={num_experts}"
+        1 <= topk <= num_experts,
+        "model.moe_router_topk",
+        topk,
+        f"must be from 1 to model.num_moe_experts={num_experts}",
     )
     sinkhorn = model.moe_router_load_balancing_type == "sinkhorn"
     require(
@@ -271,7 +274,7 @@ def _check_groups(model: ModelConfig, num_experts: int) -> None:
         1 <= group_topk <= groups,
         "model.moe_router_group_topk",
         group_topk,
-        f"must be in 1..model.moe_router_num_groups={groups}",
+        f"must be from 1 to model.moe_router_num_groups={groups}",
     )
     per_group = model.moe_router_topk // group_topk
     require(

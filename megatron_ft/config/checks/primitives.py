@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_ft.config.serialize import close_matches
 from megatron_ft.errors import ConfigError
-from megatron_ft.formatting import gib
+from megatron_ft.formatting import memory_size
 
 
 def require(condition: bool, key: str, value: object, constraint: str) -> None:
@@ -47,7 +47,11 @@ def divides(divisor: int, key: str, value: int, of_what: str) -> None:
 def within_limit(limit: int | None, key: str, needed: int, advice: str) -> None:
     """Check that ``needed`` bytes do not exceed ``limit`` bytes. ``limit`` is the value of ``key``; None: no limit.
     The error message ends with ``advice``: what uses the memory, and how to use less."""
-    text = "" if limit is None else f"must be at least {needed} ({gib(needed)} instead of {gib(limit)}), {advice}"
+    text = (
+        ""
+        if limit is None
+        else f"must be at least {needed} ({memory_size(needed)} instead of {memory_size(limit)}), {advice}"
+    )
     require(limit is None or needed <= limit, key, limit, text)
 
 

@@ -28,7 +28,7 @@ def _check_survival(config: JobConfig) -> None:
         recovery.min_nodes is None or 1 <= recovery.min_nodes <= launch.num_nodes,
         "recovery.min_nodes",
         recovery.min_nodes,
-        f"must be null or in 1..launch.num_nodes={launch.num_nodes}",
+        f"must be null or from 1 to launch.num_nodes={launch.num_nodes}",
     )
     require(
         not recovery.keep_processes or config.may_change_nodes,
@@ -235,8 +235,8 @@ def _check_slots(config: JobConfig, num_nodes: int, feature: str) -> None:
         num_lanes > 0,
         "recovery.min_nodes",
         config.recovery.min_nodes,
-        f"must leave the ranks of one model replica, TP * CP * PP = {lane}. With {feature}, the job may continue with "
-        f"only {fewest}",
+        f"must leave at least {lane} ranks, because one model replica has TP * CP * PP = {lane}. With {feature}, the "
+        f"job may continue with only {fewest}",
     )
     num_ranks = num_lanes * lane // topology.pipeline_model_parallel_size
     require(
@@ -300,7 +300,8 @@ def _check_partial(config: JobConfig) -> None:
     )
     if policy.get("send_gradients"):
         key = "snapshot.policy.send_gradients"
-        require(config.snapshot.num_peer_copies > 0, key, True, "must be false with snapshot.num_peer_copies=0")
+        reason = "must be false with snapshot.num_peer_copies=0: there are no peers that could repeat updates"
+        require(config.snapshot.num_peer_copies > 0, key, True, reason)
         reason = "must be false with training.device=cuda: peers repeat updates on the CPU, which rounds differently"
         require(config.training.device != "cuda", key, True, reason)
     stored, every = policy.get("num_persisted_experts"), config.snapshot.persist_interval_windows
@@ -368,8 +369,8 @@ def _check_storage_bandwidth(config: JobConfig) -> None:
         policy is not None and getattr(build_policy("snapshot.policy", policy), "leaves_out_experts", False),
         key,
         rate,
-        "must be null unless snapshots leave out experts (snapshot=partial_experts or snapshot=selective_experts): "
-        "otherwise, each file contains all experts, at any bandwidth",
+        "must be null, because each file contains all experts, whatever the bandwidth is. Files contain fewer experts "
+        "only with snapshot=partial_experts or snapshot=selective_experts",
     )
     require(
         snapshot.persist_interval_windows > 0,
@@ -407,8 +408,8 @@ def _check_bubbles(config: JobConfig) -> None:
         config.training.device != "cuda",
         _BUBBLES,
         True,
-        "must be false with training.device=cuda: messages are awaited by a CUDA stream, not by the CPU. The CPU "
-        "starts the copies and cannot see when the stream waits",
+        "must be false with training.device=cuda: on GPUs, a CUDA stream waits for the messages. The CPU, which starts "
+        "the copies, cannot see when the stream waits",
     )
 
 

@@ -161,7 +161,7 @@ def _check_schedule_of_samples(optimizer: OptimizerConfig, training: TrainingCon
         optimizer.lr_decay_style != "WSD" or 1 <= wsd_decay <= decay,
         "optimizer.lr_wsd_decay_samples",
         optimizer.lr_wsd_decay_samples,
-        f"must be in 1..{named}={decay} with optimizer.lr_decay_style=WSD",
+        f"must be from 1 to {named}={decay} with optimizer.lr_decay_style=WSD",
     )
 
 
@@ -182,7 +182,7 @@ def _check_schedule(optimizer: OptimizerConfig, train_iterations: int) -> None:
         length is not None and 1 <= length <= decay,
         "optimizer.lr_wsd_decay_iterations",
         length,
-        f"must be in 1..{named}={decay} with optimizer.lr_decay_style=WSD",
+        f"must be from 1 to {named}={decay} with optimizer.lr_decay_style=WSD",
     )
 
 

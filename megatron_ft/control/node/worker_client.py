@@ -444,7 +444,7 @@ class AgentClient:
         is_other = rank is not None and following.previous_ranks[rank] != self._rank
         if is_other or self._identity.node not in following.members:
             who = f"process {self._identity.number} (rank {self._rank} of generation {self._generation})"
-            raise ControlError(f"{who} received a list of new ranks without this process: {following.summary()}")
+            raise ControlError(f"{who} received a list of new ranks that does not contain it: {following.summary()}")
         self._rank, self._generation, self._is_spare = rank, following.generation, rank is None
         self._next.append(following)
         self._broken = self._order = None

@@ -132,18 +132,22 @@ class StateCopies:
                 for group in kept.optimizer.param_groups:
                     group["lr"] = learning_rate
                 kept.optimizer.step()
-            for decay in () if kept.optimizer is not None else sorted(set(kept.weight_decays)):
-                rows = [row for row, of_row in enumerate(kept.weight_decays) if of_row == decay]
-                repeat_adamw(
-                    [kept.states[row] for row in rows],
-                    [kept.parameters[row].grad for row in rows],  # type: ignore[misc]
-                    lr=learning_rate,
-                    weight_decay=decay,
-                    betas=self._betas,
-                    eps=self._eps,
-                )
+            else:
+                self._repeat_adamw(kept, learning_rate)
             for parameter in kept.parameters:
                 parameter.grad = None
+
+    def _repeat_adamw(self, kept: _Kept, learning_rate: float) -> None:
+        for decay in sorted(set(kept.weight_decays)):
+            rows = [row for row, of_row in enumerate(kept.weight_decays) if of_row == decay]
+            repeat_adamw(
+                [kept.states[row] for row in rows],
+                [kept.parameters[row].grad for row in rows],  # type: ignore[misc]
+                lr=learning_rate,
+                weight_decay=decay,
+                betas=self._betas,
+                eps=self._eps,
+            )
 
     def end(self) -> None:
         """Release the references to this rank's master weights before experts move. The copies remain valid until the

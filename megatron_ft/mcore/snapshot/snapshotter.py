@@ -458,7 +458,7 @@ class Snapshotter:
         needed = self._checked_host_bytes(plan, view)
         self._memory = self._take_memory(iteration, plan, view, is_resumed=is_resumed)
         self._stats.watch(self._memory.arena)
-        return self._lay_out(iteration, plan, view, self._memory, needed, cause)
+        return self._lay_out(iteration, plan, view, self._memory, needed, cause, None)
 
     def _checked_host_bytes(self, plan: WindowPlan, view: OperatorView) -> int:
         places, shards = self._config.rank_places, view.shards_by_rank
@@ -495,13 +495,22 @@ class Snapshotter:
         self._memory = None
 
     def _lay_out(
-        self, iteration: int, plan: WindowPlan, view: OperatorView, memory: WindowMemory, needed: int, cause: str
+        self,
+        iteration: int,
+        plan: WindowPlan,
+        view: OperatorView,
+        memory: WindowMemory,
+        needed: int,
+        cause: str,
+        partial: PartialWindows | None,
     ) -> _Opened:
+        # ``partial`` has the records of the windows in memory. They are kept if the new plan has the same layout.
         self._plan = plan
         capture = self._capture(plan, view, memory)
         self._stats.end_captures(self.figures)
-        partial = None
-        if self._expert_policy is not None and plan.partial is not None:
+        if self._expert_policy is None or plan.partial is None:
+            partial = None
+        elif partial is None or not partial.replan(plan):
             demand = Demand(shards_by_rank=view.shards_by_rank)
             partial = PartialWindows(self._expert_policy, plan, demand, planned_tokens(self._config))
         opened = _Opened(view=view, capture=capture, host_bytes=needed, partial=partial)
@@ -546,7 +555,7 @@ class Snapshotter:
                 f"a new snapshot plan is not used, because its windows do not fit the buffers: {plan.summary()}",
             )
             return opened
-        return self._lay_out(iteration, plan, view, self._memory, opened.host_bytes, cause)
+        return self._lay_out(iteration, plan, view, self._memory, opened.host_bytes, cause, opened.partial)
 
     def _report_committed(self, iteration: int) -> None:
         start, figures = self._buffers.committed, self.figures

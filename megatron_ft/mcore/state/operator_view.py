@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -42,6 +42,7 @@ from megatron_ft.snapshot.window import Gradient, Update
 from transformer_engine_ext.formats import E4M3
 from transformer_engine_ext.quantized import QuantizedTensor, quantize_blocks
 
+_Value = TypeVar("_Value")
 Part = tuple[str, int]
 """Global name of a parameter, and the index of one of its tensor-parallel parts."""
 
@@ -330,14 +331,14 @@ class OperatorView:
         held = self._held[part]
         if component == WEIGHT:
             return held.weight[start:stop]
-        for (first, last), state in held.states.items():
-            if first <= start and stop <= last:
-                tensor = state[component]
-                if component == STEP:
-                    return tensor
-                per_value = SCALE_BLOCK_ELEMENTS if component.endswith("_scales") else 1
-                return tensor[(start - first) // per_value : -((first - stop) // per_value)]
-        raise KeyError(f"{part}/{component}: rank {self.rank} does not have elements {start} to {stop}")
+        found = _range_with(held.states, start, stop)
+        if found is None:
+            raise KeyError(f"{part}/{component}: rank {self.rank} does not have elements {start} to {stop}")
+        first, tensor = found[0], found[1][component]
+        if component == STEP:
+            return tensor
+        per_value = SCALE_BLOCK_ELEMENTS if component.endswith("_scales") else 1
+        return tensor[(start - first) // per_value : -((first - stop) // per_value)]
 
     def update_of(self, pieces: Sequence[Piece], wanted: Iterable[int]) -> tuple[Update | None, list[torch.Tensor]]:
         """Return the newest AdamW update and its gradients for some of ``pieces``. ``wanted`` contains the indices of
@@ -346,11 +347,12 @@ class OperatorView:
         rows, gradients, options = [], [], {}
         for index in wanted:
             piece = pieces[index]
-            for (first, last), (master, group) in self._held[piece.parameter, piece.tensor_part].masters.items():
-                if first <= piece.start and piece.stop <= last and master.grad is not None:
-                    options = group
-                    rows.append(Gradient(index, float(group["lr"]), float(group["weight_decay"])))
-                    gradients.append(master.grad.view(-1)[piece.start - first : piece.stop - first])
+            found = _range_with(self._held[piece.parameter, piece.tensor_part].masters, piece.start, piece.stop)
+            if found is None or (gradient := found[1][0].grad) is None:
+                continue
+            first, (_, options) = found
+            rows.append(Gradient(index, float(options["lr"]), float(options["weight_decay"])))
+            gradients.append(gradient.view(-1)[piece.start - first : piece.stop - first])
         if not rows:
             return None, []
         # All parameter groups of a job have the same ``betas`` and ``eps``.
@@ -422,6 +424,11 @@ def _code_buffers(shards: Iterable[StateShard], held: Mapping[Part, _Held]) -> d
         part: (start, quantize_blocks(held[part].weight[start:stop].float(), E4M3, start=start))
         for part, (start, stop) in ranges.items()
     }
+
+
+def _range_with(ranges: Mapping[tuple[int, int], _Value], start: int, stop: int) -> tuple[int, _Value] | None:
+    """Return the first element and the value of the range in ``ranges`` that has all elements [start, stop)."""
+    return next(((first, value) for (first, last), value in ranges.items() if first <= start and stop <= last), None)
 
 
 def _range_of(buffer: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:

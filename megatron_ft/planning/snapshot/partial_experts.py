@@ -35,6 +35,7 @@ _COMPONENTS = {"masters": ("master",), "moments": ("exp_avg", "exp_avg_sq")}
 contains no compute weights, because these follow from the master weights. Step counts are always captured, because they
 must be equal for all parameters."""
 _STORED = "snapshot.policy.num_persisted_experts"
+_NO_EXPERTS = "the model has no experts, so every window captures the whole state"
 _NO_BOUND = (
     "each expert loses the updates since it was last captured; no key limits their number, and "
     "telemetry.alert_lost_token_share only warns"
@@ -116,8 +117,8 @@ class ChoiceBasis:
     """Share of the planned tokens that have been lost so far (PLT)."""
     planned_tokens: int
     """Tokens that the router assigns in one layer in the whole training."""
-    budget_bytes: int
-    """Bytes that a rank can capture within one iteration."""
+    budget_bytes: int | None
+    """Bytes that a rank can capture within one iteration; None if the policy states the number of experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,35 +217,56 @@ class ExpertPolicy(SnapshotPolicy, Protocol):
         ...
 
 
+def _components(leave_out: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for part in leave_out for name in _COMPONENTS[part])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartialExperts:
-    """Captures K experts of each layer in every window (MoC-System, sections 3 and 5)."""
+class _PartialPolicy:
+    """Fields and plans that both policies of this module have."""
 
     num_experts: int | None = None
-    """Experts of each layer that a window captures (K). null takes the largest number that does not stall training."""
+    """Experts of each layer that a window captures, on average over layers (K of MoC-System, S of MoEtion). null takes
+    as many as do not stall training."""
     interval_iterations: int = 1
     """Iterations from one window to the next."""
     num_persisted_experts: int | None = None
     """Experts of each layer whose state is written to storage with a window (K_persist); at most ``num_experts``. null
     writes all experts, or as many as ``snapshot.storage_bandwidth_bytes_per_second`` allows."""
-    choice: ExpertChoice = field(default_factory=Sequential)
-    """Choice of the experts."""
     leave_out: tuple[str, ...] = ("masters", "moments")
     """Parts of the state of an expert that a window leaves out: ``masters`` (master weights), ``moments``, or both."""
     send_gradients: bool = False
     """Whether peers get only the gradients of an expert (4 bytes per parameter instead of 12) and repeat its update, if
     the window that started one iteration earlier has also captured the expert (MoEtion, section 5.2)."""
-    max_lost_share: float | None = 0.0375
-    """Bound of the proportion of lost tokens (PLT) in the whole training. A window captures more experts, up to all, if
-    the next failure could exceed this bound. null keeps the number."""
-    fill_ranks: bool = False
-    """Whether a window also captures further experts, as long as no rank captures more bytes than the busiest rank
-    captures anyway (MoC-System, section 5.3). The further experts cost no time, and a recovery loses fewer tokens."""
     replan_drift: float = 0.2
     """Relative change above which a new plan is made: the change of the bytes that an iteration can capture, or of the
     whole state's bytes."""
     trigger: ClassVar[None] = None
     leaves_out_experts: ClassVar[bool] = True
+
+    def plan_unmeasured(self, demand: Demand) -> WindowPlan:
+        """Plan windows without measurements; without ``partial`` if ``num_experts`` is None.
+
+        Raises:
+            ConfigError: a field of the policy is out of range.
+        """
+        self._check()
+        num_experts = self.num_experts
+        state = ExpertBytes.of(demand, _components(self.leave_out))
+        units = tuple(Unit(operator=operator) for operator in demand.operators)
+        partial = None
+        if not state.layers:
+            reason = _NO_EXPERTS
+        elif num_experts is None:
+            reason = "the number of experts of a window is unknown until bandwidth and iteration time are measured"
+        else:
+            number = min(num_experts, state.num_experts)
+            partial = self._partial(number, self._peak_bytes(state, number), self.num_persisted_experts)
+            reason = f"snapshot.policy.num_experts={num_experts}; whether a window stalls training is not measured yet"
+        interval = self.interval_iterations
+        plan = WindowPlan(slices=(units,), interval_iterations=interval, reason=reason, partial=partial)
+        plan.validate(demand.operators)
+        return plan
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
         """Plan windows with one slice.
@@ -255,20 +277,81 @@ class PartialExperts:
         self._check()
         context.validate()
         state = ExpertBytes.of(demand, _components(self.leave_out))
-        number = self.num_experts
-        if number is None:
-            number = _most_fitting(state, state.num_experts, context.budget_bytes, self._peak_bytes)
-        number = min(number, state.num_experts)
-        return _plan(self, demand, context, state, number, self._peak_bytes)
+        interval, stored = self.interval_iterations, self.num_persisted_experts
+        units = [Unit(operator=operator) for operator in demand.operators]
+        if not state.layers:
+            return make_plan(demand, context, [units], interval_iterations=interval, reason=_NO_EXPERTS)
+        num_experts = self._most_experts(state, context) if self.num_experts is None else self.num_experts
+        num_experts = min(num_experts, state.num_experts)
+        peak_bytes = self._peak_bytes(state, num_experts)
+        over = peak_bytes - context.budget_bytes
+        fits = f"{over:,} bytes above" if over > 0 else "within"
+        reason = (
+            f"each window captures {num_experts} of {state.num_experts} experts of a layer, at most {peak_bytes:,} "
+            f"bytes on a rank, {fits} the budget of an iteration; the first window captures everything"
+        )
+        budget = context.file_budget_bytes(interval)
+        if stored is None and budget is not None:
+            stored = _most_fitting(state, num_experts, budget, self._peak_bytes)
+            stored_bytes = self._peak_bytes(state, stored)
+            reason += f"; a file has {stored} of them, {stored_bytes:,} bytes, and storage can take {budget:,}"
+        plan = make_plan(demand, context, [units], interval_iterations=interval, reason=reason)
+        basis = plan.basis
+        if basis is not None and self.num_experts is not None and budget is None:
+            # Measured times vary. A plan that does not depend on them must not be made again because of them.
+            basis = replace(basis, budget_bytes=None)
+        return replace(plan, partial=self._partial(num_experts, peak_bytes, stored), basis=basis)
 
-    def plan_unmeasured(self, demand: Demand) -> WindowPlan:
-        """Plan windows without measurements; without ``partial`` if ``num_experts`` is None.
+    def _partial(self, num_experts: int, captured_bytes: int, stored: int | None) -> PartialPlan:
+        return PartialPlan(
+            num_experts=num_experts,
+            components=_components(self.leave_out),
+            captured_bytes=captured_bytes,
+            num_persisted_experts=stored,
+            sends_gradients=self.send_gradients,
+        )
 
-        Raises:
-            ConfigError: a field of the policy is out of range.
-        """
-        self._check()
-        return _plan_unmeasured(self, demand, self._peak_bytes)
+    def _most_experts(self, state: ExpertBytes, context: SnapshotContext) -> int:
+        """Return the largest number of experts of a layer whose capture does not stall training; at least 1."""
+        return _most_fitting(state, state.num_experts, context.budget_bytes, self._peak_bytes)
+
+    def _peak_bytes(self, state: ExpertBytes, number: int) -> int:
+        return state.most_captured(number)
+
+    def _check(self) -> None:
+        leave_out, num_experts, stored = self.leave_out, self.num_experts, self.num_persisted_experts
+        if self.interval_iterations < 1:
+            raise ConfigError.of("snapshot.policy.interval_iterations", self.interval_iterations, "must be at least 1")
+        if num_experts is not None and num_experts < 1:
+            raise ConfigError.of("snapshot.policy.num_experts", num_experts, "must be null or at least 1")
+        if stored is not None and not 1 <= stored <= (stored if num_experts is None else num_experts):
+            bound = "" if num_experts is None else f" and at most snapshot.policy.num_experts={num_experts}"
+            bound += bound and ", because a file cannot contain more experts than its window has captured"
+            raise ConfigError.of(_STORED, stored, f"must be null or at least 1{bound}")
+        if not leave_out or len(set(leave_out)) != len(leave_out) or not set(leave_out) <= set(_COMPONENTS):
+            constraint = f"must be a list of one or more of {', '.join(_COMPONENTS)}, each at most once"
+            raise ConfigError.of("snapshot.policy.leave_out", list(leave_out), constraint)
+        if self.send_gradients and self.interval_iterations != 1:
+            constraint = f"must be false with snapshot.policy.interval_iterations={self.interval_iterations}: gradients"
+            raise ConfigError.of(
+                "snapshot.policy.send_gradients", "true", f"{constraint} of one iteration give one update"
+            )
+        if self.replan_drift < 0:
+            raise ConfigError.of("snapshot.policy.replan_drift", self.replan_drift, "must be at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialExperts(_PartialPolicy):
+    """Captures K experts of each layer in every window (MoC-System, sections 3 and 5)."""
+
+    choice: ExpertChoice = field(default_factory=Sequential)
+    """Choice of the experts."""
+    max_lost_share: float | None = 0.0375
+    """Bound of the proportion of lost tokens (PLT) in the whole training. A window captures more experts, up to all, if
+    the next failure could exceed this bound. null keeps the number."""
+    fill_ranks: bool = False
+    """Whether a window also captures further experts, as long as no rank captures more bytes than the busiest rank
+    captures anyway (MoC-System, section 5.3). The further experts cost no time, and a recovery loses fewer tokens."""
 
     def update_loss(self, num_experts: int, windows_per_file: int = 1, stored: int | None = None) -> str:
         """Describe in words how much a recovery from a window can lose."""
@@ -318,7 +401,7 @@ class PartialExperts:
         return basis.choose(oldest_first=in_turn, max_lost_share=self.max_lost_share)
 
     def _check(self) -> None:
-        _check(self)
+        _PartialPolicy._check(self)
         bound = self.max_lost_share
         if bound is not None and not 0 < bound < 1:
             raise ConfigError.of("snapshot.policy.max_lost_share", bound, "must be null or between 0 and 1")
@@ -334,7 +417,7 @@ class PartialExperts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SelectiveExperts:
+class SelectiveExperts(_PartialPolicy):
     """Captures in every window the experts that have the most tokens at risk, as many as the budgets allow (MoEtion,
     section 4).
 
@@ -342,56 +425,10 @@ class SelectiveExperts:
     Instead, an expert of another rank is captured, although it has fewer tokens at risk.
     """
 
-    num_experts: int | None = None
-    """Experts of each layer, on average, that a window captures (S). null computes the number from the budgets."""
     remote_bandwidth_bytes_per_second: float | None = None
     """Bytes that a rank can send to peers per second. null limits windows only by the bandwidth of captures."""
-    interval_iterations: int = 1
-    """Iterations from one window to the next."""
-    num_persisted_experts: int | None = None
-    """Experts of each layer whose state is written to storage with a window; at most ``num_experts``. null writes all
-    experts, or as many as ``snapshot.storage_bandwidth_bytes_per_second`` allows."""
     choice: ExpertChoice = field(default_factory=LoadAware)
     """Choice of the experts."""
-    leave_out: tuple[str, ...] = ("masters", "moments")
-    """Parts of the state of an expert that a window leaves out: ``masters`` (master weights), ``moments``, or both."""
-    send_gradients: bool = False
-    """Whether peers get only the gradients of an expert (4 bytes per parameter instead of 12) and repeat its update, if
-    the window that started one iteration earlier has also captured the expert (MoEtion, section 5.2)."""
-    replan_drift: float = 0.2
-    """Relative change above which a new plan is made: the change of the bytes that an iteration can capture, or of the
-    whole state's bytes."""
-    trigger: ClassVar[None] = None
-    leaves_out_experts: ClassVar[bool] = True
-
-    def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
-        """Plan windows with one slice.
-
-        Raises:
-            ConfigError: a field of the policy or a measurement is out of range.
-        """
-        self._check()
-        context.validate()
-        state = ExpertBytes.of(demand, _components(self.leave_out))
-        number = self.num_experts
-        if number is None:
-            budget = self._budget_bytes(context.budget_bytes, context.iteration_seconds)
-            # For each rank, bytes that are always captured are subtracted from the budget, and experts count at their
-            # mean size. The rank with room for the fewest experts decides.
-            of_expert = state.left_out.sum(axis=(0, 1)) / max(1, state.num_experts)
-            room = budget - state.always
-            number = max(1, int(min((room[of_expert > 0] / of_expert[of_expert > 0]).tolist(), default=1)))
-        number = min(number, state.num_experts)
-        return _plan(self, demand, context, state, number, ExpertBytes.most_captured)
-
-    def plan_unmeasured(self, demand: Demand) -> WindowPlan:
-        """Plan windows without measurements; without ``partial`` if ``num_experts`` is None.
-
-        Raises:
-            ConfigError: a field of the policy is out of range.
-        """
-        self._check()
-        return _plan_unmeasured(self, demand, ExpertBytes.most_captured)
 
     def update_loss(self, num_experts: int, windows_per_file: int = 1, stored: int | None = None) -> str:
         """Return a text which says that a recovery from a window can lose any number of updates."""
@@ -401,7 +438,7 @@ class SelectiveExperts:
         """Choose S experts of each layer on average, within the bytes that every rank can capture."""
         assert plan.partial is not None, "the plan captures all experts"
         wanted = self.choice.choose(basis.number, plan.partial.num_experts, basis.at_risk, state.num_groups)
-        if self.num_experts is not None:
+        if basis.budget_bytes is None or self.num_experts is not None:
             return wanted
         return _within(state, wanted, basis.at_risk, basis.budget_bytes)
 
@@ -410,18 +447,22 @@ class SelectiveExperts:
         return basis.choose(oldest_first=False, max_lost_share=None)
 
     def _check(self) -> None:
-        _check(self)
+        _PartialPolicy._check(self)
         remote = self.remote_bandwidth_bytes_per_second
         if remote is not None and not 0 < remote < float("inf"):
             key = "snapshot.policy.remote_bandwidth_bytes_per_second"
             raise ConfigError.of(key, remote, "must be null, or above 0 and finite")
 
-    def _budget_bytes(self, local_bytes: int, iteration_seconds: float) -> int:
-        remote = self.remote_bandwidth_bytes_per_second
-        if remote is None:
-            return local_bytes
-        # A transfer may take until the next window, a capture only until the next update.
-        return min(local_bytes, int(remote * iteration_seconds * self.interval_iterations))
+    def _most_experts(self, state: ExpertBytes, context: SnapshotContext) -> int:
+        budget, remote = context.budget_bytes, self.remote_bandwidth_bytes_per_second
+        if remote is not None:
+            # A transfer may take until the next window, a capture only until the next update.
+            budget = min(budget, int(remote * context.iteration_seconds * self.interval_iterations))
+        # For each rank, bytes that are always captured are subtracted from the budget, and experts count at their mean
+        # size. The rank with room for the fewest experts decides.
+        of_expert = state.left_out.sum(axis=(0, 1)) / max(1, state.num_experts)
+        room = budget - state.always
+        return max(1, int(min((room[of_expert > 0] / of_expert[of_expert > 0]).tolist(), default=1)))
 
 
 def expert_policy(config: JobConfig) -> ExpertPolicy | None:
@@ -511,87 +552,3 @@ PeakBytes = Callable[[ExpertBytes, int], int]
 def _most_fitting(state: ExpertBytes, most: int, budget_bytes: int, peak_of: PeakBytes) -> int:
     """Return the largest number of experts of a layer, from 1 to ``most``, that fit into ``budget_bytes``."""
     return next((number for number in range(most, 1, -1) if peak_of(state, number) <= budget_bytes), 1)
-
-
-def _plan(
-    policy: "PartialExperts | SelectiveExperts",
-    demand: Demand,
-    context: SnapshotContext,
-    state: ExpertBytes,
-    num_experts: int,
-    peak_of: PeakBytes,
-) -> WindowPlan:
-    interval, stored = policy.interval_iterations, policy.num_persisted_experts
-    units = [Unit(operator=operator) for operator in demand.operators]
-    if not state.layers:
-        reason = "the model has no experts, so every window captures the whole state"
-        return make_plan(demand, context, [units], interval_iterations=interval, reason=reason)
-    peak_bytes = peak_of(state, num_experts)
-    over = peak_bytes - context.budget_bytes
-    fits = f"{over:,} bytes above" if over > 0 else "within"
-    reason = (
-        f"each window captures {num_experts} of {state.num_experts} experts of a layer, at most {peak_bytes:,} bytes "
-        f"on a rank, {fits} the budget of an iteration; the first window captures everything"
-    )
-    budget = context.file_budget_bytes(interval)
-    if stored is None and budget is not None:
-        stored = _most_fitting(state, num_experts, budget, peak_of)
-        reason += f"; a file has {stored} of them, {peak_of(state, stored):,} bytes, and storage can take {budget:,}"
-    plan = make_plan(demand, context, [units], interval_iterations=interval, reason=reason)
-    return replace(plan, partial=_partial(policy, num_experts, peak_bytes, stored))
-
-
-def _partial(
-    policy: "PartialExperts | SelectiveExperts", num_experts: int, captured_bytes: int, stored: int | None
-) -> PartialPlan:
-    return PartialPlan(
-        num_experts=num_experts,
-        components=_components(policy.leave_out),
-        captured_bytes=captured_bytes,
-        num_persisted_experts=stored,
-        sends_gradients=policy.send_gradients,
-    )
-
-
-def _plan_unmeasured(policy: "PartialExperts | SelectiveExperts", demand: Demand, peak_bytes: PeakBytes) -> WindowPlan:
-    num_experts = policy.num_experts
-    state = ExpertBytes.of(demand, _components(policy.leave_out))
-    units = tuple(Unit(operator=operator) for operator in demand.operators)
-    partial, reason = (
-        None,
-        "the number of experts of a window is unknown until bandwidth and iteration time are measured",
-    )
-    if not state.layers:
-        reason = "the model has no experts, so every window captures the whole state"
-    elif num_experts is not None:
-        number = min(num_experts, state.num_experts)
-        partial = _partial(policy, number, peak_bytes(state, number), policy.num_persisted_experts)
-        reason = f"snapshot.policy.num_experts={num_experts}; whether a window stalls training is not measured yet"
-    interval = policy.interval_iterations
-    plan = WindowPlan(slices=(units,), interval_iterations=interval, reason=reason, partial=partial)
-    plan.validate(demand.operators)
-    return plan
-
-
-def _components(leave_out: Sequence[str]) -> tuple[str, ...]:
-    return tuple(name for part in leave_out for name in _COMPONENTS[part])
-
-
-def _check(policy: "PartialExperts | SelectiveExperts") -> None:
-    leave_out, num_experts, stored = policy.leave_out, policy.num_experts, policy.num_persisted_experts
-    if policy.interval_iterations < 1:
-        raise ConfigError.of("snapshot.policy.interval_iterations", policy.interval_iterations, "must be at least 1")
-    if num_experts is not None and num_experts < 1:
-        raise ConfigError.of("snapshot.policy.num_experts", num_experts, "must be null or at least 1")
-    if stored is not None and not 1 <= stored <= (stored if num_experts is None else num_experts):
-        bound = "" if num_experts is None else f" and at most snapshot.policy.num_experts={num_experts}"
-        bound += bound and ", because a file cannot contain more experts than its window has captured"
-        raise ConfigError.of(_STORED, stored, f"must be null or at least 1{bound}")
-    if not leave_out or len(set(leave_out)) != len(leave_out) or not set(leave_out) <= set(_COMPONENTS):
-        constraint = f"must be a list of one or more of {', '.join(_COMPONENTS)}, each at most once"
-        raise ConfigError.of("snapshot.policy.leave_out", list(leave_out), constraint)
-    if policy.send_gradients and policy.interval_iterations != 1:
-        constraint = f"must be false with snapshot.policy.interval_iterations={policy.interval_iterations}: gradients"
-        raise ConfigError.of("snapshot.policy.send_gradients", True, f"{constraint} of one iteration give one update")
-    if policy.replan_drift < 0:
-        raise ConfigError.of("snapshot.policy.replan_drift", policy.replan_drift, "must be at least 0")

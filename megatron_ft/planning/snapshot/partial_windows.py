@@ -2,6 +2,7 @@
 the iteration of each expert's state, and the number of tokens that a recovery would lose."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,6 +12,17 @@ from megatron_ft.planning.snapshot.expert_choice import Counts
 from megatron_ft.planning.snapshot.lost_tokens import Rows, TokenLedger, mean_share
 from megatron_ft.planning.snapshot.partial_experts import ChoiceBasis, ExpertBytes, ExpertPolicy, StorageBasis
 from megatron_ft.planning.snapshot.plan import UPDATED_COMPONENTS, Piece, WindowPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Places:
+    """Index of the expert of each of ``pieces`` in ``[MoE layers, experts]``, flattened; -1 for other pieces."""
+
+    pieces: Sequence[Piece]
+    left_out: Counts
+    """Indices for the pieces that a window may leave out."""
+    masters: Counts
+    """Indices for the pieces of master weights."""
 
 
 class PartialWindows:
@@ -24,15 +36,12 @@ class PartialWindows:
     """
 
     def __init__(self, policy: ExpertPolicy, plan: WindowPlan, demand: Demand, planned_tokens: int) -> None:
-        assert plan.partial is not None and plan.basis is not None, "the plan captures all experts"
+        assert plan.partial is not None, "the plan captures all experts"
         self._policy = policy
         self._plan = plan
         self._components = frozenset(plan.partial.components)
-        # Plans of earlier versions do not have the number.
-        self._num_persisted_experts = plan.partial.num_persisted_experts or policy.num_persisted_experts
         self.sends_gradients = plan.partial.sends_gradients
         """Whether peers repeat the updates of experts that two consecutive windows capture."""
-        self._budget_bytes = plan.basis.budget_bytes
         self._state = ExpertBytes.of(demand, plan.partial.components)
         self._row_of = {layer: row for row, layer in enumerate(self._state.layers)}
         self._planned_tokens = planned_tokens
@@ -49,8 +58,22 @@ class PartialWindows:
         file has the whole content of its window."""
         self.stored_share: float | None = None
         """Share of the planned tokens that a recovery from the newest file would lose; None if it is not known."""
-        self._places: tuple[Sequence[Piece], Counts] | None = None
-        """Pieces of the last call of ``captured_at``, and the result of ``_places_of`` for them."""
+        self._places: _Places | None = None
+
+    def replan(self, plan: WindowPlan) -> bool:
+        """Use ``plan`` for the next windows if they can copy experts from the windows of the present plan. Return
+        whether they can: both plans must have the same slices, and leave out the same components."""
+        partial = plan.partial
+        if partial is None or plan.slices != self._plan.slices or self._components != frozenset(partial.components):
+            return False
+        self._plan, self.sends_gradients = plan, partial.sends_gradients
+        return True
+
+    @property
+    def _num_persisted_experts(self) -> int | None:
+        # Plans of earlier versions do not have the number.
+        planned = None if self._plan.partial is None else self._plan.partial.num_persisted_experts
+        return planned or self._policy.num_persisted_experts
 
     def begin(self, start: int, held: Collection[int], ledger: TokenLedger, loads: Sequence[Rows]) -> None:
         """Choose the experts of a window. If no window in ``held`` has the state of the other experts, choose all.
@@ -71,7 +94,7 @@ class PartialWindows:
                 iteration_loads=np.mean([self._of_layers(rows) for rows in loads] or [now * 0], axis=0),
                 lost_share=ledger.lost_share(self._planned_tokens),
                 planned_tokens=self._planned_tokens,
-                budget_bytes=self._budget_bytes,
+                budget_bytes=None if self._plan.basis is None else self._plan.basis.budget_bytes,
             )
             captured_at = np.where(self._policy.choose(self._plan, basis, self._state), start, before)
         known = {**self._captured_at, start: captured_at}
@@ -141,30 +164,29 @@ class PartialWindows:
         before, now = self._captured_at.get(start - 1), self._captured_at[start]
         if before is None:
             return []
-        again, found = (before == start - 1) & (now == start), []
-        for index, piece in enumerate(pieces):
-            operator = operator_of(piece.parameter, num_layers)
-            is_master = operator.expert is not None and piece.component == UPDATED_COMPONENTS[0]
-            if is_master and again[self._row_of[operator.layer], operator.expert]:
-                found.append(index)
+        again = ((before == start - 1) & (now == start)).reshape(-1)
+        places = self._places_of(pieces, num_layers)
+        found: list[int] = np.flatnonzero((places.masters >= 0) & again[places.masters]).tolist()
         return found
 
     def _of_pieces(self, captured_at: Counts, start: int, pieces: Sequence[Piece], num_layers: int) -> tuple[int, ...]:
-        # Computed only once for each layout of pieces, because this call delays training.
-        if self._places is None or self._places[0] is not pieces:
-            self._places = pieces, self._places_of(pieces, num_layers)
-        places = self._places[1]
+        places = self._places_of(pieces, num_layers).left_out
         return tuple(np.where(places < 0, start, captured_at.reshape(-1)[places]).tolist())
 
-    def _places_of(self, pieces: Sequence[Piece], num_layers: int) -> Counts:
-        """Return for each piece the index of its expert in ``[MoE layers, experts]``; -1 if it is always captured."""
-        found = []
-        for piece in pieces:
-            operator = operator_of(piece.parameter, num_layers)
-            is_partial = operator.expert is not None and piece.component in self._components
-            row = self._row_of[operator.layer] * self._state.num_experts if is_partial else -1
-            found.append(row + (operator.expert or 0) if is_partial else -1)
-        return np.array(found, dtype=np.int64)
+    def _places_of(self, pieces: Sequence[Piece], num_layers: int) -> _Places:
+        # Computed only once for each layout of pieces, because this call delays training.
+        if self._places is None or self._places.pieces is not pieces:
+            experts, components = np.full(len(pieces), -1), np.array([piece.component for piece in pieces])
+            for index, piece in enumerate(pieces):
+                operator = operator_of(piece.parameter, num_layers)
+                if operator.expert is not None:
+                    experts[index] = self._row_of[operator.layer] * self._state.num_experts + operator.expert
+            self._places = _Places(
+                pieces=pieces,
+                left_out=np.where(np.isin(components, list(self._components)), experts, -1),
+                masters=np.where(components == UPDATED_COMPONENTS[0], experts, -1),
+            )
+        return self._places
 
     def at_risk(self, start: int) -> Rows | None:
         """Return the tokens that a recovery from window ``start`` would lose, as [MoE layer][expert]. Return None for a
@@ -177,10 +199,11 @@ class PartialWindows:
         lost = self._processed_at(np.full_like(captured_at, start)) - self._processed_at(captured_at)
         return tuple(tuple(row) for row in lost.tolist())
 
-    def shares(self, start: int, ledger: TokenLedger) -> tuple[float, float]:
-        """Return two shares of the planned tokens: the share that a recovery from window ``start`` would lose, and the
-        share that earlier recoveries have lost."""
-        return self._share(self.at_risk(start) or ()), ledger.lost_share(self._planned_tokens)
+    def shares(self, start: int, ledger: TokenLedger) -> tuple[float | None, float]:
+        """Return two shares of the planned tokens: the share that a recovery from window ``start`` would lose (None for
+        a window that is not known), and the share that earlier recoveries have lost."""
+        at_risk = self.at_risk(start)
+        return None if at_risk is None else self._share(at_risk), ledger.lost_share(self._planned_tokens)
 
     def owed_share(self, ledger: TokenLedger) -> float:
         """Return the share of the planned tokens that experts have lost and not repaid (``TokenLedger.owed``)."""

@@ -93,8 +93,8 @@ class Activations:
 class PlanBasis:
     """Measurements from which a plan was made. A new plan is made if present measurements differ too much."""
 
-    budget_bytes: int
-    """Bytes that a rank can capture within one iteration."""
+    budget_bytes: int | None
+    """Bytes that a rank can capture within one iteration; None if the plan does not depend on them."""
     peak_bytes: int
     """Bytes of the largest slice on any rank."""
     activations: Activations | None = None

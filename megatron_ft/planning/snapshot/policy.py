@@ -137,8 +137,9 @@ def why_outdated(policy: SnapshotPolicy, demand: Demand, context: SnapshotContex
     basis = previous.basis
     if basis is None:
         return "the inputs of the present plan are not known"
-    if _drift(context.budget_bytes, basis.budget_bytes) > policy.replan_drift:
-        return f"the budget of an iteration changed from {basis.budget_bytes:,} to {context.budget_bytes:,} bytes"
+    budget_before = basis.budget_bytes
+    if budget_before is not None and _drift(context.budget_bytes, budget_before) > policy.replan_drift:
+        return f"the budget of an iteration changed from {budget_before:,} to {context.budget_bytes:,} bytes"
     partial = previous.partial
     if partial is not None and partial.num_persisted_experts is None and context.storage_bytes_per_second is not None:
         return "the number of experts of a file has not been chosen yet"

@@ -289,7 +289,8 @@ class RankSession(threading.Thread):
                 address = own.settings.peers[node]
                 segment, description = _fetch_window(address, self._greeting(own), request, self._store.memory)
             except OSError as error:
-                raise ControlError(f"node={node}: the transfer of {key} of rank {rank} failed: {error}") from error
+                what = f"the window of iteration {key.start_iteration} of rank {rank}"
+                raise ControlError(f"node={node}: the transfer of {what} failed: {error}") from error
             offset, num_bytes = 0, segment.num_bytes
         descriptors.append(segment.read_only_descriptor())
         return {"op": "window", "window": description, "offset": offset, "num_bytes": num_bytes}

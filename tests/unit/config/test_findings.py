@@ -26,7 +26,7 @@ def test_keys_are_those_of_the_configuration() -> None:
 def test_an_error_about_a_key_at_fault_is_left_out() -> None:
     found = Findings()
     found.add(ConfigError.of("model.num_moe_experts", 0, "must be at least 1"))
-    found.add(ConfigError.of("model.moe_router_topk", 2, "must be in 1..model.num_moe_experts=0"))
+    found.add(ConfigError.of("model.moe_router_topk", 2, "must be from 1 to model.num_moe_experts=0"))
     found.add(ConfigError.of("optimizer.lr", 0, "must be greater than 0"))
     assert [keys_in(error)[0] for error in found.errors] == ["model.num_moe_experts", "optimizer.lr"]
 
@@ -74,7 +74,7 @@ def test_the_key_that_is_blamed_is_the_one_whose_default_helps() -> None:
     with pytest.raises(SeveralErrors) as caught:
         validate(from_dict({**values, "parallel": {"expert_model_parallel_size": 3}}))
     assert str(caught.value).splitlines() == [
-        "model.moe_router_topk=17: must be in 1..model.num_moe_experts=16",
+        "model.moe_router_topk=17: must be from 1 to model.num_moe_experts=16",
         "parallel.expert_model_parallel_size=3: must divide model.num_moe_experts=16",
     ]
 
@@ -140,10 +140,12 @@ def test_a_command_lists_all_its_errors(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_memory_is_stated_in_gib_without_advice_that_is_followed_already(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_is_stated_in_readable_units_without_advice_that_is_followed_already(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ["dry_run=true", "model=mixtral_8x7b", "training.device=cuda", "limits.gpu_memory_bytes=80000000000"]
     assert pretrain_moe.main(words) == 2
-    assert "GiB instead of 74.5 GiB" in (text := capsys.readouterr().err)
+    assert "(1.1 TiB instead of 74.5 GiB)" in (text := capsys.readouterr().err)
     assert "training.recompute_granularity=full" in text and "micro_batch_size" in text
     assert pretrain_moe.main([*words, "training.recompute_granularity=full", "training.micro_batch_size=1"]) == 2
     text = capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_ft.doctor.findings import Finding, amount, exit_code, render
+from megatron_ft.doctor.findings import Finding, exit_code, render
 
 FACT, DOUBT, FAULT = (
     Finding.info("disk", "9 GiB free"),
@@ -31,8 +31,3 @@ def test_the_worst_comes_first_with_its_fix() -> None:
 def test_what_needs_action_names_a_fix() -> None:
     with pytest.raises(AssertionError, match="must have a fix"):
         Finding(check="x", level="error", what="broken")
-
-
-def test_amounts() -> None:
-    expected = ["512 bytes", "1.5 KiB", "2.0 GiB", "2048.0 PiB"]
-    assert [amount(number) for number in (512, 1536, 1 << 31, 1 << 61)] == expected

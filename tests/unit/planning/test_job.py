@@ -10,9 +10,10 @@ from megatron_ft.config.membership import config_of
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.corpus.samples import DataSummary, _SourceSummary
 from megatron_ft.errors import ConfigError
+from megatron_ft.formatting import memory_size
 from megatron_ft.planning.devices import DeviceChoice
 from megatron_ft.planning.job import JobPlan, with_slots
-from megatron_ft.planning.render import _readable_bytes, render
+from megatron_ft.planning.render import render
 from tests.helpers.keys import grouped
 
 DATA = DataSummary(
@@ -124,7 +125,7 @@ def test_text_names_what_people_look_for() -> None:
     ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 30, "3.0 GiB"), (5 << 60, "5120.0 PiB")]
 )
 def test_bytes_are_readable(count: int, text: str) -> None:
-    assert _readable_bytes(count) == text
+    assert memory_size(count) == text
 
 
 def test_defaults_are_planned() -> None:
@@ -179,7 +180,7 @@ def test_a_plan_states_how_much_of_the_state_a_window_captures_and_a_recovery_lo
     result = planned(num_experts=1)
     report, text = result.snapshot, render(result)
     assert report is not None and report.captured_bytes is not None and report.captured_bytes < report.dense_bytes
-    assert f"captured           {_readable_bytes(report.captured_bytes)} of " in text and "and 1 expert of each" in text
+    assert f"captured           {memory_size(report.captured_bytes)} of " in text and "and 1 expert of each" in text
     assert "window             1 iteration; a new window begins every iteration" in text
     assert "  loses expert updates: experts lose updates by at most 3.75 % of the whole training's tokens" in text
     assert "measured before the first window" in render(planned())
@@ -188,7 +189,7 @@ def test_a_plan_states_how_much_of_the_state_a_window_captures_and_a_recovery_lo
     both, text = result.snapshot, render(result)
     assert both is not None and both.captured_bytes is not None
     assert both.stored_bytes == report.captured_bytes < both.captured_bytes
-    assert f"written to storage at most {_readable_bytes(both.stored_bytes)} of a window" in " ".join(text.split())
+    assert f"written to storage at most {memory_size(both.stored_bytes)} of a window" in " ".join(text.split())
     assert "at most 1 iteration before the window (3 iterations if it is read from storage)" in text
 
 

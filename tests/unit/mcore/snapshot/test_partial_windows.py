@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.events import SnapshotProblem, WindowCommitted
+from megatron_ft.events import SnapshotPlanned, SnapshotProblem, WindowCommitted
 from megatron_ft.planning.iteration import WindowReport
 from megatron_ft.snapshot.capture.capture import Header
 from megatron_ft.testing import engines
@@ -44,16 +44,17 @@ class Recorder:
         self.states: dict[int, dict[Any, bytes]] = {}
         self.loads: dict[int, list[list[int]]] = {}
 
-    def train(self, num_iterations: int) -> None:
+    def train(self, num_iterations: int, seconds: float = 0.1) -> None:
         for _ in range(num_iterations):
             engine = self.run.engine
             result = engine.run_iteration(engine.iteration + 1)
             self.loads[engine.iteration] = result.expert_load.tolist()
             self.states[engine.iteration] = self.pieces()
             self.run.snapshots.observe(result.expert_load)
-            self.run.snapshots.after_iteration(engine.iteration, result.vote, 0.1)
+            self.run.snapshots.after_iteration(engine.iteration, result.vote, seconds)
             self.run.snapshots.settle()
-            self.run.wait_hashed()
+            if self.run.held:
+                self.run.wait_hashed()
 
     def pieces(self) -> dict[Any, bytes]:
         """Return the bytes of every piece of the present state."""
@@ -175,3 +176,32 @@ def test_a_window_that_was_given_up_is_no_source_of_later_windows(recorder: Reco
     for piece, iteration in zip(part.pieces, part.captured_at or (), strict=False):
         assert bytes(payload[piece.offset : piece.end]) == recorder.states[iteration][piece[:6]], (piece, iteration)
     assert window.start_iteration >= 9 and not recorder.run.of_kind(SnapshotProblem)
+
+
+@pytest.mark.parametrize("num_experts", [None, 1])
+def test_a_new_plan_keeps_the_records_of_earlier_windows(tmp_path: Path, num_experts: int | None) -> None:
+    """Iterations become ten times longer, so the budget of a capture grows. A plan that depends on it is made again."""
+    served = Served(tmp_path)
+    served.persister.start()
+    changes = {
+        "snapshot.policy": POLICY | {"num_experts": num_experts},
+        "snapshot.bandwidth_bytes_per_second": 1e4,
+        "snapshot.iteration_seconds": None,
+        "snapshot.replan_interval_windows": 1,
+    }
+    with engines.engine_of(engines.micro_config({**SNAPSHOTS, **changes})) as engine:
+        recorder = Recorder(Run(engine, served))
+        recorder.train(8)
+        num_before = len(recorder.run.of_kind(WindowCommitted))
+        recorder.train(10, seconds=1.0)
+        causes = [event.cause for event in recorder.run.of_kind(SnapshotPlanned)]
+        assert len(causes) == 1 if num_experts else len(causes) > 1
+        assert all("the budget of an iteration changed" in cause for cause in causes[1:])
+        committed = recorder.run.of_kind(WindowCommitted)[num_before:]
+        assert len(committed) >= 8 and all(event.at_risk_share > 0 for event in committed)
+        window, payload = recorder.newest()
+        (part,) = window.slices
+        for piece, iteration in zip(part.pieces, part.captured_at or (), strict=True):
+            assert bytes(payload[piece.offset : piece.end]) == recorder.states[iteration][piece[:6]], (piece, iteration)
+        recorder.run.snapshots.close()
+    served.close()

@@ -153,6 +153,10 @@ def test_a_file_never_has_more_experts_than_its_window_and_a_given_number_stays(
     unset = PartialExperts(num_experts=3).plan(demand(), plain)
     assert unset.partial is not None and unset.partial.num_persisted_experts is None
     assert why_outdated(PartialExperts(num_experts=3), demand(), plain, unset) is None
+    faster = replace(plain, bandwidth_bytes_per_second=1e12)
+    assert why_outdated(PartialExperts(num_experts=3), demand(), faster, unset) is None, "no number depends on it"
+    chosen = PartialExperts().plan(demand(), plain)
+    assert "the budget of an iteration changed" in (why_outdated(PartialExperts(), demand(), faster, chosen) or "")
     reason = why_outdated(PartialExperts(num_experts=3), demand(), given, unset)
     assert reason == "the number of experts of a file has not been chosen yet"
 
@@ -234,9 +238,9 @@ def job(changes: dict[str, Any]) -> JobConfig:
         ({"snapshot.storage_bandwidth_bytes_per_second": 0.0}, "greater than 0"),
         (
             {"snapshot.policy": {"_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow"}},
-            "unless snapshots leave out experts",
+            "because each file contains all experts",
         ),
-        ({"snapshot.policy": None}, "unless snapshots leave out experts"),
+        ({"snapshot.policy": None}, "because each file contains all experts"),
         ({"snapshot.persist_interval_windows": 0}, "only before a stop"),
         (
             {"snapshot.policy": {**BUDGETED["snapshot.policy"], "num_persisted_experts": 1}},  # type: ignore[dict-item]

@@ -311,3 +311,18 @@ def test_the_stated_number_of_iterations_bounds_the_age_of_experts() -> None:
         last[choice.choose(number, 3, np.zeros((3, 8), dtype=np.int64), 4)] = number
         ages.append(int((number - last).max()))
     assert max(ages) == 2, "8 experts, 3 in each window: two windows ago at most"
+
+
+def test_records_are_kept_for_a_plan_of_the_same_slices_only() -> None:
+    plan = PartialExperts(num_experts=1).plan(demand(), given(10**6))
+    windows = PartialWindows(PartialExperts(num_experts=1), plan, demand(), 10**9)
+    ledger = TokenLedger.empty([[5] * EXPERTS] * len(LAYERS))
+    windows.begin(1, (), ledger, ())
+    assert windows.replan(PartialExperts(num_experts=2).plan(demand(), given(10**6)))
+    windows.begin(2, (1,), ledger, ())
+    found = windows.captured_at(2, pieces(LAYERS, EXPERTS), 4)
+    assert found is not None and found.count(1) == len(LAYERS) * 2 * (EXPERTS - 2)
+    assert not windows.replan(PartialExperts(num_experts=2, leave_out=("moments",)).plan(demand(), given(10**6)))
+    assert not windows.replan(replace(plan, partial=None))
+    assert not windows.replan(replace(plan, slices=(plan.slices[0][::-1],)))
+    assert windows.shares(3, ledger) == (None, 0.0), "the window is not known"
