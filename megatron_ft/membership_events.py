@@ -76,7 +76,8 @@ class StageRecovery(Record):
     state from surviving ranks. ``serves``: it sends its upstream log to a stage that replays, or its state to a rank of
     its stage. ``waits``: none of these."""
     start_iteration: int
-    """Last iteration in the state from which the rank's stage replays; ``iteration`` if the stage does not replay."""
+    """Newest iteration of the window that the rank's stage loads before it replays. ``iteration`` if it does not
+    replay."""
     iteration: int
     """Last iteration that is part of the state from which all ranks continue."""
     num_iterations: int

@@ -40,8 +40,9 @@ class Answer:
     given: str
     """The flag with its values, as the command line gives it."""
     kind: str
-    """``key``: ``overrides`` replace the flag. ``always``: every job behaves as the flag requests. ``none``: no key has
-    this effect. ``refused``: Megatron-LM has no such flag, or the given values are wrong."""
+    """Kind of answer. ``key``: the keys in ``overrides`` have the effect of the flag. ``always``: every job behaves as
+    the flag requests. ``none``: no key has the effect of the flag. ``refused``: Megatron-LM has no such flag, or the
+    given values are wrong."""
     overrides: tuple[str, ...] = ()
     note: str = ""
 

@@ -50,7 +50,7 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def tokenizer_path(prefix: str | Path) -> Path:
-    """Return the path of the dataset's file with its tokenizer's fingerprint. Only this project writes this file."""
+    """Return the path of the file with the fingerprint of the dataset's tokenizer. Only this project writes it."""
     return Path(f"{prefix}.tokenizer.json")
 
 

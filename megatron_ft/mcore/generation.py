@@ -87,7 +87,7 @@ class Generator:
 def open_generator(
     checkpoint: Path, config: JobConfig, *, device: torch.device, transformer_impl: str
 ) -> Iterator[Generator]:
-    """Load the weights of ``checkpoint`` into a new model, and yield its generator for use inside the ``with`` block.
+    """Load the weights of ``checkpoint`` into a new model. Yield a ``Generator`` of text for the ``with`` block.
 
     Args:
         config: configuration of a job of one rank that has the model and the tokenizer of the checkpoint.

@@ -37,13 +37,13 @@ def find_compiler(kernels: str, variables: Mapping[str, str], which: Which) -> l
 
 
 def no_compiler(kernels: str, variables: Mapping[str, str]) -> str:
-    """Return the start of the error message that no compiler was found. ``or_without`` returns its end."""
+    """Return the first part of the error message for a missing compiler. ``or_without`` returns the second part."""
     tried = ", ".join(" ".join(command) for command in _commands(kernels, variables))
     return f"no compiler found for {kernels} (tried {tried}); {_FIXES[kernels]}"
 
 
 def or_without(key: str) -> str:
-    """Return the end of the error message of ``no_compiler``: the value of ``key`` with which no kernels are built."""
+    """Return the second part of this error message: the value of ``key`` with which no kernels are built."""
     return f", or set {key}={WITHOUT_KERNELS[key]}"
 
 

@@ -252,8 +252,8 @@ class Slice:
         return all(other.pieces[index] == self.pieces[index] and other.is_captured(index) for index in indices)
 
     def has_same(self, index: int, other: "Slice") -> bool:
-        """Return whether this slice and ``other`` have equal bytes of piece ``index`` at an equal offset. Both slices
-        must be of one generation."""
+        """Return whether both slices have the same bytes of piece ``index``, at the same offset in the slice. Both must
+        be of one generation."""
         if index >= len(other.pieces) or other.pieces[index] != self.pieces[index]:
             return False
         return self.iteration_of(index) == other.iteration_of(index)

@@ -143,7 +143,7 @@ def end_unused(kept: KeptServers, *, token: str) -> None:
 
 
 def held_bytes(run_id: str) -> int:
-    """Return the total size of the memory files of all servers that jobs of the run have left on this machine."""
+    """Return the bytes of memory files that snapshot servers which outlived jobs of the run use on this machine."""
     sizes = 0
     for _, record in _records(run_id):
         # A process that ends meanwhile has given its memory back.

@@ -37,7 +37,7 @@ class Gap:
     """Nodes whose loss ends the job or costs committed iterations, and the changes that improve the recovery most."""
 
     nodes: tuple[int, ...]
-    """Nodes whose loss the gap describes; each node is lost alone."""
+    """Nodes to which the gap applies. The loss of any one of them has the costs that the gap describes."""
     changes: tuple[str, ...]
     """Command-line arguments that improve the recovery, e.g. ``recovery.min_nodes=3``; empty if none were found."""
     strategy: str

@@ -107,8 +107,8 @@ def choose_target(positions: Sequence[Position]) -> Target:
         # Positions that contradict this belong to different histories, which must not be mixed.
         if position.completed < target and position.contributed != target:
             raise RecoveryError(
-                f"rank {position.rank} has completed iteration {position.completed} and has no gradients of "
-                f"iteration {target}, but another rank has the results of all ranks for iteration {target}"
+                f"another rank knows the results of all ranks for iteration {target}, but rank {position.rank} has "
+                f"completed iteration {position.completed} and has no gradients of iteration {target} to finish it"
             )
     votes = [p.vote for p in positions if p.vote is not None and p.vote.iteration == target]
     # Votes are compared as text: this is exact for floats, and NaN equals NaN.

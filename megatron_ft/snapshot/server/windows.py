@@ -129,8 +129,13 @@ class OnStorage:
     def after(
         cls, former: "OnStorage | None", window: HeldWindow, places: Sequence[WindowKey | None]
     ) -> "OnStorage | None":
-        """Return the new record after ``window`` was written; None if the window has several slices. ``places`` is from
-        ``file_of``: for each piece that was not written, it names the earlier window whose file has the piece."""
+        """Return the record of the files after ``window`` was written; None if the window has several slices.
+
+        Args:
+            former: the record before.
+            places: result of ``file_of``. For each piece that was not written, it names the earlier window whose file
+                has the piece.
+        """
         if window.num_slices != 1:
             return None
         found = tuple(place or window.key for place in places) or (window.key,) * len(window.slices[0].pieces)
