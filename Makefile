@@ -83,6 +83,8 @@ install: $(TRAIN)  ## what training needs, pinned, into VENV
 train: $(TRAIN)  ## train the small default model (ARGS="model=... key=value")
 	$(PY) pretrain_moe.py $(ARGS)
 
+# Tests of the form of the source: `make checks` runs them, and `make test` does not repeat them.
+FORM_TESTS := tests/unit/test_house.py tests/unit/test_language.py benchmarks/tests/test_claims.py tests/unit/tools/test_lock_requirements.py
 # Much of a run is waiting, which leaves cores free: two workers more than there are cores.
 WORKERS ?= $(shell expr `getconf _NPROCESSORS_ONLN` + 2)
 # Jobs start an interpreter for each of their processes: none of them is to compile the same files again.
@@ -92,7 +94,7 @@ test_run = @mkdir -p .cache/tests; $(PYTEST) --junitxml=.cache/tests/$@.xml
 
 test: $(DEV)  ## what every change has to pass (ARGS="-k name")
 ifeq ($(strip $(ARGS)),)
-	$(test_run) -m "not extended"
+	$(test_run) -m "not extended" $(addprefix --ignore=,$(FORM_TESTS))
 else
 	$(PY) -m pytest $(ARGS)
 endif
@@ -132,7 +134,7 @@ checks: $(DEV)  ## format, lint, types, import rules, conventions, sizes, tables
 	$(VENV)/bin/clang-format --dry-run --Werror $(KERNELS)
 	$(VENV)/bin/mypy $(STRICT)
 	PYTHONPATH=. $(VENV)/bin/lint-imports
-	$(PY) -m pytest -q tests/unit/test_house.py tests/unit/test_language.py benchmarks/tests/test_claims.py tests/unit/tools/test_lock_requirements.py
+	$(PY) -m pytest -q $(FORM_TESTS)
 	$(PY) -m tools.code_size
 	$(PY) -m benchmarks.tables --check
 

@@ -111,6 +111,7 @@ def test_checkpoints_weights_and_means_with_equal_values_train_alike(
         assert same.losses == converted.losses
 
 
+@pytest.mark.extended
 def test_a_job_that_only_evaluates_gives_the_same_loss_in_every_layout(
     saved: JobResult, weights: Path, warm_forkserver: str, tmp_path: Path
 ) -> None:

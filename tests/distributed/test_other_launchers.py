@@ -73,6 +73,7 @@ def rank_of(job: "subprocess.Popen[str]", rank: int) -> psutil.Process:
     return found
 
 
+@pytest.mark.extended
 def test_a_killed_rank_costs_iterations_and_no_bit(launcher: str, tmp_path: Path, warm_forkserver: str) -> None:
     """The job has a run name if the launcher has no store through which restarted ranks find the run."""
     named = [] if launcher == LAUNCHERS["torchrun"] else ["run.name=moe_micro-001", "run.resume=auto"]

@@ -305,7 +305,9 @@ CHOSEN = tuple(
 """Windows of ``TWO_LEVELS``. Storage is so slow that files have one expert of each layer."""
 
 
-@pytest.mark.parametrize("levels", [TWO_LEVELS, CHOSEN], ids=["given", "chosen"])
+@pytest.mark.parametrize(
+    "levels", [pytest.param(TWO_LEVELS, marks=pytest.mark.extended), CHOSEN], ids=["given", "chosen"]
+)
 def test_memory_serves_if_servers_survive_and_files_if_not(
     tmp_path: Path, warm_forkserver: str, levels: tuple[str, ...]
 ) -> None:
