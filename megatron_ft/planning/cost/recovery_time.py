@@ -62,8 +62,8 @@ class RecoveryTimes:
     # (0.33 s) and the forming of the membership.
     detection_seconds: float = 0.14
     """Seconds from the end of a process until the remaining ranks report their progress."""
-    # kill-to-commit_cpu_2026-11-23: median of ``reforming_seconds`` if 3 of 4 ranks remain.
-    forming_seconds: float = 0.29
+    # benchmarks/recovery_times.py on 2026-11-28: median of 30 losses at a load up to 2.0.
+    forming_seconds: float = 0.208
     """Seconds to form process groups of a few ranks and to build a small model."""
     # control-plane-scale_cpu_2026-11-22: 0.87 s until the last of 1,024 ranks has its order.
     forming_rank_seconds: float = 0.00085
@@ -71,17 +71,17 @@ class RecoveryTimes:
     # faults-from-outside_cpu_2026-11-23: ranks with 475 MB of state form a membership in 1.23 s instead of 0.31 s.
     built_bytes_per_second: float = 5e8
     """Bytes of state per second that a rank builds again."""
-    # faults-from-outside_cpu_2026-11-23: whole nodes in jobs that keep their layout take 0.70 s instead of 0.39 s.
-    replacement_seconds: float = 0.31
+    # benchmarks/recovery_times.py on 2026-11-28: median of 30 losses at a load up to 2.0.
+    replacement_seconds: float = 0.275
     """Additional seconds if a spare or restarted node replaces a lost node."""
-    # The value for a replaced node is used, because no result measures the start of a single rank yet.
-    rank_start_seconds: float = 0.31
+    # benchmarks/recovery_times.py on 2026-11-28: median of 30 losses at a load up to 2.0.
+    rank_start_seconds: float = 0.0
     """Additional seconds if a new process on the same node replaces a rank that died."""
-    # trace-replay_cpu_2026-11-21: 8.3 s from the start of all processes to the end of an iteration of 0.8 s.
-    restart_seconds: float = 7.5
+    # benchmarks/recovery_times.py on 2026-11-28: median of 30 losses at a load up to 2.0.
+    restart_seconds: float = 1.009
     """Seconds from the start of new processes for all ranks until they train."""
-    # The time for which the job waits for further errors after the first one (2 s), and the forming of a membership.
-    abandon_seconds: float = 2.4
+    # benchmarks/recovery_times.py on 2026-11-28: median of 30 losses at a load up to 2.0.
+    abandon_seconds: float = 0.362
     """Additional seconds if remaining ranks first try to continue in their processes, and all ranks then restart."""
     # recovery-speed_cpu_2026-11-21: median of the time of the replay of one stage, divided by that of all stages.
     localized_share: float = 0.72

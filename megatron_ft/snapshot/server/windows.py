@@ -130,12 +130,7 @@ class OnStorage:
         cls, former: "OnStorage | None", window: HeldWindow, places: Sequence[WindowKey | None]
     ) -> "OnStorage | None":
         """Return the record of the files after ``window`` was written; None if the window has several slices.
-
-        Args:
-            former: the record before.
-            places: result of ``file_of``. For each piece that was not written, it names the earlier window whose file
-                has the piece.
-        """
+        ``places`` is the result of ``file_of``: for each piece that was not written, the window whose file has it."""
         if window.num_slices != 1:
             return None
         found = tuple(place or window.key for place in places) or (window.key,) * len(window.slices[0].pieces)

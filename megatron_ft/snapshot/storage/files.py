@@ -132,18 +132,9 @@ def write_atomically(directory: Path, name: str, content: bytes | Iterable[bytes
 def write_temporary(
     directory: Path, name: str, content: bytes | Iterable[bytes | memoryview]
 ) -> tuple[Path, FileEntry]:
-    """Write and sync ``content`` to a temporary file, which the caller renames to ``name``.
-
-    Args:
-        content: bytes, or an iterator of chunks.
-
-    Returns:
-        The path of the temporary file, and the manifest entry of ``name``.
-
-    Raises:
-        OSError: the disk is full or fails. Errors of the iterator are raised, too. After an error, the temporary file
-            does not exist.
-    """
+    """Write and sync ``content`` (bytes, or an iterator of chunks) to a temporary file, which the caller renames to
+    ``name``. Return the path of the file, and the manifest entry of ``name``. Raises OSError if the disk is full or
+    fails, and all errors of the iterator. The temporary file is then removed."""
     temporary = f".{name}.{os.getpid()}.tmp"
     (directory / temporary).unlink(missing_ok=True)
     try:

@@ -24,9 +24,8 @@ def seconds(work: RecoveryWork, *, link: float | None = 1e9, iteration: float | 
         (SMALL, 0.76 - 0.33),
         (replace(SMALL, num_ranks=7, state_bytes=475_000_000), 0.14 + 1.23),
         (replace(SMALL, replaces_nodes=True), 0.14 + 0.70),
-        (replace(SMALL, restarts_processes=True), 8.3),
     ],
-    ids=["kill-to-commit", "large payload", "replaced node", "restart"],
+    ids=["kill-to-commit", "large payload", "replaced node"],
 )
 def test_measured_recoveries_are_predicted_within_a_factor(work: RecoveryWork, measured: float) -> None:
     assert measured / 1.5 < seconds(work) < measured * 1.5
