@@ -47,7 +47,14 @@ MOVES: dict[str, tuple[int, dict[str, Any]]] = {
 EXTENDED = ("one_rank", "recompute", "plain_optimizer")
 EXTENDED_MOVES = ("fp16", "tensor_parallel")
 """Layouts and moves whose features another one also has."""
-LOADS = (("replicas_2", "plain_1"), ("plain_1", "replicas_2"), ("replicas_2", "replicas_3"), ("replicas_2", "same"))
+LOADS = (
+    ("replicas_2", "plain_1"),
+    ("plain_1", "replicas_2"),
+    ("replicas_2", "replicas_3"),
+    ("replicas_2", "same"),
+    ("in_place_3", "plain_1"),
+    ("in_place_3", "same"),
+)
 
 
 def _of_model(overrides: dict[str, Any]) -> dict[str, Any]:
@@ -75,16 +82,20 @@ def _scenarios(folder: Path, *, extended: bool) -> dict[str, Any]:
 
 def _checkpoint_scenarios(folder: Path) -> dict[str, Any]:
     """Return the scenarios, those that save first, because scenarios run in this order."""
-    layouts = {"replicas_2": (2, True), "plain_1": (1, False), "replicas_3": (3, True)}
+    layouts = {"replicas_2": (2, {}), "plain_1": (1, None), "replicas_3": (3, {}), "in_place_3": (3, IN_PLACE)}
     jobs = {}
-    for name, save in [("replicas_2", True), ("plain_1", True)]:
-        world, replicas = layouts[name]
-        arguments = {"overrides": {}, "replicas": replicas, "directory": str(folder / name), "save": save}
-        jobs[f"save:{name}"] = (f"{SCENARIOS}:checkpoints", world, arguments)
+
+    def arguments(name: str, saved: str, *, save: bool) -> dict[str, Any]:
+        overrides = layouts[name][1]
+        replicas = overrides is not None
+        return {"overrides": overrides or {}, "replicas": replicas, "directory": str(folder / saved), "save": save}
+
+    for name in ("replicas_2", "plain_1", "in_place_3"):
+        jobs[f"save:{name}"] = (f"{SCENARIOS}:checkpoints", layouts[name][0], arguments(name, name, save=True))
     for saved, loaded in LOADS:
-        world, replicas = layouts[saved if loaded == "same" else loaded]
-        arguments = {"overrides": {}, "replicas": replicas, "directory": str(folder / saved), "save": False}
-        jobs[f"load:{saved}:{loaded}"] = (f"{SCENARIOS}:checkpoints", world, arguments)
+        name = saved if loaded == "same" else loaded
+        found = arguments(name, saved, save=False)
+        jobs[f"load:{saved}:{loaded}"] = (f"{SCENARIOS}:checkpoints", layouts[name][0], found)
     return jobs
 
 
@@ -193,9 +204,11 @@ def test_checkpoints_fit_any_placement(outcomes: dict[str, list[Any]], saved: st
         assert rank["losses"] == pytest.approx(before[0]["losses"], rel=1e-5)
 
 
-def test_resuming_after_a_move_is_bitwise(outcomes: dict[str, list[Any]]) -> None:
-    """The resumed job uses the placement that was introduced by the move."""
-    before, after = of_ranks(outcomes, "save:replicas_2"), of_ranks(outcomes, "load:replicas_2:same")
+@pytest.mark.parametrize("name", ["replicas_2", "in_place_3"])
+def test_resuming_after_a_move_is_bitwise(outcomes: dict[str, list[Any]], name: str) -> None:
+    """The resumed job uses the placement that was introduced by the move. Checkpoints were also saved before it."""
+    before, after = of_ranks(outcomes, f"save:{name}"), of_ranks(outcomes, f"load:{name}:same")
+    assert {rank["in_place"] for rank in before} == {1 if name == "in_place_3" else 0}
     for saved, loaded in zip(before, after, strict=True):
         assert loaded["placement_differs"]
         assert loaded["state"] == saved["state"]

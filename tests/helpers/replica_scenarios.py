@@ -260,17 +260,20 @@ def checkpoints(
     directory: str,
     save: bool,
 ) -> dict[str, Any]:
-    """Save after two iterations with a move between them and train on, or load this checkpoint and train on."""
+    """Save after the first iteration, move, and save after the next two. Or load the last of these checkpoints. Then
+    train on."""
     config = config_of(overrides, world_size, replicas=replicas)
-    source = None if save else Path(directory, "checkpoints", "iter_0000002")
+    source = None if save else Path(directory, "checkpoints", "iter_0000003")
     first = PlacementManager(config, stage=0).plans if replicas else None
     with job_of(config, rank=rank, world_size=world_size, store=store, directory=directory, source=source) as job:
         if save:
             job.train(1)
+            job.save()
             if replicas:
                 job.move()
-            job.train(2)
-            job.save()
+            for iteration in (2, 3):
+                job.train(iteration)
+                job.save()
         weights = {
             name: tensor_digest(parameter.detach())
             for chunk in job.engine.model_chunks
@@ -279,7 +282,8 @@ def checkpoints(
         return {
             "placement_differs": job.keeper is not None and job.keeper.plans != first,
             "weights": weights,
-            "losses": job.train(4),
+            "in_place": job.num_in_place,
+            "losses": job.train(5),
             "state": tensor_digests(job.engine.model_chunks, job.engine.optimizer),
         }
 

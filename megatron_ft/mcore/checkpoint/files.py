@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -203,7 +203,15 @@ class PlannedWrite:
         return capture.content
 
 
-Addresses = tuple[int, ...]
+class SavedTensors(NamedTuple):
+    """Identity of the tensors of one rank that a save writes."""
+
+    names: tuple[str, ...]
+    """Global names of the parameters, with the ids of experts."""
+    addresses: tuple[int, ...]
+    """Addresses of the memory of all parameters, buffers and optimizer state."""
+
+
 RANK_STATE_KEY = "rank_state"
 """Key under which a checkpoint stores the states of each rank's random number generators."""
 
@@ -244,8 +252,8 @@ _Sources = dict[tuple[str, tuple[int, ...]], torch.Tensor]
 
 class Planner:
     """Plans saves with Megatron. With ``fully_parallel``, the ranks of ``dp_cp_group`` divide the writing among
-    themselves. While the saved tensors stay at the same addresses, later saves reuse the plan and the memory of the
-    copies. These saves plan nothing, and copy most tensors during the next iteration."""
+    themselves. While the saved tensors keep their names and addresses, later saves reuse the plan and the memory of
+    the copies. These saves plan nothing, and copy most tensors during the next iteration."""
 
     def __init__(self, dp_cp_group: dist.ProcessGroup, *, fully_parallel: bool) -> None:
         self._base = _PlanningStrategy(BACKEND, BACKEND_VERSION, thread_count=1)
@@ -259,23 +267,36 @@ class Planner:
         self._at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Pairs (copy, source) of the tensors that ``repeat`` copies before it returns."""
         self._sources: _Sources = {}
-        self._addresses: Addresses = ()
+        self._tensors: SavedTensors | None = None
+        """Tensors of the newest plan."""
 
-    def can_repeat(self, addresses: Addresses) -> bool:
-        """Return whether a save of tensors at these memory addresses can use the newest plan of this rank again."""
-        return self._planned is not None and self._addresses == addresses
+    def can_repeat(self, tensors: SavedTensors) -> bool:
+        """Return whether a save of ``tensors`` can use the newest plan of this rank again."""
+        return self._planned is not None and self._tensors == tensors
 
-    def plan(self, shards: dict[str, Any], directory: Path, addresses: Addresses) -> PlannedWrite:
+    def has_names(self, tensors: SavedTensors) -> bool:
+        """Return whether the newest plan is for parameters with the names of ``tensors``."""
+        return self._tensors is not None and self._tensors.names == tensors.names
+
+    def forget(self) -> None:
+        """Drop the plan, all references to tensors, and the division of the writing among ranks. All ranks must call
+        this if any rank has other parameters, e.g. other experts: otherwise a later save could leave tensors out."""
+        if self._strategy is not self._base:
+            self._strategy.cached_distribution = None
+        self._planned = self._batch = self._tensors = None
+        self._at_once, self._sources, self._base.given = [], {}, frozenset()
+
+    def plan(self, shards: dict[str, Any], directory: Path, tensors: SavedTensors) -> PlannedWrite:
         """Plan the save of ``shards`` into ``directory``, and copy this rank's tensors. All ranks must call this.
 
         Args:
-            addresses: addresses of all storages in which the saved tensors may be.
+            tensors: all tensors in which the saved tensors may be.
         """
         leaves = [leaf for leaf in nested_values(shards) if isinstance(leaf, ShardedTensor) and leaf.data is not None]
         self._sources = {(leaf.key, tuple(leaf.global_offset)): leaf.data for leaf in leaves}
         self._base.given = frozenset(map(_storage, self._sources.values()))
         # A plan that contains copies made by Megatron cannot be used again: a later save would write old values.
-        is_live = self._base.given <= set(addresses)
+        is_live = self._base.given <= set(tensors.addresses)
         # A plan with bytes of Megatron's layers, such as scales of FP8, cannot be used again for the same reason.
         objects = (leaf for leaf in nested_values(shards) if isinstance(leaf, ShardedObject))
         is_fixed = all(leaf.data is None for leaf in objects if leaf.key != RANK_STATE_KEY)
@@ -283,7 +304,7 @@ class Planner:
             plan_save(self._strategy, shards, directory)
         planned = self._base.planned
         del self._base.planned
-        self._planned, self._addresses = (planned, addresses) if is_live and is_fixed else (None, ())
+        self._planned, self._tensors = planned if is_live and is_fixed else None, tensors
         self._batch = None
         return replace(planned)
 

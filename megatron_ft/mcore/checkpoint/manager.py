@@ -217,6 +217,10 @@ class CheckpointManager:
         if self._pending is not None:
             self._pending.blocked_seconds += time.monotonic() - began
 
+    def forget_plan(self) -> None:
+        """Plan the next save anew. All ranks must call this before experts move; no save may be copying tensors."""
+        self._planner.forget()
+
     def poll(self) -> None:
         """Advance the save in progress by one step, if this is possible without waiting for storage."""
         # All ranks have the same save in progress, at the same step, so they call the same collectives.
@@ -286,15 +290,18 @@ class CheckpointManager:
     def _prepare(self, state: DenseState, directory: Path) -> tuple[WriteJob, CopyBatch]:
         """Return the job that writes this rank's files, and the batch of tensor copies. The copies must be complete
         before the job is submitted."""
-        addresses = state.addresses()
+        tensors = state.tensors()
         # The engine's scheduler is at the start of the iteration. A checkpoint of Megatron has the position at its end.
         adamw.set_position(state.scheduler, state.consumed_samples)
         # Either all ranks plan, or none, because Megatron's planning is collective.
-        if self._collectives.all(self._planner.can_repeat(addresses)):
+        reuse = self._collectives.gather([self._planner.can_repeat(tensors), self._planner.has_names(tensors)])
+        if all(can_repeat for can_repeat, _ in reuse):
             planned, batch = self._planner.repeat(rank_state(state.host), state.buffers())
             adamw.refresh_groups(state.optimizer, self._common.get("optimizer", {}))
             self._common |= state.common_state()
         else:
+            if not all(has_names for _, has_names in reuse):
+                self._planner.forget()
             metadata = self._metadata()
             # The process group is left out, because it cannot be stored.
             content_metadata = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
@@ -306,7 +313,7 @@ class CheckpointManager:
             }
             # Skip Megatron's check, which would gather the metadata of all tensors as pickled objects at every save.
             shards, self._common = save_preprocess(tree, validate_access_integrity=False)
-            planned, batch = self._planner.plan(shards, directory, addresses), CopyBatch.of([], [])
+            planned, batch = self._planner.plan(shards, directory, tensors), CopyBatch.of([], [])
         whole_files = {}
         if self._collectives.rank == 0:
             whole_files[COMMON_NAME] = _torch_bytes(self._common)

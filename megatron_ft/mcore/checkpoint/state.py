@@ -21,9 +21,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_ft.errors import CheckpointError
 from megatron_ft.formatting import unlike_tensors
-from megatron_ft.mcore.checkpoint.files import RANK_STATE_KEY, Addresses
+from megatron_ft.mcore.checkpoint.files import RANK_STATE_KEY, SavedTensors
 from megatron_ft.mcore.checkpoint.metadata import load_metadata, read_common
-from megatron_ft.mcore.model.parameters import unwrap
+from megatron_ft.mcore.model.parameters import named_parameters, unwrap
 from megatron_ft.mcore.optimizer import adamw
 from megatron_ft.mcore.optimizer.adamw import SHARDING_METADATA, split_shards
 from megatron_ft.mcore.state.train_state import TrainState, restore_rng
@@ -67,8 +67,9 @@ class DenseState:
         tree = adamw.sharded_tree(self.optimizer, model, metadata, is_loading=is_loading)
         return {**model, "optimizer": tree}
 
-    def addresses(self) -> Addresses:
-        """Return the addresses of the memory of all parameters, buffers and optimizer state of this rank."""
+    def tensors(self) -> SavedTensors:
+        """Return the names and addresses of the tensors of this rank."""
+        names = tuple(name for chunk in self.model_chunks for name, _ in named_parameters(chunk))
         chunks = [unwrap(chunk) for chunk in self.model_chunks]
         tensors = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
         for member in adamw.sub_optimizers(self.optimizer):
@@ -76,7 +77,7 @@ class DenseState:
             tensors += [
                 value for state in member.optimizer.state.values() for value in state.values() if torch.is_tensor(value)
             ]
-        return tuple(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        return SavedTensors(names, tuple(tensor.untyped_storage().data_ptr() for tensor in tensors))
 
     def buffers(self) -> frozenset[int]:
         """Return the addresses of the memory of the buffers, which forward passes may change."""

@@ -355,6 +355,7 @@ class Trainer:
         """Move experts between ranks before ``iteration``, according to ``change``. All ranks must call this. This rank
         can return to the old placement until an iteration with the new placement is committed."""
         assert self.placement is not None, "the job has no expert placement"
+        self.checkpoints.forget_plan()
         failpoints.hit("migrate", iteration)
         plans = self.placement.plans
         former = partial(
