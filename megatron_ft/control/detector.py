@@ -34,6 +34,8 @@ class SignsOfLife(Generic[Key]):
         self._timeout_seconds = timeout_seconds
         self._heard: dict[Key, float] = {}
         self._asked_at: float | None = None
+        self.was_held_up = False
+        """Whether more than half of the timeout had passed before the last call of ``silent``."""
 
     def hear(self, key: Key, now: float) -> None:
         """Record a heartbeat of a key, and expect further heartbeats. Safe in any thread."""
@@ -54,9 +56,9 @@ class SignsOfLife(Generic[Key]):
         If more than half of the timeout has passed since the last call, the caller itself may have missed heartbeats.
         In that case, the timeout of each key begins again.
         """
-        held_up = self._asked_at is not None and now - self._asked_at > self._timeout_seconds / 2
+        self.was_held_up = self._asked_at is not None and now - self._asked_at > self._timeout_seconds / 2
         self._asked_at = now
-        if held_up:
+        if self.was_held_up:
             # The keys are copied, because other threads record heartbeats meanwhile.
             for key in list(self._heard):
                 self.hear(key, now)
@@ -128,6 +130,9 @@ class Detector:
         for node in self._nodes.silent(now):
             self.forget(node)
             found.append(NodeLost(node, at_seconds, f"no heartbeat from its agent {limit}"))
+        if self._nodes.was_held_up:
+            # Reports about progress may still wait, as heartbeats may.
+            self._progress_at = now
         return found + self._hung(state, now, at_seconds)
 
     def _hung(self, state: State, now: float, at_seconds: float) -> list[NodeLost | RankHung | JobHung]:

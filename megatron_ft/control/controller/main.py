@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -325,13 +326,13 @@ class _ControllerProcess:
 
 
 def _clock_after(entries: list[Message]) -> Callable[[], float]:
-    """Return a monotonic clock that continues from the time of the journal's last entry."""
+    """Return a monotonic clock that continues from the time of the journal's last entry. The time without a controller
+    does not count: no report could be delivered, so no deadline may pass."""
     now_seconds = time.monotonic()
     last = next((entry for entry in reversed(entries) if "now" in entry), None)
     if last is None:
         return time.monotonic
-    # The wall clock may have been set back meanwhile; the journal's clock must not go back.
-    offset_seconds = last["now"] + max(0.0, time.time() - last["unix"]) - now_seconds
+    offset_seconds = last["now"] - now_seconds
     return lambda: time.monotonic() + offset_seconds
 
 
@@ -354,6 +355,11 @@ def main() -> int:
         with contextlib.suppress(OSError):  # the log may be on a full disk
             print(f"controller: {error}", file=sys.stderr, flush=True)
         os._exit(ControlError.exit_code)  # a normal exit would wait for calls that are still being served
+    finally:
+        if sys.exc_info()[0] is not None:  # a defect; for the same reason, the process must end at once
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
+            os._exit(ControlError.exit_code)
     return 0
 
 

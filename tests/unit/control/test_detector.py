@@ -139,6 +139,13 @@ def test_ranks_that_stand_at_the_same_place_are_hung_together() -> None:
     assert [type(event) for event in looks(silent, RUNNING, 0.0, 62)] == [JobHung]
 
 
+def test_ranks_are_not_hung_because_the_detector_stood_still() -> None:
+    detector = Detector(MEMBERSHIP, POLICY)
+    assert looks(detector, RUNNING, 0.0, 10) == []
+    assert looks(detector, RUNNING, 100.0, 59) == [], "reports of progress may still wait"
+    assert [type(event) for event in looks(detector, RUNNING, 159.0, 3)] == [JobHung]
+
+
 def test_nobody_is_hung_while_ranks_start_stop_or_say_how_far_they_are() -> None:
     output = RankBroken(0, Position(rank=0, generation=0, completed=1, contributed=1, vote=None), 0.0)
     for state in (
