@@ -17,6 +17,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # trains
 LIVING = {**KEPT, "recovery.strategies": None}
 NO_WINDOWS = {"snapshot.policy": None, "snapshot.num_peer_copies": 0}
 BF16 = {"precision.params_dtype": "bf16"}
+QUANTIZED = {
+    "precision.params_dtype": "bf16",
+    "precision.fp8": "hybrid",
+    "precision.fp8_recipe": "tensorwise",
+    "precision.regime": "fp8_fp16_fp32_fp32",
+}
+"""Optimizer state in several formats, of which some have no scales."""
 REPLICAS = {
     "placement.algorithm": {"_target_": "megatron_ft.planning.placement.spread.Spread"},
     "placement.num_slots_per_rank": None,
@@ -44,7 +51,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dropout": {"model.hidden_dropout": 0.1},
     "replicas": {**REPLICAS, **BF16},
     "pp2 copies": {**PP2, **REPLICAS, **BF16, **COPIES, **LATENT},
-    "pp2 copies without replicas": {**PP2, **BF16, **COPIES},
+    "pp2 copies without replicas": {**PP2, **QUANTIZED, **COPIES},
+    "dense stage": {**PP2, "parallel.expert_model_parallel_size": 2, "model.moe_first_dense_layers": 1},
     "pp2 ep2 copies without replicas": {**PP2, **COPIES, "parallel.expert_model_parallel_size": 2},
     "rebalanced": {**REPLICAS, **COPIES, **SEARCH, **EAGER},
     "rebuilt": {**REPLICAS, **BF16, **COPIES, **EAGER, "placement.num_slots_per_rank": 3, "skewed": True},
@@ -84,6 +92,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
             kill(3, 8, "reform_move", 4),
         ],
     ),
+    "dense stage: without experts": ("dense stage", [kill(0, 5, "forward")]),
     "pp2 ep2 copies without replicas: in phases": (
         "pp2 ep2 copies without replicas",
         [kill(3, 5, "grad_sync"), kill(0, 7, "gather", 1), kill(1, 8, "vote_inside", 2)],

@@ -282,18 +282,30 @@ class PlacementManager:
         fsync_folder(path.parent.parent)
         replace_file(path, json.dumps(self.to_json()).encode())
 
-    def restore(self, content: dict[str, Any] | None) -> None:
+    def refresh_domains(self) -> None:
+        """Record the failure domains of the present nodes in the plans. Experts keep their slots."""
+        self.plans = [request.with_domains(plan) for plan, request in zip(self.plans, self._requests, strict=True)]
+
+    def restore(self, content: dict[str, Any] | None, *, keeps_slots: bool = False) -> None:
         """Continue with ``content``, the result of ``to_json`` in a checkpoint or window. If the plans in ``content``
-        do not fit the ranks, slots and failure domains of this job, make new plans from the loads in it. If ``content``
-        is None, or its stages have other layers than those of this job, keep the first plans of a new run."""
+        do not fit the ranks and slots of this job, make new plans from the loads in it. If ``content`` is None, or its
+        stages have other layers than those of this job, keep the first plans of a new run.
+
+        Args:
+            keeps_slots: whether experts keep their slots even if their replicas are in fewer failure domains now, e.g.
+                because a spare has replaced a node. A window can be replayed only with its own slots.
+        """
         if content is None:
             return
         state = PlacementState.from_json(content)
-        plans, loads = state.plans, state.loads
-        if [plan.layer_numbers for plan in plans] != [request.layer_numbers for request in self._requests]:
+        former, loads = state.plans, state.loads
+        if [plan.layer_numbers for plan in former] != [request.layer_numbers for request in self._requests]:
             return
         self.loads = loads
-        if all(request.fits(plan) for plan, request in zip(plans, self._requests, strict=True)):
+        # Other names of domains alone are no reason to move experts: with other slots, sums have another order.
+        plans = [request.with_domains(plan) for plan, request in zip(former, self._requests, strict=True)]
+        has_domains = keeps_slots or all(now.spread >= plan.spread for now, plan in zip(plans, former, strict=True))
+        if has_domains and all(request.fits(plan) for plan, request in zip(plans, self._requests, strict=True)):
             self.plans = plans
         elif loads is not None:
             self.plans = [self._place(stage, of_stage) for stage, of_stage in enumerate(loads)]

@@ -109,6 +109,7 @@ class KeptLayoutTrainer(Trainer):
             # Experts keep their slots, but a joining node may be in another failure domain.
             stage = self.topology.coordinates(self.context.rank).pp
             self.placement = PlacementManager(self.config, stage=stage, before=recovery.placement)
+            self.placement.refresh_domains()
             self.placed_from = recovery.plan.placed_from
         is_kept, build_began = engine.is_built, time.monotonic()
         # Only ranks without a model build one. Ranks with a model take no part in this.
@@ -155,7 +156,8 @@ class KeptLayoutTrainer(Trainer):
             if resumed is not None and vote is not None and resumed[0].start_iteration < plan.target:
                 snapshots.capture_whole(vote)
         self.membership_start = MembershipStart(iteration=target, carried=carried or self._carried())
-        if carried is None and state.stopped is not None:
+        # If this rank has finished the iteration that stops the run, ``account`` stops it.
+        if state.stopped is not None and (carried is None or carried.finished is None):
             self.stop(plan.target + 1, state.stopped)
 
     @property

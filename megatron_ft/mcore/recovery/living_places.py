@@ -127,8 +127,9 @@ class LivingPlaces:
                 found[self._unit_of(name), name] = tensor.detach().view(-1)
         for master in adamw.masters(chunks, optimizer) if self._is_sharded else ():
             if not self._is_replica(master.name):
-                tensors = {"master": master.tensor.detach(), **master.state}
-                found |= {(shard_unit(self._rank), f"{master.name}/{kind}"): t.view(-1) for kind, t in tensors.items()}
+                # Not ``master.state``: for quantized state, it also has empty tensors, which no plan can contain.
+                of_master = master.parts.items()
+                found |= {(shard_unit(self._rank), f"{master.name}/{kind}"): tensor for kind, tensor in of_master}
         return found
 
     def _copies(self) -> _Tensors:

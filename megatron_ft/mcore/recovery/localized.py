@@ -35,8 +35,16 @@ from megatron_ft.mcore.state.optimizer_shards import Shards
 from megatron_ft.mcore.state.tensors import is_non_expert, state_bytes, take_state, tensor_digests
 from megatron_ft.mcore.state.train_state import TrainState, generators_digest
 from megatron_ft.mcore.training.engine import TrainingEngine
+from megatron_ft.operators import is_moe_layer
 from megatron_ft.planning.iteration import Vote
-from megatron_ft.planning.recovery.localized_replay import LocalizedPlan, Standing, needs_of, shard_unit, units_of
+from megatron_ft.planning.recovery.localized_replay import (
+    LocalizedPlan,
+    Standing,
+    experts_unit,
+    needs_of,
+    shard_unit,
+    units_of,
+)
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.state.declined import Declined
@@ -315,8 +323,12 @@ class KeptLayoutRecovery:
     def _units(
         self, rank: int, placement: PlacementState | None, units: Callable[..., tuple[str, ...]] = units_of
     ) -> tuple[str, ...]:
-        stage, is_sharded = self._topology.coordinates(rank).pp, self._engine.config.parallel.use_distributed_optimizer
-        return units(rank, self._topology, plan=placement and placement.plans[stage], is_sharded=is_sharded)
+        config, topology = self._engine.config, self._topology
+        stage, is_sharded = topology.coordinates(rank).pp, config.parallel.use_distributed_optimizer
+        found = units(rank, topology, plan=placement and placement.plans[stage], is_sharded=is_sharded)
+        if any(is_moe_layer(config.model, layer) for layer in topology.stage_layers(config.model.num_layers, stage)):
+            return found
+        return tuple(unit for unit in found if unit != experts_unit(rank, topology))
 
     def _share_placement(self, placement: PlacementState | None) -> PlacementState | None:
         if self._engine.config.placement.algorithm is None:

@@ -306,7 +306,8 @@ class ElasticTrainer(KeptLayoutTrainer):
         self._restart_snapshots()
         # A barrier. After it, all ranks have all state of this membership, so the membership can be reported.
         self.collectives.any(False)
-        if carried is None and host.stopped is not None:
+        # If this rank has finished the iteration that stops the run, ``account`` stops it.
+        if host.stopped is not None and (carried is None or carried.finished is None):
             self.stop(engine.iteration + 1, host.stopped)
 
     def _note_formed(self, held: Holding, move: MembershipMove, *, is_stopped: bool) -> None:

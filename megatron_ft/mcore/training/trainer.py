@@ -141,7 +141,7 @@ class Trainer:
         source, window = select_restore_source(self.config, self.context, self.checkpoints, restorer)
         # Restore the placement before the engine is built, because it determines which experts this rank has.
         if self.placement is not None and (source is not None or window is not None):
-            self.placement.restore(recorded_placement(self.checkpoints, source, window))
+            self.placement.restore(recorded_placement(self.checkpoints, source, window), keeps_slots=window is not None)
         self.engine.build(groups, None if self.placement is None else self.placement.replicas())
         weights = self.config.checkpoint.load_weights
         if source is not None:

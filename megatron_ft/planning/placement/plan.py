@@ -88,11 +88,10 @@ class PlacementPlan:
     def summary(self) -> str:
         layers = range(len(self.slots))
         num_replicas = max((sum(self.replica_counts(layer)) for layer in layers), default=0)
-        fewest = min((len(held) for held in self.all_expert_domains()), default=0)
         return (
             f"{self.algorithm}: {len(layers)} layers x {self.num_experts} experts, at most {num_replicas} replicas "
             f"in a layer, on {len(self.ranks)} ranks in {len(set(self.domains))} failure domains; "
-            f"failure domains of each expert: at least {fewest}"
+            f"failure domains of each expert: at least {self.spread}"
         )
 
     def of_rank(self, position: int) -> frozenset[tuple[int, int]]:
@@ -119,6 +118,11 @@ class PlacementPlan:
             for expert in experts:
                 held[expert].add(domain)
         return tuple(frozenset(names) for names in held)
+
+    @property
+    def spread(self) -> int:
+        """Smallest number of failure domains that hold one expert."""
+        return min((len(held) for held in self.all_expert_domains()), default=0)
 
     def all_expert_domains(self) -> Iterator[frozenset[str]]:
         """Yield the failure domains that hold each expert, layer by layer."""

@@ -4,7 +4,7 @@ The dry run and every rank call the same functions, so that ranks use the placem
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ft.config.inputs import JobInputs, ScheduledPlacement
 from megatron_ft.config.job import JobConfig
@@ -32,9 +32,14 @@ class StageRequest:
     min_replicas: int
 
     @property
+    def domains(self) -> tuple[str, ...]:
+        """Failure domain of each rank of the stage."""
+        return tuple(self.cluster.failure_domains[self.cluster.node_of(rank)] for rank in self.ranks)
+
+    @property
     def num_domains(self) -> int:
         """Number of failure domains that contain ranks of the stage."""
-        return len({self.cluster.failure_domains[self.cluster.node_of(rank)] for rank in self.ranks})
+        return len(set(self.domains))
 
     def place(
         self, algorithm: PlacementAlgorithm, loads: Sequence[Sequence[float]], previous: Holdings | None = None
@@ -83,6 +88,10 @@ class StageRequest:
             )
             for stage in range(topology.pipeline_model_parallel_size)
         ]
+
+    def with_domains(self, plan: PlacementPlan) -> PlacementPlan:
+        """Return ``plan`` with the failure domains of this request, or unchanged if it is for other ranks."""
+        return replace(plan, domains=self.domains) if plan.ranks == self.ranks else plan
 
     def fits(self, plan: PlacementPlan) -> bool:
         """Whether ``plan`` has the ranks, domains, layers, experts and slots of this request; see ``_check_fit``."""
@@ -167,7 +176,6 @@ def scripted_plans(requests: Sequence[StageRequest], scheduled: ScheduledPlaceme
 def _check_fit(plan: PlacementPlan, request: StageRequest) -> None:
     """Check that a plan has the ranks, domains, layers, experts and slots of ``request``, and that every rank has an
     expert. Raises ConfigError if not."""
-    domains = tuple(request.cluster.failure_domains[request.cluster.node_of(rank)] for rank in request.ranks)
     for name in ("ranks", "layer_numbers", "num_experts"):
         found, wanted = getattr(plan, name), getattr(request, name)
         if found != wanted:
@@ -176,8 +184,8 @@ def _check_fit(plan: PlacementPlan, request: StageRequest) -> None:
     if plan.num_slots_per_rank > request.num_slots_per_rank:
         what = f"must be at most placement.num_slots_per_rank={request.num_slots_per_rank}"
         raise ConfigError.of("num_slots_per_rank", plan.num_slots_per_rank, what)
-    if plan.domains != domains:
-        raise ConfigError.of("domains", list(plan.domains), f"must be {list(domains)}")
+    if plan.domains != request.domains:
+        raise ConfigError.of("domains", list(plan.domains), f"must be {list(request.domains)}")
     for layer, by_rank in zip(plan.layer_numbers, plan.slots, strict=True):
         for rank, experts in zip(plan.ranks, by_rank, strict=True):
             if not experts:

@@ -92,8 +92,9 @@ class RecoveryFacts:
             assert isinstance(initial, MembershipLayout), "the configured nodes are too few"
             layout = initial
         present = tuple(sorted(layout.nodes))
-        # If the job has lost nodes before, fewer ranks than configured hold its state.
-        of_present = config if len(present) == launch.num_nodes else config_of(config, layout.rank_nodes)
+        # If the job has lost nodes before, fewer ranks than configured hold its state, or ranks are on other nodes.
+        is_first = layout.nodes == tuple(range(launch.num_nodes))
+        of_present = config if is_first else config_of(config, layout.rank_nodes)
         topology = Topology.of(of_present.parallel, len(layout.processes))
         memories = tuple(_memory(of_present, topology))
         return cls(

@@ -11,7 +11,7 @@ import pytest
 from megatron_ft import durable
 from megatron_ft.config.membership import derive_placement
 from megatron_ft.config.serialize import from_dict
-from megatron_ft.mcore.moe.placement_manager import PlacementManager
+from megatron_ft.mcore.moe.placement_manager import PlacementManager, PlacementState
 from tests.helpers.keys import grouped
 
 ALGORITHM = {"algorithm": {"_target_": "megatron_ft.planning.placement.spread.Spread"}}
@@ -33,10 +33,35 @@ def test_survival_is_that_of_the_job_as_configured(keys: dict[str, Any], expecte
     assert found == (expected if expected is None else pytest.approx(expected))
 
 
-def _manager(**keys: Any) -> PlacementManager:
-    placement = {**ALGORITHM, "min_replicas": 1, "num_slots_per_rank": 8}
+def _manager(num_slots: int = 8, **keys: Any) -> PlacementManager:
+    placement = {**ALGORITHM, "min_replicas": 1, "num_slots_per_rank": num_slots}
     groups = {"placement": placement, **grouped(num_nodes=4, **keys)}
     return PlacementManager(derive_placement(from_dict(groups)), stage=0)
+
+
+def test_experts_keep_their_slots_if_only_the_names_of_failure_domains_change() -> None:
+    """A spare has replaced a node, so all ranks start again on nodes with other names. With other slots, sums would
+    have another order, and no window could be replayed."""
+    former = _manager(4, failure_domains=["a", "b", "c", "d"])
+    former.loads = [[[float(8 - expert) for expert in range(8)]]]
+    content = json.loads(json.dumps(former.to_json()))
+    for by_rank in content["stages"][0]["slots"]:
+        by_rank.reverse()
+    slots = PlacementState.from_json(content).plans[0].slots
+    for keeps_slots in (False, True):
+        replaced = _manager(4, failure_domains=["a", "spare", "c", "d"])
+        assert replaced.plans[0].slots != slots
+        replaced.restore(content, keeps_slots=keeps_slots)
+        assert replaced.plans[0].slots == slots
+        assert replaced.plans[0].domains == ("a", "spare", "c", "d")
+
+
+def test_a_placement_whose_replicas_are_now_in_one_domain_is_kept_for_a_window_only() -> None:
+    former = _manager(4, failure_domains=["a", "b", "c", "d"])
+    together = _manager(4, failure_domains=["a", "a", "a", "a"])
+    together.restore(former.to_json(), keeps_slots=True)
+    assert together.plans[0].slots == former.plans[0].slots
+    assert together.plans[0].spread == 1 < former.plans[0].spread
 
 
 def test_a_full_disk_leaves_the_file_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
