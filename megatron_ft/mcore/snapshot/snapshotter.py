@@ -216,6 +216,9 @@ class Snapshotter:
             self._client.committed(start, captured_in=window.generation)
             self._lengths[start] = window.num_slices
         self._opened = self._open(self._engine.iteration, is_resumed=is_here)
+        if window.where == "copy":
+            # The peers may not know of the window's commit. They could then replace their copy by the next window.
+            self._client.keep(window.key)
 
     def capture_whole(self, vote: Vote) -> None:
         """Capture the whole current state as a window with one slice.

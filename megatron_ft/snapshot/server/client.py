@@ -171,6 +171,12 @@ class KeeperClient:
         # buffers are pinned until the status page shows this commit.
         self._committed = start_iteration
 
+    def keep(self, key: WindowKey) -> None:
+        """Report that all ranks have continued from a window of an earlier generation, if only peers have this rank's
+        part. The peers then keep it until the next commit."""
+        self._call({"op": "keep", **asdict(key)})
+        self._committed = key.start_iteration
+
     def abandon(self, start_iteration: int) -> None:
         """Discard a window that the job will not commit. Does not wait for the answer. The server refuses this if it
         does not have the window, or if the window is committed."""

@@ -121,6 +121,7 @@ class RankSession(threading.Thread):
             "begin": self._begin,
             "captured": self._captured,
             "committed": self._committed,
+            "keep": self._keep,
             "abandon": self._abandon,
             "persist": self._persist,
             "flush": self._flush,
@@ -218,6 +219,13 @@ class RankSession(threading.Thread):
                 self._persister.request(own, window, level)
             # Free older windows only after a commit, because until then a restart may need them.
             self._store.free_older(window.generation)
+        return _OK
+
+    def _keep(self, own: OwnRank, message: Message, _: list[int]) -> Message:
+        origin = vars(own.settings.origin) | asdict(fields.window_key(message))
+        with self._changing(own) as windows:
+            # Only the key is used, because only peers have the slices.
+            windows.confirmed = HeldWindow(**origin, num_slices=1, plan={}, buffer=0)
         return _OK
 
     def _abandon(self, own: OwnRank, message: Message, _: list[int]) -> Message:

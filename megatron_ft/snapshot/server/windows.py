@@ -200,7 +200,8 @@ class OwnWindows:
         self.pinned: set[int] = set()
         """Buffers that are being written to storage and must not change."""
         self.confirmed: HeldWindow | None = None
-        """The newest window that was committed, or confirmed as committed, in this generation."""
+        """The newest window that was committed, or confirmed as committed, in this generation. If only peers have it,
+        it is in no buffer of this rank."""
         self._order: list[HeldWindow] = []
         """Windows in the order in which they began, at most one for each buffer."""
         self._num_commits = 0
@@ -470,7 +471,7 @@ class PeerBuffers:
     def _wanted_commit(self, own: OwnWindows) -> HeldWindow | None:
         # A restarted node may have an older committed window than its peer. The older window replaces the peer's window
         # only if the job has confirmed in this generation that it has continued from the older window.
-        window = own.committed
+        window = own.confirmed or own.committed
         newest = max((_age(held.key) for held in self.buffers if held is not None and held.committed), default=None)
         is_older = window is not None and newest is not None and _age(window.key) < newest
         return None if is_older and window is not own.confirmed else window

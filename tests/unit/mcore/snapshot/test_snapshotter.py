@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,12 @@ SNAPSHOTS = {
 class Run:
     """Engine that trains and captures."""
 
-    def __init__(self, engine: Any, served: Served, **overrides: object) -> None:
+    def __init__(self, engine: Any, served: Served, **changes: object) -> None:
         from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
         from megatron_ft.planning.snapshot.memory import PeerAssignment
 
         self.engine = engine
-        self.client = served.client()
+        self.client = served.client(**changes)
         self.output: list[Record] = []
         self.snapshots = Snapshotter(
             engine.config,
@@ -152,6 +153,25 @@ def test_a_window_that_another_rank_gave_up_is_never_committed_and_the_next_one_
         assert [record.start_iteration for record in run.of_kind(WindowCommitted)] == [1, 3, 7]
         run.snapshots.finish()
         assert not run.of_kind(SnapshotProblem)
+
+
+def test_a_window_that_only_peers_have_is_kept_until_the_next_commit(tmp_path: Path) -> None:
+    with run_of(tmp_path, interval_iterations=1) as (run, served):
+        served.persister.start()
+        run.train(3)
+        kept, plan = run.snapshots.kept, run.snapshots.plan
+        assert kept is not None and plan is not None
+        (window,) = [entry for entry in run.client.inventory(0) if entry.key == kept]
+        run.snapshots.close()
+        again = Run(run.engine, served, generation=2)
+        windows = served.store.ranks[0].windows
+        assert windows is not None
+        again.snapshots.resume(replace(window, where="copy"), plan)
+        confirmed = windows.confirmed
+        assert confirmed is not None and confirmed.key == kept and confirmed not in windows
+        again.train(2)
+        assert windows.confirmed is windows.committed is not None and windows.committed.generation == 2
+        again.snapshots.close()
 
 
 @pytest.mark.parametrize("growth", [2, 1], ids=["outgrown here", "outgrown on another rank"])

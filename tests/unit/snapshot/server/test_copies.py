@@ -140,17 +140,24 @@ def test_an_older_generation_makes_room_for_the_newest(pair: Pair) -> None:
     assert pair.held() == [(0, 2, True), (4, 2, False)]
 
 
-def test_a_keeper_that_lost_its_own_memory_spares_the_committed_copy(pair: Pair) -> None:
+@pytest.mark.parametrize("resumed", [0, 2], ids=["committed copy", "copy whose commit was lost"])
+def test_a_keeper_that_lost_its_own_memory_spares_the_copy_from_which_the_job_continued(
+    pair: Pair, resumed: int
+) -> None:
     full(pair.own, 0, 0)
     full(pair.own, 2, 1)
     pair.drain()
     pair.commit(0)
     pair.drain()
     pair.own = OwnWindows(WINDOW_BYTES)
+    pair.own.confirmed = new(resumed, 0)
     pair.reconnect()
     full(pair.own, 4, 0, generation=2)
     pair.drain(generation=2)
-    assert pair.held() == [(0, 2, True), (4, 2, False)]
+    assert pair.held() == [(resumed, 2, True), (4, 2, False)]
+    pair.commit(4, 2)
+    pair.drain(generation=2)
+    assert pair.held() == [(4, 2, True)]
 
 
 def test_the_receiver_refuses_to_lose_its_committed_window() -> None:

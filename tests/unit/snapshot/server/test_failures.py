@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.errors import CheckpointError, ControlError
+from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.server import client as words
 from megatron_ft.snapshot.server.client import KeeperRefused
 from megatron_ft.testing.snapshot_servers import (
@@ -89,6 +90,33 @@ def test_a_node_that_was_lost_keeps_what_a_restart_may_need_until_a_commit_of_it
         wait_replicated(arena, 14)
         back.committed(14)
         assert [entry.start_iteration for entry in back.inventory(1)] == [14] and not back.inventory(0)
+
+
+def test_a_replaced_rank_spares_the_only_copy_of_the_window_from_which_the_job_continued() -> None:
+    with cluster(2) as nodes:
+        rank = nodes.client(0, node=0, peer_nodes=[1])
+        arena = rank.allocate(2 * PAGE)
+        for buffer, start in enumerate([10, 12]):
+            window(rank, arena, 0, buffer, start)
+            wait_replicated(arena, start)
+        rank.committed(10)
+        rank.problems()
+        other = nodes.client(1, node=1, peer_nodes=[])
+        wait_until(lambda: bool(find(other.inventory(0), start_iteration=10, committed=True)), "the peer knows")
+        # The other ranks have committed window 12, but this node is lost before the peer knows.
+        nodes.nodes[0].kill()
+        nodes.start(0)
+        again = nodes.client(0, node=0, peer_nodes=[1], generation=2)
+        arena = again.allocate(2 * PAGE)
+        again.keep(WindowKey(start_iteration=12, generation=1))
+        window(again, arena, 0, 1, 14)
+        wait_replicated(arena, 14)
+        copies = find(again.inventory(0, ask_peers=True), node=1)
+        assert sorted((copy.start_iteration, copy.committed) for copy in copies) == [(12, True), (14, False)]
+        fetch(again, 0, 12, node=1)
+        again.committed(14)
+        assert again.problems() == []
+        wait_until(lambda: len(find(again.inventory(0, ask_peers=True), node=1)) == 1, "window 14 replaces window 12")
 
 
 def test_a_peer_killed_in_the_middle_of_a_slice_is_a_problem_and_its_successor_gets_everything() -> None:

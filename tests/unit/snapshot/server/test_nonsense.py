@@ -49,6 +49,7 @@ def requests() -> list[dict[str, Any]]:
         {"op": "begin", "buffer": 0, "start_iteration": 10, "num_slices": 2, "plan": {}},
         {"op": "captured", "buffer": 0, "slice": 0, "record": record},
         {"op": "committed", "start_iteration": 10},
+        {"op": "keep", "start_iteration": 10, "generation": 0},
         {"op": "abandon", "start_iteration": 10},
         {"op": "persist", "start_iteration": 10},
         {"op": "problems"},
