@@ -12,7 +12,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -521,13 +521,13 @@ class KeptLayoutRecovery:
         if key is None:
             return None
         assert client is not None, "a window is committed in a job without snapshots"
-        for found in client.inventory(self._context.rank):
-            if found.where == "own" and found.complete and found.key == key:
-                return found
-        # This rank's part of the window is only on peer nodes, so no buffer on this node has to be kept.
-        return StoredWindow(
-            start_iteration=key.start_iteration, generation=key.generation, num_slices=0, num_held=0, where="copy"
-        )
+        for ask_peers in (False, True):
+            for found in client.inventory(self._context.rank, ask_peers=ask_peers):
+                is_here = found.where == "own" and found.node == self._context.node
+                if found.complete and found.key == key and (is_here or ask_peers):
+                    # No buffer on this node has to be kept if this rank's part of the window is only on peer nodes.
+                    return found if is_here else replace(found, where="copy", buffer=None)
+        return StoredWindow(**asdict(key), num_slices=0, num_held=0, where="copy")
 
     def _copy_state(self) -> None:
         # If another rank is lost in the replay and no process replaces it, the job continues with fewer lanes from the

@@ -215,7 +215,7 @@ class Snapshotter:
             # Confirm the window in the new generation. Otherwise the server may use its buffer for the next window.
             self._client.committed(start, captured_in=window.generation)
             self._lengths[start] = window.num_slices
-        self._opened = self._open(self._engine.iteration, is_resumed=is_here)
+        self._opened = self._open(self._engine.iteration, held_bytes=window.buffer_bytes)
         if window.where == "copy":
             # The peers may not know of the window's commit. They could then replace their copy by the next window.
             self._client.keep(window.key)
@@ -445,7 +445,7 @@ class Snapshotter:
             **rest(),
         }
 
-    def _open(self, iteration: int, *, is_resumed: bool = False) -> _Opened:
+    def _open(self, iteration: int, *, held_bytes: int = 0) -> _Opened:
         """Make a plan if there is none, get memory for its windows, and prepare the capture. Raise ConfigError if the
         windows need more than ``snapshot.host_memory_limit_bytes``."""
         view = OperatorView(
@@ -459,7 +459,7 @@ class Snapshotter:
             cause = ""
             plan = self._policy.plan(Demand(shards_by_rank=view.shards_by_rank), self._context())
         needed = self._checked_host_bytes(plan, view)
-        self._memory = self._take_memory(iteration, plan, view, is_resumed=is_resumed)
+        self._memory = self._take_memory(iteration, plan, view, held_bytes)
         self._stats.watch(self._memory.arena)
         return self._lay_out(iteration, plan, view, self._memory, needed, cause, None)
 
@@ -470,13 +470,12 @@ class Snapshotter:
         check_limit(needed, self._config.snapshot.host_memory_limit_bytes)
         return needed
 
-    def _take_memory(self, iteration: int, plan: WindowPlan, view: OperatorView, *, is_resumed: bool) -> WindowMemory:
+    def _take_memory(self, iteration: int, plan: WindowPlan, view: OperatorView, held_bytes: int) -> WindowMemory:
         """Return memory for windows of ``plan``: the current memory if it is large enough on all ranks, otherwise new
-        memory. If ``is_resumed``, the job continues from a window in memory that an earlier process has allocated. A
-        larger request would make the server replace this memory. So the request is for exactly the needed size, without
-        the usual reserve."""
+        memory. If ``held_bytes`` is not 0, the job continues from a window in buffers of this size. A request for
+        another size would make the server, or the peers that have the only copy, replace these buffers."""
         exact = window_bytes(plan, view.shards)
-        needed = exact if is_resumed else buffer_bytes(exact, plans_again=self._plans_again)
+        needed = max(exact, held_bytes) if held_bytes else buffer_bytes(exact, plans_again=self._plans_again)
         is_outgrown = self._memory is not None
         if self._memory is not None:
             if not self._collectives.any(exact > self._memory.arena.window_bytes):

@@ -32,6 +32,8 @@ class StoredWindow:
     """Whether every rank's window with this ``key`` is replicated."""
     buffer: int | None = None
     """Index of the buffer that contains the window; None on storage and in the inventory of a peer."""
+    buffer_bytes: int = 0
+    """Size in bytes of the buffer that contains the window; 0 if it is unknown, as on storage."""
 
     @property
     def key(self) -> WindowKey:

@@ -152,9 +152,10 @@ class _PeerSession(threading.Thread):
         # The earlier connection has ended, so the list includes all slices that it wrote.
         with self._store.lock:
             held = [
-                {"rank": rank, "window": asdict(window.stored("copy", self._store.node))}
-                for rank, copy in self._store.copies.items()
-                for window in copy.windows
+                {"rank": rank, "window": asdict(window)}
+                for rank in self._store.copies
+                for window in self._store.inventory(rank)
+                if window.where == "copy"
             ]
         self._wire.send({"op": "welcome", "held": held})
 

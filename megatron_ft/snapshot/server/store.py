@@ -327,7 +327,7 @@ class Store:
     def has_windows(self) -> bool:
         """Whether this server has a complete window of any rank. The lock must be held."""
         ranks = {*self.ranks, *self.copies}
-        return any(window.complete for rank in ranks for _, window in self._windows_of(rank))
+        return any(window.complete for rank in ranks for window in self.inventory(rank))
 
     def changed(self) -> None:
         """Wake all threads that wait for a change. The lock must be held."""
@@ -505,7 +505,13 @@ class Store:
 
     def inventory(self, rank: int) -> list[StoredWindow]:
         """Return the windows of ``rank`` that this server has. The lock must be held."""
-        return [window.stored(where, self.node) for where, window in self._windows_of(rank)]
+        places: dict[Where, OwnRank | Copy | None] = {"own": self.ranks.get(rank), "copy": self.copies.get(rank)}
+        return [
+            window.stored(where, self.node, memory.windows.window_bytes)
+            for where, memory in places.items()
+            if memory is not None and memory.windows is not None
+            for window in memory.windows
+        ]
 
     def find(self, rank: int, key: WindowKey) -> tuple[Segment, int, HeldWindow]:
         """Return memory file, start position and description of a complete window of ``rank``. The lock must be held.
@@ -519,13 +525,6 @@ class Store:
                     assert memory is not None and memory.segment is not None, "the window has no memory"
                     return memory.segment, memory.offset(window), window
         raise ControlError(f"this server has no complete window {key.start_iteration} of generation {key.generation}")
-
-    def _windows_of(self, rank: int) -> Iterator[tuple[Where, HeldWindow]]:
-        own, copy = self.ranks.get(rank), self.copies.get(rank)
-        if own is not None and own.windows is not None:
-            yield from (("own", window) for window in own.windows)
-        if copy is not None:
-            yield from (("copy", window) for window in copy.windows)
 
     def report(self, text: str) -> None:
         print(f"snapshot server {self.node}: {text}", file=sys.stderr, flush=True)

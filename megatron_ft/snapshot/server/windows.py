@@ -36,7 +36,7 @@ class HeldWindow(Window):
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
-    def stored(self, where: Where, node: int) -> StoredWindow:
+    def stored(self, where: Where, node: int, buffer_bytes: int) -> StoredWindow:
         """Return the entry of this window in an inventory."""
         return StoredWindow(
             start_iteration=self.start_iteration,
@@ -47,6 +47,7 @@ class HeldWindow(Window):
             node=node,
             committed=self.committed,
             buffer=self.buffer,
+            buffer_bytes=buffer_bytes,
         )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from megatron_ft.events import Record, SnapshotProblem, WindowCommitted, WindowDelayed
 from megatron_ft.planning.iteration import WindowReport
+from megatron_ft.snapshot.server.store import PAGE_BYTES
 from megatron_ft.snapshot.window import Slice
 from megatron_ft.testing import engines
 from megatron_ft.testing.snapshot_servers import wait_until
@@ -163,15 +164,21 @@ def test_a_window_that_only_peers_have_is_kept_until_the_next_commit(tmp_path: P
         assert kept is not None and plan is not None
         (window,) = [entry for entry in run.client.inventory(0) if entry.key == kept]
         run.snapshots.close()
-        again = Run(run.engine, served, generation=2)
-        windows = served.store.ranks[0].windows
-        assert windows is not None
-        again.snapshots.resume(replace(window, where="copy"), plan)
+        (tmp_path / "new").mkdir()
+        new = Served(tmp_path / "new")
+        new.persister.start()
+        again = Run(run.engine, new, generation=2)
+        # A peer has the window in larger buffers than the present plan needs.
+        copy = replace(window, where="copy", buffer_bytes=window.buffer_bytes + PAGE_BYTES)
+        again.snapshots.resume(copy, plan)
+        windows = new.store.ranks[0].windows
+        assert windows is not None and windows.window_bytes == copy.buffer_bytes
         confirmed = windows.confirmed
         assert confirmed is not None and confirmed.key == kept and confirmed not in windows
         again.train(2)
         assert windows.confirmed is windows.committed is not None and windows.committed.generation == 2
         again.snapshots.close()
+        new.close()
 
 
 @pytest.mark.parametrize("growth", [2, 1], ids=["outgrown here", "outgrown on another rank"])

@@ -61,7 +61,7 @@ class Pair:
 
 def entry(window: HeldWindow, **changes: object) -> dict[str, object]:
     """Return the peer's inventory entry of a window."""
-    return {"rank": 0, "window": {**asdict(window.stored("copy", 1)), **changes}}
+    return {"rank": 0, "window": {**asdict(window.stored("copy", 1, WINDOW_BYTES)), **changes}}
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ def test_a_node_that_was_lost_keeps_what_a_restart_may_need_until_a_commit_of_it
 def test_a_replaced_rank_spares_the_only_copy_of_the_window_from_which_the_job_continued() -> None:
     with cluster(2) as nodes:
         rank = nodes.client(0, node=0, peer_nodes=[1])
-        arena = rank.allocate(2 * PAGE)
+        arena = rank.allocate(3 * PAGE)
         for buffer, start in enumerate([10, 12]):
             window(rank, arena, 0, buffer, start)
             wait_replicated(arena, start)
@@ -107,7 +107,9 @@ def test_a_replaced_rank_spares_the_only_copy_of_the_window_from_which_the_job_c
         nodes.nodes[0].kill()
         nodes.start(0)
         again = nodes.client(0, node=0, peer_nodes=[1], generation=2)
-        arena = again.allocate(2 * PAGE)
+        (copy,) = find(again.inventory(0, ask_peers=True), start_iteration=12)
+        assert copy.buffer_bytes == 3 * PAGE, "with buffers of another size, the peer would free its copies"
+        arena = again.allocate(copy.buffer_bytes)
         again.keep(WindowKey(start_iteration=12, generation=1))
         window(again, arena, 0, 1, 14)
         wait_replicated(arena, 14)
