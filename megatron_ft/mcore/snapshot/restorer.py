@@ -143,15 +143,17 @@ class SnapshotRestorer:
             return None
         mine = [asdict(window) for window in self._held_windows()]
         # After this gather all ranks have the same lists, so they take the same decisions.
-        everyone = self._collectives.gather([mine, self._other_settings])
-        stored = [[StoredWindow.from_json(window) for window in windows] for windows, _ in everyone]
+        unreachable = [] if self._client is None else self._client.unreachable
+        everyone = self._collectives.gather([mine, self._other_settings, unreachable])
+        stored = [[StoredWindow.from_json(window) for window in windows] for windows, *_ in everyone]
+        silent = dict.fromkeys(text for *_, texts in everyone for text in texts)
         other_settings: list[tuple[int, str]] = everyone[0][1]
         by_rank = [[window for window in windows if only in (None, window.key)] for windows in stored]
         at = None if checkpoint is None else iteration_of(checkpoint)
         reasons = [reason for last, reason in self._foreign if at is None or last > at]
         rejected = self._rejected_windows()
         while True:
-            source = RecoverySource.choose(by_rank, at, reasons=reasons)
+            source = RecoverySource.choose(by_rank, at, reasons=reasons, unreachable=silent)
             newer = [text for last, text in other_settings if last > source.iteration]
             if newer and only is None:
                 raise CheckpointError(newer[-1])

@@ -4,7 +4,7 @@ Candidates are windows in memory, persisted windows and the newest dense checkpo
 why each candidate that was tried before the chosen one cannot be used.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -92,6 +92,7 @@ class RecoverySource:
         checkpoint_iteration: int | None,
         *,
         reasons: Sequence[str] = (),
+        unreachable: Collection[str] = (),
     ) -> "RecoverySource":
         """Choose the newest state that all ranks can load. If a checkpoint is as new as a window, the checkpoint is
         chosen, because it needs no replay.
@@ -100,6 +101,7 @@ class RecoverySource:
             windows_by_rank: stored windows of each rank.
             checkpoint_iteration: iteration of the newest valid dense checkpoint; None without one.
             reasons: reasons why windows that ``windows_by_rank`` does not contain cannot be used.
+            unreachable: why nodes have not listed their windows. The windows of these nodes may be missing.
         """
         declined = list(reasons)
         # If several generations captured a window of the same iteration, the newest generation comes first.
@@ -110,7 +112,7 @@ class RecoverySource:
             for kind in ("memory", "persisted"):
                 places, reason = _places(windows_by_rank, key, kind)
                 if places is None:
-                    declined += [reason] if reason else []
+                    declined += ["; ".join([reason, *(unreachable if kind == "memory" else ())])] if reason else []
                     continue
                 last = places[0].last_iteration
                 # A checkpoint is dense already; a window would have to be replayed first.

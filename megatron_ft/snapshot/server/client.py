@@ -114,6 +114,8 @@ class KeeperClient:
         """Generation of this rank, which is recorded in the windows that it captures."""
         self._committed = -1
         """Start iteration of the newest window that was reported as committed since the arena was allocated."""
+        self.unreachable: list[str] = []
+        """Why other nodes did not answer the newest ``inventory``, one text for each node."""
         try:
             self._call({**hello, "op": "hello"})
         except BaseException:
@@ -216,9 +218,11 @@ class KeeperClient:
         return list(self._call({"op": "problems"})["problems"])
 
     def inventory(self, rank: int, *, ask_peers: bool = False) -> list[StoredWindow]:
-        """Return the windows of ``rank`` on this node and, if ``ask_peers``, on all other nodes that answer."""
+        """Return the windows of ``rank`` on this node and, if ``ask_peers``, on all other nodes that answer. Set
+        ``unreachable``."""
         seconds = PATIENT_SECONDS if ask_peers else ANSWER_SECONDS
         answer = self._call({"op": "inventory", "rank": rank, "ask_peers": ask_peers}, seconds)
+        self.unreachable = items(answer, "unreachable")
         return [stored_window(entry) for entry in items(answer, "windows")]
 
     def fetch(self, rank: int, key: WindowKey, *, node: int) -> tuple[Window, memoryview]:

@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -32,6 +33,11 @@ from megatron_ft.snapshot.window import Origin, Slice, StoredLevel, Update
 
 _MAX_INQUIRIES = 16
 """Largest number of peers that are asked for their inventories at the same time."""
+_RETRY_SECONDS = 0.1
+"""Time before a failed request for an inventory is sent again. It doubles with each failure."""
+_ASKING_SECONDS = 6.0
+"""Time in which a failed request for an inventory is sent again. It is longer than the time limit of a connection
+attempt, so that at least two attempts are made."""
 _OK = {"op": "ok"}
 
 
@@ -259,27 +265,43 @@ class RankSession(threading.Thread):
         with self._store.lock:
             windows = [asdict(window) for window in self._store.inventory(rank)]
         others = {node: address for node, address in own.settings.peers.items() if node != self._store.node}
+        unreachable: list[str] = []
         if message.get("ask_peers") is True and others:
+            # All ranks ask at the same moment, so each node begins with the next one, and not all with the first.
+            order = sorted(others.items(), key=lambda peer: (peer[0] < self._store.node, peer))
             # Ask all nodes at the same time, because each node that is gone costs the time limit of a connection
             # attempt.
             with ThreadPoolExecutor(min(_MAX_INQUIRIES, len(others))) as pool:
-                greeting = self._greeting(own)
-                answers = pool.map(lambda peer: self._ask_inventory(*peer, greeting, rank), sorted(others.items()))
+                answers = pool.map(lambda peer: self._ask_inventory(own, *peer, rank, unreachable), order)
                 windows += [window for found in answers for window in found]
-        return {"op": "inventory", "windows": windows}
+        return {"op": "inventory", "windows": windows, "unreachable": unreachable}
 
-    def _ask_inventory(self, node: int, address: str, greeting: Message, rank: int) -> list[dict[str, Any]]:
-        try:
-            wire, _ = connect(address, greeting)
+    def _ask_inventory(
+        self, own: OwnRank, node: int, address: str, rank: int, unreachable: list[str]
+    ) -> list[dict[str, Any]]:
+        assert self._settings is not None, "greeted"
+        seconds, deadline = _RETRY_SECONDS, time.monotonic() + _ASKING_SECONDS
+        while True:
             try:
-                found = fields.items(wire.call({"op": "inventory", "rank": rank}), "windows")
-                return [asdict(fields.stored_window(entry)) for entry in found]
-            finally:
-                wire.close()
-        except (ControlError, OSError) as error:
-            # A lost peer has no windows any more, so the restart uses windows of other nodes.
-            self._store.report(f"cannot get the list of windows of rank {rank} from node {node}: {error}")
-            return []
+                wire, _ = connect(address, self._greeting(own))
+                try:
+                    found = fields.items(wire.call({"op": "inventory", "rank": rank}), "windows")
+                    return [asdict(fields.stored_window(entry)) for entry in found]
+                finally:
+                    wire.close()
+            except (ControlError, OSError) as error:
+                # A server listens until it ends, so it has ended if it refuses the connection. A server that gets many
+                # connections at the same time may reset one, or not accept it in time.
+                is_lost = isinstance(error, (ControlError, ConnectionRefusedError))
+                if is_lost or time.monotonic() + seconds > deadline:
+                    # A lost peer has no windows any more, so the restart uses windows of other nodes.
+                    unreachable.append(f"node {node} did not list its windows: {error}")
+                    self._store.report(f"for rank {rank}, {unreachable[-1]}")
+                    return []
+            with self._store.lock:
+                self._store.lock.wait_for(lambda: own.settings is not self._settings, seconds)
+                self._store.check_acting(own, self._settings)
+            seconds *= 2
 
     def _fetch(self, own: OwnRank, message: Message, descriptors: list[int]) -> Message:
         rank, key = fields.integer(message, "rank", most=fields.MAX_RANK), fields.window_key(message)

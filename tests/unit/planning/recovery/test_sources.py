@@ -19,6 +19,15 @@ def test_the_newest_window_that_every_rank_has_is_taken() -> None:
     source.validate()
 
 
+def test_nodes_that_did_not_answer_are_named_with_a_window_in_memory_that_a_rank_lacks() -> None:
+    held = [[window(7), window(4), window(1, "persisted", -1)], [window(4)]]
+    source = RecoverySource.choose(held, None, unreachable=["node 2 did not list its windows: timed out"])
+    lacking = "memory window of iteration 7: no complete window of rank 1; node 2 did not list its windows: timed out"
+    assert (source.iteration, source.declined) == (6, (lacking,))
+    source = RecoverySource.choose([held[0][2:], []], None, unreachable=["node 2 did not list its windows: timed out"])
+    assert source.declined == ("persisted window of iteration 1: no complete window of rank 1",)
+
+
 def test_a_window_with_a_missing_slice_does_not_count() -> None:
     source = RecoverySource.choose([[window(7, complete=False), window(4)]], checkpoint_iteration=None)
     assert source.iteration == 6

@@ -285,8 +285,27 @@ def test_an_absent_peer_holds_up_nobody() -> None:
             (2, 10),
             (2, 12),
         ]
+        assert rank.unreachable == ["node 1 did not list its windows: [Errno 111] Connection refused"]
         with pytest.raises(KeeperRefused, match="the transfer of .* failed"):
             fetch(rank, 0, 10, node=1)
+
+
+def test_a_request_for_a_list_of_windows_is_repeated_after_a_reset() -> None:
+    with cluster(2) as nodes:
+        other = nodes.client(1, node=1, peer_nodes=[])
+        arena = other.allocate(2 * PAGE)
+        window(other, arena, 1, 0, 10)
+        wait_replicated(arena, 10)
+        num_resets = 3
+
+        def reset(before: int, data: bytes) -> bytes | None:
+            return None if between.num_connections <= num_resets else data
+
+        with proxy(nodes.nodes[1].address, reset) as between:
+            peers = {"0": nodes.nodes[0].address, "1": between.address}
+            rank = nodes.client(0, node=0, peer_nodes=[], peers=peers)
+            assert [entry.node for entry in rank.inventory(1, ask_peers=True)] == [1]
+            assert between.num_connections == num_resets + 1 and rank.unreachable == []
 
 
 def test_a_keeper_that_is_stopped_is_named_and_holds_its_ranks_up_no_longer_than_the_limit(

@@ -18,7 +18,7 @@ def test_a_window_reaches_its_peers_and_comes_back_from_them() -> None:
         second = nodes.client(1, node=1, peer_nodes=[2])
         wait_until(lambda: len(find(second.inventory(0, ask_peers=True), committed=True)) == 3, "commit everywhere")
         held = second.inventory(0, ask_peers=True)
-        assert [(entry.node, entry.where) for entry in held] == [(1, "copy"), (0, "own"), (2, "copy")]
+        assert [(entry.node, entry.where) for entry in held] == [(1, "copy"), (2, "copy"), (0, "own")]
         assert [entry.buffer for entry in held[1:]] == [None] * 2, "buffers of other nodes mean nothing here"
         for node in range(3):
             assert fetch(second, 0, 10, node=node) == [content(0, 10, 4096), content(0, 11, 4096)]

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_ft.errors import ControlError
 from megatron_ft.planning.snapshot.memory import BufferStates
+from megatron_ft.snapshot.server import rank_session
 from megatron_ft.snapshot.server.client import (
     MAX_UNREAD,
     NUM_PROBLEMS,
@@ -99,6 +100,45 @@ def test_a_window_the_job_lets_go_of_is_forgotten(served: Served) -> None:
     client.abandon(12)
     with pytest.raises(KeeperRefused, match="start_iteration=12: there is no uncommitted window"):
         client.problems()
+    client.close()
+
+
+def test_each_node_begins_to_ask_with_the_next_one(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def connect(address: str, greeting: dict[str, object]) -> None:
+        asked.append(int(address[-1]))
+        raise ConnectionRefusedError("the server has ended")
+
+    monkeypatch.setattr(rank_session, "connect", connect)
+    monkeypatch.setattr(rank_session, "_MAX_INQUIRIES", 1)
+    client = served.client(peers={str(node): f"127.0.0.1:{node + 1}" for node in range(4)})
+    served.store.node = 2
+    assert client.inventory(0, ask_peers=True) == []
+    assert asked == [4, 1, 2]
+    assert [text.partition(" did")[0] for text in client.unreachable] == ["node 3", "node 0", "node 1"]
+    client.close()
+
+
+def test_a_request_for_lists_of_windows_ends_with_its_process(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_failed = threading.Event()
+
+    def connect(address: str, greeting: dict[str, object]) -> None:
+        has_failed.set()
+        raise ConnectionResetError("the peer has closed the connection")
+
+    monkeypatch.setattr(rank_session, "connect", connect)
+    monkeypatch.setattr(rank_session, "_RETRY_SECONDS", 60.0)
+    monkeypatch.setattr(rank_session, "_ASKING_SECONDS", 120.0)
+    replaced = served.client(peers={"0": "127.0.0.1:1", "1": "127.0.0.1:2"})
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(replaced.inventory, 0, ask_peers=True)
+        assert has_failed.wait(60), "timed out"
+        client = served.client()
+        with pytest.raises(ControlError, match="the connection was lost"):
+            asked.result(60)
+    served.sessions[0].join(20)
+    assert not served.sessions[0].is_alive()
     client.close()
 
 
