@@ -87,8 +87,8 @@ class Arena:
 class KeeperClient:
     """A rank's connection to its snapshot server, for use in one thread.
 
-    ``begin``, ``captured``, ``committed`` and ``abandon`` do not wait for an answer. If the server refuses such a
-    request, a later request raises ``KeeperRefused``.
+    ``begin``, ``captured`` and ``committed`` do not wait for an answer. If the server refuses such a request, a later
+    request raises ``KeeperRefused``.
     """
 
     def __init__(self, socket_path: str, *, hello: Mapping[str, Any]) -> None:
@@ -180,9 +180,12 @@ class KeeperClient:
         self._committed = key.start_iteration
 
     def abandon(self, start_iteration: int) -> None:
-        """Discard a window that the job will not commit. Does not wait for the answer. The server refuses this if it
-        does not have the window, or if the window is committed."""
-        self._request({"op": "abandon", "start_iteration": start_iteration})
+        """Discard a window that the job will not commit. Afterwards the server does not write to the window's buffer.
+
+        Raises:
+            KeeperRefused: the server does not have the window, or the window is committed.
+        """
+        self._call({"op": "abandon", "start_iteration": start_iteration})
 
     def buffer_states(self) -> BufferStates:
         """Return the state of this rank's buffers, as the server last wrote it to the status page."""

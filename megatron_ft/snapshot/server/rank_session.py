@@ -236,7 +236,9 @@ class RankSession(threading.Thread):
 
     def _abandon(self, own: OwnRank, message: Message, _: list[int]) -> Message:
         with self._changing(own) as windows:
-            windows.abandon(fields.integer(message, "start_iteration"), own.settings.origin.generation)
+            window = windows.abandon(fields.integer(message, "start_iteration"), own.settings.origin.generation)
+            # After the answer, the rank may write another window to the buffer, so the hasher must have left it.
+            self._store.lock.wait_for(lambda: self._store.filling is not window)
         return _OK
 
     def _persist(self, own: OwnRank, message: Message, _: list[int]) -> Message:

@@ -309,6 +309,8 @@ class Store:
         self.memory = memory
         self.lock = threading.Condition()
         self.ranks: dict[int, OwnRank] = {}
+        self.filling: HeldWindow | None = None
+        """Window of a rank of this node into whose buffer the hasher is copying pieces of earlier windows."""
         self.copies: dict[int, Copy] = {}
         self._allocating_copies: dict[int, threading.Lock] = {}
         """Lock by rank, held while the memory for copies of this rank's windows is replaced."""
@@ -442,6 +444,9 @@ class Store:
                 self.check_acting(own, settings)
                 is_enough = own.windows is not None and own.windows.window_bytes >= window_bytes
                 if own.segment is not None and own.windows is not None and is_enough and not new:
+                    # The rank may write to every buffer, so the hasher must have left windows of its earlier process.
+                    self.lock.wait_for(lambda: not self._is_hashing(own))
+                    self.check_acting(own, settings)
                     return own.segment, own.windows.window_bytes
                 # Threads that still read a window have views of the old memory, which is freed with the last view.
                 own.windows = own.segment = None
@@ -459,6 +464,10 @@ class Store:
                 own.windows, own.segment = OwnWindows(window_bytes), segment
                 own.publish()
             return segment, window_bytes
+
+    def _is_hashing(self, own: OwnRank) -> bool:
+        is_filling = self.filling is not None and self.filling.rank == own.settings.origin.rank
+        return is_filling or (own.windows is not None and own.windows.next_unhashed() is not None)
 
     def take_copy(self, rank: int, window_bytes: int, generation: int) -> Copy:
         """Return the memory for copies of windows of ``rank``, a rank of another node. The lock must not be held.

@@ -308,8 +308,8 @@ class OwnWindows:
         window.committed, self.confirmed = True, window
         return window
 
-    def abandon(self, start_iteration: int, generation: int) -> None:
-        """Drop a window that the job will not commit.
+    def abandon(self, start_iteration: int, generation: int) -> HeldWindow:
+        """Drop and return a window that the job will not commit.
 
         Raises:
             ControlError: no window of ``generation`` starts at ``start_iteration``, or the window is committed.
@@ -320,6 +320,7 @@ class OwnWindows:
             missing = f"there is no uncommitted window of generation {generation}"
             raise ControlError(f"start_iteration={start_iteration}: {missing}")
         self._order.remove(found[0])
+        return found[0]
 
     def is_persist_due(self, persist_every: int) -> bool:
         """Return whether the window that was just committed must be written to storage. This is true for every

@@ -332,12 +332,18 @@ class Hasher(threading.Thread):
                 carried = own.carried(window, part)
             except ControlError as error:
                 return self._give_up(own, window, error)
+            self._store.filling = window
+        failure = None
         try:
             for piece in carried:
                 piece.copy(part, payload)
         except ControlError as error:
-            with self._store.lock:
-                return self._give_up(own, window, error)
+            failure = error
+        with self._store.lock:
+            self._store.filling = None
+            self._store.changed()
+            if failure is not None:
+                return self._give_up(own, window, failure)
         hashes = part.hash_pieces(payload, {piece.index: piece.digest for piece in carried})
         with self._store.lock:
             # If another window has the buffer now, ``part`` belongs to no window, and its hashes are not used.

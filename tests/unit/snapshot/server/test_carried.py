@@ -2,6 +2,9 @@
 
 import json
 import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,7 +22,7 @@ from megatron_ft.snapshot.server.client import (
     KeeperClient,
 )
 from megatron_ft.snapshot.server.peer_session import PeerSessions, announce
-from megatron_ft.snapshot.server.store import Memory, Store
+from megatron_ft.snapshot.server.store import CarriedBytes, Memory, Store
 from megatron_ft.snapshot.server.windows import HeldWindow, OwnWindows
 from megatron_ft.snapshot.server.wire import Refused
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
@@ -36,6 +39,7 @@ from megatron_ft.testing.snapshot_servers import (
     wait_replicated,
     wait_until,
 )
+from tests.unit.snapshot.server.served import Served
 from tests.unit.snapshot.server.test_own_windows import new
 from tests.unit.snapshot.server.test_peer_session import greeted
 from tests.unit.snapshot.server.test_sender import Peer
@@ -168,6 +172,62 @@ def test_a_window_that_was_copied_from_damaged_memory_is_given_up() -> None:
         partial(client, arena, 1, 11, (10, 11))
         wait_until(lambda: 11 in client.buffer_states().given_up.values(), "the window is given up")
         assert "has changed while it was copied" in client.problems()[0]["error"]
+
+
+@pytest.fixture
+def filling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Served, KeeperClient, threading.Event]]:
+    """Yield a rank whose window 11 the hasher is filling with a piece of window 10, and the event that lets it go
+    on."""
+    has_begun, go_on, copy = threading.Event(), threading.Event(), CarriedBytes.copy
+
+    def wait(piece: CarriedBytes, part: Slice, payload: memoryview) -> None:
+        has_begun.set()
+        assert go_on.wait(60), "timed out"
+        copy(piece, part, payload)
+
+    monkeypatch.setattr(CarriedBytes, "copy", wait)
+    served = Served(tmp_path)
+    client = served.client()
+    arena = client.allocate(PAGE)
+    partial(client, arena, 0, 10, None)
+    wait_replicated(arena, 10)
+    partial(client, arena, 1, 11, (10, 11))
+    assert has_begun.wait(60), "timed out"
+    yield served, client, go_on
+    served.close()
+
+
+def test_the_buffer_of_an_abandoned_window_is_given_back_after_it_was_filled(
+    filling: tuple[Served, KeeperClient, threading.Event],
+) -> None:
+    served, client, go_on = filling
+    windows = served.store.ranks[0].windows
+    assert windows is not None
+    with ThreadPoolExecutor(1) as pool:
+        abandoned = pool.submit(client.abandon, 11)
+        wait_until(lambda: len(list(windows)) == 1, "the window is dropped")
+        is_early = abandoned.done()
+        go_on.set()
+        abandoned.result(60)
+    assert not is_early, "the next window could begin in this buffer"
+    client.close()
+
+
+def test_memory_of_an_earlier_process_is_given_after_all_its_windows_were_filled(
+    filling: tuple[Served, KeeperClient, threading.Event],
+) -> None:
+    served, earlier, go_on = filling
+    client = served.client(generation=2)
+    with ThreadPoolExecutor(1) as pool:
+        allocated = pool.submit(client.allocate, PAGE)
+        wait_until(lambda: served.store.ranks[0].allocating.locked() or allocated.done(), "the request has arrived")
+        is_early = allocated.done()
+        go_on.set()
+        allocated.result(60)
+    assert not is_early, "the next window could begin in the buffer of window 11"
+    assert [entry.complete for entry in client.inventory(0)] == [True, True]
+    earlier.close()
+    client.close()
 
 
 def test_a_peer_that_cannot_copy_gets_the_whole_window() -> None:
