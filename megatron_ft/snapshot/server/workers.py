@@ -238,9 +238,10 @@ class Sender(threading.Thread):
             error = self._refusal() or error
         # Answers come in the order of requests, so the oldest request without an answer has failed.
         work = self._unanswered[0] if self._unanswered else work
-        assert work is not None, "the connection failed, but no slice or commit is being sent or waits for an answer"
         kind = error.kind if isinstance(error, Refused) else "broken"
         self._disconnect()
+        if work is None:
+            return  # the last answer came after its time limit
         with self._store.lock:
             if kind == "hash":
                 self._damaged(work, error)

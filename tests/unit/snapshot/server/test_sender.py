@@ -8,9 +8,21 @@ import pytest
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.server.client import REPLICATED_START, WAITING_BYTES, Arena
+from megatron_ft.snapshot.server.store import Memory, OwnRank, Store
+from megatron_ft.snapshot.server.windows import SendCommit
 from megatron_ft.snapshot.server.wire import Wire
-from megatron_ft.snapshot.server.workers import MAX_UNANSWERED
-from megatron_ft.testing.snapshot_servers import PAGE, Cluster, cluster, content, wait_replicated, wait_until, window
+from megatron_ft.snapshot.server.workers import MAX_UNANSWERED, Sender, _Work
+from megatron_ft.testing.snapshot_servers import (
+    PAGE,
+    TOKEN,
+    Cluster,
+    cluster,
+    content,
+    wait_replicated,
+    wait_until,
+    window,
+)
+from tests.unit.snapshot.server.test_own_windows import new
 
 NUM_SLICES = MAX_UNANSWERED + 2
 
@@ -95,6 +107,27 @@ def test_what_was_not_acknowledged_is_asked_and_sent_again() -> None:
             peer.answer(op="ack")
         wait_replicated(arena, 10)
         peer.close()
+
+
+def test_an_answer_that_comes_after_its_time_limit_ends_only_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, store = Peer(), Store(0, TOKEN, Memory())
+    sender = Sender(1, peer.address, store)
+    sock = socket.create_connection(peer.listener.getsockname(), timeout=20)
+    peer.wire = Wire(peer.listener.accept()[0])
+    sender._wire = Wire(sock)
+    own = OwnRank(settings=None)  # type: ignore[arg-type]
+    sender._unanswered.append(_Work(own, SendCommit(window=new(10, 0))))
+    take_answer = sender._take_answer
+
+    def stall() -> None:
+        monkeypatch.setattr(sender, "_take_answer", take_answer)
+        peer.answer(op="ack")
+        raise TimeoutError("no bytes were transferred for 30 s")
+
+    monkeypatch.setattr(sender, "_take_answer", stall)
+    assert sender._work_once(), "the thread goes on"
+    assert sender._wire is None and not sender._unanswered
+    peer.close()
 
 
 def replicate(nodes: Cluster, peer: Peer) -> Arena:
