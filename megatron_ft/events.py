@@ -432,7 +432,7 @@ class StopRequested(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished(Record):
-    """The run reached its end."""
+    """The job ended as planned."""
 
     exit_code: int
     """Exit code of the run; ``errors.EXIT_CODES`` has the meanings."""
@@ -440,9 +440,12 @@ class RunFinished(Record):
     """Reason for the end, in one sentence."""
     iteration: int | None = None
     """Last iteration that was reported."""
+    is_complete: bool = True
+    """Whether the run is complete. If not, a later job can continue it."""
 
     def describe(self) -> Note:
-        return Note("good", f"run finished: {self.reason}")
+        what = "run finished" if self.is_complete else "job finished, a later job can continue the run"
+        return Note("good", f"{what}: {self.reason}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

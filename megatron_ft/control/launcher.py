@@ -64,7 +64,7 @@ class _Sinks(Protocol):
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one record to the destination."""
 
-    def close(self, exit_code: int, reason: str) -> None:
+    def close(self, exit_code: int, reason: str, *, is_complete: bool) -> None:
         """Close the destination after the run's last record."""
 
 
@@ -89,8 +89,8 @@ def launch(
 
     Args:
         config_yaml: the resolved configuration, which is stored in the run folder.
-        entry: ``package.module:function`` called in each rank with ``(JobConfig, RankContext)``;
-            default: the entry that trains the model.
+        entry: ``package.module:function`` called in each rank with ``(JobConfig, RankContext)``; returns whether the
+            run is complete. Default: the entry that trains the model.
         preload: modules to import, or ``module:function`` to call, before ranks are forked; default: depends on device.
         command: the user's command, shown in the advice on how to resume; default: the command of this process.
         sidecars: maps the name of each sidecar (a process that every node runs beside its ranks) to its module.
@@ -118,18 +118,18 @@ def launch(
         world_size = config.launch.num_nodes * config.launch.ranks_per_node
         sinks = open_sinks(config, run_dir.path, world_size=world_size)
         job = _Job(config, run_dir, sinks, preload, entry, dict(sidecars or {}), launcher)
-        exit_code, reason = ControlError.exit_code, "the launcher failed"
+        exit_code, reason, is_complete = ControlError.exit_code, "the launcher failed", False
         try:
             with run_dir.watched(lambda: sinks.write(RunFolderMissing(path=str(run_dir.path)).to_record())):
                 result = job.run()
-            exit_code, reason = job.exit_code(result), result.reason
+            exit_code, reason, is_complete = job.exit_code(result), result.reason, result.is_complete
         except (OSError, ControlError) as error:
             reason = f"the launcher failed: {error}"
             raise ControlError(reason) from error
         finally:
             # All records must be written before ``finish``, which may write the marker that ends the scheduler's tasks.
-            sinks.close(exit_code, reason)
-        launcher.finish(exit_code, reason)
+            sinks.close(exit_code, reason, is_complete=is_complete)
+        launcher.finish(exit_code, reason, is_complete=is_complete)
         job.print_result(result, exit_code, [sys.executable, *sys.argv] if command is None else command)
         return exit_code
     finally:
@@ -191,7 +191,6 @@ class _Job:
         self._entry, self._sidecars = entry, sidecars
         self._num_interrupts = 0
         self._interrupted_by = ""
-        self._run_finished = False
         self._faults = report.InjectedFaults()
         self._has_ended = False
         self._policy = MembershipPolicy.of(config, starts_nodes=launcher.starts_nodes)
@@ -301,7 +300,6 @@ class _Job:
         )
 
     def _on_record(self, record: Message) -> None:
-        self._run_finished = self._run_finished or record.get("kind") == "run_finished"
         if self._faults.is_news(record):
             self._sinks.write(record)
 
@@ -377,7 +375,7 @@ class _Job:
         if result.outcome is Outcome.FAILED:
             for event in report.end_records(result, self._policy):
                 self._sinks.write(event.to_record())
-        return _exit_code_of(result, run_finished=self._run_finished)
+        return _exit_code_of(result)
 
     def print_result(self, result: JobResult, exit_code: int, command: Sequence[str]) -> None:
         """Print the result for the user on standard error."""
@@ -427,13 +425,13 @@ def _kept_servers(config: JobConfig, run_dir: Path) -> KeptServers:
     )
 
 
-def _exit_code_of(result: JobResult, *, run_finished: bool) -> int:
+def _exit_code_of(result: JobResult) -> int:
     """Return the exit code of a job.
 
     If the first failed rank raised an error of this project, the result is the exit code of the error's class. A stop
-    request that arrived after the run had finished changes nothing.
+    request that arrived after the run had reached its end changes nothing.
     """
-    if result.outcome is Outcome.FINISHED or (result.outcome is Outcome.INTERRUPTED and run_finished):
+    if result.outcome is Outcome.FINISHED or result.is_complete:
         return EXIT_OK
     if result.outcome is Outcome.INTERRUPTED:
         return EXIT_INTERRUPTED

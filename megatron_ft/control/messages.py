@@ -195,6 +195,8 @@ class _Exited(EndReport):
     op: ClassVar[str] = "exited"
     returncode: Integer
     done: bool
+    is_complete: bool = False
+    """Whether the rank has reported that the run is complete. Journals of earlier versions lack this field."""
 
     def event(self) -> events.MachineEvent:
         lines = [line for line in (self.log_tail or "").splitlines() if line.strip()]
@@ -328,7 +330,7 @@ class End(Order):
 
     op: ClassVar[str] = "end"
     has_finished: bool = False
-    """Whether all ranks have finished. If so, the run's windows (snapshots in memory) are not needed any more."""
+    """Whether the run is complete. If so, the run's windows (snapshots in memory) are not needed any more."""
 
 
 _ORDERS: dict[object, type[Order]] = {kind.op: kind for kind in (Start, Break, Change, Reform, Stop, Kill, End)}

@@ -36,6 +36,13 @@ class JobResult:
     num_reforms: int = 0
     """Number of earlier generations after which ranks continued in their processes, without a restart."""
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run is complete, so that no later job continues it."""
+        # One report is enough: before it, all ranks have reached the last iteration and completed the last checkpoint.
+        was_reported = any(about.get("is_complete", False) for about in self.details.values())
+        return was_reported and self.outcome is not Outcome.FAILED
+
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON. Only the first failed rank keeps its long texts, because many ranks may fail."""
         details = {rank: self._shortened(rank, about) for rank, about in self.details.items()}

@@ -78,8 +78,8 @@ def _import_needed_later() -> None:
             import_module(name)
 
 
-def run_rank(config: JobConfig, context: RankContext) -> None:
-    """Run rank ``context.rank`` of the job until the end of the run.
+def run_rank(config: JobConfig, context: RankContext) -> bool:
+    """Run rank ``context.rank`` of the job until the end of the job. Return whether the run is complete.
 
     Raises:
         MegatronFtError: the rank failed. The caller ends the process with the ``exit_code`` of the error.
@@ -97,6 +97,7 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
         check_run_data(config, coordinator.trainer.samples["train"], context.run_dir)
     coordinator.run()
     report_unfired(context)
+    return coordinator.trainer.is_complete
 
 
 def prepare(config: JobConfig, context: RankContext) -> tuple[torch.device, str]:

@@ -33,7 +33,7 @@ from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ControlError, Megatron
 from megatron_ft.planning.rank_environment import rank_environment
 from megatron_ft.telemetry import SinkSet, open_sinks
 
-RunRank = Callable[[JobConfig, RankContext], None]
+RunRank = Callable[[JobConfig, RankContext], bool]
 _READERS_POLL_SECONDS = 0.05
 
 
@@ -43,7 +43,8 @@ def main(config: JobConfig, environment: RankEnvironment, run_rank: RunRank | No
     After SIGTERM, SIGINT or SIGUSR1, the rank stops at the end of the iteration. ``srun`` forwards these signals.
 
     Args:
-        run_rank: function that runs the rank; None for the training loop. Tests pass another function.
+        run_rank: function that runs the rank, and returns whether the run is complete; None for the training loop.
+            Tests pass another function.
 
     Raises:
         MegatronFtError: the run folder cannot be claimed, or the rank failed.
@@ -80,15 +81,14 @@ class _Rank:
     stop: StopFlag
     sinks: SinkSet | None
     run_rank: RunRank
-    finished: bool = False
     __qualname__ = "rank"
 
     def __call__(self) -> int:
-        exit_code, reason = 1, "the rank failed"
+        exit_code, reason, is_complete = 1, "the rank failed", False
         worker = InProcessClient(self._write, stop=self.stop)
         try:
-            self.run_rank(self.config, self._context(worker))
-            interrupted = bool(self.stop) and not self.finished
+            is_complete = self.run_rank(self.config, self._context(worker))
+            interrupted = bool(self.stop) and not is_complete
             exit_code = EXIT_INTERRUPTED if interrupted else EXIT_OK
             reason = "the rank stopped after a signal" if interrupted else "finished"
         except MegatronFtError as error:
@@ -97,7 +97,7 @@ class _Rank:
         finally:
             worker.close()
             if self.sinks is not None:
-                self.sinks.close(exit_code, reason)
+                self.sinks.close(exit_code, reason, is_complete=is_complete)
         return exit_code
 
     def _context(self, worker: InProcessClient) -> RankContext:
@@ -117,7 +117,6 @@ class _Rank:
         )
 
     def _write(self, record: dict[str, Any]) -> None:
-        self.finished = self.finished or record.get("kind") == "run_finished"
         if self.sinks is not None:
             self.sinks.write(record)
             return

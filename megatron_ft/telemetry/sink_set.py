@@ -51,12 +51,17 @@ class SinkSet:
             self._deliver(self._checked(record))
             self._deliver_reports()
 
-    def close(self, exit_code: int, reason: str) -> None:
-        """Write a record of the run's end if there is none yet, then close every sink. Never raises an exception."""
+    def close(self, exit_code: int, reason: str, *, is_complete: bool = True) -> None:
+        """Write a record of the run's end if there is none yet, then close every sink. Never raises an exception.
+
+        Args:
+            is_complete: whether the run is complete, if ``exit_code`` is 0.
+        """
         with self._lock:
-            if not self._ended:
-                ending = RunFinished if exit_code == 0 else RunStopped
-                self.write(ending(exit_code=exit_code, reason=reason, iteration=self._iteration))
+            if not self._ended and exit_code == 0:
+                self.write(RunFinished(exit_code=0, reason=reason, iteration=self._iteration, is_complete=is_complete))
+            elif not self._ended:
+                self.write(RunStopped(exit_code=exit_code, reason=reason, iteration=self._iteration))
             outcome = Outcome(exit_code=exit_code, reason=reason, time_unix_seconds=self._clock())
             for position, sink in enumerate(self._sinks):
                 self._close(sink, outcome, still_open=self._sinks[position + 1 :])

@@ -31,7 +31,7 @@ class FileSinks:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
-    def close(self, exit_code: int, reason: str) -> None:
+    def close(self, exit_code: int, reason: str, *, is_complete: bool) -> None:
         """Write a record about the end of the run, and close ``records.jsonl``."""
         self.write({"kind": "closed", "exit_code": exit_code, "reason": reason})
         self._file.close()

@@ -23,8 +23,9 @@ LAST_COMPLETED = 4
 generation g (after g changes of membership), the reported iteration is higher by 10 * g."""
 
 
-def run(config: JobConfig, context: RankContext) -> None:
-    """Count iterations instead of training. Rank 0 reports them. Failpoints and stop requests act as in training."""
+def run(config: JobConfig, context: RankContext) -> bool:
+    """Count iterations instead of training. Rank 0 reports them. Failpoints and stop requests act as in training.
+    Return whether the run is complete, as all functions of this module that return."""
     record = failpoints.append_to(context.run_dir / "failpoints.jsonl")
     failpoints.arm(
         config.testing.failpoints, rank=context.rank, node=context.node, generation=context.generation, record=record
@@ -43,19 +44,20 @@ def run(config: JobConfig, context: RankContext) -> None:
             folder.mkdir(exist_ok=True)
             (folder / f"rank-{context.rank}").touch()
             (folder / MANIFEST_NAME).touch()
-            return
+            return False
+    return True
 
 
-def run_restarted(config: JobConfig, context: RankContext) -> None:
+def run_restarted(config: JobConfig, context: RankContext) -> bool:
     """Report the rank, generation, port and checkpoint with which this rank starts, then call ``run``."""
     names = ("rank", "generation", "master_port")
     resume_from = None if context.resume_from is None else str(context.resume_from)
     started = {name: getattr(context, name) for name in names} | {"resume_from": resume_from}
     context.worker.report({"kind": "started", **started})
-    run(config, context)
+    return run(config, context)
 
 
-def run_surviving(config: JobConfig, context: RankContext) -> None:
+def run_surviving(config: JobConfig, context: RankContext) -> bool:
     """Count iterations instead of training. After a loss of ranks, report and join the next membership.
 
     Failpoints (injected faults) of phase ``replay`` act before a rank reports which iteration it completed. Those of
@@ -66,7 +68,7 @@ def run_surviving(config: JobConfig, context: RankContext) -> None:
         context.worker.report({"kind": "waiting", "number": context.rank, "node": context.node})
         begun = _begin(context, context.worker.await_membership())
         if begun is None:
-            return
+            return False
         context = begun
     else:
         _wait_for_all(context)
@@ -85,31 +87,31 @@ def run_surviving(config: JobConfig, context: RankContext) -> None:
                 if broken.wait(ITERATION_SECONDS):
                     raise RuntimeError("connection closed by peer")
                 if context.worker.stop_requested():
-                    return
+                    return False
                 iteration += 1
             if not context.worker.change_requested():
-                return
+                return True
             leaving = context.worker.awaited_change().leaving
             following = context.worker.change(_position(context))
             if following is None:
                 context.worker.report({"kind": "left", "rank": context.rank, "leaving": list(leaving)})
-                return
+                return False
         except (RuntimeError, TrainingStopped) as error:
             failpoints.hit("replay", iteration)
             following = context.worker.survive(_position(context), error)
         begun = _begin(context, following)
         if begun is None:
-            return
+            return False
         context = begun
 
 
-def run_in_domains(config: JobConfig, context: RankContext) -> None:
+def run_in_domains(config: JobConfig, context: RankContext) -> bool:
     """Report the configured failure domains and the peers of this rank's node, then call ``run_surviving``."""
     peers = PeerAssignment.of(config.member_domains, config.snapshot.num_peer_copies).peers
     own = peers[context.node] if context.node < len(peers) else ()
     domains = config.topology.failure_domains
     context.worker.report({"kind": "domains", "node": context.node, "domains": domains, "peers": list(own)})
-    run_surviving(config, context)
+    return run_surviving(config, context)
 
 
 def _position(context: RankContext) -> Position:
@@ -150,7 +152,7 @@ def _wait_for_all(context: RankContext) -> None:
         threading.Event().wait(ITERATION_SECONDS)
 
 
-def run_with_sidecar(config: JobConfig, context: RankContext) -> None:
+def run_with_sidecar(config: JobConfig, context: RankContext) -> bool:
     """Ask the sidecar (helper process) of this rank's node, report its answer, then call ``run``."""
     service = context.sidecars["dummy"]
     with socket.socket(socket.AF_UNIX) as connection:
@@ -159,7 +161,7 @@ def run_with_sidecar(config: JobConfig, context: RankContext) -> None:
         (answer,), _ = FrameReader(connection).pump()
     where = {"rank": context.rank, "node": context.node, "generation": context.generation}
     context.worker.report({"kind": "service", **where, **answer, "addresses": service["addresses"]})
-    run(config, context)
+    return run(config, context)
 
 
 def run_stubborn(config: JobConfig, context: RankContext) -> None:
@@ -174,11 +176,12 @@ def run_stopped_by_policy(config: JobConfig, context: RankContext) -> None:
     raise TrainingStopped("training.non_finite_policy=stop: loss is NaN at iteration 3")
 
 
-def run_chatty(config: JobConfig, context: RankContext) -> None:
+def run_chatty(config: JobConfig, context: RankContext) -> bool:
     """Report metrics of all iterations as fast as possible."""
     for iteration in range(1, config.training.train_iterations + 1):
         context.worker.report({"kind": "metrics", "iteration": iteration, "loss": float(context.rank)})
     Path(context.run_dir / f"chatty-{context.rank}").touch()
+    return True
 
 
 def take_time() -> None:

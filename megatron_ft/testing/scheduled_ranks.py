@@ -30,8 +30,9 @@ _ONE_WAIT = timedelta(hours=1)
 """Timeout of one wait for a key of torch's store. The wait is repeated until the key exists."""
 
 
-def run_rank(config: JobConfig, context: RankContext) -> None:
-    """Train as rank ``context.rank`` of the job, through all memberships of ``testing.membership_schedule``.
+def run_rank(config: JobConfig, context: RankContext) -> bool:
+    """Train as rank ``context.rank`` of the job, through all memberships of ``testing.membership_schedule``. Return
+    whether the run is complete.
 
     Raises:
         MegatronFtError: the rank failed. The process ends with the ``exit_code`` of the error.
@@ -43,8 +44,9 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
     trainer = ScheduledTrainer(config, context, device=device, transformer_impl=transformer_impl)
     schedule = MembershipSchedule(config, context, trainer.join_job())
     _check(trainer, schedule)
-    run_schedule(trainer, schedule)
+    is_complete = run_schedule(trainer, schedule)
     rank_main.report_unfired(context)
+    return is_complete
 
 
 def _check(trainer: "Trainer", schedule: "MembershipSchedule") -> None:

@@ -15,8 +15,9 @@ class ScheduledTrainer(ElasticTrainer):
         return self.engine.iteration + 1 == self.before or super().membership_ends()
 
 
-def run_schedule(trainer: ScheduledTrainer, schedule: MembershipSchedule) -> None:
-    """Train until the run ends, or no later membership contains this rank. Then release all resources."""
+def run_schedule(trainer: ScheduledTrainer, schedule: MembershipSchedule) -> bool:
+    """Train until the job ends, or no later membership contains this rank. Then release all resources. Return whether
+    the run is complete."""
     trainer.break_with(trainer.engine.groups.transports.hang_up)
     while True:
         following = schedule.next
@@ -24,12 +25,13 @@ def run_schedule(trainer: ScheduledTrainer, schedule: MembershipSchedule) -> Non
         trainer.run()
         if trainer.ended:
             schedule.end()
-            return trainer.leave()
+            trainer.leave()
+            return trainer.is_complete
         # Each rank writes a part of the checkpoint files, so the files must be complete before a rank leaves.
         trainer.checkpoints.finish()
         own = _enter(trainer, schedule, schedule.begin())
         if own is None:
-            return None
+            return False
         trainer, following = own
         trainer.reconfigure(following, store=schedule.store)
         schedule.formed()

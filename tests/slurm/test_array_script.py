@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_ft.errors import EXIT_OK, FINAL_EXIT_CODES, ConfigError, ControlError
+from megatron_ft.errors import FINAL_EXIT_CODES, ConfigError, ControlError
 from megatron_ft.testing.jobs import REPOSITORY
 from megatron_ft.testing.slurm_cluster import wait_until
 from tests.helpers.programs import write_program
@@ -37,7 +37,10 @@ case $* in
     exit "${RETURNS:-0}" ;;
   *control.slurm.drains*) # what it waits with ends by itself: nobody is left behind
     echo $$ > "$FOLDER/watcher.new"; mv "$FOLDER/watcher.new" "$FOLDER/watcher"; exec "$SLEEP" 60 ;;
-  *) until [ -e "$FOLDER/watcher" ]; do read -rt 0.05 <> <(:) || true; done; exit "${ENDS_WITH:-7}" ;;
+  *) until [ -e "$FOLDER/watcher" ]; do read -rt 0.05 <> <(:) || true; done
+    marker=$FOLDER/runs/first/slurm/17.json
+    [ -z "${FINAL:-}" ] || { mkdir -p "${marker%/*}"; echo "{'is_final': $FINAL}" | tr "'" '"' > "$marker"; }
+    exit "${ENDS_WITH:-7}" ;;
 esac
 """,
 }
@@ -66,8 +69,8 @@ def start(folder: Path, *, task: int, **variables: str) -> "subprocess.Popen[byt
         return subprocess.Popen(command, env=environment, start_new_session=True, stderr=output)
 
 
-def test_a_chain_ends_after_what_would_come_again_and_after_a_run_that_is_done() -> None:
-    codes = "".join(map(str, sorted({EXIT_OK, *FINAL_EXIT_CODES})))
+def test_a_chain_ends_after_what_would_come_again() -> None:
+    codes = "".join(map(str, sorted(FINAL_EXIT_CODES)))
     assert f"$code == [{codes}]" in (REPOSITORY / "slurm" / "pretrain_array.sbatch").read_text()
 
 
@@ -132,6 +135,16 @@ def test_tools_of_a_site_see_that_somebody_has_to_look(tmp_path: Path, ends_with
     wait_until("a node waits for the console", (tmp_path / "joined").exists)
     assert process.wait(timeout=30) == code
     (tmp_path / "over").touch()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("final", ["true", "false"])
+def test_a_planned_end_ends_the_chain_only_if_the_run_is_complete(tmp_path: Path, final: str) -> None:
+    chained = {"SLURM_JOB_DEPENDENCY": "singleton(fulfilled)"}
+    process = start(tmp_path, task=0, ENDS_WITH="0", FINAL=final, **chained)
+    assert process.wait(timeout=30) == 0
+    (tmp_path / "over").touch()
+    assert ("--quiet 18" in (tmp_path / "cancelled").read_text().splitlines()) == (final == "true")
 
 
 @pytest.mark.timeout(60)

@@ -20,7 +20,6 @@ from megatron_ft.control.membership.events import MachineEvent, NodeJoined, Node
 from megatron_ft.control.membership.state import (
     Decision,
     MembershipPolicy,
-    Outcome,
     Phase,
     State,
     Step,
@@ -377,8 +376,8 @@ class Controller:
                 # The order names all nodes, because joining nodes have ranks, too, although they are not members.
                 self._order(messages.Kill(nodes=list(range(self._policy.most_nodes)), reason=reason))
             case Decision.END:
-                has_finished = step.state.outcome is Outcome.FINISHED
-                self._order(messages.End(reason=reason, has_finished=has_finished))
+                is_complete = JobResult.of(step.state, reason, self._details).is_complete
+                self._order(messages.End(reason=reason, has_finished=is_complete))
 
     def _reform(self, before: State, step: Step) -> None:
         assert step.reform is not None, "the step has no reform plan"

@@ -78,8 +78,9 @@ class NodeLauncher(Protocol):
     def stop(self, patience_seconds: float) -> None:
         """Wait for agents to end, end those that still run, and remove what ``publish`` has published."""
 
-    def finish(self, exit_code: int, reason: str) -> None:
-        """Handle the result of the job, e.g. inform the scheduler."""
+    def finish(self, exit_code: int, reason: str, *, is_complete: bool) -> None:
+        """Handle the result of the job, e.g. inform the scheduler. ``is_complete`` means that no later job continues
+        the run."""
 
 
 def launcher_class(name: str) -> type[NodeLauncher]:
@@ -165,7 +166,7 @@ class ProcessLauncher:
         # All processes are ended at the same time: a scheduler does not wait until many were ended one by one.
         kill(*processes, term_seconds=self.term_seconds)
 
-    def finish(self, exit_code: int, reason: str) -> None:
+    def finish(self, exit_code: int, reason: str, *, is_complete: bool) -> None:
         """Do nothing, because no scheduler has to be informed."""
 
 

@@ -14,7 +14,7 @@ from megatron_ft.control.node.agent import AgentSpec
 from megatron_ft.control.node.join_file import JoinFile
 from megatron_ft.control.slurm.attempts import RunAttempts
 from megatron_ft.control.slurm.nodes import Allocation, address_of
-from megatron_ft.errors import EXIT_OK, FINAL_EXIT_CODES, ConfigError
+from megatron_ft.errors import FINAL_EXIT_CODES, ConfigError
 
 _KEY = "launch.node_launcher"
 _NAMES = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_MAX")
@@ -55,11 +55,11 @@ class SlurmArrayLauncher:
         if self._run_dir is not None:
             join_file.JoinFile.withdraw(self._run_dir)
 
-    def finish(self, exit_code: int, reason: str) -> None:
+    def finish(self, exit_code: int, reason: str, *, is_complete: bool) -> None:
         """Write the marker of the job's end, which ends the array's tasks."""
         assert self._run_dir is not None, "finish() was called before publish()"
         # After a final error, another job that continues this run would end with the same error.
-        is_final = exit_code in {EXIT_OK, *FINAL_EXIT_CODES}
+        is_final = is_complete or exit_code in FINAL_EXIT_CODES
         RunAttempts(self._run_dir).leave_marker(
             self._allocation.job_id, exit_code=exit_code, reason=reason, is_final=is_final
         )

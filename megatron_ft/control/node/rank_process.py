@@ -39,10 +39,10 @@ def run(spec: Message) -> int:
     worker = AgentClient(spec["agent_socket"], identity, stop=stop, can_survive=spec["can_survive"])
     try:
         module, _, function = spec["entry"].partition(":")
-        getattr(import_module(module), function)(from_dict(spec["config"]), _context(spec, worker))
+        is_complete = getattr(import_module(module), function)(from_dict(spec["config"]), _context(spec, worker))
     except BaseException as error:  # noqa: BLE001 - every failure is reported
         return _report_failure(worker, error)
-    worker.done()
+    worker.done(is_complete=bool(is_complete))
     worker.close()
     return 0
 

@@ -106,6 +106,8 @@ class _Rank:
     """Processor time that the rank had used when it was last pinged."""
     process_id: int | None = None
     done: bool = False
+    is_complete: bool = False
+    """Whether the rank has reported that the run is complete."""
 
 
 class Ranks:
@@ -227,8 +229,8 @@ class Ranks:
         if state.reader is not None:
             self._read_rank(state, state.reader, until_empty=True)
         tail = "" if state.done else tail_of(state.log)
-        about = {"node": self._node, "done": state.done, "log": str(state.log), "log_tail": tail}
-        self._put(state, {**message, **about, **state.last})
+        about = {"node": self._node, "done": state.done, "is_complete": state.is_complete}
+        self._put(state, {**message, **about, "log": str(state.log), "log_tail": tail, **state.last})
         self._signs.forget(state.rank)
         del self._ranks[state.rank]
 
@@ -324,7 +326,7 @@ class Ranks:
                 state.last = {"iteration": message["iteration"], "phase": message["phase"]}
                 state.is_passed_on = False
             case "done":
-                state.done = True
+                state.done, state.is_complete = True, message["is_complete"]
             case "pong":
                 pass
             case "raised" | "broken":

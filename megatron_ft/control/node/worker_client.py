@@ -302,9 +302,10 @@ class AgentClient:
         """
         self._send({"op": "raised", **_failure(traceback, error, exit_code)})
 
-    def done(self) -> None:
-        """Report that this rank has finished its work and ends."""
-        self._send({"op": "done"})
+    def done(self, *, is_complete: bool) -> None:
+        """Report that this rank has finished its work and ends. ``is_complete`` means that no later job continues the
+        run."""
+        self._send({"op": "done", "is_complete": is_complete})
 
     def stop_requested(self) -> bool:
         return bool(self._stop)

@@ -44,6 +44,11 @@ class Witness:
         """Return the hosts of the ranks that were the first to fail."""
         return self._hosts_of(line for line in self._events() if line["kind"] == "rank_failed" and line.get("first"))
 
+    def is_complete(self) -> bool:
+        """Return whether the run was reported to be complete."""
+        ends = [line for line in self._events() if line["kind"] == "run_finished"]
+        return any(line.get("is_complete", True) for line in ends)
+
     def _events(self) -> list[Mapping[str, Any]]:
         return _lines(self.run_dir / _EVENTS, self.first_byte)
 
@@ -134,6 +139,7 @@ def _parse(line: Mapping[str, Any]) -> Attempt:
         iteration=int(line["iteration"]),
         lost_hosts=tuple(line["lost_hosts"]),
         failed_hosts=tuple(line["failed_hosts"]),
+        is_complete=bool(line.get("is_complete", False)),
     )
 
 

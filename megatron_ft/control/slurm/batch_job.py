@@ -209,6 +209,7 @@ class _BatchJob:
             iteration=RunAttempts(self._run_dir).newest_iteration(),
             lost_hosts=witness.lost_hosts(),
             failed_hosts=witness.failed_hosts(),
+            is_complete=witness.is_complete(),
         )
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:

@@ -15,14 +15,7 @@ from megatron_ft.config.membership import config_of
 from megatron_ft.control.node.worker_client import Abort, RankContext
 from megatron_ft.corpus.samples import resolve_vocab_size
 from megatron_ft.errors import TrainingStopped
-from megatron_ft.events import (
-    IterationSkipped,
-    LossSpike,
-    RanksReady,
-    Record,
-    SnapshotProblem,
-    StateDigest,
-)
+from megatron_ft.events import IterationSkipped, LossSpike, RanksReady, Record, SnapshotProblem, StateDigest
 from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 from megatron_ft.mcore.checkpoint.state import DenseState
 from megatron_ft.mcore.data.data_checks import check_known_data, check_same_data, job_identity, open_splits
@@ -106,7 +99,9 @@ class Trainer:
         self.snapshots: Snapshotter | None = None
         self.profiler = ProfilerWindow(config.telemetry, context.run_dir, self._report_here)
         self.ended = False
-        """Whether the run has reached its last iteration, or a stop for which the ranks have voted."""
+        """Whether this job has reached its last iteration, or a stop for which the ranks have voted."""
+        self.is_complete = False
+        """Whether the job has ended and no later job continues the run."""
         self.rounded_off = 0
         """Newest iteration for which ``round_off`` (evaluation, checkpoint, digests) is complete."""
         self.abandoned_saves: list[Path] = []
@@ -196,7 +191,7 @@ class Trainer:
         training = self.config.training
         if training.evaluate_only:
             self._evaluate(self.engine.iteration, due=True)
-            self.ended = True
+            self.ended = self.is_complete = True
             return
         last = min(training.train_iterations, training.exit_at_iteration or training.train_iterations)
         # Evaluations and saves are collective. If one rank has not finished them, all ranks repeat them.
@@ -214,6 +209,7 @@ class Trainer:
         if self.snapshots is not None:
             self.snapshots.finish()
         self.ended = True
+        self.is_complete = self.engine.iteration >= training.train_iterations
 
     def _stop_is_voted(self) -> bool:
         return self.engine.newest_vote is not None and self.engine.newest_vote.stop_requested

@@ -52,6 +52,8 @@ class Attempt:
     """Hosts of nodes that were lost."""
     failed_hosts: tuple[str, ...] = ()
     """Host of the first failed rank of each failure; a host may occur several times."""
+    is_complete: bool = False
+    """Whether the run was complete at the end of the attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +76,8 @@ class AttemptPolicy:
         """
         last = attempts[-1]
         assert last.exit_code is not None, "the last attempt has no exit code"
-        if last.exit_code == EXIT_OK:
-            return Verdict(Next.END, "the run has ended as planned", is_final=True)
+        if last.exit_code == EXIT_OK and last.is_complete:
+            return Verdict(Next.END, "the run is complete", is_final=True)
         # Checked before every case with another attempt: for example, an invalid configuration is invalid on all nodes.
         if last.exit_code in FINAL_EXIT_CODES:
             return Verdict(
@@ -83,6 +85,9 @@ class AttemptPolicy:
             )
         if last.asked is Asked.TO_END or (last.exit_code == EXIT_INTERRUPTED and last.asked is None):
             return Verdict(Next.END, "the run received a signal to end", is_final=True)
+        # For example, the configuration ends each job of the run after some iterations.
+        if last.exit_code == EXIT_OK:
+            return Verdict(Next.END, "the job has ended as planned, before the end of the run")
         # Checked before a requeue: a job that always fails at the same place would occupy the cluster without end.
         no_progress = why_hopeless(attempts, self.max_fruitless)
         if no_progress is not None:

@@ -146,12 +146,13 @@ def test_a_failure_after_restarts_says_what_was_survived() -> None:
 
 
 def test_exit_codes() -> None:
-    assert _exit_code_of(ended(0, died(0, 1.0)), run_finished=False) == RankFailed.exit_code
-    assert _exit_code_of(ended(0, died(0, 1.0, exit_code=6)), run_finished=False) == TrainingStopped.exit_code
+    assert _exit_code_of(ended(0, died(0, 1.0))) == RankFailed.exit_code
+    assert _exit_code_of(ended(0, died(0, 1.0, exit_code=6))) == TrainingStopped.exit_code
     lost = JobResult(Outcome.FAILED, "", Failure(node=0, at_seconds=1.0))
-    assert _exit_code_of(lost, run_finished=False) == ControlError.exit_code
-    stopped = JobResult(Outcome.INTERRUPTED, "", None)
-    assert [_exit_code_of(stopped, run_finished=finished) for finished in (False, True)] == [130, 0]
+    assert _exit_code_of(lost) == ControlError.exit_code
+    for outcome, expected in ((Outcome.INTERRUPTED, (130, 0)), (Outcome.FINISHED, (0, 0)), (Outcome.FAILED, (8, 8))):
+        ends = [JobResult(outcome, "", None, {0: {"is_complete": complete}, 1: {}}) for complete in (False, True)]
+        assert tuple(_exit_code_of(end) for end in ends) == expected, "a stop request at the end changes nothing"
 
 
 def test_the_advice_repeats_the_command_without_its_faults() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.events import Record
+from megatron_ft.events import Record, RunFinished
 from megatron_ft.telemetry import SinkSet, open_sinks
 from megatron_ft.telemetry.read import read_events, read_metrics
 from megatron_ft.telemetry.sinks.base import Outcome, Sink
@@ -69,6 +69,19 @@ def test_what_a_run_leaves_behind(config: JobConfig, run_dir: Path, clock: FakeC
     assert found["goodput"]["ettr"] == 6.0 / 29.0 and found["goodput"]["iterations"] == 12
     assert found["checkpoints"] == [12] and found["exit_code"] == 0 and found["failed_sinks"] == {}
     assert "all iterations done" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("is_complete", "shown"), [(True, "run finished: done"), (False, "can continue the run: done")]
+)
+def test_the_end_of_a_job_tells_whether_the_run_is_complete(
+    config: JobConfig, run_dir: Path, clock: FakeClock, is_complete: bool, shown: str
+) -> None:
+    stream = io.StringIO()
+    open_sinks(config, run_dir, world_size=2, clock=clock, stream=stream).close(0, "done", is_complete=is_complete)
+    (event,) = read_events(run_dir)
+    assert isinstance(event, RunFinished) and event.is_complete == is_complete
+    assert shown in stream.getvalue()
 
 
 def test_a_resumed_run_appends_and_the_newest_record_counts(config: JobConfig, run_dir: Path, clock: FakeClock) -> None:

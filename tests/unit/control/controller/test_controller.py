@@ -179,6 +179,18 @@ def test_a_job_from_start_to_end(job: Running) -> None:
     assert job.records == [{"n": 7}, {"n": 7}]
 
 
+@pytest.mark.parametrize("about", [{"is_complete": True}, {"is_complete": False}, {}])
+def test_agents_end_kept_servers_only_if_the_run_is_complete(job: Running, about: dict[str, bool]) -> None:
+    """A journal of an earlier version does not tell whether the run is complete."""
+    job.start()
+    for rank in (0, 1):
+        job.deliver(rank, 0, reported(rank), {**exited(rank), **about})
+    assert job.order(1)["has_finished"] == about.get("is_complete", False)
+    job.thread.join(timeout=10)
+    assert job.end is not None and job.end.outcome is Outcome.FINISHED
+    assert job.end.is_complete == about.get("is_complete", False)
+
+
 def test_ranks_start_again_after_a_failure_with_an_order_of_their_own(job: Running) -> None:
     job.start()
     for rank in (0, 1):

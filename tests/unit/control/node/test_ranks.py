@@ -72,6 +72,15 @@ def test_what_a_rank_says_bears_its_first_number_and_the_generation_it_was_said_
     assert node.ranks.numbers == []
 
 
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_the_exit_of_a_rank_says_whether_the_run_is_complete(node: Node, is_complete: bool) -> None:
+    node.say(op="done", is_complete=is_complete)
+    node.rank.close()
+    node.ranks.exited({"op": "exited", "rank": NUMBER, "returncode": 0, "at_seconds": 2.0})
+    exited = node.passed_on()[-1]
+    assert (exited["done"], exited["is_complete"]) == (True, is_complete)
+
+
 def test_ranks_receive_messages_while_theirs_are_read(node: Node) -> None:
     assert node.ranks.broadcast({"op": "break", "reason": "gone"}) == []
     assert FrameReader(node.rank).pump() == ([{"op": "break", "reason": "gone"}], False)

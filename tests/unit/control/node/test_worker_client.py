@@ -122,6 +122,13 @@ def test_a_rank_that_takes_long_to_break_connections_still_answers_pings(start: 
         may_end.set()
 
 
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_rank_that_ends_says_whether_the_run_is_complete(start: Callable[..., Rank], is_complete: bool) -> None:
+    rank = start()
+    rank.client.done(is_complete=is_complete)
+    assert rank.received() == {"op": "done", "is_complete": is_complete}
+
+
 def test_a_break_that_comes_before_anybody_listens_is_kept(start: Callable[..., Rank]) -> None:
     rank = start()
     future = rank.survive()

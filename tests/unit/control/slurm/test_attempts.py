@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ft.control.slurm.attempts import RunAttempts, Witness
 from megatron_ft.errors import ControlError
-from megatron_ft.events import RankFailed
+from megatron_ft.events import RankFailed, Record, RunFinished, RunStopped
 from megatron_ft.planning.recovery.job_attempts import Asked, Attempt
 from megatron_ft.telemetry.sinks.jsonl import JsonlSink
 from tests.helpers.disk import note_steps
@@ -34,6 +34,21 @@ def test_a_failure_of_which_no_node_is_known_is_held_against_none(tmp_path: Path
     events = [RankFailed(rank=3, first=True), RankFailed(rank=2, node=1, first=True), RankFailed(rank=1, node=0)]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event.to_record()) + "\n" for event in events))
     assert Witness(tmp_path, ("a", "b"), 0).failed_hosts() == ("b",)
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        (RunFinished(exit_code=0, reason="done"), True),
+        (RunFinished(exit_code=0, reason="done", is_complete=False), False),
+        (RunStopped(exit_code=130, reason="asked"), False),
+    ],
+)
+def test_only_a_report_makes_a_run_complete(tmp_path: Path, event: Record, expected: bool) -> None:
+    assert not Witness(tmp_path, (), 0).is_complete()
+    (tmp_path / "events.jsonl").write_text(json.dumps(event.to_record()) + "\n")
+    assert Witness(tmp_path, (), 0).is_complete() == expected
+    assert not Witness.begin(tmp_path, ()).is_complete(), "an earlier attempt reported this"
 
 
 def test_attempts_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -131,16 +131,27 @@ def play(tmp_path: Path) -> Play:
     return Play(tmp_path)
 
 
+def finished(*, is_complete: bool) -> dict[str, Any]:
+    """Return the act of a launcher that ends as planned."""
+    event = {"kind": "run_finished", "exit_code": 0, "reason": "done", "is_complete": is_complete}
+    return {"exit_code": 0, "writes": {"events.jsonl": [event]}}
+
+
 def test_a_run_that_ends_well(play: Play) -> None:
-    assert play.run([{"exit_code": 0}], "launch=slurm", MFT_SPARE_NODES="1") == (0, "job 17: end: " + PLANNED)
-    assert play.marker == {"job_id": "17", "exit_code": 0, "reason": PLANNED.strip(), "is_final": True}
+    acts = [finished(is_complete=True)]
+    assert play.run(acts, "launch=slurm", MFT_SPARE_NODES="1") == (0, "job 17: end: the run is complete\n")
+    assert play.marker == {"job_id": "17", "exit_code": 0, "reason": "the run is complete", "is_final": True}
     (reported,) = play.reported
     assert reported["words"] == ["launch=slurm", "launch.num_nodes=3", "nodes.num_spare_nodes=1"]
     assert reported["SLURM_NTASKS"] is None and reported["SLURM_JOB_NODELIST"] == "n0,n1,n2,n3"
     assert play.calls == []
 
 
-PLANNED = "the run has ended as planned\n"
+def test_a_job_that_ends_before_the_run_does_lets_the_next_one_of_its_chain_continue(play: Play) -> None:
+    code, errors = play.run([finished(is_complete=False)], MFT_CHAINED="1")
+    assert (code, play.calls) == (0, [])
+    assert play.marker is not None and not play.marker["is_final"]
+    assert "before the end of the run" in errors
 
 
 def test_a_console_that_dies_is_followed_by_another_with_what_the_allocation_has_now(play: Play) -> None:
@@ -258,8 +269,8 @@ def test_a_chain_counts_its_jobs_together_and_ends_as_one(play: Play) -> None:
 
 
 def test_a_chain_that_cannot_be_cancelled_changes_no_end(play: Play) -> None:
-    code, errors = play.run([{"exit_code": 0}], MFT_CHAINED="1", REFUSES="slurmctld is down")
-    assert (code, play.marker) == (0, {"job_id": "17", "exit_code": 0, "reason": PLANNED.strip(), "is_final": True})
+    code, errors = play.run([finished(is_complete=True)], MFT_CHAINED="1", REFUSES="slurmctld is down")
+    assert code == 0 and play.marker is not None and play.marker["is_final"]
     assert "cannot cancel the waiting jobs named lm: " in errors and "slurmctld is down" in errors
 
 

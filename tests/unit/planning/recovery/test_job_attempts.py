@@ -24,8 +24,15 @@ FAILED = Attempt(job_id="7", hosts=HOSTS, exit_code=7, asked=None, iteration=5)
 
 
 def test_a_run_at_its_end_ends_the_job() -> None:
-    verdict = POLICY.decide([replace(FAILED, exit_code=0)], HOSTS)
+    verdict = POLICY.decide([replace(FAILED, exit_code=0, is_complete=True)], HOSTS)
     assert (verdict.next, verdict.is_final) == (Next.END, True)
+
+
+def test_a_planned_end_before_the_end_of_the_run_lets_the_next_job_continue() -> None:
+    early = replace(FAILED, exit_code=0)
+    verdict = POLICY.decide([early] * 4, HOSTS)
+    assert (verdict.next, verdict.is_final) == (Next.END, False)
+    assert POLICY.decide([replace(early, asked=Asked.TO_END)], HOSTS).is_final, "the user has ended the run"
 
 
 @pytest.mark.parametrize("code", sorted(FINAL_EXIT_CODES))
