@@ -41,7 +41,6 @@ from megatron_ft.control.membership.state import (
     Step,
     keeps_layout,
     layout_of,
-    name_of,
 )
 from megatron_ft.errors import RecoveryError
 
@@ -131,7 +130,7 @@ def _observe_rank(
         cause = f": {event.last_line}" if event.last_line and event.returncode > 0 else ""
         reason = f"rank {rank} {describe_returncode(event.returncode)}{cause}"
         return NodeRules(policy).lose_rank(state, rank, reason, now)
-    name = name_of(policy, state, rank)
+    name = reconfigure.name_of(policy, state, rank)
     is_lost = node in state.nodes.lost
     match event:
         case RankBroken():

@@ -28,11 +28,20 @@ from megatron_ft.control.membership.state import (
     Step,
     keeps_layout,
     layout_of,
-    name_of,
-    remaining_ranks,
 )
 from megatron_ft.errors import RecoveryError
 from megatron_ft.planning.recovery.membership import Position, choose_target
+
+
+def name_of(policy: MembershipPolicy, state: State, rank: int) -> str:
+    """Return a name of the process ``rank`` of a member, for messages."""
+    number = layout_of(policy, state).rank_of(rank)
+    return f"process {rank}, a hot spare," if number is None else f"rank {number}"
+
+
+def remaining_ranks(policy: MembershipPolicy, state: State) -> frozenset[int]:
+    """Return the ranks of the members that are not lost. Hot spares (processes without a rank) are left out."""
+    return layout_of(policy, state).processes_without(state.nodes.lost)
 
 
 def lose(policy: MembershipPolicy, state: State, node: int) -> State:
@@ -168,7 +177,7 @@ def _wait_for_death(policy: MembershipPolicy, state: State, now: Moment) -> Step
     if not state.is_late(now):
         # The error of a rank often arrives before the exit of the other rank that caused the error. If no process ends
         # in the grace period, no other rank caused the error.
-        grace = now.seconds + policy.failure_grace_seconds
+        grace = now.seconds + policy.death_grace_seconds
         deadline = grace if state.deadline_seconds is None else min(state.deadline_seconds, grace)
         return Step(
             replace(state, deadline_seconds=deadline), Decision.WAIT, "ranks reported errors, but no process has ended"

@@ -271,6 +271,8 @@ class MembershipPolicy:
     stop_timeout_seconds: float
     failure_grace_seconds: float = 2.0
     """After a rank's failure, the time in which all other ranks can report their errors."""
+    death_grace_seconds: float = 2.0
+    """After errors of ranks, the time in which the job must learn of the death that may have caused these errors."""
     kill_timeout_seconds: float = 10.0
     """Longest wait for the exit of killed ranks."""
     max_restarts: int = 0
@@ -301,12 +303,17 @@ class MembershipPolicy:
         from megatron_ft.planning.recovery.layout import JobLayouts
         from megatron_ft.planning.recovery.prebuild import PrebuildPlan, can_prebuild
 
-        launch, recovery, nodes = config.launch, config.recovery, config.nodes
+        launch, recovery, nodes, detector = config.launch, config.recovery, config.nodes, config.detector
+        # No process waits for the end of a node that starts by itself: only missing heartbeats reveal it.
+        found_seconds = detector.heartbeat_timeout_seconds + detector.heartbeat_interval_seconds + 1.0
+        found_seconds = 0.0 if starts_nodes else found_seconds
         return MembershipPolicy(
             num_nodes=launch.num_nodes,
             ranks_per_node=launch.ranks_per_node,
             start_timeout_seconds=launch.start_timeout_seconds,
             stop_timeout_seconds=launch.stop_timeout_seconds,
+            death_grace_seconds=max(MembershipPolicy.death_grace_seconds, found_seconds),
+            kill_timeout_seconds=max(MembershipPolicy.kill_timeout_seconds, found_seconds),
             max_restarts=recovery.max_restarts,
             min_nodes=recovery.min_nodes,
             position_timeout_seconds=recovery.position_timeout_seconds,
@@ -570,11 +577,6 @@ class Step:
     ``REFORM``, the nodes are lost nodes whose old ranks must be killed."""
 
 
-def remaining_ranks(policy: MembershipPolicy, state: State) -> frozenset[int]:
-    """Return the ranks of the members that are not lost. Hot spares (processes without a rank) are left out."""
-    return layout_of(policy, state).processes_without(state.nodes.lost)
-
-
 def keeps_layout(policy: MembershipPolicy, state: State) -> bool:
     """Return whether the job still keeps its layout: other nodes take the places of lost nodes."""
     return policy.keeps_layout and not state.has_changed_layout
@@ -585,12 +587,6 @@ def layout_of(policy: MembershipPolicy, state: State) -> "MembershipLayout":
     if state.layout is not None:
         return state.layout
     return policy.layout_on(state.members, in_place=not state.has_changed_layout)
-
-
-def name_of(policy: MembershipPolicy, state: State, rank: int) -> str:
-    """Return a name of the process ``rank`` of a member, for messages."""
-    number = layout_of(policy, state).rank_of(rank)
-    return f"process {rank}, a hot spare," if number is None else f"rank {number}"
 
 
 # Cached, because the sets change only with memberships. Without the cache, a loss among 8,192 ranks took minutes.

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_ft.config.serialize import from_dict
 from megatron_ft.control.membership.events import AddRequested, NodeJoined, NodeLost, RankReported
 from megatron_ft.control.membership.joining import NodeRules
 from megatron_ft.control.membership.machine import advance, initial
 from megatron_ft.control.membership.state import Decision, MembershipPolicy, Phase, Step
+from tests.helpers.keys import grouped
 from tests.unit.control.membership.test_joining import POLICY, ready
 from tests.unit.control.membership.test_reconfigure import Job
 from tests.unit.control.membership.test_replacing import SPARES, lose, report
@@ -51,6 +53,26 @@ def test_nobody_can_add_a_node_that_is_not_there() -> None:
     assert NodeRules(COMING).refuse_add(job.state, 2) is not None
     job.see(AddRequested(2))
     assert job.see(NodeJoined(2)).decision is Decision.START_NODES
+
+
+@pytest.mark.parametrize("starts_nodes", [True, False])
+def test_ranks_with_errors_wait_until_missing_heartbeats_can_reveal_a_death(starts_nodes: bool) -> None:
+    config = from_dict(grouped(num_nodes=3, ranks_per_node=2, min_nodes=2))
+    job = Job(MembershipPolicy.of(config, starts_nodes=starts_nodes))
+    job.say(0, 1, 4, 5)
+    job.tick(2.0)
+    job.tick(9.0)
+    step = job.see(NodeLost(1, job.now, "no heartbeat from its agent"))
+    assert (step.decision is Decision.REFORM) != starts_nodes, "the launcher would have seen the end at once"
+    late = Job(job.policy)
+    late.say(0)
+    assert late.tick(12.0).decision is Decision.STOP, "no process has ended"
+
+
+def test_a_kill_waits_until_missing_heartbeats_can_reveal_a_death() -> None:
+    config = from_dict({**grouped(num_nodes=3, ranks_per_node=2), "detector": {"heartbeat_timeout_seconds": 30.0}})
+    timeouts = [MembershipPolicy.of(config, starts_nodes=starts).kill_timeout_seconds for starts in (True, False)]
+    assert timeouts == [10.0, 32.0]
 
 
 def lose_cable(job: Job, node: int) -> Step:
