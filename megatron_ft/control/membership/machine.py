@@ -103,7 +103,8 @@ def _observe(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
         case NodeLost():
             return _lose_node(policy, state, event, now)
         case StopRequested() | KillRequested():
-            return replace(state, interrupted=True)
+            stop_by = state.stop_by_seconds or now.seconds + policy.stop_timeout_seconds
+            return replace(state, interrupted=True, stop_by_seconds=stop_by)
     return state
 
 

@@ -107,6 +107,9 @@ def _fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     """
     if state.nodes.lost != state.nodes.announced:
         return _break(policy, state, now)
+    # In this layout, the ranks cannot save a checkpoint without the lost nodes, so the job ends.
+    if state.stop_by_seconds is not None and now.arrived_seconds >= state.stop_by_seconds:
+        return _give_up(policy, state, now, "the job was asked to stop, and nodes that replace lost nodes did not come")
     state = joining.count_losses(state, choose_target(_positions(policy, state)).iteration)
     if NodeRules(policy).why_place_stays_empty(state) is None:
         return NodeRules(policy).fill_places(state, now)

@@ -489,6 +489,8 @@ class State:
     num_reforms: int = 0
     """Number of earlier generations whose surviving ranks continued in their processes, without a restart."""
     interrupted: bool = False
+    stop_by_seconds: float | None = None
+    """Time after which the job no longer waits for nodes that replace lost nodes, because it was asked to stop."""
     reached_iteration: int = 0
     """Latest iteration of this generation that any ended rank had reached."""
     furthest_iteration: int = 0
@@ -504,8 +506,9 @@ class State:
     @property
     def wake_seconds(self) -> float | None:
         """Time at which the state machine must decide even if no event arrives; None means never."""
-        times = [at for at in (self.deadline_seconds, self.wake_up_seconds) if at is not None]
-        return min(times, default=None)
+        stop_by = self.stop_by_seconds if self.phase is Phase.FILLING else None
+        times = (self.deadline_seconds, self.wake_up_seconds, stop_by)
+        return min((at for at in times if at is not None), default=None)
 
     @property
     def first_failure(self) -> Failure | None:

@@ -378,6 +378,26 @@ def test_a_stop_request_waits_for_the_place_and_a_second_one_does_not() -> None:
     assert job.see(KillRequested()).decision is Decision.KILL
 
 
+def test_after_a_stop_request_the_wait_for_a_place_ends_with_the_time_to_stop() -> None:
+    job = Job(AGAIN)
+    lose(job, 1)
+    settle(job)
+    job.see(StopRequested(), after_seconds=1.0)
+    assert job.state.wake_seconds == 21.0
+    assert job.tick(5.0).decision is WAIT
+    job.see(NodeLost(1, 6.0, "cable"))
+    assert job.tick(1.0).decision is Decision.START_AGENTS
+    settle(job)
+    assert job.state.wake_seconds == 21.0, "a start of the node does not renew the time"
+    assert job.tick(13.0).decision is WAIT
+    step = job.tick(1.0)
+    assert (step.decision, step.state.phase) == (STOP, Phase.STOPPING)
+    assert step.reason.startswith("the job was asked to stop")
+    for rank in (0, 1, 4, 5):
+        step = job.see(RankExited(rank, 8, job.now, done=False))
+    assert step.decision is Decision.END, "and no rank is started again"
+
+
 def test_a_node_that_is_lost_again_and_again_is_given_up_unless_it_settles() -> None:
     job = Job(replace(AGAIN, max_node_restarts=1))
     for completed in (20, 40):
