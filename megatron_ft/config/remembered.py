@@ -33,6 +33,8 @@ _SCHEDULE_KEYS = (
 """Keys that have an effect only with some values of ``optimizer.lr_decay_style``; only then are they compared."""
 _FORMAT_KEYS = ("parallel.use_distributed_optimizer", "precision.params_dtype", "precision.regime")
 """Keys that determine which optimizer state exists. Saved state fits only the values with which it was saved."""
+_SAMPLES_KEYS = ("training.global_batch_size", "training.rampup_batch_size")
+"""Keys that, together with the number of an iteration, determine which samples the iteration reads."""
 _DERIVED = "# Derived; as given: "
 """First words of a comment in ``config.yaml``. The comment contains the values that the user gave for derived keys."""
 
@@ -51,10 +53,12 @@ class Change:
     """Whether the value differs only because a change of another key has made this key effective or ineffective."""
 
     @property
-    def can_be_allowed(self) -> bool:
-        """Return whether the saved state can be used with the new value."""
+    def obstacle(self) -> str | None:
+        """Reason why the run cannot continue with the new value, even with permission; None if it can."""
+        if self.key in _SAMPLES_KEYS:
+            return "the batch size determines the position in the data, so the run would skip or repeat samples"
         is_shape = self.concern == "model" and self.key not in _FREE_MODEL_KEYS
-        return not is_shape and self.key not in _FORMAT_KEYS
+        return "the run's saved state fits only the earlier value" if is_shape or self.key in _FORMAT_KEYS else None
 
     def __str__(self) -> str:
         """Return the key with its earlier and its new value."""
@@ -148,16 +152,13 @@ def check_allowed(found: Sequence[Change], allowed: Collection[str]) -> list[str
         ``allowed``, and the keys that began or ceased to have an effect because of an allowed change.
 
     Raises:
-        ConfigError: a change is not allowed, or the saved state cannot be used with it.
+        ConfigError: a change is not allowed, or the run cannot continue with it.
     """
     meaning = [change for change in found if change.concern is not None and not change.follows]
     follows = [change.key for change in found if change.follows]
-    impossible = [str(change) for change in meaning if not change.can_be_allowed]
+    impossible = [f"{change}: {change.obstacle}" for change in meaning if change.obstacle is not None]
     if impossible:
-        raise ConfigError(
-            f"{'; '.join(impossible)}: the run's saved state fits only the earlier value. "
-            "Leave the key out, or begin another run"
-        )
+        raise ConfigError(f"{'; '.join(impossible)}. Leave the key out, or begin another run")
     refused = [change for change in meaning if change.key not in allowed]
     if refused:
         listed = ",".join([*allowed, *(change.key for change in refused)])

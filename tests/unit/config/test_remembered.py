@@ -95,6 +95,16 @@ def test_some_changes_cannot_be_allowed(override: str) -> None:
         check_allowed(found, [change.key for change in found])
 
 
+@pytest.mark.parametrize(
+    "override", ["training.global_batch_size=32", "training.rampup_batch_size=[8,8,64]", "training.global_batch_size=8"]
+)
+def test_the_batch_size_cannot_change_because_samples_would_be_skipped_or_repeated(override: str) -> None:
+    found = changes(composed("training.train_samples=960"), composed("training.train_samples=960", override))
+    key = override.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"^{key}: .* would skip or repeat samples\. Leave the key out"):
+        check_allowed(found, [change.key for change in found])
+
+
 def test_a_longer_run_keeps_its_schedule_only_if_it_was_given() -> None:
     with pytest.raises(ConfigError, match=r"optimizer.lr_decay_iterations: 60 -> 90.*optimizer.lr_decay_iterations=60"):
         check_allowed(changes(composed(), composed("training.train_iterations=90")), [])
