@@ -38,7 +38,10 @@ _ALL = (
     _Metric("global_batch_size", "samples", "Samples of this iteration."),
     _Metric("consumed_samples", "samples", "Samples read since the run began, including this iteration."),
     _Metric(
-        "iteration_seconds", "s", "Wall time from the first microbatch to the end of the iteration.", is_timed=True
+        "iteration_seconds",
+        "s",
+        "Wall time from the first microbatch to the end of the iteration, without recoveries.",
+        is_timed=True,
     ),
     _Metric("tokens_per_second", "tokens/s", "tokens / iteration_seconds, over all ranks.", is_timed=True),
     _Metric("tokens_per_second_per_gpu", "tokens/s", "tokens_per_second per GPU; on CPUs, per rank.", is_timed=True),

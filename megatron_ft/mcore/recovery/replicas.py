@@ -134,7 +134,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         self._report_abandoned_saves()
         if carried is not None and carried.finished is not None:
             finished, carried.finished = carried.finished, None
-            self.account(finished, time.monotonic() - began, carried.batch)
+            self.account(finished, finished.seconds, carried.batch)
         self.reporting_rank = 0
 
     def stand_by(self, following: NextMembership) -> None:

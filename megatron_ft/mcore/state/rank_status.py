@@ -3,6 +3,7 @@ back an interrupted iteration to bring a rank to this state."""
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,6 +64,7 @@ def resolve_iteration(engine: TrainingEngine, target: Target) -> IterationResult
     assert vote is not None and in_progress.contributed, (
         f"this rank has no ballot or no vote of iteration {target.iteration}"
     )
+    began, seconds = time.perf_counter(), in_progress.seconds
     # Leave out the values of single ranks, because ranks may be renumbered before the result is reported.
     result = replace(engine.decide(vote), of_ranks=RankFigures())
     # A skip or a stop may have been applied before the failure. Both restore recorded values, so they can be repeated.
@@ -70,7 +72,8 @@ def resolve_iteration(engine: TrainingEngine, target: Target) -> IterationResult
         engine.apply(result)
     if result.decision.action != "stop":
         engine.finish(vote, result.decision)
-    return result
+    # Leave out the time from the failure until now, because the recovery is reported on its own.
+    return replace(result, seconds=seconds + time.perf_counter() - began)
 
 
 Key = tuple[int, bool]

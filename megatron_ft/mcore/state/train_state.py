@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import random
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from megatron_ft.planning.iteration import Decision, History, RankFigures, Vote
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationResult:
-    """Vote, decision and measured values of one iteration, the same on every rank."""
+    """Vote, decision and measured values of one iteration, the same on every rank except ``seconds``."""
 
     vote: Vote
     decision: Decision
@@ -37,6 +38,8 @@ class IterationResult:
     not needed."""
     of_ranks: RankFigures = field(default_factory=RankFigures)
     """Measured values of single ranks."""
+    seconds: float = math.nan
+    """Duration on this rank, without the recovery, if a recovery has finished the iteration; otherwise NaN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +188,9 @@ class IterationState:
     """Number of tokens of each expert, summed over all ranks: int64 [num_layers, num_moe_experts]; None if unused."""
     repaid: torch.Tensor | None = None
     """Number of tokens that each expert has processed beyond its capacity, in the shape of ``expert_load``."""
+    began: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0
+    """Duration of the iteration until its newest completed step: gradients or update. A failure is noticed later."""
     contributed: bool = False
     """Whether this rank may have sent its ballot. If so, other ranks may have the complete vote (all ballots)."""
     vote: Vote | None = None
@@ -199,13 +205,17 @@ class IterationState:
         field that is None gives None; if ``layers`` is empty, both results are None."""
         return _rows_of(self.expert_load, layers), _rows_of(self.repaid, layers)
 
+    def contribute(self) -> None:
+        """Record that this rank is about to send its ballot."""
+        self.contributed, self.seconds = True, time.perf_counter() - self.began
+
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Set ``update`` to ``begun`` while the block runs, and to ``done`` after it."""
         self.update = "begun"
         # No ``finally``: after an exception the state is partly updated and unusable, so the value must stay ``begun``.
         yield
-        self.update = "done"
+        self.update, self.seconds = "done", time.perf_counter() - self.began
 
 
 def _rows_of(load: torch.Tensor | None, layers: Sequence[int]) -> list[list[int]] | None:

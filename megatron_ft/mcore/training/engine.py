@@ -452,7 +452,7 @@ class TrainingEngine:
         in_progress = self._of(iteration)
         # Set this before the exchange. Once this rank has sent its ballot, other ranks may have the complete vote and
         # commit. Then this rank must be able to finish the iteration, even if its own exchange fails.
-        in_progress.contributed = True
+        in_progress.contribute()
         ballots = exchange(ballot, self.groups.vote)
         in_progress.of_ranks = RankFigures.of(ballots)
         in_progress.vote = self.tally(ballots)

@@ -2,6 +2,7 @@
 peers."""
 
 import contextlib
+import time
 from typing import Any
 
 import pytest
@@ -109,6 +110,20 @@ def test_a_rank_finishes_with_the_vote_of_another(phase: str, undisturbed: tuple
         resolve_iteration(engine, Target.from_json(Target(iteration=BROKEN, vote=vote).to_json()))
         assert _comparable(whole_state(engine), True) == _comparable(state, True)
         assert (engine.iteration, engine.history) == (BROKEN, history)
+
+
+@pytest.mark.parametrize("phase", ["vote_after", "gather"])
+def test_the_duration_of_an_iteration_excludes_the_time_until_its_recovery(
+    phase: str, megatron: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_ft.mcore.state.rank_status import position_of, resolve_iteration
+
+    clock = time.perf_counter
+    began = clock()
+    with broken_at(phase, {}) as engine:
+        monkeypatch.setattr(time, "perf_counter", lambda: clock() + 1000.0)  # the failure is noticed late
+        result = resolve_iteration(engine, choose_target([position_of(engine, rank=0)]))
+        assert result is not None and 0.0 < result.seconds < clock() - began
 
 
 def _comparable(state: dict[str, str], finished: bool) -> dict[str, str]:
