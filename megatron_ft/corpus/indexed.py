@@ -10,15 +10,18 @@ import json
 import os
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedWriter
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
 
-from megatron_ft.durable import fsync_folder, replace_file
+from megatron_ft.durable import fsync_folder
 from megatron_ft.errors import DataError
 from megatron_ft.serde import parse_json
 
@@ -84,7 +87,7 @@ class IndexedWriter:
     last, so if ``.idx`` exists, both files are complete.
 
     Raises:
-        DataError: the files exist and ``overwrite`` is false, the folder cannot be written, a token does not fit
+        DataError: the files exist and ``overwrite`` is false, a file cannot be written, a token does not fit
             ``dtype``, or no document was added.
     """
 
@@ -112,13 +115,14 @@ class IndexedWriter:
         return len(self._lengths)
 
     def __enter__(self) -> "IndexedWriter":
-        suffix = f".tmp-{os.getpid()}"
-        self._partial = {path: Path(f"{path}{suffix}") for path in (bin_path(self.prefix), idx_path(self.prefix))}
-        try:
+        # In this order, the files get their names. Readers consider a dataset complete as soon as ``.idx`` exists.
+        paths = [bin_path(self.prefix), idx_path(self.prefix)]
+        if self._tokenizer is not None:
+            paths.insert(0, tokenizer_path(self.prefix))
+        self._partial = {path: Path(f"{path}.tmp-{os.getpid()}") for path in paths}
+        with _writing(self.prefix):
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
-            self._stream: BinaryIO = open(self._partial[bin_path(self.prefix)], "wb", buffering=1 << 20)
-        except OSError as error:
-            raise DataError(f"{self.prefix}: cannot be written: {error.strerror}") from error
+            self._stream = BufferedWriter(open(self._partial[bin_path(self.prefix)], "wb", buffering=0), 1 << 20)
         return self
 
     def add_document(self, tokens: np.ndarray) -> None:
@@ -129,7 +133,8 @@ class IndexedWriter:
         bounds = np.iinfo(self.dtype)
         if tokens.dtype != self.dtype and (tokens.min() < bounds.min or tokens.max() > bounds.max):
             raise DataError(f"{self.prefix}: token id {tokens.max()}: must fit into {self.dtype.name}")
-        self._stream.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
+        with _writing(bin_path(self.prefix)):
+            self._stream.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
         self._lengths.append(tokens.size)
         self.num_tokens += int(tokens.size)
 
@@ -140,20 +145,28 @@ class IndexedWriter:
             if kind is None:
                 self._finish()
         finally:
-            self._stream.close()
             for path in self._partial.values():
                 path.unlink(missing_ok=True)
+            # Drop what is still buffered: after an error of the disk, writing it would fail again.
+            self._stream.raw.close()
 
     def _finish(self) -> None:
         if not self.num_tokens:
             raise DataError(f"{self.prefix}: cannot be written without tokens: the input contains no text")
-        _flush(self._stream)
-        with open(self._partial[idx_path(self.prefix)], "wb", buffering=1 << 20) as stream:
-            stream.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_documents, self.num_documents + 1))
-            for part in self._index():
-                stream.write(part.data)
+        with _writing(bin_path(self.prefix)):
+            _flush(self._stream)
+        header = HEADER.pack(MAGIC, VERSION, self._code, self.num_documents, self.num_documents + 1)
+        self._write(idx_path(self.prefix), chain([header], (part.data for part in self._index())))
+        if self._tokenizer is not None:
+            record = json.dumps({"fingerprint": self._tokenizer}).encode() + b"\n"
+            self._write(tokenizer_path(self.prefix), [record])
+        with _writing(self.prefix):
+            self._publish()
+
+    def _write(self, path: Path, parts: Iterable[bytes | memoryview]) -> None:
+        with _writing(path), open(self._partial[path], "wb", buffering=1 << 20) as stream:
+            stream.writelines(parts)
             _flush(stream)
-        self._publish()
 
     def _index(self) -> Iterator[np.ndarray]:
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
@@ -170,12 +183,18 @@ class IndexedWriter:
         idx_path(self.prefix).unlink(missing_ok=True)
         tokenizer_path(self.prefix).unlink(missing_ok=True)
         fsync_folder(self.prefix.parent)
-        if self._tokenizer is not None:
-            replace_file(tokenizer_path(self.prefix), json.dumps({"fingerprint": self._tokenizer}).encode() + b"\n")
-        # ``.bin`` is renamed first, because readers consider a dataset complete as soon as ``.idx`` exists.
         for path, partial in self._partial.items():
             os.replace(partial, path)
             fsync_folder(self.prefix.parent)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raise a DataError that names ``path`` if the block raises an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def _flush(stream: BinaryIO) -> None:

@@ -1,6 +1,7 @@
 """Tests the command that makes datasets, on real text."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,20 @@ def test_refusals_leave_nothing_behind(
     assert preprocess_data.main(["--input", str(path), "--output-prefix", str(tmp_path / "set")]) == 3
     assert message in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+@pytest.mark.parametrize("num_documents", [1, 2000])
+@pytest.mark.parametrize("name", ["set.bin", "set.idx", "set.tokenizer.json"])
+def test_a_full_disk_is_one_line_and_leaves_nothing_behind(
+    tmp_path: Path, name: str, num_documents: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, folder = tmp_path / "rows.jsonl", tmp_path / "data"
+    path.write_text(f"{json.dumps({'text': 'a' * 1000})}\n" * num_documents, encoding="utf-8")
+    folder.mkdir()
+    (folder / f"{name}.tmp-{os.getpid()}").symlink_to("/dev/full")
+    assert preprocess_data.main(["--input", str(path), "--output-prefix", str(folder / "set")]) == 3
+    assert capsys.readouterr().err == f"preprocess_data: {folder / name}: cannot be written: No space left on device\n"
+    assert list(folder.iterdir()) == []
 
 
 def test_no_torch_is_imported() -> None:
