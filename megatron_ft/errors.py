@@ -4,6 +4,7 @@ The message of an exception names the key, the value and the constraint, and say
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class MegatronFtError(Exception):
@@ -48,6 +49,16 @@ class CheckpointError(MegatronFtError):
     """A checkpoint that is missing, damaged, or of another run."""
 
     exit_code = 5
+
+
+class UnreadableError(CheckpointError):
+    """A file of a checkpoint that the storage could not read. It may be undamaged, so a restart may succeed."""
+
+    exit_code = MegatronFtError.exit_code
+
+    def __init__(self, message: str, checkpoint: Path | None = None) -> None:
+        super().__init__(message)
+        self.checkpoint = checkpoint
 
 
 class TrainingStopped(MegatronFtError):

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ft.config.identity import Difference, JobIdentity
-from megatron_ft.errors import CheckpointError
+from megatron_ft.errors import CheckpointError, UnreadableError
 from megatron_ft.mcore.checkpoint.metadata import FORMAT_NAME, METADATA_NAME
 from megatron_ft.mcore.groups import Collectives
 from megatron_ft.mcore.versions import plan_save
@@ -73,6 +73,8 @@ class CheckpointFinder:
         Raises:
             CheckpointError: the newest undamaged checkpoint has other data, or another model, optimizer or schedule
                 than this job.
+            UnreadableError: the storage could not read a file of the checkpoint that would be used. The checkpoint is
+                not renamed, because it may be undamaged.
         """
         self.foreign = {}
         while True:
@@ -85,6 +87,12 @@ class CheckpointFinder:
             path = folder / name
             try:
                 manifest = self.verify(path)
+            except UnreadableError as error:
+                raise UnreadableError(
+                    f"{error}. The checkpoint may be undamaged, so it keeps its name. Start again when the storage can "
+                    f"be read, or move {path} to another folder to continue from an older checkpoint",
+                    path,
+                ) from error
             except CheckpointError as error:
                 self._set_aside(path, str(error), "damaged")
                 continue
@@ -152,19 +160,28 @@ class CheckpointFinder:
 
     def verify(self, directory: Path) -> Manifest:
         """Verify all files of ``directory``. Each rank reads a share of the files. Raise CheckpointError on every rank
-        if any rank finds damage."""
+        if any rank finds damage, otherwise UnreadableError if the storage could not read a file of any rank."""
         manifest: Manifest | None = None
-        error: str | None = None
+        errors: dict[type[CheckpointError], str] = {}
         try:
-            manifest = Manifest.verified(directory, part=self._collectives.rank, num_parts=self._collectives.num_ranks)
+            manifest = self._read_share(directory)
         except CheckpointError as failure:
-            error = str(failure)
-        everywhere = self._collectives.errors(error)
-        if everywhere is not None:
-            raise CheckpointError(everywhere if error is None else error)
+            errors[type(failure)] = str(failure)
+        for kind in (CheckpointError, UnreadableError):
+            everywhere = self._collectives.errors(errors.get(kind))
+            if everywhere is not None:
+                raise kind(errors.get(kind, everywhere))
         assert manifest is not None, "there is neither a manifest nor an error"
         self._verified = (directory, manifest)
         return manifest
+
+    def _read_share(self, directory: Path) -> Manifest:
+        part, num_parts = self._collectives.rank, self._collectives.num_ranks
+        try:
+            return Manifest.verified(directory, part=part, num_parts=num_parts)
+        except UnreadableError:
+            # Look again, because some errors are gone at once, such as a stale handle of a network file system.
+            return Manifest.verified(directory, part=part, num_parts=num_parts)
 
     def check(self, directory: Path, *, trust: bool) -> Manifest | None:
         """Return the manifest of ``directory``. Verify the files first, except if the previous method call on this

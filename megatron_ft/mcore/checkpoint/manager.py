@@ -218,7 +218,7 @@ class CheckpointManager:
             self._pending.blocked_seconds += time.monotonic() - began
 
     def forget_plan(self) -> None:
-        """Plan the next save anew. All ranks must call this before experts move; no save may be copying tensors."""
+        """Plan the next save again. All ranks must call this before experts move; no save may be copying tensors."""
         self._planner.forget()
 
     def poll(self) -> None:
@@ -459,6 +459,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: the newest undamaged checkpoint has other data, or another model, optimizer or schedule
                 than this job.
+            UnreadableError: the storage could not read a file of the checkpoint that would be used.
         """
         return self._finder.newest(folder or self.folder)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.node.worker_client import RankContext
-from megatron_ft.errors import CheckpointError
+from megatron_ft.errors import CheckpointError, UnreadableError
 from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 from megatron_ft.mcore.snapshot.local_window import PLACEMENT, LocalWindow
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
@@ -26,6 +26,7 @@ def select_restore_source(
         (checkpoint, window), of which at most one is not None. Both are None if the run starts at iteration 0.
 
     Raises:
+        UnreadableError: the storage could not read the newest checkpoint, and no window is newer.
         CheckpointError: one of five cases. ``run.resume=must``, and there is no usable state. All checkpoints belong to
             other runs. The newest state has other data, or another model, optimizer or schedule, than this job. The run
             has saved state, but none of it is usable, and ``run.start_over`` is false. There is no state to evaluate,
@@ -37,7 +38,11 @@ def select_restore_source(
     has_other_windows = config.snapshot.persist_url is not None or config.snapshot.outlive_job_seconds > 0
     if context.resume_from is not None or (run.resume != "never" and has_other_windows):
         folder = context.resume_from or checkpoints.folder
-        found = checkpoints.newest(folder)
+        unreadable = None
+        try:
+            found = checkpoints.newest(folder)
+        except UnreadableError as error:
+            unreadable, found = error, error.checkpoint
         if found is not None and not _may_use("checkpoint", config, context):
             not_chosen, found = (f"{found}: {_not_chosen(config)}",), None
         window = restorer.find(found)
@@ -51,7 +56,9 @@ def select_restore_source(
                 "from one of these checkpoints, set checkpoint.load=<path>; to start this run at iteration 0, set "
                 "run.start_over=true"
             )
-        # Rename checkpoints only after the check above, so that a start that fails renames nothing.
+        if window is None and found is not None and unreadable is not None:
+            raise unreadable
+        # Rename checkpoints only after the checks above, so that a start that fails renames nothing.
         checkpoints.set_foreign_aside()
         if window is not None:
             restorer.report_start(None, context.generation)

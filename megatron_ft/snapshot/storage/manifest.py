@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from megatron_ft.config.identity import Settings
-from megatron_ft.errors import CheckpointError
+from megatron_ft.errors import CheckpointError, UnreadableError
 from megatron_ft.serde import decode
 from megatron_ft.snapshot.storage.files import FileEntry, hash_file, write_atomically
 
@@ -118,8 +118,8 @@ class Manifest:
             raise CheckpointError(
                 f"{directory}: has no {MANIFEST_NAME}; the checkpoint is incomplete, or was not written by this project"
             ) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path}: {error}") from error
+        except OSError as error:
+            raise _unread(path, error) from error
         except CheckpointError as error:
             message = str(error)
             raise CheckpointError(message if message.startswith(str(path)) else f"{path}: {message}") from None
@@ -134,7 +134,7 @@ class Manifest:
 
         Raises:
             CheckpointError: a file is missing, unlisted, not a regular file, or has other content; the message names
-                this file.
+                this file. It is an UnreadableError if the storage could not read an existing file.
         """
         manifest = Manifest.read(directory)
         _check_listing(directory, manifest.files)
@@ -194,26 +194,31 @@ def _check_content(directory: Path, entry: FileEntry) -> None:
         with os.fdopen(descriptor, "rb", buffering=0) as file:
             found = hash_file(file)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise _unread(path, error) from error
     if found != entry.xxh3_128:
         raise CheckpointError(f"{path}: damaged: has checksum {found}, but the manifest says {entry.xxh3_128}")
+
+
+def _unread(path: Path, error: OSError) -> CheckpointError:
+    # A file that exists but cannot be read now may be undamaged.
+    kind = CheckpointError if isinstance(error, FileNotFoundError) else UnreadableError
+    return kind(f"{path}: {error}")
 
 
 def _walk(directory: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
     # Yields name and size of every regular file, also in subfolders. Raises CheckpointError for links and special
     # files.
     try:
-        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+        for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+            name = prefix + entry.name
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(Path(entry.path), name + "/")
+            elif entry.is_file(follow_symlinks=False):
+                yield name, entry.stat(follow_symlinks=False).st_size
+            else:
+                raise CheckpointError(f"{entry.path}: must be a regular file or a directory")
     except OSError as error:
-        raise CheckpointError(f"{directory}: {error}") from error
-    for entry in entries:
-        name = prefix + entry.name
-        if entry.is_dir(follow_symlinks=False):
-            yield from _walk(Path(entry.path), name + "/")
-        elif entry.is_file(follow_symlinks=False):
-            yield name, entry.stat(follow_symlinks=False).st_size
-        else:
-            raise CheckpointError(f"{entry.path}: must be a regular file or a directory")
+        raise _unread(directory, error) from error
 
 
 def _parse(body: dict[str, Any]) -> Manifest:

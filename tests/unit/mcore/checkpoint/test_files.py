@@ -1,5 +1,6 @@
 """Tests which checkpoints of a run's folder belong to the run, by their manifests alone."""
 
+import errno
 import json
 import os
 from dataclasses import replace
@@ -11,11 +12,12 @@ import pytest
 pytest.importorskip("torch")
 
 from megatron_ft.config.identity import JobIdentity
-from megatron_ft.errors import CheckpointError
+from megatron_ft.errors import CheckpointError, MegatronFtError, UnreadableError
 from megatron_ft.mcore.checkpoint.files import CheckpointFinder
 from megatron_ft.snapshot.storage.checkpoints import directory_name, list_checkpoints
 from megatron_ft.snapshot.storage.files import write_file
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
+from tests.helpers.disk import fail_to_read
 
 RUN_ID = "5" * 32
 SETTINGS = {
@@ -171,3 +173,46 @@ def test_format_1_is_the_run_s_only_where_the_run_is_older_than_format_2(tmp_pat
     assert "cannot be compared" in note
     renamed, _ = finder(replace(JOB, takes_format_1=True, run_name="second"))
     assert renamed.newest(tmp_path) is None
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES])
+def test_a_checkpoint_that_the_storage_cannot_read_keeps_its_name(
+    tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 20)
+    path = save(tmp_path, 40)
+    fail_to_read(monkeypatch, "__0_0.distcp", times=2, error=error)
+    search, reports = finder()
+    with pytest.raises(UnreadableError, match=f"__0_0.distcp: .*{os.strerror(error)}.*move {path}") as caught:
+        search.newest(tmp_path)
+    assert caught.value.checkpoint == path and path.is_dir() and reports == []
+    assert caught.value.exit_code == MegatronFtError.exit_code, "a restart may succeed"
+    assert search.newest(tmp_path) == path
+
+
+def test_a_second_look_is_enough_after_one_error_of_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, 40)
+    failed = fail_to_read(monkeypatch, "__0_0.distcp", times=1)
+    assert finder()[0].newest(tmp_path) == path and failed == [str(path / "__0_0.distcp")]
+
+
+def test_a_checkpoint_whose_file_is_gone_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    older = save(tmp_path, 20)
+    save(tmp_path, 40)
+    fail_to_read(monkeypatch, "__0_0.distcp", times=1, error=errno.ENOENT)
+    search, reports = finder()
+    assert search.newest(tmp_path) == older
+    assert [text.partition(",")[0] for text in reports] == ["iter_0000040: damaged"]
+
+
+def test_damage_that_another_rank_finds_counts_more_than_an_error_of_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, (search, _) = save(tmp_path, 40), finder()
+    monkeypatch.setattr(OneRank, "errors", lambda self, error: error or "rank 1: damaged")
+    fail_to_read(monkeypatch, "__0_0.distcp", times=2)
+    with pytest.raises(CheckpointError, match="rank 1: damaged") as caught:
+        search.verify(path)
+    assert type(caught.value) is CheckpointError

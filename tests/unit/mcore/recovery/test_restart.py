@@ -10,11 +10,12 @@ import pytest
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.job import JobConfig, RecoveryConfig, RunConfig
 from megatron_ft.control.node.worker_client import InProcessClient, RankContext, StopFlag
-from megatron_ft.errors import CheckpointError
+from megatron_ft.errors import CheckpointError, UnreadableError
 from megatron_ft.events import Record, RecoveryStarted
 from megatron_ft.mcore.checkpoint.files import CheckpointFinder
 from megatron_ft.mcore.recovery.restart import _check_start_over, _newest_iteration, select_restore_source
 from megatron_ft.mcore.snapshot.local_window import CONFIG
+from tests.helpers.disk import fail_to_read
 from tests.unit.mcore.snapshot.test_restorer import OWN, OneRank, recovery, save
 from tests.unit.snapshot.storage.conftest import make_checkpoint
 
@@ -83,6 +84,22 @@ def test_damaged_checkpoints_are_not_started_over_by_a_second_start_either(tmp_p
     assert start(tmp_path, replace(AUTO, start_over=True))[0] == "start_over"
     make_checkpoint(tmp_path / "checkpoints" / "iter_0000003", 3)
     assert start(tmp_path)[0] == "checkpoint"
+
+
+@pytest.mark.parametrize(("iteration", "source"), [(10, "rollback"), (40, None)])
+def test_only_a_newer_window_replaces_a_checkpoint_that_cannot_be_read(
+    tmp_path: Path, iteration: int, source: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 20)
+    checkpoint = tmp_path / "checkpoints" / f"iter_{iteration:07d}"
+    make_checkpoint(checkpoint, iteration)
+    fail_to_read(monkeypatch, "__0_0.distcp", times=2)
+    if source is None:
+        with pytest.raises(UnreadableError, match="Input/output error"):
+            start(tmp_path, replace(AUTO, start_over=True))
+    else:
+        assert start(tmp_path)[0] == source
+    assert checkpoint.is_dir()
 
 
 def test_state_that_can_be_used_is_used_whatever_the_key_says(tmp_path: Path) -> None:
