@@ -109,7 +109,8 @@ def _sizes(holdings_by_rank: Iterable[Iterable[_PartHolding]]) -> dict[Part, int
 
 def _cut(by_rank: Mapping[int, _PartHolding]) -> Iterable[tuple[int, int, int]]:
     # Yields (rank, start, stop). Ranges of ranks may overlap in part, for example if two stages share the embedding.
-    block = next(block_elements((*holding.full, *holding.frozen)) for holding in by_rank.values())
+    # A rank without a range has no components of optimizer state, so its block may be too small.
+    block = max(block_elements((*holding.full, *holding.frozen)) for holding in by_rank.values())
     edges = sorted({edge for holding in by_rank.values() for bounds in holding.ranges for edge in bounds})
     for start, stop in pairwise(edges):
         # Divide the range evenly, to share the work, and in rank order, so that all ranks compute the same shards.

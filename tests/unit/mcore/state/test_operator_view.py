@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.errors import RecoveryError
+from megatron_ft.operator_state import Component, check_shards
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 from megatron_ft.testing import engines
@@ -99,3 +100,17 @@ def test_a_payload_of_another_layout_is_refused() -> None:
         view = view_of(engine)
         with pytest.raises(RecoveryError, match="slice 0 has 10 captured bytes"):
             view.restore(dense_plan(view), 0, bytes(10))
+
+
+def test_cuts_are_between_blocks_if_the_first_rank_has_no_optimizer_state() -> None:
+    from megatron_ft.mcore.state.operator_view import _cut_shards, _PartHolding
+
+    part = ("decoder.final_layernorm.weight", 0)
+    weight = Component(name="weight", dtype="float32", item_bytes=4)
+    codes = Component(name="master", dtype="float8_e4m3fn", item_bytes=1)
+    scales = Component(name="master_scales", dtype="uint8", item_bytes=1, per_block=True)
+    without = _PartHolding(part=part, num_elements=200, ranges=(), full=(), frozen=(weight,))
+    having = _PartHolding(part=part, num_elements=200, ranges=((0, 200),), full=(codes, scales), frozen=(weight,))
+    shards = _cut_shards([(without,), (having,), (having,)], 2)
+    check_shards(shards, {part: 200})
+    assert [[(shard.start, shard.stop) for shard in of_rank] for of_rank in shards] == [[], [(0, 64)], [(64, 200)]]
