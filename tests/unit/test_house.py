@@ -23,7 +23,7 @@ IMPORT_IN_TEXT = re.compile(r"^\s*(?:from|import) (\w+(?:\.\w+)*)", re.MULTILINE
 MACHINE_PATH = re.compile(r"/(?:home|root|Users|work|tmp)/[\w.-]+")
 
 
-MOST_PACKAGE_LINES = 68_580
+MOST_PACKAGE_LINES = 68_950
 MOST_NAMES_PER_THOUSAND = 29.9
 LEAST_COMMENTS_PER_THOUSAND = 7.0
 """Bounds of ``tools.code_size``. Only a change that adds a feature may raise the first. The second may only be lowered,

@@ -46,7 +46,7 @@ from megatron_ft.planning.recovery.localized_replay import (
     units_of,
 )
 from megatron_ft.planning.recovery.sources import StoredWindow
-from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.planning.snapshot.plan import WindowKey, WindowPlan
 from megatron_ft.planning.state.declined import Declined
 from megatron_ft.records import Record
 from megatron_ft.runtime.transport.abort import Opening
@@ -245,6 +245,16 @@ class _Region:
     def _num_loss_tokens(self) -> int:
         number = self._engine.iteration + 1
         return self._engine.reader("train", number).num_loss_tokens(number)
+
+
+def _stored(client: KeeperClient, rank: int, key: WindowKey) -> StoredWindow:
+    """Return this rank's part of a committed window, in the memory of its node or otherwise of a peer."""
+    for ask_peers in (False, True):
+        for found in client.inventory(rank, ask_peers=ask_peers):
+            if found.complete and found.key == key and (found.where == "own" or ask_peers):
+                # If only peers have the window, no buffer on this node has to be kept.
+                return replace(found, where="copy", buffer=None) if ask_peers else found
+    return StoredWindow(**asdict(key), num_slices=0, num_held=0, where="copy")
 
 
 class KeptLayoutRecovery:
@@ -521,13 +531,7 @@ class KeptLayoutRecovery:
         if key is None:
             return None
         assert client is not None, "a window is committed in a job without snapshots"
-        for ask_peers in (False, True):
-            for found in client.inventory(self._context.rank, ask_peers=ask_peers):
-                is_here = found.where == "own" and found.node == self._context.node
-                if found.complete and found.key == key and (is_here or ask_peers):
-                    # No buffer on this node has to be kept if this rank's part of the window is only on peer nodes.
-                    return found if is_here else replace(found, where="copy", buffer=None)
-        return StoredWindow(**asdict(key), num_slices=0, num_held=0, where="copy")
+        return _stored(client, self._context.rank, key)
 
     def _copy_state(self) -> None:
         # If another rank is lost in the replay and no process replaces it, the job continues with fewer lanes from the
