@@ -352,28 +352,33 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLevel:
-    """Differences between the file of a window and the same window in memory, if the file has older states of some
-    experts (MoC-System, section 5.1). The window has one slice."""
+    """Content of the file of a window that leaves out experts, if ranks decide it together, because files have older
+    states of some experts than memory (MoC-System, section 5.1). The window has one slice."""
 
     captured_at: tuple[int, ...]
     """Iteration after which each piece in the file was captured. The piece in memory may be of a later iteration."""
     header: Mapping[str, str]
     """Entries of the slice's header that the file has instead of those in memory: JSON texts by name."""
+    is_whole: bool = False
+    """Whether all pieces are written. Otherwise, pieces that are in an earlier file are not written again."""
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values."""
-        return {"captured_at": list(self.captured_at), "header": dict(self.header)}
+        whole = {"is_whole": True} if self.is_whole else {}
+        return {"captured_at": list(self.captured_at), "header": dict(self.header), **whole}
 
     @classmethod
     def from_json(cls, content: object) -> "StoredLevel":
         """Read the result of ``to_json``. Raises CheckpointError for anything else."""
-        values = _check_object("stored", content, {"captured_at": list, "header": dict})
+        if isinstance(content, dict):
+            content = {"is_whole": False, **content}
+        values = _check_object("stored", content, {"captured_at": list, "header": dict, "is_whole": bool})
         for iteration in values["captured_at"]:
             _check_integer("stored.captured_at", iteration)
         for name, text in values["header"].items():
             if type(text) is not str:
                 raise CheckpointError(f"stored.header: {name}={text!r:.80}: must be a JSON text")
-        return cls(captured_at=tuple(values["captured_at"]), header=values["header"])
+        return cls(**{**values, "captured_at": tuple(values["captured_at"])})
 
 
 @dataclass(kw_only=True)

@@ -403,7 +403,8 @@ class Snapshotter:
         if opened is not None and partial and partial.store(start, self._tokens(), vote.unwritten_start):
             pieces, num_layers = opened.capture.pieces[0], self._config.model.num_layers
             captured_at, at_risk = partial.stored(start, pieces, num_layers)
-            level = StoredLevel(captured_at=captured_at, header={AT_RISK: json.dumps(at_risk)})
+            header, is_whole = {AT_RISK: json.dumps(at_risk)}, partial.writes_all_pieces
+            level = StoredLevel(captured_at=captured_at, header=header, is_whole=is_whole)
         return self._client.committed(start, is_written=True, level=level)
 
     @property

@@ -11,7 +11,7 @@ from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.expert_choice import Counts
 from megatron_ft.planning.snapshot.lost_tokens import Rows, TokenLedger, mean_share
 from megatron_ft.planning.snapshot.partial_experts import ChoiceBasis, ExpertBytes, ExpertPolicy, StorageBasis
-from megatron_ft.planning.snapshot.plan import UPDATED_COMPONENTS, Piece, WindowPlan
+from megatron_ft.planning.snapshot.plan import MAX_PARTIAL_FILES, UPDATED_COMPONENTS, Piece, WindowPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,11 @@ class PartialWindows:
         self._stored_start = self._whole_start = -1
         """Starts of two windows: the window of the newest file, and the window of the newest complete file. A complete
         file has the whole content of its window."""
+        self._num_files = 0
+        self._written_in: Counts = np.zeros((), dtype=np.int64)
+        """Number of the file, counted from 0, in which each expert's state was written: ``[MoE layers, experts]``."""
+        self.writes_all_pieces = False
+        """Whether the newest file contains all pieces of its window, although earlier files have some of them."""
         self.stored_share: float | None = None
         """Share of the planned tokens that a recovery from the newest file would lose; None if it is not known."""
         self._places: _Places | None = None
@@ -113,7 +118,12 @@ class PartialWindows:
 
     def store(self, start: int, ledger: TokenLedger, unwritten_start: int) -> bool:
         """Choose the experts whose state in window ``start`` is written to storage now. The file of the window has the
-        state of all other experts from an earlier file. Return whether the file has another content than the window.
+        state of all other experts from an earlier file. Return whether the snapshot server needs a description of
+        the file, because its content differs from that of the window, or because the file ``writes_all_pieces``.
+
+        The state of an expert can be needed by ``MAX_PARTIAL_FILES`` later files, or by twice as many files as contain
+        all experts in turn, if this number is larger. The next file then contains all pieces. So a damaged file makes
+        at most this number of later files unusable.
 
         Args:
             unwritten_start: start of the newest window whose file some rank could not write; -1 if there is none. This
@@ -121,11 +131,23 @@ class PartialWindows:
         """
         before, captured_at = self._stored_at, self._captured_at.get(start)
         since, self._stored_start, self._stored_at = self._stored_start, start, captured_at
-        writes_all = self._num_persisted_experts is None or unwritten_start >= self._whole_start
+        number, self._num_files = self._num_files, self._num_files + 1
+        persisted, num_experts = self._num_persisted_experts, self._state.num_experts
+        # A policy that depends on loads needs more files than a policy with turns, until all experts are written.
+        most = max(MAX_PARTIAL_FILES, 2 * num_experts // (persisted or num_experts))
+        is_overdue = number - self._written_in.min() > most
+        writes_all = persisted is None or unwritten_start >= self._whole_start or is_overdue
+        self.writes_all_pieces = False
         if captured_at is None or before is None or writes_all:
             self._whole_start = start
             self.stored_share = None if captured_at is None else self._share(self._lost(start, captured_at))
-            return False
+            if captured_at is None or before is None or is_overdue:
+                self._written_in = np.full((), number)
+                # The snapshot server writes all pieces of a window that has captured all experts, or of a first window.
+                self.writes_all_pieces = bool(is_overdue and captured_at is not None and (captured_at != start).any())
+            else:
+                self._written_in = np.where(captured_at == before, self._written_in, number)
+            return self.writes_all_pieces
         now = self._processed_at(np.full_like(captured_at, start))
         basis = StorageBasis(
             captured_at=captured_at,
@@ -136,9 +158,10 @@ class PartialWindows:
             lost_share=ledger.lost_share(self._planned_tokens),
             planned_tokens=self._planned_tokens,
             num_groups=self._state.num_groups,
-            num_experts=self._num_persisted_experts,
+            num_experts=persisted,
         )
         self._stored_at = np.where(self._policy.choose_stored(basis), captured_at, before)
+        self._written_in = np.where(self._stored_at == before, self._written_in, number)
         self.stored_share = self._share(self._lost(start, self._stored_at))
         is_whole = bool((self._stored_at == captured_at).all())
         self._whole_start = start if is_whole else self._whole_start

@@ -18,6 +18,9 @@ PIECE_ALIGNMENT_BYTES = 64
 
 SLICE_ALIGNMENT_BYTES = 4096
 """Alignment of slices, and of the payload of a window in its file, in bytes."""
+MAX_PARTIAL_FILES = 8
+"""Largest number of consecutive files of windows that omit pieces which are in earlier files. So a damaged file makes
+at most this number of later files unusable; ``PartialWindows.store`` has the number for files with fewer experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

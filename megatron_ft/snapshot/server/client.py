@@ -163,8 +163,8 @@ class KeeperClient:
 
         The server refuses this if its copy of the window is incomplete. ``captured_in`` is the generation that captured
         the window; None means the generation of this client. If ``is_written``, the server writes the window to storage
-        now, regardless of the setting ``persist_every``. ``level`` describes how the file differs from the window in
-        memory, if the file must contain older state; None if it must contain the same state.
+        now, regardless of the setting ``persist_every``. ``level`` describes the content of the file,
+        if it must have older state than the window in memory or must contain all pieces; otherwise None.
         """
         captured = {} if captured_in is None else {"captured_in": captured_in}
         stored = {"stored": None if level is None else level.to_json()} if is_written else {}

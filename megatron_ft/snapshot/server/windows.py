@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ft.errors import CheckpointError, ControlError
 from megatron_ft.planning.recovery.sources import StoredWindow, Where
-from megatron_ft.planning.snapshot.plan import WindowKey
+from megatron_ft.planning.snapshot.plan import MAX_PARTIAL_FILES, WindowKey
 from megatron_ft.snapshot.server.wire import MAX_RANK, integer, items, stored_window
 from megatron_ft.snapshot.window import Slice, StoredLevel, Window
 
@@ -100,11 +100,6 @@ def _precedes(other: HeldWindow, window: HeldWindow, part: Slice) -> bool:
     return is_like and other is not window and part.repeats(other.slices[0])
 
 
-MAX_PARTIAL_FILES = 8
-"""Largest number of consecutive files that omit pieces which are in earlier files. So a damaged file makes at most this
-number of later windows unusable."""
-
-
 @dataclass(frozen=True, slots=True)
 class OnStorage:
     """The newest persisted window of a rank. ``places`` contains, for each piece of the window, the window whose file
@@ -148,7 +143,7 @@ def file_of(
 
     Args:
         former: the newest file of the rank; None if there is none.
-        level: iteration of each piece in the file if the file has older pieces than ``window``, otherwise None.
+        level: content of the file, if it has older pieces than ``window`` or must contain all pieces; otherwise None.
 
     Raises:
         CheckpointError: neither memory nor an earlier file has the state of a piece.
@@ -156,7 +151,7 @@ def file_of(
     if level is None:
         return window, [] if former is None else former.places_of(window)
     (part,) = window.slices
-    before = former if former is not None and former.window.generation == window.generation else None
+    before = None if level.is_whole or former is None or former.window.generation != window.generation else former
     stored = replace(part, captured_at=level.captured_at, header={**part.header, **level.header})
     places: list[WindowKey | None] = []
     hashes: list[str] = []

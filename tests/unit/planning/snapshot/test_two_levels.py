@@ -32,6 +32,8 @@ class Job:
         self.memory: dict[int, np.ndarray] = {}
         """Iteration from which each window has each expert, by its start."""
         self.files: dict[int, np.ndarray] = {}
+        self.whole: list[int] = []
+        """Windows whose files contain all pieces although earlier files have some of them."""
         self.saved: dict[tuple[str, int], tuple[TokenLedger, Any]] = {}
         self.unwritten = -1
         self.new_windows()
@@ -60,7 +62,8 @@ class Job:
             is_other = self.windows.store(now, self.ledger, self.unwritten)
             found, at_risk = self.windows.stored(now, PIECES, MODEL_LAYERS)
             self.files[now] = self._experts(found, now)
-            assert is_other == bool((self.files[now] != self.memory[now]).any())
+            self.whole += [now] if self.windows.writes_all_pieces else []
+            assert is_other == (bool((self.files[now] != self.memory[now]).any()) or self.windows.writes_all_pieces)
             self.saved["file", now] = (self.ledger, at_risk)
 
     def lost_from(self, level: str, start: int) -> np.ndarray:
@@ -174,6 +177,22 @@ def test_after_a_failed_write_the_next_file_has_everything() -> None:
     job.unwritten = 7
     job.step(tokens)
     assert (job.files[9] == job.memory[9]).all(), "the file that should repair it failed"
+
+
+@pytest.mark.parametrize(("stored", "most"), [(1, 16), (2, 8)])
+def test_no_file_needs_a_file_that_is_much_older(stored: int, most: int) -> None:
+    """Some experts get almost no tokens, so a policy that depends on loads never chooses them."""
+    policy = PartialExperts(num_experts=4, num_persisted_experts=stored, choice=LoadAware(), max_lost_share=None)
+    job, written_in, oldest = Job(policy), np.zeros(SHAPE, dtype=np.int64), 0
+    tokens = np.broadcast_to([1000] * 4 + [0] * 4, SHAPE)
+    for _ in range(100):
+        job.step(tokens)
+        now = len(job.log)
+        is_new = now in job.whole or job.files[now] != job.files.get(now - 1)
+        written_in = np.where(is_new, now, written_in)
+        oldest = max(oldest, now - int(written_in.min()))
+        assert now not in job.whole or (job.files[now] == job.memory[now]).all()
+    assert oldest == most and np.diff(job.whole).tolist() == [most + 1] * (len(job.whole) - 1)
 
 
 def test_all_ranks_write_equally_much() -> None:

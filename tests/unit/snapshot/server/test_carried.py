@@ -318,6 +318,24 @@ def test_a_file_has_earlier_pieces_than_memory(tmp_path: Path) -> None:
             assert [bytes(opened.read_slice(0))] == expected(12, 13)
 
 
+def test_a_file_contains_all_pieces_if_its_level_says_so(tmp_path: Path) -> None:
+    with cluster(1) as nodes:
+        client = nodes.client(0, node=0, peer_nodes=[], persist_url=str(tmp_path), num_persisted=0)
+        arena = client.allocate(PAGE)
+        earlier = []
+        for number, is_whole in enumerate((False, False, True)):
+            iteration, captured_at = 10 + number, (10, 10 + number)
+            partial(client, arena, number, iteration, captured_at if number else None)
+            wait_replicated(arena, iteration)
+            level = StoredLevel(captured_at=captured_at, header={}, is_whole=is_whole) if number else None
+            client.committed(iteration, is_written=True, level=level)
+            assert client.flush()
+            with WindowFolder(tmp_path).open(WindowKey(start_iteration=iteration, generation=1), 0) as opened:
+                assert [bytes(opened.read_slice(0))] == expected(*captured_at)
+                earlier.append([key.start_iteration for key in opened.earlier])
+        assert earlier == [[], [10], []] and client.problems() == []
+
+
 def test_a_file_whose_earlier_pieces_could_not_be_written_is_refused_until_one_has_everything(tmp_path: Path) -> None:
     with cluster(1) as nodes:
         client = nodes.client(0, node=0, peer_nodes=[], persist_url=str(tmp_path), num_persisted=0)
@@ -353,6 +371,7 @@ def test_a_file_whose_earlier_pieces_could_not_be_written_is_refused_until_one_h
         {"captured_at": [10, -1], "header": {}},
         {"captured_at": [10, 11], "header": {"x": 1}},
         {"captured_at": "x", "header": {}},
+        {"captured_at": [10, 11], "header": {}, "is_whole": 1},
         7,
     ],
 )

@@ -12,8 +12,8 @@ import fsspec  # type: ignore[import-untyped]
 import pytest
 
 from megatron_ft.errors import CheckpointError
-from megatron_ft.planning.snapshot.plan import Piece, WindowKey, align
-from megatron_ft.snapshot.server.windows import MAX_PARTIAL_FILES, HeldWindow, OnStorage
+from megatron_ft.planning.snapshot.plan import MAX_PARTIAL_FILES, Piece, WindowKey, align
+from megatron_ft.snapshot.server.windows import HeldWindow, OnStorage
 from megatron_ft.snapshot.storage import window_file
 from megatron_ft.snapshot.storage.window_file import WindowFile, rank_name, window_name, write_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
