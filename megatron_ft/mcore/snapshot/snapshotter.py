@@ -87,10 +87,7 @@ class _SnapshotStats:
             start_iteration=start_iteration,
             num_iterations=num_iterations,
             stalled_seconds=cost["stalled_seconds"],
-            captured_bytes=int(cost["captured_bytes"]),
-            replicated_bytes=int(cost["replicated_bytes"]),
-            persisted_bytes=int(cost["persisted_bytes"]),
-            idle_copied_bytes=int(cost["idle_copied_bytes"]),
+            **{name: int(cost[name]) for name in _NAMES if name != "stalled_seconds"},
         )
 
     def _add(self, figures: CaptureFigures) -> None:
@@ -169,6 +166,7 @@ class Snapshotter:
         self._header = header
         self._report = report
         self._policy: SnapshotPolicy = build_policy("snapshot.policy", config.snapshot.policy)
+        self._policy_text = json.dumps(config.snapshot.policy, sort_keys=True)
         self._expert_policy = expert_policy(config)
         self._stores_fewer = stores_fewer_experts(config)
         gate = engine.boundaries.idle if config.snapshot.copy_in_bubbles else None
@@ -280,7 +278,7 @@ class Snapshotter:
         self._apply_vote(iteration, vote)
         has_buffer = bool(vote.has_free_buffer)
         if self._opened is None:
-            if not self._can_plan:
+            if self._plan is None and not self._is_measured:
                 return
             self._opened = self._open(iteration)
             # The memory may be that of an earlier process, with windows that are still being written to storage.
@@ -408,12 +406,17 @@ class Snapshotter:
         return self._client.committed(start, is_written=True, level=level)
 
     @property
-    def _can_plan(self) -> bool:
+    def _is_measured(self) -> bool:
         # Count only iterations since this object was created, so that all ranks plan after the same iteration.
-        known = self._plan is not None or self._config.snapshot.iteration_seconds is not None
-        return known or len(self._iteration_seconds) >= _MEASURED_ITERATIONS
+        num_measured, given = len(self._iteration_seconds), self._config.snapshot.iteration_seconds
+        return given is not None or num_measured >= _MEASURED_ITERATIONS
 
     def _begin_window(self, iteration: int, opened: _Opened, *, has_buffer: bool) -> bool:
+        if opened.plan.has_other_policy(self._policy_text):  # an earlier job has made the plan
+            if not self._is_measured:
+                return False
+            self._plan = None
+            self._opened = opened = self._open(iteration)
         if self._last_start is not None and iteration < self._last_start + opened.plan.interval_iterations:
             return False
         if self._buffers.free() is None or not has_buffer:
@@ -457,7 +460,7 @@ class Snapshotter:
         )
         plan, cause = self._plan, "the state was moved or built again"
         if plan is None:
-            cause = ""
+            cause = "" if self._opened is None else "snapshot.policy has changed"
             plan = self._policy.plan(Demand(shards_by_rank=view.shards_by_rank), self._context())
         needed = self._checked_host_bytes(plan, view)
         self._memory = self._take_memory(iteration, plan, view, held_bytes)
@@ -538,6 +541,7 @@ class Snapshotter:
             activations=Activations.of(self._config.model, self._loads),
             storage_bytes_per_second=snapshot.storage_bandwidth_bytes_per_second,
             windows_per_file=snapshot.windows_per_file,
+            policy=self._policy_text,
         )
 
     def _plan_again(self, iteration: int, opened: _Opened) -> _Opened:

@@ -102,12 +102,19 @@ class PlanBasis:
     """Bytes of the largest slice on any rank."""
     activations: Activations | None = None
     """Token counts of experts as one record; None if the order of operators does not depend on them."""
+    policy: str | None = None
+    """``snapshot.policy`` of the job that made the plan, as JSON text; None if it is not known."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "PlanBasis":
         activations = content["activations"]
         given = None if activations is None else Activations.from_json(activations)
-        return cls(budget_bytes=content["budget_bytes"], peak_bytes=content["peak_bytes"], activations=given)
+        return cls(
+            budget_bytes=content["budget_bytes"],
+            peak_bytes=content["peak_bytes"],
+            activations=given,
+            policy=content.get("policy"),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +168,10 @@ class WindowPlan:
     def num_iterations(self) -> int:
         """Number of slices, which is the number of iterations of a window (W)."""
         return len(self.slices)
+
+    def has_other_policy(self, policy: str) -> bool:
+        """Return whether the plan was made with another ``PlanBasis.policy``. Return False if this is not known."""
+        return self.basis is not None and self.basis.policy not in (None, policy)
 
     def active(self, index: int) -> tuple[Unit, ...]:
         """Return the units that have their full state after slices 0 to ``index`` are loaded."""

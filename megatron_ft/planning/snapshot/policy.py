@@ -26,6 +26,8 @@ class SnapshotContext:
     value."""
     windows_per_file: int = 1
     """Number of windows from one window on storage to the next; 1 if every window is written."""
+    policy: str | None = None
+    """``snapshot.policy`` of the job, as JSON text, for ``PlanBasis.policy``."""
 
     def file_budget_bytes(self, interval_iterations: int) -> int | None:
         """Return the bytes that a rank can write until its next file is due, if a window begins every
@@ -125,6 +127,7 @@ def make_plan(
             peak_bytes=peak,
             # The plan is in the manifest of every window, so it has the totals and not all records of activations.
             activations=None if activations is None else activations.collapsed(),
+            policy=context.policy,
         ),
     )
 

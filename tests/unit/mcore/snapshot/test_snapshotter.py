@@ -1,6 +1,9 @@
 """Tests the capture of windows on one rank, with a snapshot server in this process."""
 
 import contextlib
+import dataclasses
+import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ft.events import Record, SnapshotProblem, WindowCommitted, WindowDelayed
+from megatron_ft.events import Record, SnapshotPlanned, SnapshotProblem, WindowCommitted, WindowDelayed
 from megatron_ft.planning.iteration import WindowReport
 from megatron_ft.snapshot.server.store import PAGE_BYTES
 from megatron_ft.snapshot.window import Slice
@@ -207,3 +210,37 @@ def test_memory_that_is_too_small_is_unmapped_before_more_is_taken(
         run.snapshots.finish()
     with pytest.raises(ValueError, match="released"):
         arenas[1].status(0)
+
+
+@pytest.mark.parametrize("interval_iterations", [1, 2], ids=["same policy", "other policy"])
+@pytest.mark.parametrize("seconds", [0.1, None], ids=["measured before", "to be measured"])
+def test_a_job_with_another_policy_plans_again_and_keeps_the_window_until_the_next_commit(
+    tmp_path: Path, interval_iterations: int, seconds: float | None
+) -> None:
+    with run_of(tmp_path, interval_iterations=1) as (run, served):
+        served.persister.start()
+        run.train(3)
+        kept, plan = run.snapshots.kept, run.snapshots.plan
+        assert kept is not None and plan is not None and kept.start_iteration == 2
+        run.snapshots.close()
+        before, engine = run.engine.config.snapshot, run.engine
+        policy = {**before.policy, "interval_iterations": interval_iterations}
+        snapshot = dataclasses.replace(before, policy=policy, iteration_seconds=seconds)
+        engine.use(dataclasses.replace(engine.config, snapshot=snapshot))
+        after = Run(engine, served, generation=2)
+        (window,) = [entry for entry in after.client.inventory(0) if entry.key == kept]
+        # The header of a window contains the plan as JSON.
+        after.snapshots.resume(window, type(plan).from_json(json.loads(json.dumps(plan.to_json()))))
+        if interval_iterations == 2 and seconds is None:
+            for _ in range(2):
+                result = engine.run_iteration(engine.iteration + 1)
+                after.snapshots.after_iteration(engine.iteration, result.vote, 0.1)
+            assert after.snapshots.kept == kept and kept.start_iteration in after.held
+        after.train(4, window_iterations=interval_iterations)
+        causes = [record.cause for record in after.of_kind(SnapshotPlanned)]
+        moved = "the state was moved or built again"
+        assert causes == ([moved] if interval_iterations == 1 else [moved, "snapshot.policy has changed"])
+        starts = [record.start_iteration for record in after.of_kind(WindowCommitted)]
+        assert starts and all(next_ - start == interval_iterations for start, next_ in itertools.pairwise(starts))
+        assert not after.of_kind(SnapshotProblem)
+        after.snapshots.close()

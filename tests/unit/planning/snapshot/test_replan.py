@@ -1,11 +1,12 @@
 """Tests when the current plan is kept, and when another plan is made."""
 
 import dataclasses
+import json
 
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.dense import OverheadBounded
 from megatron_ft.planning.snapshot.orders import BackToFront
-from megatron_ft.planning.snapshot.plan import Activations, ReorderTrigger
+from megatron_ft.planning.snapshot.plan import Activations, ReorderTrigger, WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext, replan, why_outdated
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
 from megatron_ft.testing.demands import equal_experts
@@ -75,3 +76,12 @@ def test_a_plan_without_a_basis_is_made_again() -> None:
     policy = SparseWindow()
     plan = dataclasses.replace(policy.plan(DEMAND, given()), basis=None)
     assert replan(policy, Demand(shards_by_rank=DEMAND.shards_by_rank), given(), plan).basis is not None
+
+
+def test_a_plan_knows_the_policy_that_made_it() -> None:
+    plan = SparseWindow().plan(DEMAND, dataclasses.replace(given(), policy="this"))
+    plan = WindowPlan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert plan.has_other_policy("other") and not plan.has_other_policy("this")
+    content = plan.to_json()
+    del content["basis"]["policy"]  # as in windows of earlier versions
+    assert not WindowPlan.from_json(content).has_other_policy("other")
