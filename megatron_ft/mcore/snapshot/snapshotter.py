@@ -115,7 +115,7 @@ SliceHeader = Callable[[int], Header]
 """Function that takes the index of a slice, and captures the values for the header of this slice. It returns a function
 that encodes these values. The vote is added later."""
 
-_MEASURED_ITERATIONS = 3
+_NUM_MEASURED = 3
 _MAX_LOAD_RECORDS = 32
 
 
@@ -408,8 +408,7 @@ class Snapshotter:
     @property
     def _is_measured(self) -> bool:
         # Count only iterations since this object was created, so that all ranks plan after the same iteration.
-        num_measured, given = len(self._iteration_seconds), self._config.snapshot.iteration_seconds
-        return given is not None or num_measured >= _MEASURED_ITERATIONS
+        return self._config.snapshot.iteration_seconds is not None or len(self._iteration_seconds) >= _NUM_MEASURED
 
     def _begin_window(self, iteration: int, opened: _Opened, *, has_buffer: bool) -> bool:
         if opened.plan.has_other_policy(self._policy_text):  # an earlier job has made the plan
