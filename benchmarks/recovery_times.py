@@ -81,7 +81,10 @@ def fit(samples: Sequence[Sample], times: RecoveryTimes) -> RecoveryTimes:
         if len(found) >= MIN_LOSSES:
             # The constants before this one are known already, so only this one is left.
             without = replace(times, **{name: 0.0})
-            rest = statistics.median(sample.seconds - sample.predicted(without) for sample in found)
+            rest = statistics.median(
+                (sample.seconds - sample.predicted(without)) / max(1, sample.work.num_replaced_nodes)
+                for sample in found
+            )
             times = replace(times, **{name: round(max(0.0, rest), 3)})
     return times
 
@@ -90,7 +93,7 @@ def _decides(work: RecoveryWork) -> str | None:
     """Return the constant of ``_FITTED`` that a recovery determines if all earlier constants are known; None if it
     depends on several unknown constants."""
     found = {
-        "replacement_seconds": work.replaces_nodes,
+        "replacement_seconds": work.num_replaced_nodes > 0,
         "rank_start_seconds": work.starts_ranks,
         "restart_seconds": work.restarts_processes,
     }

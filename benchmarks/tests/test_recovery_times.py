@@ -10,12 +10,10 @@ from benchmarks.recovery_times import MIN_LOSSES, Sample, fit, rewritten
 from megatron_ft.planning.cost import recovery_time
 from megatron_ft.planning.cost.recovery_time import RecoveryTimes, RecoveryWork
 
-WORK = RecoveryWork(
-    num_ranks=4, state_bytes=5_000_000, restarts_processes=False, replaces_nodes=False, sent_bytes=0, again_iterations=0
-)
+WORK = RecoveryWork(num_ranks=4, state_bytes=5_000_000, restarts_processes=False, sent_bytes=0, again_iterations=0)
 KINDS = {
     "living": WORK,
-    "node": replace(WORK, replaces_nodes=True, again_iterations=5, is_localized=True),
+    "node": replace(WORK, num_replaced_nodes=2, again_iterations=5, again_share=0.25),
     "rank": replace(WORK, starts_ranks=True, sent_bytes=2_000_000_000),
     "all ranks": replace(WORK, restarts_processes=True, again_iterations=7),
     "all copies": replace(WORK, restarts_processes=True, tries_processes=True, again_iterations=3),
@@ -47,7 +45,7 @@ def test_too_few_losses_of_a_kind_change_no_constant() -> None:
 
 
 def test_a_restart_on_replaced_nodes_determines_no_constant() -> None:
-    both = replace(WORK, restarts_processes=True, replaces_nodes=True)
+    both = replace(WORK, restarts_processes=True, num_replaced_nodes=1)
     samples = [Sample(kind="node", work=both, iteration_seconds=0.2, seconds=30.0)] * MIN_LOSSES
     assert fit(samples, RecoveryTimes()) == RecoveryTimes()
 

@@ -22,8 +22,9 @@ class RecoveryWork:
     tries_processes: bool = False
     """Whether the remaining ranks first try to continue in their processes. The ranks end when they find that state is
     missing. All ranks then start again in new processes."""
-    replaces_nodes: bool
-    """Whether other nodes replace the lost nodes while the remaining ranks wait."""
+    num_replaced_nodes: int = 0
+    """Number of lost nodes that other nodes replace while the remaining ranks wait. If nodes are on different machines,
+    they start at the same time, so they count as one."""
     starts_ranks: bool = False
     """Whether new processes on the same nodes replace the ranks that died, while the remaining ranks wait."""
     sent_bytes: int | None
@@ -32,8 +33,9 @@ class RecoveryWork:
     """Number of iterations that run again; None if it is not known."""
     again_unknown: tuple[str, ...] = ()
     """Missing inputs, because of which ``again_iterations`` is not known; otherwise empty."""
-    is_localized: bool = False
-    """Whether only the pipeline stages that lost a rank run iterations again."""
+    again_share: float = 1.0
+    """Duration of an iteration that runs again, divided by the duration of an iteration of the whole job; less than 1
+    if only some pipeline stages run it again (see ``RecoveryTimes.share_of``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,7 @@ class RecoveryTimes:
     detection_seconds: float = 0.14
     """Seconds from the end of a process until the remaining ranks report their progress."""
     # benchmarks/recovery_times.py on 2026-11-28: median of 30 losses at a load up to 2.0.
-    forming_seconds: float = 0.208
+    forming_seconds: float = 0.244
     """Seconds to form process groups of a few ranks and to build a small model."""
     # control-plane-scale_cpu_2026-11-22: 0.87 s until the last of 1,024 ranks has its order.
     forming_rank_seconds: float = 0.00085
@@ -72,20 +74,28 @@ class RecoveryTimes:
     built_bytes_per_second: float = 5e8
     """Bytes of state per second that a rank builds again."""
     # benchmarks/recovery_times.py on 2026-11-28: median of 30 losses at a load up to 2.0.
-    replacement_seconds: float = 0.275
-    """Additional seconds if a spare or restarted node replaces a lost node."""
+    replacement_seconds: float = 0.337
+    """Additional seconds for each lost node that a spare or restarted node replaces."""
     # benchmarks/recovery_times.py on 2026-11-28: median of 30 losses at a load up to 2.0.
     rank_start_seconds: float = 0.0
     """Additional seconds if a new process on the same node replaces a rank that died."""
     # benchmarks/recovery_times.py on 2026-11-28: median of 30 losses at a load up to 2.0.
-    restart_seconds: float = 1.009
+    restart_seconds: float = 0.673
     """Seconds from the start of new processes for all ranks until they train."""
     # benchmarks/recovery_times.py on 2026-11-28: median of 30 losses at a load up to 2.0.
-    abandon_seconds: float = 0.362
+    abandon_seconds: float = 0.82
     """Additional seconds if remaining ranks first try to continue in their processes, and all ranks then restart."""
     # recovery-speed_cpu_2026-11-21: median of the time of the replay of one stage, divided by that of all stages.
     localized_share: float = 0.72
-    """Duration of an iteration that only some stages run again, divided by its duration if all stages run it."""
+    """Duration of an iteration that only some stages run again, divided by its duration if all stages run it. This is
+    used if stages are on different machines."""
+
+    def share_of(self, num_stages: int, of_stages: int, *, shares_machine: bool) -> float:
+        """Return ``RecoveryWork.again_share`` if ``num_stages`` of the job's ``of_stages`` pipeline stages run
+        iterations again. With ``shares_machine``, all ranks compute on the cores of one machine."""
+        if num_stages in (0, of_stages):
+            return 1.0
+        return num_stages / of_stages if shares_machine else self.localized_share
 
     def predict(
         self, work: RecoveryWork, *, link_bytes_per_second: float | None, iteration_seconds: float | None
@@ -96,7 +106,6 @@ class RecoveryTimes:
         if sent is None:
             is_planned = work.sent_bytes is not None
             unknown.append("topology.link_bytes_per_second=null" if is_planned else "the transfers are not planned")
-        share = self.localized_share if work.is_localized else 1.0
         again = None if work.again_iterations is None else 0.0 if work.again_iterations == 0 else iteration_seconds
         if work.again_iterations is None:
             unknown += work.again_unknown
@@ -105,13 +114,13 @@ class RecoveryTimes:
         if unknown:
             return Prediction(seconds=None, unknown=tuple(unknown))
         assert sent is not None and again is not None and work.again_iterations is not None, "inputs are known"
-        return Prediction(seconds=self._fixed(work) + sent + work.again_iterations * again * share)
+        return Prediction(seconds=self._fixed(work) + sent + work.again_iterations * again * work.again_share)
 
     def _fixed(self, work: RecoveryWork) -> float:
         built = work.state_bytes / self.built_bytes_per_second
         forming = self.forming_seconds + self.forming_rank_seconds * work.num_ranks
         start = self.restart_seconds if work.restarts_processes else 0.0
-        filled = self.replacement_seconds * work.replaces_nodes + self.rank_start_seconds * work.starts_ranks
+        filled = self.replacement_seconds * work.num_replaced_nodes + self.rank_start_seconds * work.starts_ranks
         start += self.abandon_seconds * work.tries_processes
         return self.detection_seconds + forming + built + start + filled
 

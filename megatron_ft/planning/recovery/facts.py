@@ -145,6 +145,11 @@ class RecoveryFacts:
         first = self.config.launch.num_nodes
         return max(0, self.config.nodes.num_spare_nodes - sum(node >= first for node in self.layout.nodes))
 
+    @property
+    def shares_machine(self) -> bool:
+        """Return whether all ranks compute on the cores of one machine, so that ranks that wait make others faster."""
+        return self.config.launch.node_launcher == "local" and self.config.training.device != "cuda"
+
     def can_replace(self, lost: Collection[int]) -> bool:
         """Return whether spares or restarted nodes can take the places of the nodes ``lost``."""
         num_returning = len(set(lost).difference(self.worn_nodes)) if self.config.nodes.restart_lost_nodes else 0

@@ -215,12 +215,16 @@ class Cost:
             num_ranks=num_nodes * facts.config.launch.ranks_per_node,
             state_bytes=facts.state_bytes,
             restarts_processes=False,
-            replaces_nodes=replaces_nodes,
+            num_replaced_nodes=_num_replaced(loss, facts) if replaces_nodes else 0,
             starts_ranks=not loss.is_gone and facts.has_places,
             sent_bytes=sent_bytes,
             again_iterations=max_iterations,
             again_unknown=facts.unmeasured,
-            is_localized=bool(values.get("stages")),
+            again_share=RecoveryTimes().share_of(
+                len(values.get("stages", ())),
+                facts.config.parallel.pipeline_model_parallel_size,
+                shares_machine=facts.shares_machine,
+            ),
         )
         predicted = _predict(work, facts)
         return cls(
@@ -250,7 +254,7 @@ class Cost:
             state_bytes=facts.state_bytes,
             restarts_processes=True,
             tries_processes=bool(loss.remaining) and facts.config.may_lose_nodes,
-            replaces_nodes=loss.is_gone and loss.restart == "all",
+            num_replaced_nodes=_num_replaced(loss, facts) if loss.is_gone and loss.restart == "all" else 0,
             sent_bytes=0,
             again_iterations=max_iterations,
             again_unknown=facts.unmeasured,
@@ -337,6 +341,11 @@ class Cost:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _num_replaced(loss: Loss, facts: RecoveryFacts) -> int:
+    # On one machine, the processes of several new nodes compete for the same cores.
+    return len(loss.nodes) if facts.shares_machine else 1
 
 
 def _predict(work: RecoveryWork, facts: RecoveryFacts) -> Prediction:

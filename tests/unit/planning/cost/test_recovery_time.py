@@ -6,9 +6,7 @@ import pytest
 
 from megatron_ft.planning.cost.recovery_time import Prediction, RecoveryTimes, RecoveryWork
 
-SMALL = RecoveryWork(
-    num_ranks=3, state_bytes=3_000_000, restarts_processes=False, replaces_nodes=False, sent_bytes=0, again_iterations=0
-)
+SMALL = RecoveryWork(num_ranks=3, state_bytes=3_000_000, restarts_processes=False, sent_bytes=0, again_iterations=0)
 
 
 def seconds(work: RecoveryWork, *, link: float | None = 1e9, iteration: float | None = 2.0) -> float:
@@ -23,7 +21,7 @@ def seconds(work: RecoveryWork, *, link: float | None = 1e9, iteration: float | 
     [
         (SMALL, 0.76 - 0.33),
         (replace(SMALL, num_ranks=7, state_bytes=475_000_000), 0.14 + 1.23),
-        (replace(SMALL, replaces_nodes=True), 0.14 + 0.70),
+        (replace(SMALL, num_replaced_nodes=1), 0.14 + 0.70),
     ],
     ids=["kill-to-commit", "large payload", "replaced node"],
 )
@@ -35,14 +33,25 @@ def test_each_part_of_the_work_adds_its_time() -> None:
     base = seconds(SMALL)
     assert seconds(replace(SMALL, sent_bytes=3_000_000_000)) - base == pytest.approx(3.0)
     assert seconds(replace(SMALL, again_iterations=5)) - base == pytest.approx(10.0)
-    localized = seconds(replace(SMALL, again_iterations=5, is_localized=True)) - base
-    assert localized == pytest.approx(10.0 * RecoveryTimes().localized_share)
+    localized = seconds(replace(SMALL, again_iterations=5, again_share=0.5)) - base
+    assert localized == pytest.approx(5.0)
+    replaced = seconds(replace(SMALL, num_replaced_nodes=2)) - base
+    assert replaced == pytest.approx(2 * RecoveryTimes().replacement_seconds)
     assert seconds(replace(SMALL, num_ranks=1024)) > base
     restart = replace(SMALL, restarts_processes=True)
     abandoned = seconds(replace(restart, tries_processes=True)) - seconds(restart)
     assert abandoned == pytest.approx(RecoveryTimes().abandon_seconds)
     started = seconds(replace(SMALL, starts_ranks=True)) - base
     assert started == pytest.approx(RecoveryTimes().rank_start_seconds)
+
+
+def test_stages_that_replay_alone_take_their_share_of_an_iteration() -> None:
+    times = RecoveryTimes()
+    for shares_machine in (False, True):
+        assert times.share_of(0, 4, shares_machine=shares_machine) == 1.0
+        assert times.share_of(4, 4, shares_machine=shares_machine) == 1.0
+    assert times.share_of(1, 4, shares_machine=True) == 0.25  # the cores of the stages that wait are free
+    assert times.share_of(1, 4, shares_machine=False) == times.localized_share
 
 
 def test_inputs_without_work_are_not_needed() -> None:
