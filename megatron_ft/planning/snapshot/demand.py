@@ -137,7 +137,7 @@ def _shard_table(shards_by_rank: Sequence[Sequence[StateShard]], known: Sequence
     sizes: dict[int, tuple[int, int, int]] = {}
 
     def bytes_of(components: tuple[Component, ...]) -> tuple[int, int, int]:
-        # A million shards share a few tuples. The key is the id of the tuple, because hashing a tuple would be slow.
+        # A million shards share a few tuples of components. The id of a tuple is the key, because hashing it is slow.
         if id(components) not in sizes:
             sizes[id(components)] = _component_bytes(components)
         return sizes[id(components)]

@@ -34,8 +34,8 @@ class ExpertChoice(Protocol):
 class Sequential:
     """Chooses the experts in turn, ``num_experts`` per layer (MoC-System, section 3.2 and figure 4).
 
-    Each layer is one turn ahead of the layer before it. Within a turn, consecutive experts are in different groups, and
-    so on different ranks.
+    A layer captures in each window the experts that the layer before it captures in the next window. Groups alternate
+    in the order of experts, so that consecutive experts are on different ranks.
     """
 
     def choose(self, number: int, num_experts: int, at_risk: Counts, num_groups: int) -> Mask:
@@ -89,7 +89,7 @@ def _per_layer(risk: Sequence[int], total: int, most: int) -> Counts:
     left, open_layers = total, list(range(len(risk)))
     while left:
         weights = [max(risk[layer], 0) for layer in open_layers]
-        # If no open layer has tokens at risk, all open layers count the same.
+        # If no layer that can take more experts has tokens at risk, all of these layers get equal shares.
         weights = weights if any(weights) else [1] * len(open_layers)
         whole = sum(weights)
         parts = [left * weight // whole for weight in weights]

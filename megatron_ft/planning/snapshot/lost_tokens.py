@@ -22,7 +22,7 @@ class TokenLedger:
     lost: Rows
     """Tokens of each expert whose updates were lost in recoveries, summed over recoveries."""
     repaid: Rows
-    """Additional tokens of committed iterations that experts processed beyond their capacity because of lost tokens."""
+    """Tokens that experts processed beyond their usual capacity in committed iterations, to make up for lost tokens."""
 
     @classmethod
     def empty(cls, loads: Sequence[Sequence[int]]) -> "TokenLedger":
@@ -35,7 +35,8 @@ class TokenLedger:
 
         Args:
             loads: number of tokens of each expert in this iteration, [MoE layer][expert].
-            repaid: number of these tokens that experts processed beyond their capacity; None if there are none.
+            repaid: number of these tokens that experts processed beyond their usual capacity, to make up for lost
+                tokens; None if there are none.
         """
         return TokenLedger(
             processed=_sum(self.processed, loads),

@@ -219,8 +219,8 @@ class BufferStates:
     pinned: frozenset[int] = frozenset()
     """Indices of the buffers that are being written to storage and must not be changed or reused."""
     knows_commits: bool = True
-    """Whether the server has processed every commit. Otherwise a commit may still pin a buffer, and the buffer then
-    cannot be reused until its window is on storage."""
+    """Whether the server has processed every commit. If not, ``pinned`` may be incomplete, because a commit can cause a
+    buffer to be written to storage."""
     failed_start: int = -1
     """Start iteration of the newest window whose write to storage has failed; -1 if none has failed."""
 
@@ -265,7 +265,7 @@ class WindowBuffers:
 
     def after_commit(self, committed: int) -> "WindowBuffers":
         """Return the windows after the commit of the window that starts at ``committed``, without older windows."""
-        # The committed window stays in its buffer, so every later vote reports it again.
+        # The committed window stays in its buffer, so later votes report it again. Then nothing changes.
         if committed <= self.committed:
             return self
         held = {start: buffer for start, buffer in self.held.items() if start >= committed}
@@ -300,7 +300,7 @@ def _bits(flags: Iterable[bool]) -> int:
 NUM_OWN_BUFFERS = 3
 """Number of buffers for the windows of one rank: one is committed, one is being replicated, one is being captured."""
 NUM_COPY_BUFFERS = 2
-"""Number of buffers for copies of another node's rank: one committed, one being received."""
+"""Number of buffers for copies of the windows of one rank on another node: one is committed, one is being received."""
 STATUS_BYTES = 4096
 """Size of the status page before a rank's buffers."""
 _PAGE_BYTES = 4096

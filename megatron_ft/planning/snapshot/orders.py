@@ -1,8 +1,8 @@
 """Order of operators within a window: experts with many tokens come last, so they stay frozen longest in a replay.
 
-An operator is frozen until its full state is loaded. It then computes no weight gradients, so replays are cheaper
-(MoEvement, 3.5). Operators other than routed experts process every token and come after the experts (figure 6). They
-are ordered from the last layer to the first, because a backward pass ends at the first active operator (appendix E).
+An operator is frozen until its full state is loaded. While it is frozen, its weight gradients are not computed, so
+replays are cheaper (MoEvement, 3.5). Operators other than routed experts process every token and come after the experts
+(figure 6), from the last layer to the first, because a backward pass ends at the first active operator (appendix E).
 """
 
 from collections.abc import Sequence

@@ -151,7 +151,7 @@ class StorageBasis:
         """Choose ``num_experts`` experts of each layer that are newer in the window than on storage (MoC-System,
         section 5.1). Choose twice, four times, ... as many if a recovery could otherwise exceed ``max_lost_share``.
 
-        Experts that were captured since the newest file come first: they are as new as possible.
+        Experts that were captured since the newest file come first, because their state in the window is the newest.
 
         Args:
             oldest_first: whether the order is by the age of the stored state, oldest first. Otherwise the order is by
@@ -407,7 +407,7 @@ class PartialExperts(_PartialPolicy):
             raise ConfigError.of("snapshot.policy.max_lost_share", bound, "must be null or between 0 and 1")
 
     def _peak_bytes(self, state: ExpertBytes, number: int) -> int:
-        # Experts that are chosen in turn are known in advance. Other choices may take all experts from one rank.
+        # If experts take turns, the choice for every window is known in advance. Otherwise all may be on one rank.
         if not isinstance(self.choice, Sequential | RoundRobin):
             return state.most_captured(number)
         nothing = np.zeros(state.left_out.shape[:2], dtype=np.int64)
@@ -518,16 +518,16 @@ def _most_windows(num_experts: int, captured: int, stored: int, windows_per_file
         captured: number of experts of a layer that each window captures.
         stored: number of experts of a layer whose newer state is written with each file.
     """
-    # Experts captured since the last file compete for the next one, and those stored longest ago come first. If the
-    # same experts compete each time, each of them is in one of ``rivals / stored`` files; otherwise every other expert
-    # can come first once.
+    # Experts captured since the last file compete for the next file: those stored longest ago are written. If an expert
+    # always competes with the same rivals, every ``rivals / stored``-th file for which they compete contains it.
+    # Otherwise all other experts of the layer can be written before it.
     rivals = min(num_experts, captured * windows_per_file)
     files = -(-(rivals if num_experts % rivals == 0 else num_experts) // stored)
     return files * max(-(-num_experts // captured), windows_per_file)
 
 
 def _within(state: ExpertBytes, wanted: Mask, at_risk: Counts, budget_bytes: int) -> Mask:
-    """Choose up to the number of experts in ``wanted``, within the budget of every rank. Experts in ``wanted`` come
+    """Choose at most as many experts as are in ``wanted``, within the budget of every rank. Experts in ``wanted`` come
     first, then the others, both by descending tokens at risk."""
     if (state.captured(wanted) <= budget_bytes).all():
         return wanted

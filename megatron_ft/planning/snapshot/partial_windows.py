@@ -76,7 +76,7 @@ class PartialWindows:
 
     @property
     def _num_persisted_experts(self) -> int | None:
-        # Plans of earlier versions do not have the number.
+        # Plans that an earlier version of the program made have no ``num_persisted_experts``.
         planned = None if self._plan.partial is None else self._plan.partial.num_persisted_experts
         return planned or self._policy.num_persisted_experts
 
@@ -121,9 +121,9 @@ class PartialWindows:
         state of all other experts from an earlier file. Return whether the snapshot server needs a description of
         the file, because its content differs from that of the window, or because the file ``writes_all_pieces``.
 
-        The state of an expert can be needed by ``MAX_PARTIAL_FILES`` later files, or by twice as many files as contain
-        all experts in turn, if this number is larger. The next file then contains all pieces. So a damaged file makes
-        at most this number of later files unusable.
+        An expert's state in one file can be needed by later files: at most by ``MAX_PARTIAL_FILES``, or by twice the
+        number of files in which all experts are written once, whichever is larger. The next file then contains all
+        pieces. So a damaged file makes at most this number of later files unusable.
 
         Args:
             unwritten_start: start of the newest window whose file some rank could not write; -1 if there is none. This
@@ -133,7 +133,7 @@ class PartialWindows:
         since, self._stored_start, self._stored_at = self._stored_start, start, captured_at
         number, self._num_files = self._num_files, self._num_files + 1
         persisted, num_experts = self._num_persisted_experts, self._state.num_experts
-        # A policy that depends on loads needs more files than a policy with turns, until all experts are written.
+        # Twice: until all experts are written, a policy that depends on loads needs more files than one with turns.
         most = max(MAX_PARTIAL_FILES, 2 * num_experts // (persisted or num_experts))
         is_overdue = number - self._written_in.min() > most
         writes_all = persisted is None or unwritten_start >= self._whole_start or is_overdue
@@ -182,8 +182,8 @@ class PartialWindows:
         return self._of_pieces(self._stored_at, start, pieces, num_layers), self._lost(start, self._stored_at)
 
     def captured_again(self, start: int, pieces: Sequence[Piece], num_layers: int) -> list[int]:
-        """Return the indices of some master weights in ``pieces``: those of experts that two windows have captured, the
-        window ``start`` and the window that started one iteration earlier."""
+        """Return the indices of master weights in ``pieces``, only for experts that both the window ``start`` and the
+        window of one iteration earlier have captured."""
         before, now = self._captured_at.get(start - 1), self._captured_at[start]
         if before is None:
             return []

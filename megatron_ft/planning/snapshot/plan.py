@@ -20,7 +20,8 @@ SLICE_ALIGNMENT_BYTES = 4096
 """Alignment of slices, and of the payload of a window in its file, in bytes."""
 MAX_PARTIAL_FILES = 8
 """Largest number of consecutive files of windows that omit pieces which are in earlier files. So a damaged file makes
-at most this number of later files unusable; ``PartialWindows.store`` has the number for files with fewer experts."""
+at most this number of later files unusable. If files have an older state of some experts than their windows,
+``PartialWindows.store`` can choose a larger number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -184,7 +185,7 @@ class WindowPlan:
     def validate(self, operators: Iterable[OperatorId]) -> None:
         """Assert that every part of every operator is captured exactly once, and that windows do not overlap."""
         assert self.slices and all(self.slices), "a slice captures nothing, or the window has no slice"
-        # With several slices, a replay would compute with experts of other iterations than the recorded votes.
+        # With several slices, a replay would run iterations with older experts than those with which ranks voted.
         assert self.partial is None or len(self.slices) == 1, "windows that leave out experts must have one slice"
         # A rank fills one window at a time: the snapshot server drops an incomplete window when the next one begins.
         assert self.interval_iterations >= self.num_iterations, (

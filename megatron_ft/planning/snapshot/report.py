@@ -315,8 +315,8 @@ def _stored(plan: WindowPlan, demand: Demand) -> tuple[int | None, int | None]:
 
 
 def _restore_bytes(topology: Topology, dense_bytes: int) -> int:
-    # After a recovery, a window is captured in one slice. A rank sends its part of a batch to all ranks with its
-    # tensors.
+    # The first window after a recovery has one slice with the whole state. When a slice is restored, a rank sends its
+    # part of each batch to all ranks that have the same tensors.
     num_equal = topology.data_parallel_size * topology.context_parallel_size
     return 2 * num_equal * batch_bytes(dense_bytes)
 

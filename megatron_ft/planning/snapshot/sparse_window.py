@@ -107,8 +107,8 @@ def _least_peak_bytes(table: UnitBytes, num_slices: int) -> int:
 def _num_parts(table: UnitBytes, rounding_bytes: Matrix, budget_bytes: int, max_parts: int) -> list[int]:
     """Return the number of equal parts of each unit. One part must fit into a slice that has all other units frozen.
 
-    The size limit of a part is the budget minus the frozen bytes (compute weights), or an eighth of the frozen bytes if
-    that is larger. If the budget is lower, training stalls anyway, and smaller parts would only make the window longer.
+    The size limit of a part is the budget minus the frozen bytes (compute weights), but at least an eighth of these
+    bytes. With less room, training stalls anyway, and smaller parts would only make the window longer.
 
     Args:
         rounding_bytes: largest number of bytes by which a part of a unit exceeds an equal share, ``[units, ranks]``.
