@@ -85,7 +85,7 @@ class AttemptPolicy:
             )
         if last.asked is Asked.TO_END or (last.exit_code == EXIT_INTERRUPTED and last.asked is None):
             return Verdict(Next.END, "the run received a signal to end", is_final=True)
-        # For example, the configuration ends each job of the run after some iterations.
+        # The run is not complete, but its configuration may end each job after some iterations.
         if last.exit_code == EXIT_OK:
             return Verdict(Next.END, "the job has ended as planned, before the end of the run")
         # Checked before a requeue: a job that always fails at the same place would occupy the cluster without end.

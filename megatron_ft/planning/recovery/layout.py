@@ -31,7 +31,7 @@ class LaneLimits:
     """EP times expert TP; None if experts are placed in slots. Ranks of a stage hold the same experts if their numbers
     differ by a multiple of this product."""
     optimizer_bytes: tuple[int, int] = (1, 1)
-    """Bytes of a stage's optimizer state: non-expert, expert. TP·CP groups get lanes so that few of them move."""
+    """Bytes of a stage's optimizer state: non-expert, expert. Lanes are assigned so that few of these bytes move."""
 
     @classmethod
     def of(
@@ -120,8 +120,8 @@ class JobLayouts:
 
     A layout depends only on the nodes and on the *base*, the newest layout whose ranks all had received their state.
     Memberships that were abandoned while they were formed have no influence. So the layout is the same whether nodes
-    were lost or left according to ``testing.membership_schedule``. A stage gives TP·CP groups to other stages only if
-    it has more groups than lanes. So the loss of one node takes state from one stage only.
+    were lost or left according to ``testing.membership_schedule``. A TP·CP group moves to another stage only if its own
+    stage has more groups than lanes. So if all ranks of a node are in one stage, its loss takes no state from others.
     """
 
     num_nodes: int
@@ -131,8 +131,8 @@ class JobLayouts:
     context_size: int = 1
     num_stages: int = 1
     keeps_layout: bool = False
-    """Whether a membership of ``num_nodes`` nodes may have the initial layout; its nodes then take the places in the
-    given order."""
+    """Whether a membership of ``num_nodes`` nodes may have the initial layout; the i-th node that ``on`` gets then has
+    the ranks of node i of the initial layout."""
     limits: LaneLimits = LaneLimits(most=1)
     fewest_expert_ranks: int = 1
     """Smallest number of ranks with a slot for every expert."""
@@ -173,7 +173,7 @@ class JobLayouts:
                 membership with another layout. None means true if ``nodes`` and ``base`` have ``num_nodes`` nodes each,
                 and false otherwise.
         """
-        # With ``keeps_layout``, the order of ``nodes`` can determine the order of ranks, and so of the terms of sums.
+        # With ``keeps_layout``, ``nodes`` are not sorted: their order can determine the ranks and the order of sums.
         nodes = tuple(nodes if self.keeps_layout else sorted(nodes))
         if in_place is None:
             in_place = len(nodes) == self.num_nodes and (base is None or len(base.nodes) == self.num_nodes)
@@ -303,7 +303,7 @@ def choose_layout(
     left = [rank for rank in alive if rank not in placed]
     whole += _formed(former, left, node_of)
     possible = min(limits.most, len(whole) // former.num_stages)
-    # With a number of lanes that is not a multiple, one expert-parallel group would lack some experts.
+    # If the number of lanes were not a multiple of ``limits.multiple``, one expert-parallel group would lack experts.
     num_lanes = possible - possible % limits.multiple
     if num_lanes < max(1, limits.fewest):
         return Declined(reason=_too_few(former, len(whole), len(alive), limits))
@@ -431,7 +431,7 @@ def _in_order(before: Sequence[int], overlap: "_Overlap", offset: int) -> dict[i
     """
     num_before, num_lanes, period = overlap.num_before, overlap.num_lanes, overlap.limits.multiple
     best = _PrefixMaximum(num_lanes)
-    chains: list[tuple[int, int, int]] = []  # (place, lane, chain before it)
+    chains: list[tuple[int, int, int]] = []  # (index in before, new lane, index of the chain before)
     for place, lane in enumerate(before):
         first = lane * num_lanes // num_before - period
         last = -(-(lane + 1) * num_lanes // num_before) + period

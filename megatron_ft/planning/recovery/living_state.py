@@ -2,7 +2,7 @@
 
 The strategy needs every part of the state on several ranks. All ranks of a model part have its non-expert state, or
 other nodes have copies of its optimizer shards; experts have replicas or expert-data-parallel peers. In a job that
-keeps its layout, new ranks in the places of lost ranks receive their state (``LocalizedPlan``). In other jobs, experts
+keeps its layout, new ranks receive the state of the ranks that they replace (``LocalizedPlan``). In other jobs, experts
 and shards move whenever ranks are lost, leave or join, and ranks receive the model part that the new layout gives them.
 """
 

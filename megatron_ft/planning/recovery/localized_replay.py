@@ -57,7 +57,7 @@ class LocalizedReplay:
 def _replaying_stages(loss: Loss, facts: RecoveryFacts) -> tuple[int, ...]:
     # A stage replays if some of its state is lost. An adjacent stage that lost a rank replays too: its log is lost.
     lost = facts.stages_of(loss.nodes)
-    # If living ranks cannot send state for another reason than missing operators, every lost stage replays.
+    # If living ranks cannot send state, and ``NO_HOLDER`` is not the reason, every stage that lost a rank replays.
     found = (
         set(facts.stages_with(loss.missing)) & set(lost) if why_no_living_places(loss, facts) == NO_HOLDER else set()
     )
@@ -94,7 +94,7 @@ def _why_not(loss: Loss, facts: RecoveryFacts) -> str:
     if loss.stored is not None and loss.stored.memory_start is None:
         return "no window has been committed yet"
     if loss.stored is not None and (start := loss.stored.memory_start or 0) < loss.stored.placed_from:
-        # Then the ranks decline, see ``LocalizedPlan``.
+        # ``LocalizedPlan.of`` returns ``Declined`` for the same reason.
         moved = f"experts moved after the newest committed window started (iteration {start})"
         return f"{moved} and before iteration {loss.stored.placed_from}, so this window cannot be replayed"
     return ""
@@ -112,7 +112,7 @@ class Standing:
     is_copied: bool = False
     """Whether the rank has a copy of its state from before the replay (``LocalizedPlan.may_copy``)."""
     has_whole_weights: bool = True
-    """Whether all weights on this rank are up to date; see ``Carried.has_whole_weights``."""
+    """Whether all weights on this rank are up to date. If not, only the weights of the rank's optimizer shard are."""
     window: WindowKey | None = None
     """Newest window that the rank knows to be committed; another rank may know a newer window from the last vote."""
     holds: tuple[str, ...] = ()
@@ -166,8 +166,9 @@ class LocalizedPlan:
     """Reasons why stages replay. If the job may not use ``living_state``, stages that lost a rank always replay, and
     this field gives no reason for these stages."""
     may_copy: bool = False
-    """Whether the living ranks have all units of state, so that copies of this state would be enough to continue with
-    fewer lanes. A replay is then necessary only for the random number generators of lost ranks."""
+    """Whether the living ranks have all units of state, in their tensors or in copies. A replay is then necessary only
+    for the random number generators of lost ranks, or after a failed replay. Ranks may copy their state before a
+    replay: with these copies, the job can continue with fewer lanes if another rank is lost in the replay."""
 
     @property
     def strategy(self) -> str:
@@ -189,7 +190,8 @@ class LocalizedPlan:
         return self.region_of(stage) is not None
 
     def lacks_copies(self, stage: int, standings: Sequence[Standing]) -> bool:
-        """Whether ranks of ``stage`` must receive their state copies again, because a replay discards state copies."""
+        """Whether ranks of ``stage`` must receive their state copies again: because the stage replays, which discards
+        them, or because a rank of the stage lacks some."""
         return self.replays(stage) or not all(found.has_copies for found in standings if found.stage == stage)
 
     def neighbours(self, stage: int) -> Mapping[Direction, int]:
@@ -250,7 +252,7 @@ class LocalizedPlan:
 
         Args:
             standings: report of every rank, by rank; at least one rank must have state.
-            is_ring: see ``LocalizedPlan``.
+            is_ring: whether the last stage also sends to the first one, as with virtual stages.
             needs: units of state that the place of each rank needs (see ``units_of``); None if living ranks may not
                 send state.
             may_replay: whether stages may replay.

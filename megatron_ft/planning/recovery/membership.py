@@ -104,7 +104,7 @@ def choose_target(positions: Sequence[Position]) -> Target:
     settled = {position.vote.iteration: position.vote for position in positions if position.vote is not None}
     target = max([position.completed for position in positions] + list(settled))
     for position in positions:
-        # Positions that contradict this belong to different histories, which must not be mixed.
+        # If a position contradicts this, the ranks have not run the same iterations: their states must not be mixed.
         if position.completed < target and position.contributed != target:
             raise RecoveryError(
                 f"another rank knows the results of all ranks for iteration {target}, but rank {position.rank} has "

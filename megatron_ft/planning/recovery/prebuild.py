@@ -1,9 +1,9 @@
 """Decides what each spare builds before a node is lost.
 
-A spare that replaces a lost node needs its model, gradient buffers and optimizer, and can build these in advance. Nodes
-whose ranks have the same layers, tensor parts and experts form one *part*: a model that a spare has built for one of
-these nodes also fits the others. Every node is equally likely to be lost, so parts with more nodes are needed more
-often. Spares begin with different parts, so that together they cover as many parts as possible.
+A spare that replaces a lost node needs a *part*: the model, gradient buffers and optimizer of the node's ranks. It can
+build parts in advance. Nodes whose ranks have the same layers, tensor parts and experts need the same part. Every node
+is equally likely to be lost, so parts of more nodes are needed more often. Spares begin with different parts, so that
+together they cover as many parts as possible.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -55,7 +55,7 @@ class Rollback:
             medium=medium,
             declined=declined,
             max_windows=num_windows + 1,
-            # Windows on storage may be from an earlier start with another policy; then this overestimates the loss.
+            # If an earlier start of the run wrote the window with another policy, the real loss can be smaller.
             loses_updates=facts.snapshot is not None and facts.snapshot.leaves_out_experts,
             update_loss="" if facts.snapshot is None else facts.snapshot.update_loss,
         )

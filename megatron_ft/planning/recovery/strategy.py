@@ -109,7 +109,7 @@ class Loss:
 
 def why_no_replacement(loss: Loss, facts: RecoveryFacts) -> str:
     """Return the reason why no other node can replace the lost nodes of a job that keeps its layout; empty if one can.
-    A node whose ranks have died counts as lost, because its ranks start again only if lost nodes start again."""
+    A node whose ranks have died counts as lost: its ranks start again only with ``nodes.restart_lost_nodes``."""
     nodes, full, here = facts.config.nodes, f"launch.num_nodes={facts.config.launch.num_nodes}", facts.layout.nodes
     if facts.has_changed_layout:
         return f"the job has had fewer than {full} nodes since its ranks started, so no node replaces a lost node"
