@@ -178,7 +178,8 @@ def _copied_here(config: JobConfig, parameters: RankParameters, topology: Topolo
         return 0
     if placement.algorithm is None:  # a rank's shard also contains the state of its experts
         return _updated_here(config, parameters, topology) * (placement.state_copies - 1)
-    # Without the distributed optimizer every rank has all non-expert state, and every replica all state of its expert.
+    # Non-expert state is copied only with the distributed optimizer: otherwise every rank has all of it. An expert is
+    # copied only if it has fewer replicas than ``state_copies``.
     shard = -(-parameters.num_dense // (topology.data_parallel_size * topology.context_parallel_size))
     num_dense = shard * (placement.state_copies - 1) if config.parallel.use_distributed_optimizer else 0
     per_expert = parameters.num_expert // max(1, placement.num_slots_per_rank or 0)

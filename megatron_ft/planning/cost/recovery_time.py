@@ -32,7 +32,7 @@ class RecoveryWork:
     again_iterations: int | None
     """Number of iterations that run again; None if it is not known."""
     again_unknown: tuple[str, ...] = ()
-    """Missing inputs, because of which ``again_iterations`` is not known; otherwise empty."""
+    """Inputs without which ``again_iterations`` cannot be computed; empty if it is known."""
     again_share: float = 1.0
     """Duration of an iteration that runs again, divided by the duration of an iteration of the whole job; less than 1
     if only some pipeline stages run it again (see ``RecoveryTimes.share_of``)."""
@@ -67,7 +67,7 @@ class RecoveryTimes:
     # benchmarks/recovery_times.py on 2026-11-28: median of 30 losses at a load up to 2.0.
     forming_seconds: float = 0.244
     """Seconds to form process groups of a few ranks and to build a small model."""
-    # control-plane-scale_cpu_2026-11-22: 0.87 s until the last of 1,024 ranks has its order.
+    # control-plane-scale_cpu_2026-11-22: 0.87 s until the last agent of 1,024 ranks knows the next membership.
     forming_rank_seconds: float = 0.00085
     """Seconds to add to ``forming_seconds`` for each rank that trains after the recovery."""
     # faults-from-outside_cpu_2026-11-23: ranks with 475 MB of state form a membership in 1.23 s instead of 0.31 s.

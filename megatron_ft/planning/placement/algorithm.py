@@ -32,7 +32,7 @@ class PlacementAlgorithm(Protocol):
 
         Args:
             replica_counts: number of replicas of each expert in each layer, ``[L][E]``. Instead of a second replica on
-                the same rank, an algorithm may place another expert. The smallest count is a minimum for all experts.
+                the same rank, an algorithm may place another expert; each expert keeps at least the smallest count.
             cluster: nodes, their ranks and failure domains, and which nodes are alive.
             num_slots_per_rank: number of replicas that a rank can hold in each layer.
             ranks: ranks with slots, such as the ranks of one pipeline stage; None for all ranks that are alive.

@@ -88,7 +88,7 @@ def allocate(
     if not any(tokens):
         tokens = [1] * len(tokens)
     counts, slots, total = [0] * len(tokens), num_slots, sum(tokens)
-    # Experts with small loads come first: slots that the minimum gives them are taken from all others in proportion.
+    # Experts with small loads come first. If the minimum gives them more slots, all others get proportionally fewer.
     for expert in sorted(range(len(tokens)), key=lambda expert: (tokens[expert], expert)):
         counts[expert] = max(tokens[expert] * slots // total, floor) if total else floor
         slots -= counts[expert]
@@ -233,7 +233,7 @@ def _fill_up(result: Counts, free: list[int], loads: npt.NDArray[np.float64]) ->
 
 
 def match_domains(base: Sequence[Counts], held: Sequence[Counts], capacities: Sequence[int]) -> list[Counts]:
-    """Exchange domains of ``base`` with equal numbers of slots, the same in all layers, so that few base copies move.
+    """Permute domains of ``base`` with equal numbers of slots, in the same way in all layers, so that few copies move.
 
     Args:
         base: base copies of each layer, ``[L][E, D]``.

@@ -33,7 +33,7 @@ def _pack(replica_counts: Sequence[int], capacities: Sequence[int], loads: Seque
         while left:
             fitting = [domain for domain, room in enumerate(vacant) if room >= left]
             if fitting:
-                # The tightest fit leaves large gaps for experts with many replicas.
+                # The fitting domain with the fewest free slots, so that domains with many free slots stay free.
                 domain = min(fitting, key=lambda domain: (vacant[domain], domain))
             else:
                 domain = max(range(len(vacant)), key=lambda domain: (vacant[domain], -domain))

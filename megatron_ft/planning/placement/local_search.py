@@ -113,7 +113,7 @@ class Search:
         return ours, theirs, allowed & (ours[:, None] != theirs[None, :])
 
     def _keeps_floor(self, experts: Masks, source: int, target: int) -> Bools:
-        # Change of the expert's number of domains: 1 if it leaves ``source``, minus 1 if ``target`` is new to it.
+        # Number of domains that the expert loses: 1 if it leaves ``source``, minus 1 if ``target`` is new to it.
         lost = (self.counts[experts, source] == 1).astype(np.int64) - (self.counts[experts, target] == 0)
         return np.asarray(self.support[experts] - lost >= self.goals[experts])
 

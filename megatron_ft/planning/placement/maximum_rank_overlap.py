@@ -51,7 +51,7 @@ def overlap_groups(
     first_expert = first_domain = 0
     for size in sizes:
         group = order[first_expert : first_expert + size]
-        # The rarest expert of the group decides, because the group survives as long as this expert survives.
+        # The rarest expert determines the number of domains: the whole group survives as long as this expert survives.
         num_domains = min(replica_counts[group[0]], len(capacities) - first_domain)
         counts[np.asarray(group), first_domain : first_domain + num_domains] = 1
         first_expert += size

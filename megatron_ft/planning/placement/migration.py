@@ -205,7 +205,7 @@ class _Replacing:
         return cls(held=held, wanted=wanted, holders=holders, open=left)
 
     def next_step(self) -> Step:
-        """Choose one remaining transfer, and the expert that it overwrites, for as many ranks as possible."""
+        """Choose for each receiving rank, if possible, one remaining transfer and the expert that it overwrites."""
         step = []
         senders: set[int] = set()
         overwritten: Counter[tuple[int, int]] = Counter()
@@ -289,7 +289,7 @@ def _mapping(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[i
     for position, name in enumerate(plan.domains):
         members.setdefault(name, []).append(position)
     mapping = [0] * len(plan.ranks)
-    # Slots of a domain move as a whole: otherwise several replicas of one expert could get into the same domain.
+    # All ranks of a domain get slots of one domain: otherwise a domain could get several replicas of one expert.
     for size in sorted({len(positions) for positions in members.values()}):
         alike = [positions for positions in members.values() if len(positions) == size]
         if size == 1:

@@ -48,9 +48,9 @@ class OverlapSearch(PlacementBase):
     extra copies by load.
 
     * Every expert is in at least ``min_domains`` failure domains, or in as many as its replicas and the cluster allow.
-    * If loads are given, and not all slots are needed for the smallest replica count of every expert, only base copies
-      are placed for survival. All other copies are placed by load (``allocation.py``). ``survival_share`` divides the
-      slots between base copies and extra copies.
+    * If loads are given, and experts have more replicas than base copies, only base copies are placed for survival. All
+      other copies are extra copies, placed by load (``allocation.py``). ``survival_share`` divides the slots between
+      base copies and extra copies.
     * If a domain has slots for all experts, or its number of slots divides the number of experts, maximum rank overlap
       is optimal and is used. Otherwise, a small layer is solved by enumeration of all placements, a medium layer by
       exchanges of replicas, and a large layer by the best of several groupings.
@@ -112,7 +112,7 @@ class OverlapSearch(PlacementBase):
         layers = [
             self.assign(counts, capacities, load, losses) for counts, load in zip(replica_counts, loads, strict=True)
         ]
-        # A single layer needs no alignment, and for very many domains there are no losses to evaluate exchanges with.
+        # A single layer needs no alignment. With very many domains, ``losses`` is None: no exchange can be evaluated.
         if losses is not None and len(layers) > 1:
             layers = self._joint(layers, replica_counts, capacities, loads, losses)
         return layers

@@ -80,7 +80,8 @@ class RebalancePolicy:
 
 
 def imbalance(plan: PlacementPlan, loads: Sequence[Sequence[float]], shares: str = BALANCED) -> float:
-    """Return the busiest rank's tokens divided by the mean of ranks: the largest ratio of any layer, at least 1."""
+    """Return the tokens of the busiest rank divided by the mean over ranks, in the layer where this ratio is largest.
+    The result is at least 1."""
     means = [sum(load) / len(plan.ranks) for load in loads]
     ratios = [
         busiest_tokens(plan.replicas_per_rank(layer), load, shares) / mean

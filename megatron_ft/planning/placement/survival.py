@@ -66,7 +66,7 @@ def surviving_weights(
         found.append(tuple(_sweep(part, union, max_lost, odds)))
     total: list[float] = [1]
     if odds is None:
-        # Most parts have the same counts. Integers are exact in every order, so equal factors become a power.
+        # Components with equal counts are combined by a power. Integers are exact, so their order has no influence.
         for counts, number in Counter(found).items():
             total = _convolve(total, _power(counts, number, max_lost), max_lost)
     else:
@@ -82,7 +82,7 @@ def surviving_weights(
 
 
 def _parts(masks: Sequence[int]) -> list[list[int]]:
-    # Groups masks that are connected by common bits. A mask and the parts that it connects become a new part.
+    # Returns the connected components: masks with a common bit are in one list. ``part`` stands for a component.
     parts: dict[int, list[int]] = {}
     part_of: dict[int, int] = {}
     merged_into: list[int] = []
@@ -218,7 +218,7 @@ class SurvivalObjective:
         for lost in range(1, len(weights)):
             if not weights[lost]:
                 continue
-            # Sets of one size are all taken or all left out: a part of them would favour domains outside of this part.
+            # Sets of one size are all taken or all left out: otherwise some domains would be in fewer sets than others.
             if len(masks) + math.comb(num_domains, lost) > limit:
                 break
             sets = list(combinations(range(num_domains), lost))

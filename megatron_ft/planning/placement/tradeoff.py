@@ -20,7 +20,8 @@ class TradeoffPoint:
     """Number of slots of each rank."""
     survival_share: float
     imbalance: float
-    """Tokens of each layer's busiest rank (balanced shares), summed over layers, divided by the mean sum of ranks."""
+    """Tokens of each layer's busiest rank (balanced shares), summed over layers, divided by a rank's mean tokens in all
+    layers together."""
     worst_imbalance: float
     """Tokens of the busiest rank divided by the mean of all ranks, in the layer in which this ratio is largest."""
     survival: tuple[Survival, ...]

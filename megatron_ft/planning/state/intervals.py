@@ -27,7 +27,7 @@ def distinct(values: Column) -> Column:
 def union(starts: Column, stops: Column) -> tuple[Column, Column]:
     """Return the union of the intervals as disjoint intervals, ascending. Adjacent intervals are not merged."""
     starts, stops = np.sort(starts), np.sort(stops)
-    # The i-th start begins an interval where the i intervals that start before it have all ended.
+    # Start i (from 0) begins a disjoint interval if all i intervals with earlier starts have ended by then.
     is_first = np.ones(len(starts), dtype=np.bool_)
     is_first[1:] = starts[1:] >= stops[:-1]
     is_last = np.ones(len(stops), dtype=np.bool_)

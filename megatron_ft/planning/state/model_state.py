@@ -224,7 +224,7 @@ WEIGHT = "weight"
 ADAM_KINDS = (("adam", 12),)
 """Kinds of optimizer state of a mixed-precision AdamW, with their bytes per element. The tensors ``master``,
 ``exp_avg`` and ``exp_avg_sq`` are always on the same ranks, so they are planned as one kind, but moved as three
-tensors. Step counts are not included: they are the same for all elements and belong to the host state."""
+tensors. Step counts are not included: they are the same for all elements and belong to the non-tensor state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

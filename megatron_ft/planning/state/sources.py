@@ -65,7 +65,7 @@ class Matched:
         Only holdings of the needed iteration are used. A rank's own holdings in memory are used before holdings of
         other ranks. Among holdings of other ranks and of storage, those on the fastest medium are used.
         """
-        # Positions of two indices are not comparable.
+        # A position has a meaning only in its ``TensorIndex``: in another index, it may be another element.
         index = needs.index
         assert index is holdings.index, "``needs`` and ``holdings`` must have the same tensor index"
         highest = max((int(rows.rank.max()) for rows in (needs, holdings) if len(rows)), default=0)
@@ -136,7 +136,8 @@ class _Sets:
         return found
 
     def union(self, numbers: tuple[int, ...]) -> int:
-        """Return the index of the union of the sets ``numbers``. If the largest is enough, return its index."""
+        """Return the index of the union of the sets ``numbers``. If the largest set has more than ``ENOUGH_SENDERS``
+        ranks, return the index of this set instead."""
         largest = max(numbers, key=lambda number: len(self.ranks[number]))
         if len(numbers) == 1 or len(self.ranks[largest]) > ENOUGH_SENDERS:
             return largest
@@ -164,7 +165,7 @@ def _match_others(
     last = np.searchsorted(edges, wanted.stop, side="left")
     rows, places = expand(last - first)
     segments = first[rows] + places
-    # No rank holds elements before the first edge, which are segment -1, or after the last edge.
+    # Segment -1 is before the first edge, and the last segment is after the last edge: no rank holds their elements.
     bounds = np.concatenate([edges, np.array([index.num_positions, 0])])
     starts = np.maximum(wanted.start[rows], bounds[segments])
     stops = np.minimum(wanted.stop[rows], bounds[:-1][segments + 1])
