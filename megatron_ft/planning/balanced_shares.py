@@ -7,17 +7,19 @@ the number of tokens that rank j routes to expert e, and ``Q[e, j]`` the number 
 ``c_i = w_0 + ... + w_i`` and their sum c, item i gets ``(a * c_i + c // 2) // c - (a * c_{i-1} + c // 2) // c``. The
 sum of the parts is a, and if ``a <= c``, no part is larger than its weight. The shares are computed in three steps:
 
-1. Start. A holder computes its own tokens, ``T[e, j]``. Tokens of e on other ranks are split equally over its holders.
-2. Limit. The limit is the larger of two numbers, rounded up: the mean load of the ranks that hold an expert, and the
-   largest ratio of an expert's tokens to its number of holders. No distribution has a lower largest load.
+1. Start. A holder computes its own tokens, ``T[e, j]``. Tokens of e on ranks that do not hold e are split equally over
+   the holders of e.
+2. Limit. The limit of a rank's load is the larger of two numbers, rounded up: the mean load of the ranks that hold an
+   expert, and the largest ratio of an expert's tokens to its number of holders. In every distribution, the largest load
+   is at least this limit.
 3. Rounds, at most ``MAX_ROUNDS``, until no load is above the limit:
 
    a. Levels. Ranks below the limit have level 0. For k = 0, 1, ...: an expert without a level gets level k if one of
       its holders has level k; a rank without a level gets level k + 1 if it has a share of an expert of level k. So a
       token on a rank of level k reaches a rank with room in k moves, and not in fewer.
    b. If a rank above the limit has no level, the round ends with a new limit: the mean load of all ranks without a
-      level, rounded up. No distribution has a lower largest load, because only these ranks hold the experts whose
-      tokens they compute.
+      level, rounded up. In every distribution, the largest load is at least this limit, because only these ranks hold
+      the experts whose tokens they compute.
    c. Otherwise, for k from the highest level down to 1, tokens of experts of level k - 1 move from ranks of level k
       above the limit (giving ranks) to ranks of level k - 1 (taking ranks):
 
@@ -32,7 +34,7 @@ sum of the parts is a, and if ``a <= c``, no part is larger than its weight. The
 Integer sums do not depend on the order of their terms, and every split has a fixed order. So the ranks, experts and
 pairs of one step may be visited in any order or at once. Every round either raises the limit or moves tokens from ranks
 above the limit to ranks below it. If no load is above the limit after at most ``MAX_ROUNDS`` rounds, the largest load
-equals the limit. It is then the optimum of the linear program, rounded up.
+equals the limit. It is then the smallest possible: the optimum of the linear program with divisible tokens, rounded up.
 """
 
 import math
@@ -179,7 +181,8 @@ class _Flow:
         self.load = self._by_rank.sum(self.share)
 
     def _wishes(self, givers: npt.NDArray[np.bool_]) -> Integers:
-        """Return the tokens that each pair (expert, rank) can give away, ``[P]``; 0 where ``givers`` is false."""
+        """Return the tokens that each pair (expert, rank) wishes to give (step 3c of the module docstring), ``[P]``; 0
+        where ``givers`` is false."""
         foreign = np.where(givers, np.maximum(self.share - self._own, 0), 0)
         own = np.where(givers, np.minimum(self.share, self._own), 0)
         above = np.maximum(self.load - self.limit, 0)

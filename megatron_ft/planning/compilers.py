@@ -14,8 +14,8 @@ WITHOUT_KERNELS = {"placement.dispatch_backend": "reference", "optimizer.update_
 
 
 def kernels_of(config: JobConfig, device: str) -> dict[str, str]:
-    """Return the configuration keys that make ranks on ``device`` (``cpu`` or ``cuda``) build kernels. The value of
-    each key is the kind of kernels, ``cpp`` or ``cuda``."""
+    """Return the configuration keys that make ranks on ``device`` (``cpu`` or ``cuda``) build kernels, each with the
+    kind of these kernels, ``cpp`` or ``cuda``."""
     found = {
         "placement.dispatch_backend": config.placement.kernels_on(device),
         "optimizer.update_backend": config.optimizer.update_backend,
@@ -43,7 +43,7 @@ def no_compiler(kernels: str, variables: Mapping[str, str]) -> str:
 
 
 def or_without(key: str) -> str:
-    """Return the second part of this error message: the value of ``key`` with which no kernels are built."""
+    """Return the second part of the ``no_compiler`` message: the value of ``key`` with which no kernels are built."""
     return f", or set {key}={WITHOUT_KERNELS[key]}"
 
 

@@ -92,7 +92,7 @@ class DeviceChoice:
             _check_accepted(refused["cuda"], reason)
             return cls(device="cuda", is_certain=True, reason=reason)
         reason = f"training.device=auto found no GPU on this machine: {_why_no_gpu(facts)}"
-        # A plan for an unknown machine prefers a device that can run the job. A starting job must use this machine.
+        # A starting job must use this machine. A plan for unknown machines chooses cuda if only cuda can run the job.
         if not may_be_elsewhere or not refused["cpu"] or refused["cuda"]:
             _check_accepted(refused["cpu"], reason)
             return cls(device="cpu", is_certain=not may_be_elsewhere, reason=reason)

@@ -155,7 +155,8 @@ class Ballot(WindowReport):
     allocated_bytes: int = 0
     reserved_bytes: int = 0
     peak_bytes: int = 0
-    """Memory of this rank, see ``MemoryUse``; 0 if unknown. It is not part of ``Vote``."""
+    """Memory of this rank. ``MemoryUse`` describes this field, ``allocated_bytes`` and ``reserved_bytes``. They are 0
+    if unknown, and not part of ``Vote``."""
 
     def to_row(self) -> tuple[float, ...]:
         """Return the fields as numbers that float64 represents exactly."""
@@ -347,7 +348,8 @@ class History:
 
         Args:
             loads: number of tokens of each expert in the iteration, [MoE layer][expert]; None if they are not counted.
-            repaid: number of these tokens that experts processed beyond their capacity; None if there are none.
+            repaid: number of these tokens that experts processed beyond their usual capacity, to make up for lost
+                tokens; None if there are none.
         """
         # Losses of skipped iterations are left out: spikes would raise the median, and hide later spikes.
         if decision.action != "commit":

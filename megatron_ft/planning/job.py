@@ -41,8 +41,8 @@ from megatron_ft.topology import Topology
 
 SLOTS_RATIO = 1.5
 """Largest derived number of replica slots per rank, as a multiple of the number that ``placement.min_replicas``
-requires. With this multiple, the busiest rank has hardly more tokens than the mean (claim ``balance``), so more slots
-would not make training faster."""
+requires. With this multiple, the busiest rank has hardly more tokens than the mean (``balance`` in docs/claims.md), so
+more slots would not make training faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class _JobMemory:
         stages = _stages(config, operators_of(config.model, data.tokenizer_vocab_size), data, topology)
         snapshot = SnapshotReport.of(config, data.tokenizer_vocab_size)
         upstream_log = UpstreamLogReport.of(config, snapshot)
-        # Windows and logs are in host memory on either device, in addition to the memory of the ranks' processes.
+        # Even if ranks train on GPUs, windows and logs are in host memory, in addition to the memory of the processes.
         captured = sum(0 if report is None else report.host_bytes for report in (snapshot, upstream_log))
         unused = 0
         if can_prebuild(config):
@@ -103,8 +103,9 @@ def with_slots(config: JobConfig, device: str, data: Callable[[], DataSummary]) 
     rank.
 
     If ``placement.num_slots_per_rank`` is null, the number of slots is the smallest that ``placement.min_replicas``
-    allows. If the memory of the device is also configured, the number is the largest that fits, up to ``SLOTS_RATIO``
-    times the smallest. If the job may continue without a node, the number must also fit the remaining nodes.
+    allows. If the memory of the device is limited (``cuda``: ``limits.gpu_memory_bytes``, ``cpu``:
+    ``limits.host_memory_bytes``), the number is the largest that fits, up to ``SLOTS_RATIO`` times the smallest. If the
+    job may continue without a node, the number must also fit the remaining nodes.
 
     Args:
         device: ``cpu`` or ``cuda``, already resolved.
@@ -133,8 +134,8 @@ def with_slots(config: JobConfig, device: str, data: Callable[[], DataSummary]) 
 
 
 def with_prebuilt_parts(config: JobConfig, device: str, data: Callable[[], DataSummary]) -> tuple[JobConfig, str]:
-    """Return ``config`` with the number of model parts (weights of one pipeline stage and tensor-parallel coordinate)
-    that a spare builds in advance, and the reason for this number. The arguments are those of ``with_slots``."""
+    """Return ``config`` with the number of parts that a spare builds in advance, and the reason for this number. A part
+    is the model, gradient buffers and optimizer of all ranks of a node. The arguments are those of ``with_slots``."""
     nodes, limit = config.nodes, config.limits.host_memory_bytes
     if nodes.num_prebuilt_parts is not None:
         return config, "nodes.num_prebuilt_parts"
@@ -497,7 +498,7 @@ def _stages(
 def _host_bytes_per_node(config: JobConfig, stages: tuple[StagePlan, ...], topology: Topology, device: str) -> int:
     def host_bytes(rank: int) -> int:
         stage = stages[rank // topology.stage_size]
-        # The first save allocates the copy, which later saves use again.
+        # The first save allocates ``saving_bytes``. They are not freed, because later saves use the same memory.
         state = 0 if device == "cuda" else stage.memory.total_bytes
         return PROCESS_BYTES + state + stage.saving_bytes
 

@@ -109,7 +109,7 @@ def order(shape: PipelineShape, stage: int) -> tuple[Pass, ...]:
     assert 0 <= stage < shape.num_stages, f"stage {stage} is not in a pipeline of {shape.num_stages} stages"
     forward, backward = _forward_passes(shape), _backward_passes(shape)
     num_warmup = min(_num_warmup_passes(shape, stage), len(forward))
-    # There are more backward passes than pairs: the rest is the cool-down.
+    # In the steady state, one forward and one backward pass alternate. The remaining backward passes are the cool-down.
     steady = zip(forward[num_warmup:], backward, strict=False)
     return (
         *forward[:num_warmup],
@@ -158,7 +158,7 @@ def _backward_passes(shape: PipelineShape) -> list[Pass]:
 
 
 def _table(shape: PipelineShape) -> Iterator[tuple[int, int]]:
-    # The last group may be smaller: Megatron fills its table in the same way.
+    # The last group of microbatches may be smaller, as in Megatron's table of microbatches and chunks.
     size, total = shape.group_size, shape.num_microbatches
     for first in range(0, total, size):
         for chunk in range(shape.num_chunks):

@@ -82,7 +82,7 @@ def _overview(plan: JobPlan) -> str:
 def _device(plan: JobPlan) -> list[tuple[str, str]]:
     if not plan.other_device:
         return []
-    # A refusal on the other device is a note at the end of the plan.
+    # If the job would be refused on the other device, a note at the end of the plan contains ``other_device``.
     texts = (plan.device_reason, "" if plan.is_refused_there else plan.other_device)
     return [("device", "; ".join(filter(None, texts)))]
 
@@ -318,7 +318,7 @@ def _slots(plan: PlacementPlan) -> str:
 
 
 def _losses(losses: Sequence[Cost], gaps: Sequence[Gap], device: str) -> str:
-    # The limit is only for rows about lost nodes. Rows about failures without a lost node are few, so all are shown.
+    # ``SHOWN_RANKS`` limits rows about lost nodes. There are at most two other rows (death of all ranks or processes).
     gone = [cost for cost in losses if cost.is_gone]
     rows: list[Sequence[str]] = [("lost", "recovers by", "iterations again", "bytes moved", "predicted", "result")]
     for cost in [*gone[:SHOWN_RANKS], *(cost for cost in losses if not cost.is_gone)]:

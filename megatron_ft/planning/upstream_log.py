@@ -95,8 +95,8 @@ def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
 def iterations_kept(window_iterations: int, commit_lag_iterations: int, interval_iterations: int | None = None) -> int:
     """Return the largest number of iterations in the log: from the start of a window until the next window's commit.
 
-    The commit lag counts twice, because another failure can come before the commit of the dense snapshot that is
-    captured after a recovery. A replay then starts from the same window again.
+    The commit lag counts twice: after a recovery, a dense snapshot is captured. If another failure comes before the
+    commit of this snapshot, the second replay starts from the same window as the first.
 
     Args:
         window_iterations: number of iterations of a window (W).
