@@ -15,7 +15,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetectorPolicy:
-    """Limits of the detector, see ``DetectorConfig``."""
+    """Limits of the detector. ``DetectorConfig`` describes the fields."""
 
     heartbeat_interval_seconds: float = 1.0
     heartbeat_timeout_seconds: float = 10.0
@@ -35,7 +35,7 @@ class SignsOfLife(Generic[Key]):
         self._heard: dict[Key, float] = {}
         self._asked_at: float | None = None
         self.was_held_up = False
-        """Whether more than half of the timeout had passed before the last call of ``silent``."""
+        """Whether more than half of the timeout passed between the last two calls of ``silent``."""
 
     def hear(self, key: Key, now: float) -> None:
         """Record a heartbeat of a key, and expect further heartbeats. Safe in any thread."""
@@ -75,7 +75,7 @@ class Place:
 
 
 FIRST_ITERATIONS = 3
-"""Count of iterations of a membership measured before ``hang_iterations`` applies. The first ones are slower."""
+"""``hang_iterations`` applies after this number of measured iterations of a membership. The first ones are slower."""
 _MEASURED_ITERATIONS = 50
 
 
@@ -131,7 +131,7 @@ class Detector:
             self.forget(node)
             found.append(NodeLost(node, at_seconds, f"no heartbeat from its agent {limit}"))
         if self._nodes.was_held_up:
-            # Reports about progress may still wait, as heartbeats may.
+            # Reports of progress may have arrived but not been processed yet, so this limit begins again, too.
             self._progress_at = now
         return found + self._hung(state, now, at_seconds)
 
@@ -144,7 +144,7 @@ class Detector:
         hang_seconds, limit = self._limit()
         if hang_seconds is None or now - self._progress_at < hang_seconds:
             return []
-        # Ranks that are killed now need time to end, so the next hang is found only after the whole limit.
+        # Ranks that are killed now need time to end, so the time limit begins again before another hang is reported.
         self._progress_at = now
         policy = self._membership
         ranks = layout_of(policy, state).processes_without(frozenset()) - state.gone

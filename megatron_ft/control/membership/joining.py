@@ -118,11 +118,11 @@ class NodeRules:
         # dies at each start would be started for ever.
         is_outside = not state.nodes.is_member(node)
         never_came = record.agent is AgentState.UNKNOWN and is_outside
-        # A spare of this kind has an agent but no ranks, so the end of its agent counts as a failed start, too.
+        # If all ranks start again after a loss, a spare has only an agent, whose end counts as a failed start, too.
         was_spare = is_outside and (self.policy.replaces_by_restart or state.phase is Phase.REPLACING)
         if never_came or was_spare or record.agent is AgentState.STARTING or node in state.nodes.waiting:
             state = self._fail_start(state, node, reason, now)
-        # ``is_wanted`` is cleared if lost nodes must not return, because ``_start`` would start the node.
+        # If lost nodes must not return, ``is_wanted`` is cleared, because ``_start`` starts each wanted node.
         elif not self.policy.restart_lost_nodes:
             state = replace(state, nodes=state.nodes.change(node, is_wanted=False))
         nodes = _stop_joining(state.nodes, node).change(node, agent=AgentState.LOST, is_dismissed=False)
@@ -344,15 +344,15 @@ class NodeRules:
         if self.policy.restart_lost_nodes:
             away = [state.nodes[node] for node in range(self.policy.most_nodes) if not state.nodes.is_member(node)]
             found |= {record.node for record in away if self._may_start(state, record)}
-        # If all ranks restart after a loss, spares have only agents.
+        # If all ranks restart after a loss, a spare has only an agent, so a registered agent is sufficient.
         return (found | (state.nodes.registered if self.policy.replaces_by_restart else frozenset())) - {
             node for node in state.members if state.nodes.is_member(node)
         }
 
     def is_worn(self, state: State, node: int, iteration: int) -> bool:
-        """Return whether a member is not started again if it is lost after ``iteration``, because it has then been lost
-        too often in a row."""
-        # ``count_loss`` ignores losses before long training, so a node with many such losses is still started again.
+        """Return whether the loss of a member after ``iteration`` would be one loss in a row too many, so that the node
+        would not be started again."""
+        # ``count_loss`` resets the count after ``SETTLED_ITERATIONS``, so losses that are far apart do not add up.
         return count_loss(state.nodes[node], iteration) > self.policy.max_node_restarts
 
     def _describe_empty(self, node: int) -> str:
@@ -365,7 +365,7 @@ class NodeRules:
 
     def await_agents(self, state: State, now: Moment) -> Step | None:
         """Return the next step of a job that keeps its layout, after all ranks ended: start agents of lost nodes, or
-        wait until each place has a node with an agent. Return None if too few nodes can still register."""
+        wait until each place in the layout has a node with an agent. Return None if too few nodes can register."""
         timeout_seconds = self.policy.start_timeout_seconds
         if state.phase is not Phase.REPLACING:
             # Without ranks, no node is a member. Each loss from here on counts as a failed start.
@@ -471,7 +471,7 @@ class NodeRules:
 def count_loss(record: NodeRecord, iteration: int) -> int:
     """Return how often a node has been lost in a row, including the present loss. ``iteration`` is the iteration after
     which training continues."""
-    # After ``SETTLED_ITERATIONS`` of training, a loss has a new reason, so earlier losses no longer count.
+    # After ``SETTLED_ITERATIONS`` of training, earlier losses have probably another cause, so they no longer count.
     has_settled = iteration - record.joined_iteration >= SETTLED_ITERATIONS
     return 1 if has_settled else record.num_losses + 1
 
@@ -526,8 +526,8 @@ def members_after_restart(state: State) -> tuple[int, ...]:
 def count_losses(state: State, iteration: int) -> State:
     """Add one to ``num_losses`` of each member that was lost in this generation and whose loss is not counted yet.
     ``iteration`` is the iteration after which training continues."""
-    # Usually the next membership counts losses. While a place waits for a node, the rules need the counts earlier.
-    # ``is_counted`` prevents a second count.
+    # Usually losses are counted when the next membership begins. While the job waits for nodes that replace lost nodes,
+    # the rules need the counts earlier. ``is_counted`` then prevents a second count.
     nodes = state.nodes
     for node in state.members:
         record = nodes[node]

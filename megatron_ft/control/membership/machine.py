@@ -209,7 +209,7 @@ def _restart(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
 
 def _restartable(policy: MembershipPolicy, state: State) -> tuple[int, ...]:
     """Return at most ``most_members`` nodes for a restart of all ranks. Members that were not lost are preferred. The
-    nodes are ascending, or in the order of their places if the job keeps its layout."""
+    nodes are ascending; if the job keeps its layout, they are in the order of their positions in the layout."""
     if policy.keeps_layout:
         return joining.members_after_restart(state)
     nodes, living_members = state.nodes, set(state.members) - state.nodes.lost
@@ -326,7 +326,7 @@ def _stop(policy: MembershipPolicy, state: State, event: MachineEvent, now: Mome
     if state.phase is not Phase.CHANGING:
         state = replace(state, phase=Phase.STOPPING, deadline_seconds=deadline)
         return Step(state, Decision.STOP, "the job was asked to stop")
-    # Ranks may wait at the boundary already, so the next membership begins first and stops at once.
+    # Some ranks may wait for the next membership already. So this membership begins first, and then stops at once.
     if state.deadline_seconds is None:
         state = replace(state, deadline_seconds=deadline)
         return Step(state, Decision.WAIT, "asked to stop while nodes join or leave: the job stops after this change")

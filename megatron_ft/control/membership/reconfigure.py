@@ -3,10 +3,11 @@
 When a rank or a node fails, the membership ends. All other ranks are ordered to stop (``BREAK``) and report their
 positions (``RankBroken``); a rank whose collective fails reports without an order. When every remaining rank has
 reported, the next membership begins (``REFORM``), together with nodes that are ready to join. A job that keeps its
-layout first waits until a node is ready for every lost place (``joining``), or until a place is certain to stay empty.
-If the job cannot continue, it stops (``STOP``). It then ends or restarts, as a job that needs all nodes does. If nodes
-join or leave on request (``joining``), there is no failure, and these rules apply when all members have stopped at the
-boundary. If a rank fails before all have stopped, this failure is handled first, and the change is ordered again.
+layout first waits until a node is ready to replace each lost node (``joining``), or until it is certain that a lost
+node gets no replacement. If the job cannot continue, it stops (``STOP``). It then ends, or all of its ranks restart.
+
+If nodes join or leave on request (``joining``), there is no failure. These rules then apply when all members have
+stopped at the boundary. If a rank fails before, this failure is handled first, and the change is ordered again.
 """
 
 from dataclasses import replace
@@ -159,7 +160,7 @@ def _describe_unresponsive(policy: MembershipPolicy, state: State) -> str:
 
 
 def _wait_for_others(policy: MembershipPolicy, state: State, now: Moment) -> Step:
-    # Wait until all ranks have reported. No process has ended: ranks stop at the boundary of a change, or have errors.
+    # Wait for the reports of all ranks. No process has ended: ranks stopped at the boundary of a change, or had errors.
     if state.has_errors:
         return _wait_for_death(policy, state, now)
     obstacle = _describe_unresponsive(policy, state) if state.is_late(now) else None
@@ -330,7 +331,8 @@ def _next(policy: MembershipPolicy, state: State) -> Reform:
     staying = set(state.members) - state.nodes.lost - leaving
     chosen = staying | set(NodeRules(policy).admitted(state, len(staying)))
     in_place = _keeps_next(policy, state)
-    # Without PP and TP, ranks have the order of nodes. Ranks that keep their order also keep most optimizer state.
+    # Nodes that stay keep their order. Without PP and TP, ranks have the order of nodes. Ranks that keep their order
+    # also keep most optimizer state.
     placed = [node for node in state.members if node in chosen] if policy.keeps_layout else []
     members = (*placed, *sorted(chosen.difference(placed)))
     if in_place:
@@ -341,7 +343,7 @@ def _next(policy: MembershipPolicy, state: State) -> Reform:
     # The present membership is the base if it has committed an iteration, or if all its ranks had received their state.
     # Otherwise ranks continue from the state of an earlier membership (``choose_holding``).
     is_formed = all(position.is_formed for position in positions)
-    # In a job that keeps its layout, memberships differ only in the nodes at the places, so each can be the base.
+    # If the job keeps its layout, memberships differ only in the node at each position, so each can be the base.
     is_base = target.iteration > state.begun_iteration or is_formed or keeps_layout(policy, state)
     base = former if is_base else state.base
     layout = policy.layout_on(members, base, in_place=in_place)

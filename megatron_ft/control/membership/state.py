@@ -95,7 +95,7 @@ class Nodes:
     """The records of all nodes, and which of them are members. Immutable; derived values are cached."""
 
     members: tuple[int, ...] = ()
-    """Nodes of this generation, ascending, or in the order of their places if the job keeps its layout (``joining``). A
+    """Nodes of this generation, ascending; if the job keeps its layout, in the order of their places in the layout. A
     lost member stays in the list until the next membership, even if its ranks have been started again."""
     records: tuple[NodeRecord, ...] = ()
     """Records by node number; nodes beyond the last record are ``ABSENT``."""
@@ -272,7 +272,7 @@ class MembershipPolicy:
     failure_grace_seconds: float = 2.0
     """After a rank's failure, the time in which all other ranks can report their errors."""
     death_grace_seconds: float = 2.0
-    """After errors of ranks, the time in which the job must learn of the death that may have caused these errors."""
+    """After a rank's error, the longest wait for the end of another rank or node that may have caused the error."""
     kill_timeout_seconds: float = 10.0
     """Longest wait for the exit of killed ranks."""
     max_restarts: int = 0
@@ -304,7 +304,7 @@ class MembershipPolicy:
         from megatron_ft.planning.recovery.prebuild import PrebuildPlan, can_prebuild
 
         launch, recovery, nodes, detector = config.launch, config.recovery, config.nodes, config.detector
-        # No process waits for the end of a node that starts by itself: only missing heartbeats reveal it.
+        # No launcher waits for the end of nodes that start by themselves: only missing heartbeats reveal this end.
         found_seconds = detector.heartbeat_timeout_seconds + detector.heartbeat_interval_seconds + 1.0
         found_seconds = 0.0 if starts_nodes else found_seconds
         return MembershipPolicy(
@@ -386,7 +386,7 @@ class MembershipPolicy:
     def layout_on(
         self, nodes: Sequence[int], base: "MembershipLayout | None" = None, *, in_place: bool | None = None
     ) -> "MembershipLayout":
-        """Return the layout of a membership of ``nodes``, see ``JobLayouts.on``.
+        """Return the layout of a membership of ``nodes``. ``JobLayouts.on`` describes ``base`` and ``in_place``.
 
         Raises:
             RecoveryError: the nodes are too few for the layout.
@@ -412,7 +412,7 @@ class Failure:
     rank: int | None = None
     node: int | None = None
     number: int | None = None
-    """Number of the rank in the membership in which the rank failed; None if the rank's report contains this number."""
+    """Number of the rank in the membership in which it failed; None if the rank's ``JobResult.details`` have it."""
     iteration: int = 0
     """Last iteration that the rank reached, 0 before the first."""
     sudden: bool = False
@@ -500,7 +500,7 @@ class State:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Nodes of this generation, see ``Nodes.members``."""
+        """Nodes of this generation, including its lost nodes, in the order of ``Nodes.members``."""
         return self.nodes.members
 
     @property
