@@ -36,7 +36,7 @@ from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.serde import encode
 
 RecordSink = Callable[[Message, Origin], None]
-"""Function that receives a rank's record and the record's origin. Each record has an origin of its own."""
+"""Function that receives a rank's record and the record's origin, which identifies the record."""
 
 StepSink = Callable[[Step], None]
 
@@ -166,7 +166,7 @@ class Controller:
                 step = self._serve(on_record, on_step)
             result = JobResult.of(step.state, step.reason, self._details)
         except CannotDecide as error:
-            # This order is not in the journal, which cannot be written. Agents end when they have fetched the order.
+            # This order cannot be written to the journal. Agents end when they have fetched the order.
             self._server.give(to_message(messages.End(reason=str(error))))
             self._server.open()
             result = JobResult(error.outcome, str(error), None, self._details)
@@ -340,7 +340,7 @@ class Controller:
         node, layout = self._policy.node_of(rank), self._layouts[generation]
         if node not in self._state.members or node in self._state.nodes.waiting:
             return
-        # Use the present layout if the node was no member in ``generation``, or may have had another place in it.
+        # Use the present layout if the node was no member in ``generation``, or may have had another position then.
         if node not in layout.nodes or keeps_layout(self._policy, self._state):
             layout = layout_of(self._policy, self._state)
         number = layout.rank_of(rank)

@@ -147,7 +147,7 @@ def _at_once(write: Callable[[], None]) -> None:
 
 
 class Journal:
-    """Appends entries to one file. Only the controller that has the run's lease may write."""
+    """Appends entries to one file. Only the controller that has the run's lease (a file lock, ``main``) may write."""
 
     def __init__(self, path: Path, do: Do = _at_once) -> None:
         """Open or create the journal at ``path``, remove an incomplete last line, and read the complete lines into

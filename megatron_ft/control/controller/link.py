@@ -51,7 +51,7 @@ class ControllerLink:
             start: starts the controller's process; its argument is the process's end of a socket pair.
             access_path: file (mode 0600) to which the controller's address, epoch and process id are written.
             access: further entries of the file at ``access_path``.
-            silence_seconds: time without a message after which a controller is killed. Shorter times count as 10 s.
+            silence_seconds: time without a message after which a controller is killed. Values below 10 count as 10.
             log: log file of the controller; the last line of the log is reported if the controller ends by itself.
         """
         self._start = start
@@ -98,8 +98,8 @@ class ControllerLink:
             try:
                 return self._serve(on_record, on_event)
             except _Gone as gone:
-                # The old controller is ended before its last messages are read: no more can arrive, and two controllers
-                # never run at the same time.
+                # The old controller is ended before its last messages are read, so that no message arrives later. Two
+                # controllers never run at the same time.
                 self._give_up(str(gone))
                 end = self._read_rest(on_record, on_event)
                 if end is not None:

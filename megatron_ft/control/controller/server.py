@@ -157,7 +157,8 @@ class _AgentSession:
     num_fetched: int = 0
     """Count of the orders that the agent has fetched, plus the count of the orders before its registration."""
     is_inherited: bool = False
-    """Whether this agent may have records that an earlier controller forwarded but this controller does not know."""
+    """Whether an earlier controller may have forwarded records of this agent. They are not in the journal, so this
+    controller has not counted them."""
     newest_item: Item | None = None
     """The item of this session that arrived last."""
     delivery: threading.Lock = field(default_factory=threading.Lock)
@@ -301,7 +302,7 @@ class ControllerServer:
             interface=interface,
             token=token,
             port=port,
-            # Each node needs a thread for its poll, one for its delivery, and two for calls that it has given up.
+            # Each node needs a thread for its poll, one for its delivery, and two for calls for which it waits no more.
             num_threads=4 * policy.most_nodes + 4,
             num_reserved_descriptors=policy.most_nodes,
             certificates=certificates,
@@ -340,7 +341,7 @@ class ControllerServer:
             raise TimeoutError(f"the controller did not process the request within {ACCEPT_SECONDS:g} s")
 
     def take(self, until_seconds: float) -> Item | Posted:
-        """Return the next item, or a tick, see ``_Inbox.take``."""
+        """Return the next item if it arrived before ``until_seconds``. Otherwise wait until then and return a tick."""
         return self._inbox.take(until_seconds)
 
     def admit(self, node: int, process_id: int) -> bool:
@@ -348,7 +349,7 @@ class ControllerServer:
         return self._sessions.admit(node, process_id, num_orders=len(self._orders))
 
     def end(self, node: int, process_id: int | None) -> bool:
-        """Refuse later calls of a lost agent. Return whether this changes anything, see ``_AgentSessions.end``."""
+        """Refuse later calls of a lost agent. Return False if it was lost before, or if a newer one lives."""
         return self._sessions.end(node, process_id)
 
     def expects(self, origin: Origin) -> bool:

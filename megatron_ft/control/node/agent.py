@@ -63,7 +63,7 @@ class AgentSpec:
     heartbeat_interval_seconds: float = 1.0
     """Interval between two heartbeats of the node, and between two pings of its ranks."""
     heartbeat_timeout_seconds: float = 10.0
-    """Time without any message from a rank, not even an answer to a ping. After this time, the rank is killed."""
+    """Longest time without a message from a rank (answers to pings are messages). After it, the rank is killed."""
 
     answers_presence: bool = False
     """Whether the agent opens a port (``PresencePort``) at which the machine's kernel answers the controller."""

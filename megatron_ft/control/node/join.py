@@ -4,8 +4,8 @@ ARRAY_JOB_ID``.
 This process waits until a launcher has published its file for nodes (``join_file``), the launcher's controller answers,
 and no living process has the node's number. Then it starts ``node.main``, and writes the spec with the job's token into
 a pipe, the node's standard input. When this process ends for any reason, the pipe closes and the node ends. If the node
-ends before the job, this process starts it again. The launcher's file limits how often. Starts under a later launcher
-(another token) count separately. When the marker of the job's end exists, this process exits with 0.
+ends before the job, this process starts it again. The launcher's file limits the number of starts. Starts under a later
+launcher (another token) count separately. When the marker of the job's end exists, this process exits with 0.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
 An agent leaves a record (a file with mode 0600) beside the server's socket. The record names the server's process and
 address, and the token with which the server can be taken over. The agent of the next job finds the record in the folder
-of temporary files, and checks that the process is the recorded one. The server checks the token. The server ends if the
-run, layout or address of the server is not that of the next job.
+of temporary files, and checks that the process is the recorded one. The server checks the token. The server ends if its
+run, layout or address differs from that of the next job.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class KeptServers:
     take over."""
 
     seconds: int
-    """Seconds for which servers outlive their agents. If 0, servers of earlier jobs of the run are ended, too."""
+    """Seconds for which servers outlive their agents. If 0, servers of earlier jobs are ended and not taken over."""
     run_id: str
     fingerprint: str
     """Hash of the layout and of further settings. A later job can use the windows only if its own hash is equal."""
@@ -143,7 +143,7 @@ def end_unused(kept: KeptServers, *, token: str) -> None:
 
 
 def held_bytes(run_id: str) -> int:
-    """Return the bytes of memory files that snapshot servers which outlived jobs of the run use on this machine."""
+    """Return the size in bytes of all memory files of snapshot servers that jobs of the run left on this machine."""
     sizes = 0
     for _, record in _records(run_id):
         # A process that ends meanwhile has given its memory back.

@@ -22,8 +22,8 @@ def run(spec: Message) -> int:
     """Run the rank that ``spec`` describes. Return the process's exit code.
 
     ``spec`` contains ``entry`` (``package.module:function``), ``config`` (JSON of ``JobConfig``), ``agent_socket``,
-    ``environment``, ``working_dir``, ``can_survive`` (see ``WorkerClient``), the fields of ``Identity`` and those of
-    ``RankContext``.
+    ``environment``, ``working_dir``, ``can_survive`` (whether the rank may continue after a loss), the fields of
+    ``Identity`` and those of ``RankContext``.
     """
     faulthandler.enable()
     stop = StopFlag()

@@ -19,7 +19,7 @@ from megatron_ft.control.detector import SignsOfLife
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 
-# Reading from ranks pauses at the high limit and resumes at the low one. One limit alone would pause for each item.
+# Reading from ranks pauses at the high limit and resumes at the low one. With one limit, it would pause at each item.
 HIGH_WATER_ITEMS = 2000
 LOW_WATER_ITEMS = 500
 _BATCH_ITEMS = 500
@@ -33,7 +33,7 @@ GREETING_BYTES = 4096
 MAX_UNAUTHENTICATED = 256
 """Largest number of open connections whose rank is not known yet. If there are more, the oldest are closed."""
 _BUSY_SECONDS = 0.5
-"""Seconds of processor time. A rank that answers no ping counts as alive if it uses more than this in the timeout."""
+"""Seconds of processor time. A rank that uses more during the timeout counts as alive, even if it answers no ping."""
 
 
 class Outbox:
@@ -261,7 +261,7 @@ class Ranks:
             return
         self._leave(reader)
         state = self._named(messages[0]) if messages else None
-        # Only a process of the newest ``Start`` order may be the rank, and a rank has only one connection.
+        # Refuse processes of older ``Start`` orders, and a second connection for the same rank.
         if state is None or state.reader is not None or not _greets(messages[0], state):
             reader.close()
             return

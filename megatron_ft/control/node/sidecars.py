@@ -243,7 +243,7 @@ def _start(
     outlives = kept is not None and kept.seconds > 0
     lock: int | None = None
     if kept is not None and outlives:
-        # The server needs an open file of its own, because the locks of this process end with this process.
+        # The server inherits a lock of its own (another open file), because this process releases its lock at its end.
         lock = Use(socket_path.parent).descriptor
         about = {**about, "outlive": _outlive(kept, socket_path, about), "lock_descriptor": lock}
     with log.open("ab") as errors:

@@ -251,7 +251,7 @@ class AgentClient:
         """Connect to the agent and send the first message.
 
         Args:
-            can_survive: see ``WorkerClient``.
+            can_survive: whether this rank may continue when nodes are lost, leave or join.
 
         Raises:
             ControlError: no agent listens at ``path``.
@@ -422,7 +422,7 @@ class AgentClient:
                     is_ours = self._is_spare and message["generation"] == self._generation
                     self._leaves = self._leaves or is_ours or self._concerns_us(message)
                 case "reform":
-                    # The membership begins here and not in ``survive``, because the next message may already end it.
+                    # The new membership begins here, not in ``survive``: the next message may already end it.
                     self._begin(NextMembership.from_json(message["next"]))
                 case "end":
                     self._ended = message["reason"]
