@@ -346,7 +346,7 @@ class _Job:
             timer.cancel()
 
     def _exit_after(self, source: str) -> None:
-        # A later signal ends the job at once. A signal that arrives at the same moment may only repeat this request.
+        # A signal after this request ends the job at once. A signal during this method may only repeat the request.
         if self._num_interrupts == 0:
             self._num_interrupts, self._interrupted_by = 1, source
             self._controller.post(events.StopRequested())

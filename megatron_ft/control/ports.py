@@ -17,7 +17,7 @@ _PORT_TRIES = 100
 def free_port(interface: str) -> int:
     """Return a port that is unused on ``interface`` now. It is not an ephemeral port (a port of outgoing connections).
 
-    A process binds the port later. No outgoing connection can get the port before, because it is not an ephemeral port.
+    A process binds the port later. Until then, no outgoing connection takes it, because it is no ephemeral port.
 
     Raises:
         ConfigError: ``interface`` is not an address of this machine.
@@ -40,7 +40,7 @@ def free_port(interface: str) -> int:
 
 
 NUM_PORTS = 16
-"""Count of the ports of a store. ``NUM_PORTS`` consecutive generations use different ports."""
+"""Number of ports that a node offers for its store, so that this many consecutive generations use different ports."""
 
 
 @dataclass(frozen=True, slots=True)

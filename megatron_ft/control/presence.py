@@ -235,8 +235,9 @@ class PresenceWatch:
         if machine.attempt_at - machine.asked_at < self._vanished_seconds:
             return False
         others = [other for other in self._machines.values() if other.endpoint.address != machine.endpoint.address]
-        # If no other machine has answered throughout, the controller's own network is the likely cause. After such a
-        # failure, machines answer again at different times. Heartbeats find machines that answer late or never.
+        # If no other machine has answered all probes in this time, the likely cause is the controller's own network.
+        # After such a failure, machines answer again at different times, and a late one must not count as vanished.
+        # Missing heartbeats reveal machines that never answer again.
         return not others or any(other.has_answered_since(machine.asked_at) for other in others)
 
     def _report(self, machine: _Machine, now: float) -> None:

@@ -74,6 +74,9 @@ def add_failure_report(about: Message, report: Message, *, caused_by_us: bool) -
     """Add the report of a rank's end to ``about``, the rank's entry of ``JobResult.details``.
 
     Only the rank's first error is kept, because a rank that cannot continue after an error raises a second one.
+
+    Args:
+        caused_by_us: whether the control plane has killed the rank, or the rank's node counts as lost.
     """
     if "error" in about:
         report = {name: value for name, value in report.items() if name not in _OF_FIRST_ERROR}
@@ -91,7 +94,7 @@ _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote p
 """Texts that error messages of gloo and NCCL contain if another rank has ended."""
 _ENDING_FAULTS = ("kill", "exit", "raise")
 """Actions of failpoints (injected faults) that end the process, so that its node leaves the membership."""
-# Keys left out of the advice: it names the run itself, faults would be injected again, the fork server may be gone.
+# Keys that the advice leaves out: it adds the run's keys, faults must not be injected again, the socket may be gone.
 _NOT_AGAIN = ("run.name=", "run.resume=", "run.dir=", "testing.failpoints=", "launch.forkserver_socket=")
 
 
@@ -275,8 +278,8 @@ class InjectedFaults:
     def is_news(self, record: Message) -> bool:
         """Process a record. Return False for a record that wrongly reports that a fault was not injected.
 
-        The process that replaces an ended one has the same failpoint. It does not know that this failpoint was hit, so
-        it reports that the fault was not injected.
+        If a fault has ended a process, the process that replaces it has the same failpoint. The new process does not
+        know that the fault was injected before, so it reports that the fault was not injected.
         """
         about = (record.get("failpoint"), record.get("node"))
         if record.get("kind") == "failpoint_hit" and record.get("action") in _ENDING_FAULTS:
@@ -313,7 +316,7 @@ def _lost_nodes(failures: Iterable[Failure]) -> list[Record]:
 
 def _death(failure: Failure, details: Message | None) -> Message:
     # Return the details of a rank's end. ``failure`` gives the cause if there are no details, or if the control plane
-    # killed the rank: it killed the rank because of this failure, for example because a report was missing.
+    # killed the rank because of this failure, for example because the rank had not reported its position.
     number = {} if failure.number is None else {"number": failure.number}
     own = {"at_seconds": failure.at_seconds, "iteration": failure.iteration or None}
     own |= {"hung": failure.detail, **number}

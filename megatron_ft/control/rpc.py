@@ -36,7 +36,7 @@ Method = Callable[[Message], Message | bytes]
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 ACCEPT_SECONDS = 20.0
-"""Longest time that a call waits until a busy controller has processed it. The caller then repeats the call."""
+"""Longest time that a call waits for a busy controller to process it. After this time, the caller repeats the call."""
 HANDSHAKE_SECONDS = 10
 """Time after which a connection without an HTTP/2 handshake is closed."""
 _PING_SECONDS = 3
@@ -396,7 +396,7 @@ class _UnauthenticatedConnections:
         """Store the limits; ``start`` begins to watch.
 
         Args:
-            max_connections: largest number of connections of the server, see ``most``.
+            max_connections: largest number of connections of the server, authenticated or not.
             authentication_seconds: longest time that a connection may be unauthenticated.
         """
         self._port, self._max_connections, self._seconds = port, max_connections, authentication_seconds

@@ -69,7 +69,7 @@ class RunId:
         if (run_dir / RUN_ID_NAME).exists():
             return RunId.read(run_dir)
         made = cls(run_id=secrets.token_hex(16), is_older=is_older)
-        # The id is on disk before a checkpoint contains it: after a loss of the id, the run would refuse its own state.
+        # The id is on disk before a checkpoint contains it. If it were lost, the run would refuse its own checkpoints.
         replace_file(run_dir / RUN_ID_NAME, json.dumps(asdict(made)).encode() + b"\n")
         return made
 
@@ -212,7 +212,7 @@ def check_claim(run: RunConfig, *, may_be_in_memory: bool = False) -> None:
     """Check that ``RunDir.claim`` can claim the folder that ``run`` names now. Nothing is created or changed.
 
     Args:
-        may_be_in_memory: see ``RunDir.claim``.
+        may_be_in_memory: whether the run's state may be in memory only, so that no checkpoint is needed.
 
     Raises:
         ConfigError: the claim would fail.
@@ -342,7 +342,7 @@ def _has_state(path: Path) -> bool:
 
 
 def _failed_to_start(path: Path) -> bool:
-    """Whether the job that used a run's folder ended before its first trained iteration: no state can be lost."""
+    """Whether the run of a folder ended before its first trained iteration, and so has no state that could be lost."""
     known = (path / RUN_ID_NAME).exists() or {entry.name for entry in path.iterdir()} == {_LOCK_FILE}
     if not known or _has_state(path) or (path / _GENERATIONS).exists():
         return False

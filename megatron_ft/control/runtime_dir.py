@@ -111,7 +111,8 @@ def _remove_left_over(parent: Path) -> None:
 
 def _remove_unused(path: Path, lock: int) -> None:
     try:
-        # flock(2) first releases the shared lock, so of two processes that leave at once, the second one gets the lock.
+        # To convert the shared lock, flock(2) first releases it. So if two processes leave at once, the second one gets
+        # the exclusive lock.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # others use it, or its file system has no such locks
         return

@@ -163,7 +163,7 @@ class ProcessLauncher:
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        # All processes are ended at the same time: a scheduler does not wait until many were ended one by one.
+        # All processes are ended at the same time: a scheduler would not wait long enough to end many one by one.
         kill(*processes, term_seconds=self.term_seconds)
 
     def finish(self, exit_code: int, reason: str, *, is_complete: bool) -> None:

@@ -173,7 +173,8 @@ class _BatchJob:
         ]
 
     def _await_folder(self) -> None:
-        # Wait for an earlier launcher on a machine that Slurm cannot reach: only one launcher may use the run's folder.
+        # An earlier launcher may still run, on a machine that Slurm cannot reach. Wait for its end, because only one
+        # launcher may use the run's folder.
         deadline = time.monotonic() + self._site.patience_seconds
         if is_claimed(self._run_dir):
             print(
