@@ -115,7 +115,7 @@ def _repair(check: Check, config: JobConfig, error: ConfigError) -> tuple[Sequen
         changed = _with_defaults(config, keys)
         after = _error_of(check, changed)
         remaining = [] if after is None else keys_in(after)
-        # The next error is independent if it names no reset key and begins with a key that ``error`` does not name.
+        # The next error is independent if it names no key of ``keys``, and ``error`` does not name its first key.
         if after is None or not (set(remaining) & set(keys) or set(remaining[:1]) & set(named)):
             return keys, changed
         if str(after) != str(error):

@@ -1,5 +1,5 @@
 """Translates a command line of Megatron-LM to overrides. ``megatron_flags.txt`` lists for each flag the keys that
-replace it, or why none does. Used by ``tools/from_megatron``, the entry point and ``docs/from-megatron-lm.md``."""
+replace it, or why no key does. Used by ``tools/from_megatron``, the entry point and ``docs/from-megatron-lm.md``."""
 
 import functools
 import re
@@ -108,7 +108,7 @@ def translate(words: Sequence[str]) -> Translation:
     launcher = tuple(words[: max(start - 1, 0)])
     given, refused = _parse(words[start:])
     launched = _launched(launcher)
-    # Functions of ``_SPECIAL`` also need the overrides for the launcher. Names with "=" differ from all flags.
+    # Functions of ``_SPECIAL`` also need the launcher's overrides. These contain "=", so they differ from all flags.
     known = {**given, **{word: [] for each in launched for word in each.overrides}}
     answers = []
     for name, values in given.items():

@@ -157,7 +157,7 @@ def config_of(job: JobConfig, nodes: Sequence[int], *, keeps_layout: bool | None
             **groups,
             "launch": replace(job.launch, num_nodes=len(present)),
             "topology": topology,
-            # No stage can replay alone: windows and logs of another layout belong to other ranks.
+            # The layout is not kept, so no stage can replay alone: windows and logs belong to ranks of another layout.
             "recovery": replace(job.recovery, keep_layout=False),
             # ``derive_placement`` replaces this 1 by the number of ranks of a stage, which form one expert group.
             "parallel": replace(job.parallel, expert_model_parallel_size=1),

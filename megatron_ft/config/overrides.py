@@ -179,7 +179,7 @@ def _right_type(key: KeyDoc, value: Any, reason: str) -> str:
 
 
 def _given(key: str, given: Mapping[str, Any]) -> Any:
-    # Return the value of ``key=value`` or ``group={key: value}``. Without such an override, name the folder conf/.
+    # Return the value of ``key=value`` or ``group={key: value}``. Without either, return a text that names conf/.
     if key in given:
         return given[key]
     group, _, name = key.partition(".")

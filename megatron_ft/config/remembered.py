@@ -50,7 +50,8 @@ class Change:
     """Concern of the key (``data``, ``model``, ``optimizer`` or ``schedule``) if the key determines the result of
     training, otherwise None."""
     follows: bool = False
-    """Whether the value differs only because a change of another key has made this key effective or ineffective."""
+    """Whether the key has an effect in only one of the two jobs, because another key was changed. For example,
+    ``optimizer.min_lr`` has no effect if the learning rate is constant."""
 
     @property
     def obstacle(self) -> str | None:

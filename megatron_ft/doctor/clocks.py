@@ -75,7 +75,7 @@ class ClockFacts:
 
 
 def _both() -> tuple[float, float]:
-    """Read monotonic clock and wall clock at one moment. Repeat this, and return the reading that was fastest."""
+    """Read both clocks in quick succession, several times. Return the fastest pair of readings: monotonic, wall."""
     readings = []
     for _ in range(_READINGS):
         # An interruption between two readings looks like a step of one clock, so the fastest readings are used.

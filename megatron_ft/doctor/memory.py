@@ -103,7 +103,8 @@ def _cgroup_limit(root: Path) -> tuple[int, int] | None:
     Return None if no cgroup of this process has a limit.
 
     Source: cgroups(7); kernel documentation, "Control Group v2", ``memory.max`` and ``memory.stat``, and "Memory
-    Resource Controller" of version 1. A container's own cgroup is mounted at the top, whatever the cgroup's path is.
+    Resource Controller" of version 1. In a container, the container's own cgroup is mounted at the top folder, whatever
+    path ``/proc/self/cgroup`` gives. So the top folder is always read, too.
     """
     found: list[tuple[int, int]] = []
     for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():

@@ -54,7 +54,7 @@ class JobNeeds:
     gpu_memory_bytes: int | None = None
     """Value of ``limits.gpu_memory_bytes``, which the plan is known to respect; None if the key is not set."""
     other_device: str = ""
-    """Note that ranks on other machines may train on another device; empty if all ranks train on ``device``."""
+    """Text about ranks on other machines that may train on another device; empty if all ranks train on ``device``."""
     is_refused_there: bool = False
     """Whether the job would be refused on the device that ``other_device`` describes."""
     starts_elsewhere: bool = False

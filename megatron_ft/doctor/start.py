@@ -50,7 +50,7 @@ def check_gpus(config: JobConfig, facts: DeviceFacts) -> None:
 
 
 def check_this_machine(config: JobConfig, found: Findings) -> None:
-    """Check software, addresses, sockets and the run's folder of this machine, which must start ranks. Add errors to
+    """Check whether this machine can start ranks: its software, addresses, sockets and the run's folder. Add errors to
     ``found``."""
     with found.collecting():
         _check_transformer_engine(config)
@@ -101,8 +101,8 @@ def _check_transformer_engine(config: JobConfig) -> None:
 
 
 def _missing_compilers(config: JobConfig, device: str) -> dict[str, tuple[str, str]]:
-    """Find configuration keys for which ranks on this machine need a missing compiler. Map each key to its value and an
-    error message. The result is empty if ranks run on other machines."""
+    """Find configuration keys whose kernels cannot be compiled on this machine, because a compiler is missing. Map each
+    key to its value and an error message. The result is empty if ranks run on other machines."""
     if config.launch.mode == "local" and config.launch.node_launcher != "local":
         return {}
     return {

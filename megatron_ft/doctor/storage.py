@@ -18,7 +18,7 @@ NUM_FLUSHES = 9
 """Number of syncs (write and fsync) that are measured. The median of their durations is reported."""
 _BLOCK = b"x" * 4096
 SMALLEST_FLUSH_SECONDS = 10e-6
-"""Shortest plausible seconds of a sync to storage. Fast NVMe drives (power-protected cache) need about 20 us."""
+"""Shortest plausible duration of a sync to storage. Fast NVMe drives (power-protected cache) need about 20 us."""
 VOLATILE = ("tmpfs", "ramfs", "devtmpfs")
 """Types of file systems that keep files only in memory."""
 UNSAFE_OPTIONS = ("nobarrier", "barrier=0", "volatile")

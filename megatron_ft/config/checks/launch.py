@@ -21,7 +21,7 @@ def _check_launch(config: JobConfig) -> None:
     launch, max_restarts = config.launch, config.recovery.max_restarts
     one_of(("local", "torchrun", "srun"), "launch.mode", launch.mode)
     wanted_values: list[tuple[str, str | None, str | None]] = [("launch.mode", launch.mode, "local")]
-    if ":" not in launch.node_launcher:  # for a class of another package, the start checks the socket
+    if ":" not in launch.node_launcher:  # for other launchers, the socket is checked at the job's start
         one_of(("local", "srun", "none"), "launch.node_launcher", launch.node_launcher)
         wanted_values.append(("launch.forkserver_socket", launch.forkserver_socket, None))
     for key, value, wanted in wanted_values:

@@ -101,7 +101,7 @@ def _check_experts(config: JobConfig) -> None:
 def _check_context(config: JobConfig) -> None:
     cp = config.parallel.context_parallel_size
     if cp > 1:
-        # A rank has one chunk of the front half and one of the back half: causal attention then costs all the same.
+        # A rank has a chunk of the front half and one of the back half, so causal attention costs each rank the same.
         divides(2 * cp, "model.seq_length", config.model.seq_length, "2 * parallel.context_parallel_size")
 
 

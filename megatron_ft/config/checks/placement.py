@@ -51,7 +51,7 @@ def _check_backend(config: JobConfig) -> None:
 
 
 def _check_unused(config: JobConfig) -> None:
-    # Without an algorithm these keys have no effect. They are refused, because the user expects expert replicas.
+    # Without an algorithm these keys have no effect. They are refused, because a user who sets them expects replicas.
     for name in ("rebalance_interval_iterations", "schedule", "loads_file", "num_slots_per_rank"):
         value = getattr(config.placement, name)
         if value:

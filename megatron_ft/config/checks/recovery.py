@@ -49,7 +49,8 @@ def _check_survival(config: JobConfig) -> None:
     feature = config.why_nodes_change or "a testing.membership_schedule"
     instead = ""
     if recovery.keep_layout:
-        # Other nodes replace lost nodes first. Without such nodes the job gets fewer lanes, which needs replicas.
+        # Other nodes replace lost nodes. If there are none, the job continues with fewer lanes (model replicas). This
+        # requires expert replicas.
         feature = f"recovery.keep_layout=true and recovery.min_nodes={recovery.min_nodes}"
         if config.placement.algorithm is None:
             instead = f"; {_why_no_fewer_lanes(config)}"
