@@ -53,10 +53,11 @@ def repeat_adamw(
 def repeat_update(
     update: Update, part: Slice, before: memoryview, payload: memoryview, gradients: Sequence[bytearray]
 ) -> None:
-    """Compute the pieces of ``part`` that ``update`` changes, and write them to ``payload``, the bytes of ``part``.
+    """Compute the pieces of slice ``part`` that ``update`` changes, and write them to ``payload``.
 
     Args:
-        before: bytes of the slice of the preceding iteration, with the same pieces as ``part``.
+        before: bytes of the slice of the preceding iteration, which has the same pieces as ``part``.
+        payload: memory for the bytes of ``part``. The other pieces in it are not changed.
         gradients: FP32 gradients, in the order of ``update.gradients``.
     """
     torch.set_num_threads(1)  # the ranks of this node need the other cores

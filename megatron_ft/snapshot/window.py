@@ -352,8 +352,8 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLevel:
-    """Content of the file of a window that leaves out experts, if ranks decide it together, because files have older
-    states of some experts than memory (MoC-System, section 5.1). The window has one slice."""
+    """Content of a window's file if the file has older states of some experts than the window in memory (MoC-System,
+    section 5.1). All ranks choose these experts together. The window leaves out experts and has one slice."""
 
     captured_at: tuple[int, ...]
     """Iteration after which each piece in the file was captured. The piece in memory may be of a later iteration."""

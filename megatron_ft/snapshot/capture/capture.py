@@ -79,7 +79,7 @@ class _ThreadCopier:
     def __init__(self, gate: IdleGate | None = None) -> None:
         self._gate = gate
         self._at_once = 0
-        """Number of bytes of the batch that may be copied without waiting for a bubble (a wait of the rank)."""
+        """Number of bytes of the batch that may be copied without waiting until the rank waits for a message."""
         self._batch: CopyBatch | None = None
         self._before: Action = _nothing
         self._after: Action = _nothing
@@ -91,7 +91,8 @@ class _ThreadCopier:
         self.busy_seconds = 0.0
         """Duration of the copies of the last batch."""
         self.times = CopyTimes()
-        """Bytes and seconds of the last batch's copies, during waits of the rank and otherwise; 0 without a gate."""
+        """Bytes and seconds of the last batch's copies while the rank waited for messages, and while it did not wait; 0
+        without a gate."""
         self.cpu_seconds = 0.0
         """CPU time that the thread has used."""
         self._thread = threading.Thread(target=self._serve, name="capture", daemon=True)
@@ -346,8 +347,8 @@ class WindowCapture:
     Args:
         buffers: host memory of each buffer, uint8, at least as large as a window.
         source: returns the elements of a piece. The tensors must stay at the same addresses while this object is used.
-        encode: called with the pieces of a slice before they are copied, perhaps in another thread. It updates tensors
-            of ``source`` that training does not update itself. None if training updates all tensors.
+        encode: called with the pieces of a slice before they are copied, perhaps in another thread. It computes those
+            tensors of ``source`` that training does not keep up to date. None if training updates all tensors.
     """
 
     def __init__(
@@ -396,8 +397,9 @@ class WindowCapture:
         ``captured_at`` contains the iteration of each piece's state; None means ``iteration`` for all pieces. Only
         pieces with the value ``iteration`` are copied here. The snapshot server copies the others from earlier windows.
 
-        ``gradients`` contains the gradients of ``update``, FP32. They are copied before this method returns, because
-        the next iteration overwrites them.
+        ``update`` is the AdamW update with which a peer can compute pieces of this slice from the preceding slice.
+        ``gradients`` contains its gradients, FP32. They are copied before this method returns, because the next
+        iteration overwrites them.
         """
         assert self._bytes_under_way is None, "a slice is still being copied"
         began = time.perf_counter()

@@ -13,8 +13,9 @@ CHUNK_BYTES = 1 << 20
 """Largest number of bytes of one copy (chunk) while a slice uses bubbles. A chunk takes a fraction of a millisecond, so
 only the last chunk that begins in a bubble can overlap with computation."""
 _NUM_ITERATIONS = 5
-"""Number of newest iterations. Their shortest idle times are expected in the next iteration. If an expected time is too
-long, copies do not fit into the bubbles and delay the update. If it is too short, copies only slow down computation."""
+"""Number of newest iterations from whose waits those of the next iteration are predicted: the shortest times are used.
+If a predicted time is too long, copies do not fit into the bubbles and delay the update. If it is too short, copies
+only slow down computation."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +73,7 @@ class IdleGate:
     @contextmanager
     def iteration(self) -> Iterator[None]:
         """Measure the waits of one iteration. The ``with`` block is the iteration, up to the reduction of gradients or
-        later. If the block raises, or this rank waits for no message in it, expected waits do not change."""
+        later. The waits are used to predict those of later iterations, unless the block raises or has no waits."""
         self._num_waits, self._idle_seconds, self._is_counting = 0, 0.0, True
         try:
             yield

@@ -41,9 +41,9 @@ and server would wait for each other."""
 """Indices of fields of the status page. The server writes ``COMMITTED_START`` after ``PINNED_BUFFERS``."""
 BUFFER_REPLICATED = 10
 BUFFER_GIVEN_UP = BUFFER_REPLICATED + NUM_BUFFERS
-"""First indices of two groups of ``NUM_BUFFERS`` fields, one field per buffer. A field ``BUFFER_REPLICATED`` is the
-start iteration of the buffer's window if all peers have this window, otherwise -1. A field ``BUFFER_GIVEN_UP`` is the
-start iteration if at least one peer will never have the window, otherwise -1."""
+"""First indices of two groups of ``NUM_BUFFERS`` fields. Field ``BUFFER_REPLICATED + i`` is the start iteration of the
+window in buffer i if all peers have this window, otherwise -1. Field ``BUFFER_GIVEN_UP + i`` is the start iteration of
+the window in buffer i if at least one peer will never have this window, otherwise -1."""
 
 
 class KeeperRefused(ControlError):
@@ -163,8 +163,8 @@ class KeeperClient:
 
         The server refuses this if its copy of the window is incomplete. ``captured_in`` is the generation that captured
         the window; None means the generation of this client. If ``is_written``, the server writes the window to storage
-        now, regardless of the setting ``persist_every``. ``level`` describes the content of the file,
-        if it must have older state than the window in memory or must contain all pieces; otherwise None.
+        now, regardless of the setting ``persist_every``. ``level`` is then the content of the file; None if the file
+        has the state that the window has in memory.
         """
         captured = {} if captured_in is None else {"captured_in": captured_in}
         stored = {"stored": None if level is None else level.to_json()} if is_written else {}
@@ -174,8 +174,8 @@ class KeeperClient:
         self._committed = start_iteration
 
     def keep(self, key: WindowKey) -> None:
-        """Report that all ranks have continued from a window of an earlier generation, if only peers have this rank's
-        part. The peers then keep it until the next commit."""
+        """Report that all ranks have continued from a window of an earlier generation. Call this if this node does not
+        have this rank's part of the window, only peers do. The peers then keep their copies until the next commit."""
         self._call({"op": "keep", **asdict(key)})
         self._committed = key.start_iteration
 

@@ -270,7 +270,8 @@ class _PeerSession(threading.Thread):
         return window
 
     def _check_copy(self, rank: int, copy: Copy) -> None:
-        # The caller keeps the lock until it has changed the copy, so that an acknowledged slice is in the present copy.
+        # Raises unless ``copy`` is still in the store. The caller holds the lock until it has changed ``copy``, because
+        # the store could replace ``copy`` meanwhile, and an acknowledged slice would then be lost.
         self._store.check_generation(self._generation)
         if self._store.copies.get(rank) is not copy:
             raise ControlError(f"rank={rank}: the memory for copies was freed during the transfer")

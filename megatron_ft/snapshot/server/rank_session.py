@@ -269,7 +269,7 @@ class RankSession(threading.Thread):
         others = {node: address for node, address in own.settings.peers.items() if node != self._store.node}
         unreachable: list[str] = []
         if message.get("ask_peers") is True and others:
-            # All ranks ask at the same moment, so each node begins with the next one, and not all with the first.
+            # All ranks ask at the same moment. Each node begins with the node after it, so that not all ask one node.
             order = sorted(others.items(), key=lambda peer: (peer[0] < self._store.node, peer))
             # Ask all nodes at the same time, because each node that is gone costs the time limit of a connection
             # attempt.

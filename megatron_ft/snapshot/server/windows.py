@@ -137,13 +137,13 @@ class OnStorage:
 def file_of(
     former: OnStorage | None, window: HeldWindow, level: StoredLevel | None
 ) -> tuple[HeldWindow, list[WindowKey | None]]:
-    """Return the description of the next file of a rank, and a list. The list contains, for each piece, the earlier
-    window whose file contains the piece, or None if the piece is written from memory. It is empty if all pieces are
-    written from memory.
+    """Return the description of a rank's next file, which persists ``window``, and a list. The list contains, for each
+    piece, the earlier window whose file contains the piece, or None if the piece is written from memory. The list is
+    empty if all pieces are written from memory.
 
     Args:
         former: the newest file of the rank; None if there is none.
-        level: content of the file, if it has older pieces than ``window`` or must contain all pieces; otherwise None.
+        level: content of the file; None if the file must have the state that ``window`` has in memory.
 
     Raises:
         CheckpointError: neither memory nor an earlier file has the state of a piece.
@@ -287,9 +287,9 @@ class OwnWindows:
         """Record that all ranks have a window, and drop the windows that it supersedes.
 
         If ``captured_in`` is an earlier generation, the call confirms that the job has continued from the window.
-        ``is_persist_due`` does not count such a call as a commit, because ranks that continued from another source do
-        not make this call. Windows of the same iterations from different generations are different windows, each with
-        its own copies.
+        ``is_persist_due`` does not count such a call as a commit: ranks that received their state from elsewhere do not
+        make this call, and the counts of all ranks must be equal. Windows of the same iterations from different
+        generations are different windows, each with its own copies.
 
         Raises:
             ControlError: no complete window of that generation starts at ``start_iteration``.

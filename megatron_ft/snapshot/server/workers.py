@@ -173,7 +173,8 @@ class Sender(threading.Thread):
             update = part.update if may_carry and buffers.can_repeat(own.windows, window, part) else None
             carries = may_carry and (not is_whole or update is not None)
             gradients = [] if update is None else own.gradients(window, part, update)
-        # Before a whole slice is sent, wait for its hashes: the hasher first copies pieces from earlier windows to it.
+        # The peer cannot copy the pieces that were not captured with this slice, so they are sent, too. Wait for the
+        # hashes first: before the hasher computes them, it copies these pieces from earlier windows into the slice.
         if not is_whole and not carries and not self._hashes(work, part):
             return
         rank = window.rank

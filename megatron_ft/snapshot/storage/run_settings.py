@@ -236,8 +236,8 @@ _REGIME = "precision.regime"
 
 
 def _master_weights(optimizer: Mapping[str, Any]) -> str | None:
-    """Return the name under which a checkpoint stores the master weights: the name of the regime for quantized state,
-    otherwise Megatron's name. Return None if the checkpoint stores no master weights besides the weights."""
+    """Return the name under which a checkpoint stores the master weights: ``precision.regime`` if the optimizer state
+    is quantized, otherwise Megatron's name. Return None if it stores no master weights besides the weights."""
     if optimizer.get(_REGIME) is not None:
         return str(optimizer[_REGIME])
     if optimizer.get(_SHARDED):
