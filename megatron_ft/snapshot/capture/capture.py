@@ -313,7 +313,7 @@ class CaptureFigures:
 
 
 class WindowMemory:
-    """Tensors that view the window buffers in a rank's memory (arena). The memory is pinned if the device is CUDA."""
+    """Tensors that view the window buffers of ``arena``, a rank's memory for windows. It is pinned for CUDA devices."""
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
         """Map the buffers as tensors; pin them on CUDA. Raises RuntimeError if the driver refuses to pin them."""

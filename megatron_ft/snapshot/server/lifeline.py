@@ -22,7 +22,7 @@ _MAX_SECONDS = 7 * 24 * 3600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlive:
-    """Description of the jobs that may take the server over, and the time for which the server waits for them."""
+    """Settings of a server that outlives its agent: which later jobs may use its windows, and how long it waits."""
 
     seconds: int
     run_id: str

@@ -27,8 +27,8 @@ GREETING_SECONDS = 10.0
 REPLACE_SECONDS = 10.0
 KEEPALIVE_SECONDS = 5.0
 _REPEATS = "megatron_ft.snapshot.repeated_updates"
-"""Module that is imported only if this server receives gradients, because it needs torch. Torch needs more memory than
-everything else in a server."""
+"""Module that computes updates from gradients. It imports torch, which needs more memory than everything else in a
+server, so only a server that receives gradients imports it."""
 _ARRIVING_BYTES = 1 << 20
 """Number of bytes received at a time. They are hashed while they are still in the processor's cache."""
 
@@ -322,7 +322,7 @@ def _read_announcement(message: Message, newest_generation: int) -> tuple[HeldWi
         ControlError, CheckpointError: a field is missing or invalid.
     """
     window = Window.from_json(message.get("window"), whole=False)
-    # Refuse a future generation: a window is dropped when a newer one commits, so this window would stay too long.
+    # Refuse a later generation: commits might not supersede such a window, and then it would be kept for too long.
     if window.generation > newest_generation:
         raise ControlError(f"generation={window.generation}: exceeds the connection's generation, {newest_generation}")
     buffer = fields.integer(message, "buffer", most=NUM_COPY_BUFFERS - 1)
@@ -335,8 +335,8 @@ def _read_announcement(message: Message, newest_generation: int) -> tuple[HeldWi
 
 
 def load_torch() -> None:
-    """Import torch in a thread, for updates that this server will repeat. Otherwise the first window with gradients
-    would wait for the import."""
+    """Import torch in a thread. Torch computes pieces of windows from gradients. Without this call, the first window
+    with gradients would wait for the import."""
     threading.Thread(target=importlib.import_module, args=(_REPEATS,), name="torch", daemon=True).start()
 
 

@@ -73,7 +73,7 @@ class RankSession(threading.Thread):
             self._store.report(f"the connection of a rank was closed: {error}")
         finally:
             with self._store.lock:
-                # If a newer connection acts for the rank now, ``own.abort`` closes that connection and must stay.
+                # If a newer connection acts for the rank now, ``own.abort`` closes that one and must not be reset.
                 if self._own is not None and self._own.abort == self.abort:
                     self._own.abort = None
                 has_windows = self._store.has_windows
@@ -91,7 +91,7 @@ class RankSession(threading.Thread):
         except Refused as error:
             answer = error.to_json()
         except (ControlError, CheckpointError) as error:
-            # The connection continues: each request has one answer, so both ends agree on what follows a refusal.
+            # Keep the connection: each request has one answer, so both ends know that another request comes next.
             answer = Refused(str(error)).to_json()
         try:
             self._send(answer, descriptors)
@@ -230,7 +230,7 @@ class RankSession(threading.Thread):
     def _keep(self, own: OwnRank, message: Message, _: list[int]) -> Message:
         origin = vars(own.settings.origin) | asdict(fields.window_key(message))
         with self._changing(own) as windows:
-            # Only the key is used, because only peers have the slices.
+            # Only the key of this object is used. The other fields are placeholders: only peers have the window.
             windows.confirmed = HeldWindow(**origin, num_slices=1, plan={}, buffer=0)
         return _OK
 

@@ -290,8 +290,8 @@ class Copy:
         return [CarriedBytes.of(part, piece, self.segment.view, self._start) for piece in pieces]
 
     def preceding(self, window: HeldWindow, part: Slice) -> memoryview:
-        """Return the bytes of the slice to which ``part.update`` can be applied. Raises ControlError if it is not
-        here."""
+        """Return the bytes of the slice to which ``part.update`` can be applied. Raises ControlError if this node does
+        not have this slice."""
         found = self.windows.preceding(window, part)
         start = self.offset(found) + found.slices[0].offset
         return self.segment.view[start : start + found.slices[0].num_bytes]

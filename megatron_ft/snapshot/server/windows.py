@@ -383,7 +383,7 @@ class CopyWindows:
         return _carried(part, window, self)
 
     def preceding(self, window: HeldWindow, part: Slice) -> HeldWindow:
-        """Return the window to whose slice ``part.update`` can be applied. Raises ControlError if it is not here."""
+        """Return the window to whose slice ``part.update`` can be applied. Raises ControlError if there is no copy."""
         found = next((other for other in self if other.complete and _precedes(other, window, part)), None)
         if found is None:
             raise ControlError(f"window {window.start_iteration}: the window of the preceding iteration is missing")

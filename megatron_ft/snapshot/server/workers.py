@@ -234,7 +234,7 @@ class Sender(threading.Thread):
             own.publish()
 
     def _failed(self, work: _Work | None, generation: int, error: ControlError | OSError) -> None:
-        # Closes the connection. The next one begins with the peer's list of windows. Dropped windows are not reported.
+        # Closes the connection. The next connection begins with a new list of the windows that the peer has.
         if not isinstance(error, Refused):
             error = self._refusal() or error
         # Answers come in the order of requests, so the oldest request without an answer has failed.
