@@ -130,7 +130,8 @@ class Goodput:
 
 @dataclass(slots=True, kw_only=True)
 class _Gap:
-    """Events since the newest ``metrics`` record: failures, recoveries and pauses between jobs."""
+    """Events since the newest ``metrics`` record: failures of ranks (``fails``), recoveries and new jobs that continue
+    the run (``continues``), and pauses between jobs."""
 
     begin: float
     """Time at which the newest metrics of an iteration were recorded."""
@@ -147,7 +148,8 @@ class _Gap:
         return self.fails or self.continues
 
     def pass_to(self, at: float, *, ends_job: bool) -> None:
-        """Update the gap for a record that was written at time ``at``. ``ends_job``: whether the record ends a job."""
+        """Count the time up to the record written at ``at`` as time between jobs if no job ran in it. ``ends_job``:
+        whether the record ends a job."""
         if self.ended is not None:
             self.between_jobs_seconds += max(0.0, at - self.ended)
         self.ended = at if ends_job else None

@@ -70,7 +70,8 @@ class Recovery:
     course: Course | None = None
     """Times of the recovery; None if its records contain no times."""
     num_again: int | None = None
-    """Number of iterations that were reported before the recovery and trained again after it; None if not known."""
+    """Number of iterations that were reported before the recovery and trained again after it. None if no record shows
+    which iterations were reported before it."""
 
     def every(self, kind: type[_Kind]) -> list[_Kind]:
         """Return all records of class ``kind``."""
@@ -327,7 +328,7 @@ class _Folding:
     starts: list[float | None] = field(default_factory=list)
     """Time at which each job of the run began."""
     nodes: tuple[int | None, ...] = ()
-    """Number of the node of each rank of the current membership; None if not known."""
+    """Number of the node of each rank of the current membership; None if no record names the node."""
     by_generation: dict[int, Recovery] = field(default_factory=dict)
     current: Recovery | None = None
 
@@ -345,7 +346,8 @@ class _Folding:
         elif isinstance(record, _FAILURES):
             self.pending.append(record)
         elif isinstance(record, (*_SOURCES, events.RecoveryStarted)):
-            # ``RecoveryStarted`` of generation 0 belongs to the next job, but earlier versions wrote it in restarts.
+            # ``RecoveryStarted`` of generation 0 belongs to the job that starts next. Earlier versions also wrote it in
+            # restarts.
             is_of_next = isinstance(record, events.RecoveryStarted) and not self._is_restarting
             if self.current is None or self.pending or is_of_next:
                 self.pending.append(record)

@@ -73,7 +73,7 @@ class AlertSink(Sink):
                 self._take_metrics(record)
             case events.RunStarted():
                 self._interval = None
-                # A new attempt captures with another plan, so earlier windows do not count.
+                # All ranks have started again and capture with another plan, so earlier windows do not count.
                 self._windows.clear()
                 self._lost = None
                 self._iteration = record.resumed_from_iteration or 0

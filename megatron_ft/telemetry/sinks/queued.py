@@ -30,7 +30,7 @@ class QueuedSink(Sink):
 
     def __init__(self, run_dir: Path) -> None:
         """Start the thread. A subclass must set its attributes before it calls this, because the thread uses them."""
-        # The files must be read before the thread starts, and before this attempt writes to them.
+        # The lengths of the files must be read before the thread starts, and before this job writes to the files.
         self.reported = Reported.so_far(run_dir)
         self._queue: queue.Queue[Record | Outcome] = queue.Queue(MAX_QUEUED_RECORDS)
         self._error: Exception | None = None
@@ -203,8 +203,8 @@ class StepSender:
     def __init__(self, reported: Reported, *, last_step: int) -> None:
         """Continue after ``last_step``, the newest step that the tracker has from earlier jobs of the run."""
         self.steps = Steps(sent=last_step)
-        # Steps that the tracker lacks are sent when this attempt has started: its start shows after which iteration the
-        # run continues, and later iterations of earlier attempts are void.
+        # Steps that the tracker lacks. They are sent after the next ``RunStarted`` record, which names the iteration
+        # after which the run continues. Steps of later iterations are void and are not sent.
         self._missed: dict[int, Step] = {}
         for record in reported.records(loads_after=last_step):
             if (step := self.steps.take(record)) is not None:
