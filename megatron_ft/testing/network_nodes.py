@@ -96,7 +96,7 @@ class Network:
             # As long as a process is in the namespace, the namespace and its network interface remain.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(process_id), signal.SIGKILL)
-        # The interface is deleted first. With the namespace, the kernel would delete it only some time later.
+        # Delete the interface first: ``netns del`` would also delete it, but only some time later.
         _ip("link", "del", self._port(machine))
         _ip("netns", "del", there)
 

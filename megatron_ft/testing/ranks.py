@@ -98,7 +98,7 @@ def with_parallel(config: JobConfig, **sizes: Any) -> JobConfig:
 
 
 class RecordFile:
-    """Replaces a rank's client of its node agent. Writes records to a file. Never requests a stop or new membership."""
+    """Replaces a rank's connection to its agent. Writes records to a file. Never requests a stop or new membership."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", encoding="utf-8")

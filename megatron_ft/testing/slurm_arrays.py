@@ -35,7 +35,7 @@ class SlurmArray(SlurmJob):
         return self.hosts()[node]
 
     def will(self, condition: Callable[[], bool]) -> bool:
-        """Return whether ``condition`` is true. Fail if it is false and the array has ended, so it stays false."""
+        """Return whether ``condition`` is true. Fail if it cannot become true any more, because the array has ended."""
         tasks = self.tasks()
         holds = condition()
         assert holds or (tasks and not self.marker.exists()), f"the array has ended\n{self.words()}"

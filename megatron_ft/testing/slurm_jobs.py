@@ -79,7 +79,7 @@ class SlurmJob:
         return max((line["iteration"] for line in self.lines("metrics.jsonl")), default=0)
 
     def will(self, condition: Callable[[], bool]) -> bool:
-        """Return whether ``condition`` is true. Fail if it is false and the job has ended, so it stays false."""
+        """Return whether ``condition`` is true. Fail if it cannot become true any more, because the job has ended."""
         state = self.cluster.state_of(self.number)
         holds = condition()
         assert holds or (state not in OVER and not self.marker.exists()), f"{state}:\n{self.words()}"

@@ -54,8 +54,8 @@ class Kind:
     files: Callable[[Path, int], list[Path]]
     """Returns all files of one sample."""
     pointer_leads_nowhere: Callable[[Path], bool] = lambda folder: False
-    """Returns whether the file with the name of the newest sample is damaged or names an incomplete sample. Returns
-    False for kinds that have no such file."""
+    """Returns whether the file ``latest``, which must name the newest sample, is damaged or names an incomplete sample.
+    Returns False for kinds that have no such file."""
 
 
 def sample_name(start_iteration: int) -> str:
