@@ -438,7 +438,7 @@ class _Inspected:
     """A checked configuration, its device and the contents of its files. A field is None after an error."""
 
     config: JobConfig
-    """Configuration with default values of the keys at fault."""
+    """Configuration in which the keys that cause errors have their default values."""
     facts: "DeviceFacts"
     refused: dict[str, str]
     choice: "DeviceChoice | None"
@@ -463,7 +463,7 @@ class _Inspected:
 
         config, choice, data = self.config, self.choice, self.data
         assert choice is not None and data is not None, "a configuration without errors has a device and data"
-        # Numbers of slots and prebuilt parts depend only on the configuration. Dry runs elsewhere give the same plan.
+        # These two numbers depend only on the configuration, so a dry run on another machine gives the same numbers.
         derived, reason = with_slots(self.on_its_device, choice.device, lambda: data)
         derived, prebuilt_reason = with_prebuilt_parts(derived, choice.device, lambda: data)
         return JobPlan.of(

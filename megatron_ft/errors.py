@@ -1,4 +1,4 @@
-"""Exceptions of the project. Each class has an exit code: that of a command which ends with the exception.
+"""Exceptions of the project. Each class has an exit code, which a command returns if it ends with the exception.
 
 The message of an exception names the key, the value and the constraint, and says what to change.
 """

@@ -1,12 +1,13 @@
 """Injects faults into ranks at named phases of an iteration, for tests and fault campaigns.
 
 A failpoint is a fault in a named phase, written as a call, e.g. ``kill(rank=1, at_iteration=7, phase="backward")``. Its
-fault happens once in each process that it matches. Without a generation, it matches processes of every generation. A
-record is on disk *before* the fault happens, so that a test can prove the injection. The rank of a process may change
-with the membership. ``rank`` is the rank in the generation that the failpoint names, or the first rank of the process
-if the failpoint names no generation. Training calls ``hit`` in each phase. ``hit`` also reports the rank's progress to
-the function that ``watch`` has set. If there is neither a failpoint nor such a function, ``hit`` only evaluates two
-conditions.
+fault happens once in each process that it matches. A record is on disk *before* the fault happens, so that a test can
+prove the injection. A failpoint with ``generation`` matches only in this generation, and its ``rank`` is the rank of a
+process in this generation. A failpoint without ``generation`` matches in every generation. Its ``rank`` is then the
+first rank of a process, because the rank may change with the membership.
+
+Training calls ``hit`` in each phase. ``hit`` also reports the rank's progress to the function that ``watch`` has set.
+If there is neither a failpoint nor such a function, ``hit`` only evaluates two conditions.
 """
 
 import json

@@ -193,7 +193,7 @@ def _today(record: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
             rest = {name: value for name, value in record.items() if name != "rung"}
             return {**rest, **strategy, "kind": "recovery_started"}
         case "recovery_chosen":
-            # This kind has no generation. After a restart, a ``recovery_decided`` with a generation followed.
+            # This kind has no generation, so set 0. After a restart, a ``recovery_decided`` with one followed it.
             source = record.get("source")
             found = (
                 {"strategy": "rollback"}

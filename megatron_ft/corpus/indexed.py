@@ -115,7 +115,7 @@ class IndexedWriter:
         return len(self._lengths)
 
     def __enter__(self) -> "IndexedWriter":
-        # In this order, the files get their names. Readers consider a dataset complete as soon as ``.idx`` exists.
+        # The files are renamed in this order. ``.idx`` is last: readers consider a dataset complete when it exists.
         paths = [bin_path(self.prefix), idx_path(self.prefix)]
         if self._tokenizer is not None:
             paths.insert(0, tokenizer_path(self.prefix))

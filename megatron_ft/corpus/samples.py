@@ -418,7 +418,7 @@ def _padded(config: JobConfig, entries: int) -> int:
     multiple = config.model.make_vocab_size_divisible_by
     if multiple < 1:
         raise ConfigError.of("model.make_vocab_size_divisible_by", multiple, "must be at least 1")
-    # The size is not padded to a multiple of TP, because padded rows take part in the softmax: TP must not change them.
+    # Padded rows take part in the softmax. So do not pad to a multiple of TP: the loss would depend on TP.
     return -(-entries // multiple) * multiple
 
 
