@@ -73,7 +73,7 @@ class Answer:
     cost: Cost
     num_operators: int
     seconds_again: float | None
-    """Predicted seconds to repeat lost iterations: their number times the median duration. None if unknown."""
+    """Predicted seconds to repeat lost iterations: their number times the median duration. None if one is unknown."""
     seconds_to_continue: float | None
     """Median duration of earlier changes of membership in the run, in seconds. None if there were no such changes, or
     if ``living_state`` would not be used."""
@@ -312,7 +312,7 @@ def _memberships(events: Sequence[Record]) -> list[tuple[int, ...]]:
     for event in events:
         if not isinstance(event, MembershipChanged):
             continue
-        # ``schedule`` has one entry for each valid change since ``iteration`` was committed, including this change.
+        # ``schedule`` lists this change and those earlier changes after the same ``iteration`` that are still valid.
         num_alike = sum(earlier.iteration == event.iteration for earlier in found)
         num_valid = len(found) - num_alike + max(0, len(event.schedule) - 1)
         found = [*found[:num_valid], event]
@@ -389,7 +389,7 @@ def iteration_seconds_of(run: Run) -> float | None:
 
 
 def seconds_of(run: Run, cost: Cost) -> dict[str, float | None]:
-    """Return ``seconds_again`` and ``seconds_to_continue`` of ``Answer``, from the run's records. None: unknown."""
+    """Compute the fields ``seconds_again`` and ``seconds_to_continue`` of ``Answer`` from the run's records."""
     pace = iteration_seconds_of(run)
     changes = [event.seconds for event in run.events if isinstance(event, MembershipChanged)]
     again = None

@@ -63,7 +63,8 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _find(path: Path, run: Path | None) -> tuple[Path, JobConfig]:
-    """Return a checkpoint (``path``, or the newest of the run ``path``) and the configuration of ``run`` or of its run.
+    """Find a checkpoint: ``path``, or the newest one if ``path`` is a run. Return its path and a configuration: that of
+    the run ``run``, or of the checkpoint's run if ``run`` is None.
 
     Raises:
         CheckpointError: there is no undamaged checkpoint. DataError: the configuration cannot be read.

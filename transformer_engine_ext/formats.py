@@ -122,7 +122,7 @@ def cast_stochastically(values: torch.Tensor, target: Format, bits: torch.Tensor
     magnitude = clamped.abs().masked_fill(is_nan, 0.0)
     _, exponent = torch.frexp(magnitude)  # magnitude = m * 2**exponent with m in [0.5, 1)
     spacing = (exponent - 1).clamp(min=target.min_exponent) - target.mantissa_bits
-    # In units of the spacing, a magnitude is below 2**(mantissa_bits + 1), so that 24 bits hold it without rounding.
+    # In units of spacing / 2**fraction_bits, a magnitude is below 2**24. A normal one is an integer: no bit is lost.
     fraction_bits = 23 - target.mantissa_bits
     fixed = (magnitude * power_of_two(fraction_bits - spacing)).to(torch.int64)
     rounded = (fixed + (bits >> (32 - fraction_bits))) >> fraction_bits

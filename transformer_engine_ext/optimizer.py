@@ -63,7 +63,7 @@ class ScaledAdamW(torch.optim.Optimizer):
             parameter: ranges[id(parameter)] for group in self.param_groups for parameter in group["params"]
         }
         names = [(found.name, found.start) for found in self._ranges.values()]
-        # Equal names would round equal elements with the same random numbers.
+        # Two tensors with equal names and starts would be rounded with the same random numbers.
         assert len(set(names)) == len(names), "two tensors have the same name and start"
         for parameter in self._ranges:
             assert parameter.dtype is torch.float32, f"{self._ranges[parameter].name}: parameters must be FP32"

@@ -118,10 +118,10 @@ def scales_for(amax: torch.Tensor, target: Format) -> torch.Tensor:
     """
     _, exponent = torch.frexp(amax)
     of_largest = math.frexp(target.largest)[1]
-    # Both numbers are m * 2**e with m in [0.5, 1), so the quotient of the powers is at most one step too small.
+    # With amax = m * 2**e, largest = n * 2**f, m and n in [0.5, 1): the scale is 2**(e - f), or twice that if m > n.
     biased = (exponent - of_largest + _BIAS).clamp(min=_LEAST)
     is_too_small = amax * inverse_factors_of(biased) > target.largest
-    most = 2 * _BIAS + 1 - of_largest  # 2**128, which FP32 cannot hold, is twice as large as the largest decoded value
+    most = 2 * _BIAS + 1 - of_largest  # with this scale, the largest decoded value is n * 2**128, which FP32 can hold
     return torch.where(amax == 0.0, _BIAS, (biased + is_too_small).clamp(max=most)).to(torch.uint8)
 
 

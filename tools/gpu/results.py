@@ -20,7 +20,8 @@ _LOG_TAIL = 2000
 
 
 def append_line(path: Path, outcome: Outcome) -> None:
-    """Append the outcome of a stage to ``path`` as a JSON line, and print it. It has a log if the stage failed."""
+    """Append the outcome of a stage to ``path`` as a JSON line, and print this line. It contains the end of the log if
+    the stage failed."""
     entry = asdict(outcome) | {"log": outcome.log[-_LOG_TAIL:] if outcome.failed else ""}
     line = json.dumps(without_paths(entry))
     with path.open("a", encoding="utf-8") as file:
