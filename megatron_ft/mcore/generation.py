@@ -43,7 +43,7 @@ class Generator:
     @torch.no_grad()
     def logits(self, ids: list[int]) -> torch.Tensor:
         """Return the logits of the token that follows ``ids``: FP64 [vocab_size], on the CPU. Only the last
-        ``seq_length`` ids are used. The logits of padding of the vocabulary are left out."""
+        ``seq_length`` ids are used. Entries that only pad the vocabulary are left out."""
         tokens = torch.tensor([ids[-self.seq_length :]], device=self.device)
         positions = torch.arange(tokens.shape[1], device=self.device)[None]
         found: torch.Tensor = self.model(tokens, positions, None)
@@ -118,7 +118,7 @@ def open_generator(
         )
         manager = CheckpointManager(
             config.checkpoint,
-            run_dir=checkpoint,  # nothing is saved
+            run_dir=checkpoint,  # not used, because nothing is saved
             identity=JobIdentity(run_id="", run_name="", settings=settings),
             topology_record={"world_size": 1},
             group=groups.vote,
@@ -126,7 +126,7 @@ def open_generator(
             report=lambda record: None,
         )
         _load(manager, model, checkpoint)
-        DelayedScaling([model]).begin()  # scales follow from the loaded histories
+        DelayedScaling([model]).begin()  # computes FP8 scales from the loaded histories
         yield Generator(model=model.eval(), tokenizer=tokenizer, seq_length=config.model.seq_length, device=device)
     finally:
         del groups
@@ -136,7 +136,7 @@ def open_generator(
 def _load(manager: CheckpointManager, model: torch.nn.Module, checkpoint: Path) -> None:
     try:
         manager.load_weights([model], None, checkpoint)
-    # Only this rank loads, so every error is its own. ``CheckpointException`` is not a subclass of ``Exception``.
+    # No other rank must raise the same error. ``CheckpointException`` is not a subclass of ``Exception``.
     except (Exception, CheckpointException) as error:
         if isinstance(error, CheckpointError) and "\n" not in str(error):
             raise

@@ -184,9 +184,9 @@ class CheckpointFinder:
             return Manifest.verified(directory, part=part, num_parts=num_parts)
 
     def check(self, directory: Path, *, trust: bool) -> Manifest | None:
-        """Return the manifest of ``directory``. Verify the files first, except if the previous method call on this
-        object has verified them. With ``trust``, return None for a directory without a manifest, and verify nothing.
-        Raise CheckpointError if files are damaged, or if there is no manifest and ``trust`` is false."""
+        """Return the manifest of ``directory``. Verify the files first, unless this is the first ``check`` since
+        ``newest`` or ``verify`` verified them. With ``trust``, return None for a directory without a manifest, and
+        verify nothing. Raise CheckpointError for damaged files, or for a missing manifest if ``trust`` is false."""
         if not checkpoints.has_manifest(directory, trust=trust):
             return None
         # Use an earlier verification only once, because the files may change later.
@@ -307,7 +307,7 @@ class Planner:
         """Plan the save of ``shards`` into ``directory``, and copy this rank's tensors. All ranks must call this.
 
         Args:
-            tensors: all tensors in which the saved tensors may be.
+            tensors: this rank's parameters, buffers and optimizer state. Other tensors in ``shards`` are copies.
         """
         leaves = [leaf for leaf in nested_values(shards) if isinstance(leaf, ShardedTensor) and leaf.data is not None]
         self._sources = {(leaf.key, tuple(leaf.global_offset)): leaf.data for leaf in leaves}

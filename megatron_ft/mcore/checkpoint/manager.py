@@ -218,7 +218,7 @@ class CheckpointManager:
             self._pending.blocked_seconds += time.monotonic() - began
 
     def forget_plan(self) -> None:
-        """Plan the next save again. All ranks must call this before experts move; no save may be copying tensors."""
+        """Drop the plan of earlier saves. All ranks must call this before experts move, when no save copies tensors."""
         self._planner.forget()
 
     def poll(self) -> None:
@@ -291,7 +291,7 @@ class CheckpointManager:
         """Return the job that writes this rank's files, and the batch of tensor copies. The copies must be complete
         before the job is submitted."""
         tensors = state.tensors()
-        # The engine's scheduler is at the start of the iteration. A checkpoint of Megatron has the position at its end.
+        # The engine sets the scheduler's position before an iteration. Checkpoints have the position after it.
         adamw.set_position(state.scheduler, state.consumed_samples)
         # Either all ranks plan, or none, because Megatron's planning is collective.
         reuse = self._collectives.gather([self._planner.can_repeat(tensors), self._planner.has_names(tensors)])
@@ -381,7 +381,7 @@ class CheckpointManager:
         if outcome[0] is not None:
             self._discard(pending, f"rank 0: {outcome[0]}")
             return
-        # Reset only here. If ranks are lost in a collective above, the save is later reported as abandoned.
+        # Reset only after the collective: if it fails because ranks are lost, the save is reported as abandoned.
         self._pending = None
         self.last_saved_iteration = pending.iteration
         self._tell(
@@ -446,7 +446,7 @@ class CheckpointManager:
     def _in_use(self, complete: list[str]) -> tuple[str, ...]:
         """Return the name of the checkpoint from which this run resumed, if this checkpoint is one of the last two in
         ``complete``. Otherwise return an empty tuple. ``complete`` lists complete checkpoints, oldest first."""
-        # No later checkpoint has been read back. If the next one is damaged on disk, a restart needs this one.
+        # This run has read this checkpoint, but no later one. If a later one is damaged, a restart needs this one.
         return tuple(name for name in complete[-2:] if name == self._resumed_from)
 
     # -- loading
@@ -490,7 +490,7 @@ class CheckpointManager:
             if name != "optimizer":
                 leave_histories(shards, directory)
         self._check_shapes(frame, directory)
-        # Generators belong to a rank's coordinates in a layout. In another layout, no rank has the same coordinates.
+        # Random number generators belong to coordinates in a layout. In another layout, no rank has the same ones.
         wanted: dict[str, Any] = {RANK_STATE_KEY: rank_state()} if same_layout else {}
         loaded = load_shards(
             frame,
@@ -568,15 +568,15 @@ class CheckpointManager:
 
     def _check_shapes(self, frame: dict[str, Any], directory: Path) -> None:
         error = other_shape(frame, directory)
-        # Only the first and the last pipeline stage have these tensors, but all ranks must raise the error.
+        # Only the first and the last pipeline stage have an embedding or head, but all ranks must raise the error.
         everywhere = self._collectives.errors(error)
         if everywhere is not None:
             raise CheckpointError(everywhere if error is None else error)
 
     def read_extra(self, directory: Path) -> dict[str, Any]:
-        """Read ``DenseState.extra`` and the history from the checkpoint in ``directory``, without loading tensors. The
-        result is empty for a checkpoint of another project. Raise CheckpointError if the checkpoint is damaged, or if
-        it is from another project and ``checkpoint.trust`` is false."""
+        """Read ``DenseState.extra`` and the entries of ``TrainState.history`` from the checkpoint in ``directory``,
+        without loading tensors. The result is empty for a checkpoint of another project. Raise CheckpointError if the
+        checkpoint is damaged, or if it is from another project and ``checkpoint.trust`` is false."""
         self._finder.check(directory, trust=self._config.trust)
         common = read_common(directory)
         extra: dict[str, Any] = common.get(OURS_KEY, {}).get("extra", {})

@@ -55,9 +55,9 @@ class DenseState:
     it adds a function that waits for the copies. With None, a save copies the state at once."""
 
     def build_shards(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
-        """Build Megatron's sharded description of model and optimizer, with the keys ``model`` and ``optimizer``. With
-        several model chunks, the keys are ``model0``, ``model1`` and so on. The description contains the present
-        tensors only if ``is_loading`` is false."""
+        """Build Megatron's sharded state dicts of model and optimizer, with the keys ``model`` and ``optimizer``. With
+        several model chunks, the keys are ``model0``, ``model1`` and so on. With ``is_loading``, a load will fill the
+        shards, so those of the optimizer may contain no tensors."""
         model = {
             f"model{index}" if len(self.model_chunks) > 1 else "model": unwrap(chunk).sharded_state_dict(
                 metadata=metadata
@@ -182,8 +182,8 @@ def other_shape(frame: dict[str, Any], directory: Path) -> str | None:
 
 def leave_histories(shards: dict[str, Any], directory: Path) -> None:
     """Remove histories of delayed scaling (FP8) from ``shards``, Megatron's description of a model chunk, if the
-    checkpoint lacks them or has them in another shape. The model then starts with empty histories. This happens if a
-    user has changed the FP8 recipe, and with checkpoints of weights."""
+    checkpoint lacks them or has them in another shape, for example because a user has changed the FP8 recipe, or
+    because it contains only weights. The model then starts with empty histories."""
     histories = [name for name in shards if name.endswith(AMAX_HISTORY)]
     stored = load_metadata(directory).state_dict_metadata if histories else {}
     for name in histories:
@@ -193,7 +193,7 @@ def leave_histories(shards: dict[str, Any], directory: Path) -> None:
 
 
 def with_histories(chunk: torch.nn.Module, loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``loaded``, the tensors of a model chunk. Take FP8 amax histories that ``loaded`` lacks from ``chunk``."""
+    """Return ``loaded``, the tensors of ``chunk``, with the chunk's own FP8 amax histories if ``loaded`` lacks them."""
     present = unwrap(chunk).state_dict()
     return {**{name: found for name, found in present.items() if name.endswith(AMAX_HISTORY)}, **loaded}
 
