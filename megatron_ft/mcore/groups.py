@@ -220,7 +220,7 @@ class Groups:
         return group
 
     def add(self, ranks: Sequence[int], *, timeout_seconds: float) -> dist.ProcessGroup | None:
-        """Create a gloo group of ``ranks``, or return None on any other rank. All ranks of the job must call this.
+        """Create a gloo group. Return it on ``ranks``, and None on all others. All ranks of the job must call this.
 
         Raises:
             RuntimeError: a rank of the group did not connect within the timeout, or the connections were shut down.
@@ -276,8 +276,8 @@ class Groups:
     ) -> "Groups":
         register()
         backend = parallel.backend_on(device)
-        # Handles are created without communication. NCCL has no handles, only torch's own groups: a communicator can be
-        # replaced only after an abort, and aborts could not be tested without GPUs.
+        # Handles are created without communication. With NCCL, torch's own groups are used instead, because a handle
+        # could replace its communicator only after an abort, and aborts could not be tested without GPUs.
         dist.init_process_group(
             backend=backend if backend == "nccl" else HANDLE,
             store=keys,
@@ -309,10 +309,10 @@ class Groups:
         )
 
     def move(self, parallel: ParallelConfig, *, rank: int, world_size: int, timeout_seconds: float) -> "Groups":
-        """Return the process groups of ``rank``. They reuse the handles of the present groups, which must not be
-        connected. A model with references to the handles then works as the model of ``rank``. So the model must have
+        """Create the process groups of another rank, ``rank``, from the handles of these groups, which must not be
+        connected. A model that references the handles then works as the model of ``rank``. So the model must have
         the layers, the tensor-parallel part and the experts of ``rank``."""
-        # Ranks with the same model part have the same kinds of groups, created in the same order as their handles.
+        # The order of the handles fits: ranks with the same model part create the same kinds of groups in this order.
         _forget_groups()
         with reusing(self.handles):
             return Groups.form_offline(parallel, rank=rank, world_size=world_size, timeout_seconds=timeout_seconds)
@@ -429,7 +429,7 @@ def _connect(context: RankContext, timeout_seconds: float, opening: Opening) -> 
     while True:
         try:
             socket.create_connection((context.master_addr, context.master_port), timeout=try_seconds).close()
-            # In a worker thread: while torch waits between its own attempts, no socket exists that could be shut down.
+            # In a worker thread, which can be abandoned: between torch's own attempts, no socket exists to shut down.
             store = abort.call(lambda: _store(context, try_seconds))
         except (OSError, dist.DistNetworkError) as error:
             if time.monotonic() > deadline:
@@ -460,8 +460,8 @@ def _keys(store: dist.Store, generation: int) -> dist.Store:
 
 
 def _connect_all(formed: Sequence[Handle], keys: dist.Store, store: dist.Store, is_shared: bool) -> Transports:
-    # Leave out the sockets that are open already, because NCCL's are among them. NCCL would report the shutdown of a
-    # socket as an error of a peer, so NCCL is aborted instead.
+    # ``transports`` must not contain sockets that are open already, because NCCL's are among them. NCCL would report
+    # the shutdown of a socket as an error of a peer, so NCCL is aborted instead.
     before = open_sockets()
     world = [handle for handle in formed if handle is dist.group.WORLD]
     # The group of all ranks shares no connections: with two stages, Megatron sends in both directions between the same
@@ -471,7 +471,7 @@ def _connect_all(formed: Sequence[Handle], keys: dist.Store, store: dist.Store, 
     connect(formed[-1:], dist.PrefixStore("vote", keys))
     store_port = store.port if isinstance(store, dist.TCPStore) else None
     transports = Transports.among(open_sockets() - before, store_port=store_port)
-    # Waits that begin after this line use the limit of these connections, no longer the limit of ``Opening``.
+    # From here on, ``transports.limit`` limits all waits, instead of the limit of ``Opening``.
     transports.limit.use()
     return transports
 
@@ -522,5 +522,5 @@ def _forget_groups(*, collects: bool = False) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     else:
-        # torch has counted groups that were not formed. Without a reset, names of later groups would differ by rank.
+        # torch may have counted groups whose creation failed. Reset the count, or names would differ between ranks.
         dist.distributed_c10d._world.group_count = 0

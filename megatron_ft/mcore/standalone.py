@@ -127,8 +127,8 @@ class _Rank:
 
 @contextlib.contextmanager
 def _open_store(config: JobConfig, environment: RankEnvironment, stop: StopFlag) -> Iterator[TCPStore]:
-    """Open the store in which rank 0 publishes its decisions. If rank 0 serves the store, the end of the context waits
-    until all other ranks have read the decisions. Raise ControlError if the store does not answer in time."""
+    """Open the store in which rank 0 publishes its decisions. If rank 0 serves the store, it waits at the end of the
+    ``with`` block until all other ranks have read them. Raise ControlError if the store does not answer in time."""
     serve = environment.rank == 0 and not environment.store_is_served
     try:
         store = TCPStore(
