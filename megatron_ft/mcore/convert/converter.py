@@ -188,7 +188,7 @@ def export_checkpoint(
         for path in copied:
             write_atomically(out, path.name, path.read_bytes())
         writer.finish(export.config())
-    # The content of each file was read again and compared with its checksum before.
+    # The checksums of all files have been compared already, so only names, shapes and dtypes are checked here.
     folder = Folder.open(out)
     _check_folder(folder, *model_of(folder))
 

@@ -1,4 +1,4 @@
-"""Reads single tensors of dense checkpoints, and writes checkpoints that contain only weights. Ranks are not needed.
+"""Reads single tensors of dense checkpoints, and writes checkpoints that contain only weights, in one process.
 
 Files are in torch's distributed format, like those that ranks write (``mcore/checkpoint``). At most one tensor is in
 memory, so checkpoints of any size can be converted on a small machine.
@@ -98,8 +98,8 @@ class DenseReader:
         return cls(directory=directory, manifest=manifest, metadata=metadata)
 
     def model(self) -> ModelConfig:
-        """Return the model of the checkpoint. The manifest describes the model. A checkpoint of Megatron-LM has stored
-        arguments instead. Raise CheckpointError if neither exists."""
+        """Return the model of the checkpoint, from the manifest or, in a checkpoint of Megatron-LM, from the stored
+        arguments. Raise CheckpointError if these describe no model, or a model that does not fit the weights."""
         if self.manifest is None:
             model = model_of_arguments(self.directory)
             self._check_model(model, f"{self.directory}: its arguments describe no model with these weights")
@@ -374,7 +374,7 @@ class WeightsWriter:
     most_file_bytes: int
     """Size in bytes at which a file ends and a new file begins."""
     record: ConversionRecord | None = None
-    """Record of complete files, from which an interrupted conversion continues; None if it cannot continue."""
+    """Record of complete files, from which an interrupted conversion continues; None for one that begins again."""
     files: list[WrittenFile] = field(default_factory=list, init=False)
     """Complete files of this conversion, including those from before an interruption."""
 

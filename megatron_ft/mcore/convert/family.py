@@ -170,7 +170,8 @@ class Family:
         return valid_model(asdict(model))
 
     def tensors_of(self, model: ModelConfig, num_stored: int, where: str) -> tuple[Rule, ...]:
-        """Return the result of ``tensors``. ``where``, which messages name, is a folder with ``num_stored`` tensors.
+        """Return the result of ``tensors`` for a folder or checkpoint that has ``num_stored`` tensors. ``where`` names
+        it in messages.
 
         Raises:
             CheckpointError: the model has more layers or experts than there are tensors.

@@ -48,7 +48,7 @@ class Source(Protocol):
         """Return the values of a tensor. Raise CheckpointError if they cannot be read."""
 
     def check(self) -> None:
-        """Check data that belong to no tensor, unless checked before. Raise CheckpointError if they are damaged."""
+        """Check data outside of tensors, unless opening the source did. Raise CheckpointError if they are damaged."""
 
 
 class DenseSource:
@@ -130,7 +130,7 @@ class WindowSource:
 
     @property
     def leaves_out_experts(self) -> bool:
-        """Return whether some experts in the window have older state, which earlier windows captured."""
+        """Return whether the window leaves out experts. It then has copies of their state from earlier windows."""
         return any(window.leaves_out_experts for window in self.windows)
 
     def _take(self, rank: int, index: int, part: Slice, *, with_optimizer: bool) -> None:

@@ -154,7 +154,7 @@ _REFUSED = (
     "window_size",
 )
 _REFUSED += ("mtp_num_layers", "heterogeneous_layers_config_path", "experimental_attention_variant")
-"""Arguments of models that this project does not have."""
+"""Arguments that, if they are set, describe models that this project does not support."""
 _MOST_LAYERS = 100_000
 
 

@@ -1,7 +1,7 @@
 """Record of a conversion that can be continued: the source of the conversion, and the files that are complete.
 
 A conversion between a checkpoint and a Hugging Face folder, in either direction, updates the record after each file. An
-interrupted conversion continues from the record. In a finished folder, it lists the checksums of the files.
+interrupted conversion continues from the record. In a finished folder, the record lists the files' checksums.
 """
 
 import contextlib

@@ -38,7 +38,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredValues:
-    """Place of a tensor's values in files. ``spans`` lists byte ranges, row after row, in this machine's byte order."""
+    """Place of a tensor's values in files. The byte ranges in ``spans``, joined, are the values in row-major order and
+    in this machine's byte order."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -116,8 +117,8 @@ def chunks_of(values: Values) -> Iterator[memoryview]:
 
 
 class VerifiedFiles:
-    """Writes and verifies the files of a folder, one after the other. A thread flushes each file and reads it again. If
-    the content is correct, it gives the file its final name. Meanwhile only the next file can be written.
+    """Writes and verifies the files of a folder, one after the other. A thread flushes each file, reads it again, and
+    gives it its final name if the content is correct. Meanwhile, the caller can write the next file, but no other.
 
     This class is a context manager. The end of its ``with`` block waits for the thread. The thread calls ``completed``
     for each file that has its final name.

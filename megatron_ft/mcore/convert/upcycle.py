@@ -60,7 +60,7 @@ class Upcycling:
         if not 1 <= self.topk <= self.num_experts:
             raise ConfigError.of("--topk", self.topk, f"must be in 1..{self.num_experts}, the number of experts")
         if self.topk == 1:
-            # Top-1 needs pre-softmax, with which the router weight is below 1, so the result would be another function.
+            # Top-1 needs pre-softmax. Router weights are then below 1, so outputs would differ from the dense model's.
             raise ConfigError.of("--topk", 1, "must be at least 2: with 1, the router would scale the outputs down")
         if not 0 <= self.noise < float("inf"):
             raise ConfigError.of("--noise", self.noise, "must be at least 0")
@@ -122,12 +122,12 @@ def upcycle_weights(
 
 
 def _is_copied(name: str) -> bool:
-    # The norm before the MLP belongs to the layer.
+    # The norm before the MLP stays a tensor of the layer; experts have no norm.
     return _MLP in name and _NORM not in name
 
 
 def _renamed(name: str, model: ModelConfig) -> str:
-    """Return the new name of a dense layer's tensor that is not copied to experts: its name in an MoE layer."""
+    """Return the new name of a tensor that is not copied to experts. Only a norm before an MLP can be renamed."""
     dense, mixture = (norm_before_mlp(model, has_experts=has_experts) for has_experts in (False, True))
     return name.replace(f".{dense}", f".{mixture}")
 

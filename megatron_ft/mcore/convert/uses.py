@@ -1,7 +1,7 @@
 """Answers which recovery strategies and configuration keys can use a checkpoint, a window or a Hugging Face folder.
 
-Files are verified first. An answer about a strategy is for the next job of a run. This run is the one that contains the
-checkpoint or window, or a given run. Without a run, only the manifest and the metadata are checked.
+Files are verified first. Answers about strategies are for the next job of one run: a given run, or else the run whose
+folder contains the checkpoint or window. Without a run, only the manifest and the metadata are checked.
 """
 
 from dataclasses import dataclass, replace
@@ -200,7 +200,7 @@ def _defect_of_checkpoint(reader: DenseReader, job: _Job | None) -> str:
 
 
 def _use_of_key(key: str, source: Source, state: SavedState, job: _Job | None) -> Use:
-    """Return whether a new run can start from ``source`` with ``key``: make the launcher's and the ranks' checks."""
+    """Return whether a new run can start from ``source`` with ``key``, after the same checks as launcher and ranks."""
     if reason := _not_dense(state):
         return _no(key, reason)
     assert isinstance(source, DenseSource), f"{type(source).__name__} cannot be loaded"

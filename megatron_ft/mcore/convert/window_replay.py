@@ -72,7 +72,7 @@ class _Found:
         return elements * (12 + item_bytes)  # master weights and two moments in FP32
 
     def leaves_out(self) -> bool:
-        """Return whether some experts in the window have older state, which earlier windows captured."""
+        """Return whether the window leaves out experts. It then has copies of their state from earlier windows."""
         return any(window.leaves_out_experts for window in self.windows)
 
 
@@ -183,7 +183,7 @@ def _job(config: JobConfig, window: Window, work: Path, name: str, default: JobC
             f"window of iteration {window.start_iteration}: has {window.world_size} ranks, which cannot be divided "
             f"among nodes of launch.ranks_per_node={launch.ranks_per_node} ranks"
         )
-    # After nodes were lost, a window has fewer ranks than the job had at its start, from nodes that are not known.
+    # After a loss of nodes, a window has fewer ranks than the job had at its start. Their nodes are not known.
     domains = topology.failure_domains[:num_nodes] if num_nodes == launch.num_nodes else []
     replicas = placement.min_replicas if num_nodes == launch.num_nodes else min(placement.min_replicas, num_nodes)
     return replace(
