@@ -281,7 +281,8 @@ def attention_mask(documents: torch.Tensor) -> torch.Tensor:
 def padding_mask(batch: Microbatch) -> torch.Tensor | None:
     """Return a mask of True values for a padding microbatch, in the shape of its tokens, or [1, 1] if this rank has no
     tokens. Return None for a real microbatch."""
-    # Real microbatches get no mask, because the router treats any mask as padding. The embedding checks the shape.
+    # Real microbatches get no mask, because the router treats any mask as padding. Megatron's first stage requires that
+    # the mask has the shape of the tokens.
     if not batch.is_padding:
         return None
     if batch.tokens is None:

@@ -53,8 +53,9 @@ def forget_iteration(model_chunks: list[torch.nn.Module]) -> None:
             group.grad_reduce_handle = group.param_gather_handle = None
             group.param_gather_dispatched = False
             group.is_last_microbatch = True
-            # Reset to the state after a build, because other ranks may have just built their model: in the next
-            # iteration, Megatron reduces buckets in a fixed order on all ranks, and learns the later order.
+            # Reset to the state after a build, because other ranks may have just built their model, and all ranks must
+            # reduce buckets in the same order. In the first iteration after a build, Megatron uses a fixed order and
+            # learns when the gradients of a bucket are complete; later, it reduces a bucket when they are.
             group.is_first_batch = True
             group.per_param_grad_ready_counts = {}
             group.golden_per_param_grad_ready_counts = {}
@@ -188,7 +189,7 @@ def build_model(
         grad_reduce_in_fp32=config.precision.grad_reduce_in_fp32,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-        # Multiples of 2**16 elements, so that no rank's part of a bucket ends inside a block that shares a scale.
+        # Pads buckets to multiples of 2**16 elements, so that no rank's part ends inside a block with one scale.
         pad_buckets_for_high_nccl_busbw=config.precision.regime is not None,
         # The commit vote handles gradients that are not finite. Megatron's check would raise an error on one rank only.
         check_for_nan_in_grad=False,

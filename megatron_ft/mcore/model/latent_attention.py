@@ -68,8 +68,8 @@ class LatentAttention(MLASelfAttention):
             self.linear_q_down_proj = _WholeLinear(config, hidden, config.q_lora_rank)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        # From 0.19, Megatron calls this method. Megatron's version allows a norm of keys and values without a norm of
-        # queries only with Transformer Engine. Queries have a norm only if they have a low rank.
+        # From 0.19, Megatron calls this method. Without Transformer Engine, Megatron's version refuses a norm of keys
+        # and values if queries have no norm. Here queries have none if ``q_lora_rank`` is None.
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
 

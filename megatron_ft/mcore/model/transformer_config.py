@@ -35,7 +35,7 @@ def build_transformer_config(config: JobConfig, transformer_impl: str) -> Transf
         # If true, Megatron would wait for the whole device after each exchange, which only PyTorch before 2.0 needs.
         "batch_p2p_sync": False,
         # After an output is sent, only its autograd graph is needed, so its data is freed. Interleaved schedules free
-        # the data before the send has ended, so the communicator keeps the memory allocated until then.
+        # the data before the send has ended, so ``_StagedCommunicator`` keeps the memory allocated until then.
         "deallocate_pipeline_outputs": True,
         "sequence_parallel": parallel.tensor_model_parallel_size > 1,
         "params_dtype": dtype,

@@ -101,7 +101,7 @@ class PlacementState:
 
 
 def open_dispatch(config: JobConfig) -> DispatchBackend:
-    """Open the dispatch backend of a job with expert replicas. Its kernels are built at their first use.
+    """Open the dispatch backend of a job with expert replicas. Build its kernels first if they are not in the cache.
 
     Raises:
         SoftwareError: the kernels cannot be built or run on this machine.
@@ -302,7 +302,7 @@ class PlacementManager:
         if [plan.layer_numbers for plan in former] != [request.layer_numbers for request in self._requests]:
             return
         self.loads = loads
-        # Other names of domains alone are no reason to move experts: with other slots, sums have another order.
+        # If only names of domains differ, keep the slots: other slots would change the order of additions.
         plans = [request.with_domains(plan) for plan, request in zip(former, self._requests, strict=True)]
         has_domains = keeps_slots or all(now.spread >= plan.spread for now, plan in zip(plans, former, strict=True))
         if has_domains and all(request.fits(plan) for plan, request in zip(plans, self._requests, strict=True)):

@@ -152,10 +152,12 @@ class PaddingAwareRouter(TopKRouter):
     ) -> torch.Tensor:
         """Attach a load-balancing loss to ``activation`` [T, E], unless the microbatch is padding.
 
-        With per-token losses, Megatron later divides gradients by the token count of the iteration. So it multiplies
-        this loss by the token count of this rank. This count is too small if ranks share the microbatch or the loss, or
-        if each of several sequences has a loss. This method multiplies by the token count of the whole microbatch and
-        by the count of microbatches that share the loss. So the gradient does not depend on how the batch is divided.
+        With per-token losses, Megatron later divides gradients by the token count of the iteration. To compensate,
+        Megatron's method multiplies this loss by a token count of this rank. That count is too small in three cases:
+        ranks share a microbatch (TP, CP); data-parallel ranks share a loss (``global_aux_loss``); each sequence of a
+        microbatch has its own loss (``seq_aux_loss``). This method multiplies by the token count of the whole
+        microbatch and by the count of microbatches that share the loss. So the gradient does not depend on how the
+        batch is divided.
         """
         if self.is_padding:
             return activation
@@ -182,7 +184,7 @@ class PaddingAwareRouter(TopKRouter):
         routing_map: torch.Tensor,
         with_padding_mask: bool = False,
     ) -> torch.Tensor:
-        # Padding calls this, too, because this loss is reduced with data-parallel ranks that have real microbatches.
+        # Runs for padding, too, because it is collective: other data-parallel ranks may have real microbatches.
         counted = torch.zeros_like(routing_map) if self.is_padding else routing_map
         return super()._apply_global_aux_loss(probs, scores_for_aux_loss, counted, with_padding_mask)
 

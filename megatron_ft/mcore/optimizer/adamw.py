@@ -39,7 +39,7 @@ class Master:
 
     name: str
     unique_name: str
-    """Key of stochastic rounding: ``name``, followed by the number of the tensor-parallel part if it is above 0."""
+    """Key of the random numbers of stochastic rounding: ``name``, then the tensor-parallel part's number if above 0."""
     start: int
     """Index of the first element of ``tensor`` in the flattened parameter."""
     tensor: torch.Tensor
@@ -313,14 +313,14 @@ def _own_steps(member: MegatronOptimizer, step: int) -> None:
 
 GroupKeys = list[list[Any]]
 """Keys of the parameter groups of all ranks: one list for each time that Megatron gathers keys. A key has two elements:
-the override of the configuration, or None; and whether the group has expert parameters."""
+options that replace the optimizer's for this group, or None; and whether the group has expert parameters."""
 
 
 @contextmanager
 def _agreeing(known: GroupKeys | None, *, is_offline: bool) -> Iterator[GroupKeys]:
-    """Yield a list, to which an optimizer that is built in this context adds the keys of its groups. Megatron gathers
-    the keys of all ranks, because all ranks must have the same groups. With ``known``, this rank uses the keys in
-    ``known`` and does not communicate. With ``is_offline`` and without ``known``, it uses only its own keys."""
+    """Yield a list. Building an optimizer in the ``with`` block appends the keys of its groups to the list. Megatron
+    gathers the keys of all ranks, because all ranks must have the same groups. With ``known``, this rank uses these
+    keys and does not communicate. With ``is_offline`` and without ``known``, this rank uses only its own keys."""
     gathered: GroupKeys = []
     native = dist.all_gather_object
 

@@ -37,7 +37,7 @@ from transformer_engine_ext.regimes import REGIMES, Regime
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StateFormat:
-    """Formats of the optimizer state of a job, and the names that are the keys of stochastic rounding."""
+    """Formats of the optimizer state of a job, and the names that key the random numbers of stochastic rounding."""
 
     regime: Regime
     seed: int | None

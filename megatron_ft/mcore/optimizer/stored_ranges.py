@@ -91,8 +91,8 @@ def shards_of_range(
 
 
 def _check_position(shard: ShardedTensor, parameter: torch.Tensor, position: int) -> None:
-    # Factories cut a parameter into views. Ranges of the parameter are ranges of a view only if the views follow each
-    # other in memory.
+    # Factories cut a parameter into views. A range of the parameter consists of ranges of the views only if the views
+    # follow each other in memory.
     view = shard.data
     if view.data_ptr() != parameter.data_ptr() + position * parameter.element_size() or not view.is_contiguous():
         raise AssertionError(f"{shard.key}: is not a contiguous part of its parameter from element {position}")
@@ -103,7 +103,7 @@ def _cut(
 ) -> Iterator[ShardedTensor]:
     at = first + shift
     # In Megatron-LM's checkpoints, a tensor may have axes for layers and experts before the axes of the parameter.
-    # Megatron supports such axes only for parts of equal sizes, so here each part has these axes, with size 1.
+    # Megatron adds these axes itself only if all parts have equal sizes, so here each part has them, with size 1.
     num_axes = shard.prepend_axis_num
     for box in boxes(shard.local_shape, first, last):
         sizes, offset = (1,) * num_axes + box.sizes, (0,) * num_axes + box.offset
