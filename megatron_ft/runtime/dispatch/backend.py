@@ -96,7 +96,7 @@ class DispatchBackend(Protocol):
 
 
 def open_backend(name: str, shares: str = BALANCED) -> DispatchBackend:
-    """Create a backend. Its kernels are built at their first use.
+    """Create a backend. Build its kernels first if they are not in the cache.
 
     Args:
         name: name of the backend, a key of ``BACKENDS``.
