@@ -75,9 +75,9 @@ _MODEL = (
     "checkpoint.save_at_end=false",
     "telemetry.wandb=disabled",
 )
-_REPLICAS = ("placement=overlap_search", "placement.min_replicas=2", "placement.num_slots_per_rank=6")
+_REPLICAS = ("placement=overlap_search", "placement.min_replicas=2")
 _PIPELINE = ("parallel.pipeline_model_parallel_size=2", "parallel.use_distributed_optimizer=true")
-BASE = (*_MODEL, "parallel.use_distributed_optimizer=false", *_REPLICAS)
+BASE = (*_MODEL, "parallel.use_distributed_optimizer=false", *_REPLICAS, "placement.num_slots_per_rank=6")
 ELASTIC = (
     "snapshot=sparse_window",
     "snapshot.num_peer_copies=1",
@@ -117,6 +117,8 @@ class Scenario:
 
 
 REPLICAS = Scenario(name="replicas", words=(*BASE, *_FEWER), allowed_seconds=ALLOWED_SECONDS)
+# After the loss of two of four nodes, one rank of each stage must have a slot for each of the 8 experts.
+_COPIES = (*_REPLICAS, "placement.num_slots_per_rank=8", "placement.state_copies=2")
 LAYOUTS = (
     Scenario(
         name="stages_spare_prebuilt",
@@ -132,13 +134,21 @@ LAYOUTS = (
         has_spare=True,
     ),
     Scenario(
+        name="stages_replicas_spare",
+        words=(*_KEPT, *_COPIES),
+        allowed_seconds={50: 0.8, 95: 0.8},
+        has_spare=True,
+    ),
+    Scenario(
         name="stages_replicas",
-        words=(*_MODEL, *_PIPELINE, *_REPLICAS, "placement.state_copies=2", *_FEWER),
+        words=(*_MODEL, *_PIPELINE, *_COPIES, *_FEWER),
         allowed_seconds={50: 0.8, 95: 0.8},
     ),
 )
-"""Jobs with two stages: with a spare that has built both stages in advance, with a spare that has built nothing, and
-without a spare. Only without a spare, ranks get other experts."""
+"""Jobs with two stages. In the first two, a spare has built both stages in advance, or nothing; the stage of the lost
+node runs an iteration again. The other jobs have expert replicas and copies of optimizer shards, so that no iteration
+runs again. Spares cannot build models with replicas in advance. In the last job, which has no spare, ranks get other
+experts."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -17,7 +17,9 @@ import pytest
 
 from benchmarks import kill_peers
 from benchmarks.kill_peers import Fault, Measured, percentile
-from benchmarks.kill_to_commit import LAYOUTS, Job, judge
+from benchmarks.kill_to_commit import ELASTIC, LAYOUTS, REPLICAS, Job, Scenario, judge
+from megatron_ft.config.validate import validate
+from megatron_ft.testing.ranks import compose
 
 PAUSE_SECONDS = 0.3
 
@@ -130,14 +132,19 @@ def judged(tmp_path: Path, ours: Measured, stopped: Measured, layouts: dict[str,
     return result
 
 
+@pytest.mark.parametrize("scenario", (REPLICAS, *LAYOUTS), ids=lambda scenario: scenario.name)
+def test_each_kind_of_job_can_start(scenario: Scenario) -> None:
+    validate(compose(*scenario.words, *ELASTIC))
+
+
 @pytest.mark.parametrize(
     ("seconds", "passes"),
     [
-        ([(0.8, 1.3), (1.3, 1.3), (1.3, 1.3)], True),
-        ([(0.81, 1.3), (1.3, 1.3), (1.3, 1.3)], False),  # a spare that has built in advance has less time
-        ([(0.8, 1.31), (1.3, 1.3), (1.3, 1.3)], False),
-        ([(0.8, 1.3), (1.31, 1.31), (1.3, 1.3)], False),
-        ([(0.8, 1.3), (1.3, 1.3), (1.3,)], False),
+        ([(0.8, 1.3), (1.3, 1.3), (1.3, 1.3), (1.3, 1.3)], True),
+        ([(0.81, 1.3), (1.3, 1.3), (1.3, 1.3), (1.3, 1.3)], False),  # a spare that has built in advance has less time
+        ([(0.8, 1.31), (1.3, 1.3), (1.3, 1.3), (1.3, 1.3)], False),
+        ([(0.8, 1.3), (1.31, 1.31), (1.3, 1.3), (1.3, 1.3)], False),
+        ([(0.8, 1.3), (1.3, 1.3), (1.3, 1.3), (1.3,)], False),
     ],
 )
 def test_each_kind_of_job_with_stages_is_judged(tmp_path: Path, seconds: list[tuple[float, ...]], passes: bool) -> None:
