@@ -1,11 +1,13 @@
 """Computes the digest of the source of a claim's result: of all files that the claim's script imports or starts.
 
-Docstrings and lines with only a comment do not count, because they influence no measurement.
+Docstrings and comments do not count, because they influence no measurement.
 """
 
 import ast
 import hashlib
+import io
 import re
+import tokenize
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -25,7 +27,7 @@ _TARGET = re.compile(rf"\b{_MODULE.pattern}")
 def source_digest(script: Path, *, root: Path = ROOT) -> str:
     """Return the first 16 hexadecimal digits of the SHA-256 over names and contents of all files that a script uses.
 
-    ``used_files`` lists the files. In Python files, docstrings, empty lines and lines with only a comment do not count.
+    ``used_files`` lists the files. In Python files, docstrings, empty lines and comments do not count.
     Results in ``benchmarks/results`` and the tables made from them do not count either.
     """
     digest = hashlib.sha256()
@@ -51,14 +53,15 @@ def _content(path: Path, _changed_at: int) -> bytes:
                 docstrings.update(range(node.lineno, (node.end_lineno or 0) + 1))
             case ast.Constant(value=str()) | ast.JoinedStr():
                 texts.update(range(node.lineno + 1, (node.end_lineno or 0) + 1))
-    lines = enumerate(data.decode("utf-8").splitlines(), start=1)
+    lines = data.decode("utf-8").splitlines()
+    for token in tokenize.tokenize(io.BytesIO(data).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column].rstrip()
+    counted = enumerate(lines, start=1)
     return "\n".join(
-        line for number, line in lines if number not in docstrings and (number in texts or _counts(line))
+        line for number, line in counted if number not in docstrings and (number in texts or line.strip())
     ).encode()
-
-
-def _counts(line: str) -> bool:
-    return not line.isspace() and line != "" and not line.lstrip().startswith("#")
 
 
 def used_files(script: Path, *, root: Path = ROOT) -> list[Path]:

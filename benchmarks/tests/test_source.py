@@ -57,6 +57,7 @@ def test_the_digest_changes_with_the_files_that_are_used(tree: Path, name: str) 
             False,
         ),
         ('A = """b  # c"""\n# why\ndef f():\n    # why\n    return A\n', False),
+        ('A = """b  # c"""  # why\ndef f():\n    return A # "why"\n', False),
         ('A = """b  # c\n# why"""\ndef f():\n    return A\n', True),
         ('A = """b  # d"""\ndef f():\n    return A\n', True),
         ('A = """b  # c"""\ndef f():\n    "A"\n    return "A"\n', True),

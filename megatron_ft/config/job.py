@@ -313,7 +313,7 @@ class RecoveryConfig:
     ``recovery.keep_layout=true``, all ranks start again from the newest window as soon as other nodes have replaced the
     lost nodes. null: true on CPUs; false on CUDA, where NCCL communicators of a living process cannot be aborted."""
     position_timeout_seconds: float = 10.0
-    """Time limit for ranks to report their position (newest iterations) after a loss. It begins when the ranks are told
+    """Time limit for ranks to report their position (newest iterations) after a loss. It begins when ranks are ordered
     to stop. If a rank has not reported by then, but another rank has, its node also counts as lost. Usually ranks
     report much earlier, because they abort a collective after half a second. The limit must exceed the time that a rank
     computes between two collectives."""
