@@ -26,7 +26,7 @@ def timed(call: Callable[[], Result], device: torch.device) -> tuple[Result, flo
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, *, repeats: int = 5) -> float:
-    """Return the median duration of ``call`` in seconds, up to the end of its work on the device. Call it once before
-    the measurement."""
+    """Return the median duration of ``call`` in seconds, up to the end of its work on the device. A first call is not
+    measured."""
     rows = [timed(call, device)[1] for _ in range(repeats + 1)]
     return statistics.median(rows[1:])

@@ -221,7 +221,7 @@ class PlannedWrite:
 
 
 class SavedTensors(NamedTuple):
-    """Identity of the tensors of one rank that a save writes."""
+    """Identifies the tensors of this rank that a save writes. A later save checks whether they are still the same."""
 
     names: tuple[str, ...]
     """Global names of the parameters, with the ids of experts."""

@@ -59,7 +59,7 @@ class StoredValues:
         return replace(self, shape=shape, spans=tuple(spans))
 
     def at(self, index: tuple[int, ...]) -> "StoredValues":
-        """Return the elements with the given indices in the first dimensions. The tensor must be stored in one span."""
+        """Return the elements with the given indices in the first dimensions. ``spans`` must have one byte range."""
         (span,), shape, position = self.spans, self.shape[len(index) :], 0
         for size, number in zip(self.shape, index, strict=False):
             position = position * size + number

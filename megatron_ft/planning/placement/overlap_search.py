@@ -28,7 +28,7 @@ from megatron_ft.planning.placement.plan import Slots
 from megatron_ft.planning.placement.survival import SurvivalObjective, TooManyStates
 
 WORTH_MOVING = 0.02
-"""Extra copies move only if this lowers the tokens of a layer's busiest rank by more than this fraction."""
+"""Smallest worthwhile gain: extra copies move only if a layer's busiest rank then has this fraction fewer tokens."""
 MAX_BALANCED_RANKS = 256
 """Largest number of ranks for which the search computes balanced shares."""
 MAX_SEARCHED_DOMAINS = 62

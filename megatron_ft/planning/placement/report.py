@@ -1,4 +1,4 @@
-"""Report about a job's first placement: slots, survival of the state, and bytes of the copies of the state."""
+"""Report about a job's first placement: slots, losses of ranks that all state survives, and bytes of state copies."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass

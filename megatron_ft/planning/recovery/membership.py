@@ -29,7 +29,8 @@ class Position:
     """Newest iteration on which this rank has voted: ``completed`` or ``completed + 1``. The rank still has the
     gradients of this iteration."""
     vote: Vote | None
-    """Newest complete vote of this rank, for iteration ``completed`` or ``completed + 1``; None before the first."""
+    """Newest commit vote that this rank has received completely, for iteration ``completed`` or ``completed + 1``; None
+    before the first vote."""
     has_state: bool = True
     """False for a joining rank that had not received its state when the membership ended."""
     is_formed: bool = True

@@ -26,8 +26,8 @@ class _Places:
 
 
 class PartialWindows:
-    """Chooses the experts of each window and of its file. Records, by window and expert, the iteration of the expert's
-    state.
+    """Chooses the experts that each window captures, and those that are written to the window's file on storage.
+    Records, by window and expert, the iteration of the expert's state.
 
     All ranks make the same calls with the same values, so they have the same records.
 

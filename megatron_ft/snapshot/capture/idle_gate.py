@@ -20,7 +20,7 @@ only slow down computation."""
 
 @dataclass(slots=True, kw_only=True)
 class CopyTimes:
-    """Bytes and duration of the copies of a batch."""
+    """Bytes that were copied from a batch of pieces, and the time that this took."""
 
     idle_bytes: int = 0
     """Bytes that were copied while the rank waited for a message."""

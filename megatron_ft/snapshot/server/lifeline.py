@@ -54,7 +54,7 @@ class Lifeline:
     def __init__(
         self, outlive: Outlive | None, report: Callable[[str], None], *, wake: Callable[[], None] = lambda: None
     ) -> None:
-        """Begin with the standard input of the process as the agent's connection.
+        """Take the standard input of this process as the connection of the agent that has started the server.
 
         Args:
             outlive: how long, and for which jobs, the server waits after its agent has ended; None to end at once.
