@@ -294,7 +294,8 @@ class ReplayCommunicator(_LoggingCommunicator):
         wait_on_reqs: bool = True,
     ) -> Received:
         self.keep(tensor_send_next, tensor_send_prev)
-        # ``super()`` would log the messages a second time. Stages that do not replay already have these messages.
+        # Do not use ``super()``, which would log the messages a second time. Send nothing to a stage that does not
+        # replay, because this stage received the same messages when the iteration first ran.
         from_previous, from_next, requests = _StagedCommunicator._communicate(
             self,
             tensor_send_next=tensor_send_next if self._replays_next else None,

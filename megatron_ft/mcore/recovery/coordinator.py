@@ -130,8 +130,8 @@ class Coordinator:
                     raise
                 failure = traceback.format_exc()
             self.trainer.hang_up("this generation could not be formed")
-            # This membership has committed no iteration. So this rank still has the state after the target, and has no
-            # vote.
+            # This membership has committed no iteration. So this rank still has the state after the target's iteration,
+            # and knows no vote of this membership.
             beginning = self.trainer.membership_start
             position = Position(
                 rank=self.trainer.context.rank,

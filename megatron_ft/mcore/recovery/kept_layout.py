@@ -151,12 +151,12 @@ class KeptLayoutTrainer(Trainer):
         if client is not None:
             resumed = None if kept is None or window_plan is None else (kept, window_plan)
             snapshots, vote = self.take_snapshots(client, resumed), votes.get(plan.target)
-            # The window in progress is lost. Without a new window, the next recovery would have to replay these
-            # iterations again, and all later iterations, too.
+            # The window in progress is lost. Without a new window, the next recovery would have to replay all
+            # iterations since the window ``kept``: those up to ``plan.target``, and all later ones.
             if resumed is not None and vote is not None and resumed[0].start_iteration < plan.target:
                 snapshots.capture_whole(vote)
         self.membership_start = MembershipStart(iteration=target, carried=carried or self._carried())
-        # If this rank has finished the iteration that stops the run, ``account`` stops it.
+        # If this rank still has to report the iteration at which a policy stopped the run, ``account`` stops the run.
         if state.stopped is not None and (carried is None or carried.finished is None):
             self.stop(plan.target + 1, state.stopped)
 

@@ -2,7 +2,8 @@
 
 ``LocalizedPlan`` names the stages whose ranks receive state. Each rank has reported its units of state, for example
 experts or an optimizer shard. Joining ranks list the tensors that they need. From these reports and lists, all ranks
-compute the same ``TransferPlan``. Each element is sent once, and all ranks that have a unit of state send a part of it.
+compute the same ``TransferPlan``. A joining rank receives each element once. Ranks that have the same unit of state
+divide the sending of this unit among themselves.
 """
 
 from collections.abc import Iterator, Sequence
@@ -92,8 +93,8 @@ class LivingPlaces:
 
     @property
     def _has_whole_weights(self) -> bool:
-        """Whether the living ranks of this rank's stage have all weights of the stage, including those of experts. If
-        not, the weights of the stage are rounded from the master weights and gathered."""
+        """Whether the living ranks of this rank's stage have up-to-date compute weights of the whole stage, including
+        those of experts. If not, the ranks round their master weights to compute weights, and gather these."""
         stage = self._standings[self._rank].stage
         living = [found for found in self._standings if found.stage == stage and found.has_state]
         if not all(standing.has_whole_weights for standing in living):
@@ -104,7 +105,7 @@ class LivingPlaces:
         return all(experts_unit(rank, self._topology) in held for rank in self._topology.stage_ranks(stage))
 
     def _needed(self, mine: _Tensors) -> Iterator[list[Any]]:
-        # Yields unit, name, number of elements and bytes of an element of each tensor that this rank receives.
+        # Yields [unit, name, number of elements, bytes per element] for each tensor that this rank receives.
         dtypes = {name: tensor.dtype for (_, name), tensor in mine.items() if "/" not in name}
         for (unit, name), tensor in mine.items():
             parameter, _, kind = name.partition("/")

@@ -231,8 +231,8 @@ class _Region:
         is_last_here = self._plan.num_stages - 1 in self._stages
 
         def finalize_alone(model: Any, num_tokens: torch.Tensor | None, *, pg_collection: Any, **others: Any) -> None:
-            # Megatron broadcasts the number of tokens from the last rank of ``pp``. In a region without the last stage,
-            # that rank has no labels, so each rank computes the number itself.
+            # Megatron broadcasts the number of tokens from the last rank of ``pp``, here ``_line``. If the region lacks
+            # the pipeline's last stage, that rank has no labels, so each rank computes the number itself.
             if num_tokens is not None and not is_last_here:
                 num_tokens.fill_(self._num_loss_tokens())
             # Change a copy, because the schedule still uses the group of the whole pipeline.
@@ -248,7 +248,8 @@ class _Region:
 
 
 def _stored(client: KeeperClient, rank: int, key: WindowKey) -> StoredWindow:
-    """Return this rank's part of a committed window, in the memory of its node or otherwise of a peer."""
+    """Return where the part of ``rank`` of the committed window ``key`` is stored: in the memory of its node, otherwise
+    of a peer. If it is on no node, return an entry without slices."""
     for ask_peers in (False, True):
         for found in client.inventory(rank, ask_peers=ask_peers):
             if found.complete and found.key == key and (found.where == "own" or ask_peers):
@@ -524,7 +525,7 @@ class KeptLayoutRecovery:
             assert self._carried is not None, "a rank outside the replaying regions has no state"
             engine.restore(self._carried.host)
         # If an iteration was finished after the failure, this rank has updated only its shard of the parameters. If one
-        # rank of a stage must gather the rest, all its ranks must. A stage that receives state has gathered already.
+        # rank must gather the other shards, all ranks of its stage must. Stages that receive state have gathered.
         is_whole = all(standing.has_whole_weights for standing in self._standings if standing.stage == stage)
         if not is_whole and stage not in self.plan.receiving:
             adamw.gather(engine.optimizer, engine.model_chunks)
@@ -551,7 +552,7 @@ class KeptLayoutRecovery:
         carried.before_replay = (state, shards)
 
     def _note_digests(self) -> None:
-        # Call this before a replay overwrites the tensors. If an earlier replay failed, keep its digests.
+        # Call this before a replay overwrites the tensors. After a replay that failed, keep the digests from before it.
         engine, carried = self._engine, self._carried
         if carried is not None and carried.digests is None:
             carried.digests = tensor_digests(engine.model_chunks, engine.optimizer)

@@ -1,9 +1,9 @@
 """Builds model, gradient buffers and optimizer on a spare before a node is lost.
 
 For each model part that ``planning/recovery/prebuild.py`` names, a spare creates process groups without connections,
-and builds an engine on them. This needs no communication. When the spare replaces a node, it connects the groups of the
-engine that matches, and drops the other engines. If no engine matches, it builds one. Then the recovery fills the
-engine with state.
+and builds an engine on them. This needs no communication. When the spare replaces a node, it uses the engine for the
+model part of this node: it connects the engine's groups, and drops the other engines. If it has no such engine, it
+builds one. Then the recovery fills the engine with state.
 """
 
 import time
@@ -74,7 +74,8 @@ class Prebuilder:
                 return
             try:
                 self._build(part)
-            # Any other error would count as the failure of a rank, and could end a job that does not need this spare.
+            # Raise RankLost: any other error would count as a rank's failure, and could end a job that can do without
+            # this spare.
             except Exception as error:
                 raise RankLost(
                     f"this node cannot join: the build of its part of the model failed: {error!r}"
@@ -127,7 +128,7 @@ class Prebuilder:
         ``StageRecovery.built``; None if ``take`` has returned no engine, and at every later call.
 
         Args:
-            group_keys: ``group_keys`` of another rank's engine.
+            group_keys: keys of the optimizer's parameter groups, from a rank with state.
         """
         taken, self._taken = self._taken, None
         if taken is None:

@@ -282,7 +282,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         like = expert_like(next(iter(shapes.values()))) if shapes else None
         transfers = [transfer for migration in migrations for transfer in migration.transfers]
         move_experts(old, transfers, groups.world, range(len(move.parts)), into=state, like=like)
-        del old  # ``membership_start`` keeps state of another model part until the first commit
+        del old  # if this rank changes its model part, ``membership_start`` has these tensors until the first commit
         self.placement = manager
         self.use(groups)
         engine = self.engine
@@ -306,7 +306,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         self._restart_snapshots()
         # A barrier. After it, all ranks have all state of this membership, so the membership can be reported.
         self.collectives.any(False)
-        # If this rank has finished the iteration that stops the run, ``account`` stops it.
+        # If this rank still has to report the iteration at which a policy stopped the run, ``account`` stops the run.
         if host.stopped is not None and (carried is None or carried.finished is None):
             self.stop(engine.iteration + 1, host.stopped)
 
@@ -315,7 +315,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         assert beginning is not None, "no membership is being formed"
         change = MembershipChange.between(held.nodes, self.members, move.joining, beginning.iteration + 1)
         changes = (*held.changes, change.to_text())
-        # If a policy stops the run, this membership does not train. Then a failure does not need its state.
+        # If a policy stops the run, this membership does not train. After a failure, ranks use their earlier state.
         self.membership_start = replace(beginning, changes=changes, is_formed=not is_stopped)
 
     def _placement(self, held: Holding) -> PlacementManager:
@@ -384,7 +384,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         size = self.job.launch.ranks_per_node
         processes = [node * size + local for node, local in zip(self.nodes, self.context.local_ranks, strict=True)]
         now = MembershipLayout.of(self.members, processes, size)
-        # The next layout follows from the layout of this membership, because nodes leave from this membership.
+        # The next layout is computed from ``now``, the newest layout whose ranks all have their state.
         after = JobLayouts.of(self.job).on([node for node in self.members if node not in leaving], now)
         # The control plane refuses to let nodes leave if the other nodes are too few.
         assert isinstance(after, MembershipLayout), "too few nodes would remain"
@@ -426,9 +426,9 @@ class ElasticTrainer(KeptLayoutTrainer):
         return carried
 
     def _with_tensors(self, carried: Carried) -> Carried | None:
-        # Adds copies of the tensors, which a kept layout has left in the engine. The engine's tensors are unusable if a
-        # replay has begun to overwrite them, or has ended without copying the new shards. Then copies from before the
-        # replay are used. Without such copies, returns None, and the rank receives its state like a joining rank.
+        # Adds copies of the tensors, which are only in the engine while the layout is kept. The engine's tensors are
+        # unusable if a replay has begun to overwrite them, or if new state copies were not made after the replay. Then
+        # copies from before the replay are used. Without these, returns None: the rank must receive all its state.
         engine, placement = self.engine, self.placement
         copies, is_sharded = engine.state_copies or self.former_copies, self.config.parallel.use_distributed_optimizer
         assert placement is not None, "another number of ranks needs expert replicas"

@@ -88,7 +88,7 @@ def select_restore_source(
 
 
 def _may_use(strategy: str, config: JobConfig, context: RankContext) -> bool:
-    # Generation 0 is the start of a job, at which a user continues a run from any saved state.
+    # ``recovery.strategies`` does not limit generation 0, the start of a job: it may use any saved state.
     return context.generation == 0 or config.recovery.may_use(strategy)
 
 
