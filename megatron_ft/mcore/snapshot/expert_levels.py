@@ -1,8 +1,9 @@
 """Recovery from two levels, memory and storage: takes experts from memory if their state is newer there than in a file.
 
-A job continues from a file if the memory of some ranks is lost. Other ranks may still have newer states of their
-experts in memory (MoC-System, section 5.1). An expert is taken from memory only if all ranks with parts of it have the
-same state there. The state must not be newer than the file: otherwise the expert would train on some tokens twice.
+A job continues from a file (persisted window) if the memory of some ranks is lost. The file can have older states of
+some experts than of the rest of the model. Other ranks may still have newer states of these experts in memory
+(MoC-System, section 5.1). An expert is taken from memory only if all ranks with parts of it have the same state there.
+This state must not be from after the file's iteration: otherwise the expert would train on some tokens twice.
 """
 
 import json

@@ -376,7 +376,7 @@ class Replayer:
         """Create the ``Replayer`` of ``window`` for ``engine``. All ranks of ``collectives`` must call this.
 
         Raises:
-            RecoveryError: the window was captured with other element ranges.
+            RecoveryError: the window has other element ranges of the parameters than these ranks.
         """
         config = engine.config
         view = OperatorView(

@@ -242,9 +242,9 @@ class SnapshotRestorer:
         """Load ``window`` into ``engine``, which was just built for the window's placement, and replay its iterations.
 
         Raises:
-            RecoveryError: the window was captured with other element ranges, or the results of a replayed iteration
-                differ from its vote. Then the state of ``engine`` is unusable. The window is recorded as rejected, so
-                the next start chooses an older state.
+            RecoveryError: the window has other element ranges of the parameters than the ranks, or a replayed iteration
+                has other results than its vote. Then the state of ``engine`` is unusable. The window is recorded as
+                rejected, so the next start chooses an older state.
         """
         began = time.monotonic()
         try:
@@ -307,7 +307,7 @@ class SnapshotRestorer:
         return result
 
     def _note_unusable(self, reasons: Sequence[str]) -> None:
-        # Leave out windows that were never completely written, because they were never usable.
+        # ``_damaged`` lacks windows that were never completely written, because these were never usable.
         everywhere = self._collectives.gather([*reasons, *self._damaged])
         self.unusable = tuple(dict.fromkeys(reason for found in everywhere for reason in found))
 
@@ -357,7 +357,8 @@ class SnapshotRestorer:
         return window.where == "own" and window.node == self._node
 
     def _persisted_windows(self) -> list[StoredWindow]:
-        # Returns this rank's persisted windows that this job can load. Other windows are reported now or recorded.
+        # Returns this rank's persisted windows that this job can load. Reports windows that cannot be read. Records why
+        # the other windows cannot be loaded, for ``find``.
         found = []
         self._other_runs, self._other_settings = [], []
         for stored in [] if self._folder is None else self._folder.list_windows():

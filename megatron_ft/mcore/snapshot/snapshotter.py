@@ -346,7 +346,7 @@ class Snapshotter:
             self._report_problem(self._engine.iteration, "persist", error)
 
     def finish(self) -> None:
-        """Wait, at the end of a run, until all windows that were requested on storage are written."""
+        """Wait, at the end of a run, until all windows that must be written to storage are written."""
         self.settle()
         if not self._client.flush():
             self._report_problem(
@@ -380,8 +380,8 @@ class Snapshotter:
             self._commit(self._buffers.committed, vote)
             self._kept_generation = self._client.generation
             self._report_committed(iteration)
-        # If one rank has abandoned a window, all ranks must abandon it at the same vote: bit i of a ballot stands for
-        # the i-th oldest window of a rank.
+        # If one rank has given up a window, all ranks abandon it at the same vote. Otherwise bit i of a ballot (the
+        # i-th oldest window of a rank) would stand for different windows on different ranks.
         for start in before.held:
             if start > self._buffers.committed and start not in self._buffers.held:
                 self._client.abandon(start)
@@ -389,8 +389,8 @@ class Snapshotter:
         self._report_problems(iteration)
 
     def _commit(self, start: int, vote: Vote) -> None:
-        # If files contain fewer new experts than windows, all ranks choose the experts together. Therefore the ranks
-        # decide which windows are written. Otherwise each server decides by counting commits.
+        # If files contain fewer new experts than windows, all ranks choose these experts together, so they must also
+        # choose the windows that are written. Otherwise each server chooses the windows by counting commits.
         self._num_commits += 1
         every = self._config.snapshot.persist_interval_windows
         if not self._stores_fewer or not every or self._num_commits % every:

@@ -58,7 +58,7 @@ class Carried:
     """Batch plan with which the iteration in ``finished`` ran."""
     shards: Shards | None = None
     """Optimizer state of the non-expert parameters, for all model parts of this rank. ``state`` then lacks these
-    parameters. All ``holdings`` use the same shards. None if the optimizer is not sharded or ranks cannot change."""
+    parameters. All ``holdings`` use the same shards. None if the optimizer is not sharded or the layout is kept."""
     kept: WindowKey | None = None
     """Newest committed window that this rank knows; None before the first commit."""
     plan: WindowPlan | None = None
@@ -70,7 +70,8 @@ class Carried:
     """Whether all compute weights on this rank are up to date. False only if the optimizer is sharded and the newest
     iteration was finished after the membership had ended: then only this rank's shard of the weights was updated."""
     digests: dict[str, str] | None = None
-    """Digest of each tensor before a replay that may have overwritten the engine's tensors; otherwise None."""
+    """Digest of each tensor before a replay that may have overwritten the engine's tensors. None if no replay has begun
+    since this rank's state was last complete."""
     before_replay: tuple[NamedState, Shards | None] | None = None
     """Copies of tensors and shards, made before a replay and kept until all ranks have finished it. If a rank is lost
     in the replay, the job continues from the copies with fewer model replicas. None without copies."""
@@ -225,14 +226,14 @@ class MembershipMove:
 
     @property
     def reporting_rank(self) -> int:
-        """The rank that reports events: among the ranks with state, the one with the lowest former rank number. If it
-        was the reporting rank before, it knows which results it has reported."""
+        """The rank that reports events: among the ranks with state, the one with the lowest former rank number. So the
+        former rank 0 still reports if it survives, because it knows which results it has reported."""
         known = [(former, rank) for rank, former in enumerate(self.previous) if former is not None]
         return min(known)[1]
 
     def keeps_generators(self, rank: int) -> bool:
         """Return whether a rank keeps its random number generators. It keeps them only if all ranks of its TP·CP group
-        keep their model part and were together in a group before. Some generators must be equal in the group."""
+        keep their model part and were in one TP·CP group before, because some generators must be equal in a group."""
         size = self.topology.tensor_model_parallel_size * self.topology.context_parallel_size
         group = range(rank // size * size, (rank // size + 1) * size)
         before = {None if (former := self.previous[member]) is None else former // size for member in group}

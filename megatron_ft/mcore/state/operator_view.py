@@ -109,7 +109,7 @@ def _sizes(holdings_by_rank: Iterable[Iterable[_PartHolding]]) -> dict[Part, int
 
 def _cut(by_rank: Mapping[int, _PartHolding]) -> Iterable[tuple[int, int, int]]:
     # Yields (rank, start, stop). Ranges of ranks may overlap in part, for example if two stages share the embedding.
-    # A rank without a range has no components of optimizer state, so its block may be too small.
+    # Use the largest block: the block of a rank without optimizer state may be too small for the other ranks.
     block = max(block_elements((*holding.full, *holding.frozen)) for holding in by_rank.values())
     edges = sorted({edge for holding in by_rank.values() for bounds in holding.ranges for edge in bounds})
     for start, stop in pairwise(edges):
@@ -236,7 +236,7 @@ def _deliveries(piece: Piece, holders: dict[int, _PartHolding]) -> Iterator[tupl
     weight = next(iter(holders.values())).frozen[0]
     if piece.component in (WEIGHT, MASTER):
         yield WEIGHT, tuple(holders)
-    # An FP32 weight is its own master, so it was sent above. The sender uses scales of weights, and does not send them.
+    # An FP32 weight is its own master, so it was sent above. Scales are not sent for a weight: the sender decodes it.
     is_own_master = piece.component == MASTER and weight.dtype == "float32"
     if piece.component not in (WEIGHT, _WEIGHT_SCALES) and not is_own_master:
         yield piece.component, tuple(r for r, holding in holders.items() if holding.covers(piece.start, piece.stop))
@@ -342,9 +342,10 @@ class OperatorView:
         return tensor[(start - first) // per_value : -((first - stop) // per_value)]
 
     def update_of(self, pieces: Sequence[Piece], wanted: Iterable[int]) -> tuple[Update | None, list[torch.Tensor]]:
-        """Return the newest AdamW update and its gradients for some of ``pieces``. ``wanted`` contains the indices of
-        these pieces of master weights. Each gradient is a flat FP32 view, valid until the next iteration begins. Pieces
-        without a gradient, for instance of frozen parameters, are left out. The update is None if no piece is left."""
+        """Return the newest AdamW update of some of ``pieces``, and their gradients. ``wanted`` contains the indices of
+        these pieces, which must be of master weights. Each gradient is a flat FP32 view, valid until the next iteration
+        begins. Pieces without a gradient, for instance of frozen parameters, are left out. The update is None if no
+        piece is left."""
         rows, gradients, options = [], [], {}
         for index in wanted:
             piece = pieces[index]
@@ -428,7 +429,7 @@ def _code_buffers(shards: Iterable[StateShard], held: Mapping[Part, _Held]) -> d
 
 
 def _range_with(ranges: Mapping[tuple[int, int], _Value], start: int, stop: int) -> tuple[int, _Value] | None:
-    """Return the first element and the value of the range in ``ranges`` that has all elements [start, stop)."""
+    """Find the range in ``ranges`` that contains [start, stop). Return its first element and its value, or None."""
     return next(((first, value) for (first, last), value in ranges.items() if first <= start and stop <= last), None)
 
 

@@ -224,7 +224,7 @@ class ShardMove:
 
     def evacuate(self, leaving: Sequence[int], groups: Groups) -> Shards | None:
         """Send the state that only the ranks ``leaving`` have to ranks that stay. Return the state that this rank has
-        received; None if there is no such state. All ranks must call this."""
+        received; None if the ranks that stay have all state already. All ranks must call this."""
         missing = self.missing(without=leaving)
         if missing is None:
             return None
@@ -289,7 +289,8 @@ class ShardMove:
                 is_sent = transfer.source == me
                 pieces = (own if is_sent else wanted)[transfer.tensor.tensor_part, transfer.tensor.parameter]
                 found = [piece.of(start, stop) for start, stop, piece in _parts(pieces, transfer.start, transfer.stop)]
-                # Sort by kind, because the receiver does not know how many pieces of the sender contain the range.
+                # Sort by kind of state: the receiver has one tensor per kind, and does not know how many pieces of the
+                # sender contain the range.
                 tensors = [tensor for of_kind in zip(*found, strict=True) for tensor in of_kind]
                 (outgoing[transfer.target] if is_sent else incoming[transfer.source]).extend(tensors)
             with torch.no_grad():

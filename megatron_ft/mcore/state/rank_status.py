@@ -129,7 +129,8 @@ class Holding:
 
 
 Previous = tuple[int | None, ...]
-"""Rank that the chosen holding names for each rank of the new membership; None for a rank without this holding."""
+"""Former rank of each rank of the new membership: ``Holding.rank`` in its record of the chosen holding. None for a rank
+without this holding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ def named_state(
     """Yield (name, tensor) of every parameter, persistent buffer, master weight and moment on this rank. Names are
     ``<parameter>``, ``<parameter>/master``, ``<parameter>/exp_avg`` and so on, where ``<parameter>`` is a global name.
     With the distributed optimizer, masters and moments are flat: the ranges that this rank updates. With
-    ``precision.regime``, they are flat codes, and their scales have names such as ``<parameter>/master_scales``."""
+    ``precision.regime``, they are flat quantized values, with scales named ``<parameter>/master_scales`` and so on."""
     names: dict[torch.nn.Parameter, str] = {}
     for number, chunk in enumerate(model_chunks):
         for name, parameter in named_parameters(chunk):

@@ -39,7 +39,8 @@ class IterationResult:
     of_ranks: RankFigures = field(default_factory=RankFigures)
     """Measured values of single ranks."""
     seconds: float = math.nan
-    """Duration on this rank, without the recovery, if a recovery has finished the iteration; otherwise NaN."""
+    """Duration of an iteration that a recovery has finished, on this rank, without the time between the failure
+    and the recovery. NaN for all other iterations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +191,8 @@ class IterationState:
     """Number of tokens that each expert has processed beyond its capacity, in the shape of ``expert_load``."""
     began: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
-    """Duration of the iteration until its newest completed step: gradients or update. A failure is noticed later."""
+    """Duration of the iteration until the end of its newest step: gradients or update. The time after this step, until
+    a failure is noticed, does not count."""
     contributed: bool = False
     """Whether this rank may have sent its ballot. If so, other ranks may have the complete vote (all ballots)."""
     vote: Vote | None = None
