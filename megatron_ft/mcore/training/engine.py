@@ -130,7 +130,7 @@ class TrainingEngine:
 
         Args:
             replicas: experts of the ranks of this stage; None if Megatron assigns experts to ranks.
-            group_keys: ``group_keys`` of another rank's engine if not all ranks build now; otherwise None.
+            group_keys: keys of the parameter groups, from another rank, if not all ranks build now; otherwise None.
             is_offline: whether ``groups`` are not connected, so that this rank cannot exchange ``group_keys``.
         """
         failpoints.hit("prebuild" if is_offline else "build", self.iteration)
@@ -144,7 +144,7 @@ class TrainingEngine:
         """Use ``groups`` in an engine that was built offline, now that they are connected.
 
         Args:
-            group_keys: ``group_keys`` of another rank's engine.
+            group_keys: keys of the parameter groups, from another rank's engine.
             has_moved: whether ``Groups.move`` has changed ``groups`` to those of another rank since the build.
 
         Returns:
@@ -295,8 +295,8 @@ class TrainingEngine:
     def keep_copies(
         self, plan: StateCopyPlan, placement: PlacementPlan | None, *, former: StateCopies | None = None
     ) -> StateCopies:
-        """Copy optimizer state to the ranks that ``plan`` names. Each iteration updates the copies. With an equal plan,
-        copies in ``former`` are kept. ``placement`` is None without replica slots. All ranks must call this."""
+        """Copy optimizer state to the ranks that ``plan`` names. Each iteration updates the copies. If ``former`` has
+        an equal plan, its copies are kept. ``placement`` is None without replica slots. All ranks must call this."""
         chunks, ranks = self.model_chunks, self.pg.tp_dp_cp
         self.state_copies = StateCopies(
             chunks, self.optimizer, self.config.optimizer, plan=plan, placement=placement, group=ranks, former=former
@@ -401,7 +401,7 @@ class TrainingEngine:
         # Read the loss scale before ``adamw.prepare`` updates it: the ballot needs the scale of these gradients.
         loss_scale = float(self.optimizer.get_loss_scale())
         found_inf, grad_norm = adamw.prepare(self.optimizer)
-        # Send gradients before the vote. Later the owner of a shard may be lost, and only the owner has them reduced.
+        # Send gradients before the vote: only the owner of a shard has its reduced gradients, and may be lost later.
         if self.state_copies is not None:
             self.state_copies.exchange_gradients()
         return self.ballot(reports, loss_scale=loss_scale, found_inf=found_inf, grad_norm=grad_norm)
@@ -413,7 +413,7 @@ class TrainingEngine:
             On the last stage, a float64 [2] per microbatch: loss sum and number of tokens. Empty on other stages.
         """
         failpoints.hit("data", iteration)
-        # Follows from the iteration, so a rank that has rolled back, replayed or joined has the same learning rate.
+        # The learning rate follows from the iteration, so it is equal on ranks that rolled back, replayed or joined.
         set_position(self.scheduler, self.batch.samples_before(iteration))
         self._start_iteration(iteration)
         for chunk in self.model_chunks:

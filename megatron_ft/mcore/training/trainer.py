@@ -366,7 +366,7 @@ class Trainer:
         # An evacuation is not done in place: a recovery before the next commit may need the old or the new placement.
         steps = None if is_evacuation else self.placement.steps_to(change)
         if steps is not None:
-            # With a kept layout, each rank returns to its own former experts, so copies on the rank itself are enough.
+            # With a kept layout, a rank may have to return to its own former experts, so it keeps copies of them.
             saved: SavedExperts | None = {} if self.config.recovery.keep_layout else None
             self.previous_placement = former(state={}, is_in_place=True, saved=saved)
             self.engine.replace_experts(steps, replicas, saved=saved)

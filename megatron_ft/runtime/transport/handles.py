@@ -197,7 +197,7 @@ def put_back(found: PutAway) -> None:
 
 def use_store(targets: Sequence[Handle], store: dist.Store) -> None:
     """Register ``store`` in torch as the store of the process groups ``targets``. ``torch.distributed.new_group`` then
-    uses it for other groups of these ranks, and torch no longer references the previous store."""
+    uses ``store`` for other groups of their ranks, and torch no longer references the previous store."""
     for handle in targets:
         dist.distributed_c10d._world.pg_map[handle] = (HANDLE, store)
 
