@@ -56,7 +56,7 @@ class Requirement:
         return f"must be {self.instead if self.is_excluded else show(self.value)}"
 
     def constraint(self, feature: str) -> str:
-        """Return the constraint for an error message. The setting ``feature`` (``key=value``) requires it."""
+        """Return this requirement as text for an error message. The setting ``feature`` (``key=value``) has it."""
         text = f"{self.demand} with {feature}"
         return f"{text}: {self.reason}" if self.reason else text
 

@@ -93,11 +93,11 @@ class Holding:
     is_evacuation: bool = False
     """Whether the placement is the result of an evacuation: a migration of all experts to the ranks that stay."""
     rank: int
-    """Rank of the process in the membership that uses the placement."""
+    """Rank that this process had in that membership."""
     part: int = 0
-    """Model part of this rank in the membership that uses the placement, see ``Topology.model_parts``."""
+    """Model part of this rank in that membership, see ``Topology.model_parts``."""
     nodes: tuple[int, ...]
-    """Nodes of the membership that uses the placement."""
+    """Nodes of that membership."""
     placement: PlacementState | None
     """Placement of the experts; None if Megatron assigns experts to ranks."""
     changes: tuple[str, ...] = ()

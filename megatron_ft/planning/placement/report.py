@@ -35,7 +35,8 @@ class PlacementReport:
     weights_survival: tuple[Survival, ...]
     """Survival of the compute weights after the loss of 1, 2, ... failure domains."""
     state_survival: tuple[Survival, ...]
-    """Survival of optimizer state, including its copies if ``num_state_copies`` is not None."""
+    """Survival of the optimizer state after the same losses. If ``num_state_copies`` is not None, a copy of the state
+    is enough."""
     num_state_copies: int | None
     expert_weights_bytes: int
     """Bytes of the compute weights of all expert replicas."""

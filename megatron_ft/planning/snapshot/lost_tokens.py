@@ -14,8 +14,8 @@ Rows = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLedger:
-    """Tokens that each expert has processed and lost since iteration 0. It is part of the train state, so a recovery
-    restores the ledger of the iteration from which training continues."""
+    """Numbers of tokens that each expert has processed and lost since iteration 0. These numbers are part of the train
+    state, so a recovery restores the numbers of the iteration from which training continues."""
 
     processed: Rows
     """Tokens that each expert has processed in committed iterations."""

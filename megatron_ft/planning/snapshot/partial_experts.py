@@ -154,8 +154,8 @@ class StorageBasis:
         Experts that were captured since the newest file come first, because their state in the window is the newest.
 
         Args:
-            oldest_first: whether the order is by the age of the stored state, oldest first. Otherwise the order is by
-                the number of tokens that a newer state in the file saves from being lost, most first.
+            oldest_first: whether experts with the oldest stored state come first. Otherwise those come first whose
+                newer state contains the updates of the most additional tokens.
         """
         is_newer = self.captured_at > self.stored_at
         urgency = self.stored_at if oldest_first else self.at_risk - self.stored_at_risk

@@ -21,8 +21,8 @@ _FILE = re.compile(r"events\.out\.tfevents\.\d+\..*")
 class TensorBoardSink(QueuedSink):
     """Queues records for a separate thread, which writes one step per iteration to ``<run>/tensorboard``.
 
-    The step is the number of the iteration. When the ranks start, the sink first marks all values of iterations that
-    will run again as void (``purge_step`` in other writers). TensorBoard then drops these values.
+    The step is the number of the iteration. When the ranks start, some iterations may run again. The sink then orders
+    TensorBoard to drop the earlier values of these iterations (``purge_step`` in other writers).
     """
 
     name = "tensorboard"
