@@ -1,7 +1,6 @@
 """Tests the capture of windows on one rank, with a snapshot server in this process."""
 
 import contextlib
-import dataclasses
 import itertools
 import json
 from collections.abc import Iterator
@@ -225,8 +224,8 @@ def test_a_job_with_another_policy_plans_again_and_keeps_the_window_until_the_ne
         run.snapshots.close()
         before, engine = run.engine.config.snapshot, run.engine
         policy = {**before.policy, "interval_iterations": interval_iterations}
-        snapshot = dataclasses.replace(before, policy=policy, iteration_seconds=seconds)
-        engine.use(dataclasses.replace(engine.config, snapshot=snapshot))
+        snapshot = replace(before, policy=policy, iteration_seconds=seconds)
+        engine.use(replace(engine.config, snapshot=snapshot))
         after = Run(engine, served, generation=2)
         (window,) = [entry for entry in after.client.inventory(0) if entry.key == kept]
         # The header of a window contains the plan as JSON.
