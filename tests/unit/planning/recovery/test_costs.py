@@ -417,6 +417,12 @@ def test_the_stage_of_a_lost_node_goes_back_alone() -> None:
     assert [declined.strategy for declined in cost.declined] == ["living_state"]
 
 
+@pytest.mark.parametrize(("lost", "share"), [([3], 0.5), ([1, 3], 1.0)], ids=["one stage", "all stages"])
+def test_work_counts_the_stages_that_replay_and_the_nodes_that_are_replaced(lost: list[int], share: float) -> None:
+    work = cost_of_loss(keeping(num_spare_nodes=2), lost).work
+    assert work is not None and (work.again_share, work.num_replaced_nodes) == (share, len(lost))
+
+
 @pytest.mark.parametrize("expert_size", [1, 2])
 def test_copies_of_shards_replace_a_replay(expert_size: int) -> None:
     """With two expert-parallel ranks, only the copies have the experts of a lost rank."""
