@@ -14,6 +14,8 @@ from megatron_ft.errors import ConfigError
 Results = Mapping[str, dict[str, Any]]
 """Newest result by claim id."""
 HARDWARE = "cpu"
+FAILED = " (**FAIL**)"
+"""Mark of a row with a failed claim."""
 SPEED_SIZE = "moe_micro"
 """README.md shows the results of `recovery-speed` for this model."""
 
@@ -29,25 +31,25 @@ class Row:
 
 
 def front_page_table(claims: Mapping[str, Claim], results: Mapping[tuple[str, str], dict[str, Any]]) -> str:
-    """Return the rows as a Markdown table.
+    """Return the rows as a Markdown table. A row is marked as failed if a claim of it has failed.
 
     Raises:
-        ConfigError: a claim of a row has no result on a CPU, or its newest result failed.
+        ConfigError: a claim of a row has no result on a CPU.
     """
     lines = ["| what | megatron-ft | others |", "|---|---|---|"]
     for row in ROWS:
-        own = {claim: _passed(claim, results) for claim in row.claims}
+        own = {claim: _newest(claim, results) for claim in row.claims}
         first = claims[row.claims[0]]
         what = f"[{first.short}](docs/claims.md#{first.id})"
-        lines.append(f"| {what} | {row.ours(own)} | {row.others(own)} |")
+        mark = "" if all(result["passed"] for result in own.values()) else FAILED
+        lines.append(f"| {what} | {row.ours(own)}{mark} | {row.others(own)} |")
     return "\n".join(lines)
 
 
-def _passed(claim: str, results: Mapping[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
+def _newest(claim: str, results: Mapping[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
     result = results.get((claim, HARDWARE))
-    if result is None or not result["passed"]:
-        state = "no result" if result is None else "a failed result"
-        raise ConfigError.of("README.md", claim, f"has {state} on {HARDWARE}: run `make prove ID={claim}`")
+    if result is None:
+        raise ConfigError.of("README.md", claim, f"has no result on {HARDWARE}: run `make prove ID={claim}`")
     return result
 
 
