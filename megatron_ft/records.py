@@ -170,7 +170,7 @@ def schema() -> dict[str, JsonValue]:
 
 @cache
 def field_types(kind: str) -> dict[str, Any]:
-    """Return the type of each field of a kind of record, by name."""
+    """Return the fields of the records of this kind: the type of each field, by the name of the field."""
     record = RECORDS[kind]
     hints = get_type_hints(record)
     return {field.name: hints[field.name] for field in fields(record)}

@@ -1,8 +1,8 @@
 """Routing by recorded loads: chooses the experts of each token so that the loads of experts follow a record.
 
-As in Lazarus (arXiv 2407.04656), section 6.1, only the most loaded experts of each recorded layer are used, as many as
-the model has. A record determines the proportions of the loads, not the expert of each token. Tokens are assigned in
-integers, so the same record and random key give the same routing on every machine.
+If the model has fewer experts than the record, only the most loaded experts of each recorded layer are used, as in
+Lazarus (arXiv 2407.04656), section 6.1. A record determines the proportions of the loads, not the expert of each token.
+Tokens are assigned with integer arithmetic, so the same record and random key give the same routing on every machine.
 
 Notation: T tokens of a microbatch, K experts of each token, E experts of a layer.
 """
@@ -36,9 +36,9 @@ class RoutingTrace:
     start: int
     """Index of the record that iteration 1 uses."""
     dropped_layers: int
-    """Number of layers at the end of the file that the model does not use."""
+    """Number of recorded layers with loads that are not used, because the model has fewer MoE layers: the last ones."""
     dropped_experts: int
-    """Number of least loaded experts that the model does not use, in each layer of the file."""
+    """Number of recorded experts per layer that are not used, because the model has fewer: the least loaded ones."""
 
     @classmethod
     def of(cls, model: ModelConfig, recorded: ExpertLoads) -> "RoutingTrace":
@@ -101,7 +101,7 @@ class RoutingTrace:
         return loads
 
     def wrap(self, train_iterations: int) -> str | None:
-        """Return a note if the run needs more records than exist from record ``start`` on; None otherwise."""
+        """Return a note for the user if training runs past the last record and starts again with record 0; else None."""
         last = self.num_records - self.start
         if train_iterations <= last:
             return None

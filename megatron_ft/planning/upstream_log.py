@@ -3,7 +3,7 @@
 A tensor is needed as long as a neighbouring stage may replay the tensor's iteration. A replay starts from the first
 slice of the newest committed window. While a window is captured, the newest committed window is at best the window
 before it. So the log covers two windows, plus the iterations until all ranks know the commit (MoEvement, section 3.4).
-Tensors have the sizes that Megatron sends.
+The estimate uses the shape and type of the tensors that Megatron sends between stages.
 """
 
 from dataclasses import asdict, dataclass
@@ -24,8 +24,8 @@ class UpstreamLogReport:
 
     commit_lag_iterations: int
     iterations_kept: int | None
-    """Largest number of iterations in the log. It is None if windows are not measured yet; ``rank_bytes`` and
-    ``node_bytes`` are then None as well."""
+    """Largest number of iterations in the log. It is None if the length of a window depends on measurements that do not
+    exist yet; ``rank_bytes`` and ``node_bytes`` are then None as well."""
     num_entries: tuple[int, ...]
     """Number of tensors that a rank of each stage logs in one iteration."""
     iteration_bytes: tuple[int, ...]
@@ -38,7 +38,7 @@ class UpstreamLogReport:
 
     @property
     def host_bytes(self) -> int:
-        """Largest memory that the logs need on any node; 0 if it is not known yet."""
+        """Bytes that the logs need on the node that needs most; 0 if the length of a window is not known yet."""
         return 0 if self.node_bytes is None else max(self.node_bytes)
 
     def validate(self) -> None:
@@ -95,13 +95,14 @@ def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
 def iterations_kept(window_iterations: int, commit_lag_iterations: int, interval_iterations: int | None = None) -> int:
     """Return the largest number of iterations in the log: from the start of a window until the next window's commit.
 
-    The commit lag counts twice: after a recovery, a dense snapshot is captured. If another failure comes before the
-    commit of this snapshot, the second replay starts from the same window as the first.
+    The commit lag counts twice: after a recovery, a dense snapshot (all operators at once) is captured. If another
+    failure comes before the commit of this snapshot, the second replay starts from the same window as the first, and up
+    to ``commit_lag_iterations`` more iterations are in the log.
 
     Args:
         window_iterations: number of iterations of a window (W).
         commit_lag_iterations: iterations from a window's last slice to the vote that commits it.
-        interval_iterations: iterations from the start of a window to the start of the next; None for W.
+        interval_iterations: iterations from the start of a window to the start of the next; None means W.
     """
     interval = window_iterations if interval_iterations is None else interval_iterations
     assert window_iterations >= 1, f"window_iterations={window_iterations} must be at least 1"
@@ -113,7 +114,7 @@ def iterations_kept(window_iterations: int, commit_lag_iterations: int, interval
 
 
 def pipeline_shape(config: JobConfig) -> PipelineShape:
-    """Return the sizes that determine the pipeline schedule of a job."""
+    """Return the numbers of stages, model chunks and microbatches, which determine the pipeline schedule of a job."""
     topology = _topology(config)
     return PipelineShape(
         num_stages=topology.pipeline_model_parallel_size,
@@ -163,13 +164,13 @@ def _node_log_bytes(config: JobConfig, node: int, num_iterations: int) -> int:
 
 
 def largest_node_bytes(config: JobConfig, num_iterations: int) -> int:
-    """Return the largest ``_node_log_bytes`` of all nodes. Every rank computes the same value."""
+    """Return the bytes that the node with the largest logs logs in ``num_iterations`` iterations; equal on all ranks."""
     # All ranks check the same value, so they fail together. Otherwise some would wait in a collective for failed ranks.
     return max(_node_log_bytes(config, node, num_iterations) for node in range(config.launch.num_nodes))
 
 
 def largest_rank_bytes(config: JobConfig, num_iterations: int) -> int:
-    """Return the ``log_bytes`` of a rank in the stage with the largest log."""
+    """Return the bytes that a rank logs in ``num_iterations`` iterations, for the stage whose ranks log most."""
     stages = range(config.parallel.pipeline_model_parallel_size)
     return max(log_bytes(config, stage, num_iterations) for stage in stages)
 

@@ -31,7 +31,7 @@ SIGNATURES = {
 }
 """Argument types of every C function in ``csrc/bindings.cpp``, by the function's name."""
 _NEGATIVE, _TOO_MANY_TOKENS, _FINE = -1, -2, 0
-"""Results of the C function ``dispatch_schedule``. A result n above 0: expert n - 1 has tokens but no replica."""
+"""Return codes of the C function ``dispatch_schedule``. A code n > 0 means: expert n - 1 has tokens but no replica."""
 
 
 class CppDispatch(RowOperations):

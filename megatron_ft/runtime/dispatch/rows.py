@@ -174,8 +174,8 @@ class DispatchHandle:
 
     @property
     def piece_sizes(self) -> list[int]:
-        """Number of rows of each local expert. A rank without experts has ``[0]``, which stands for one empty tensor.
-        Through this tensor, autograd reaches this rank's exchanges with the other ranks."""
+        """Number of rows of each local expert. On a rank without experts, this is ``[0]``, so that the rank has one
+        empty tensor. It connects the rank's exchanges in autograd's graph, so the backward pass runs them, too."""
         return self.tokens_per_local_expert.tolist() or [0]
 
 

@@ -34,7 +34,7 @@ _WAIT_SECONDS = 0.25
 """Longest time in seconds that ``release`` waits for threads which destroy groups. Most groups need less time."""
 
 _holders: list[list[dist.ProcessGroup]] = []
-"""Process groups that were released but are still referenced elsewhere, each in a list of its own."""
+"""Released process groups that are not destroyed yet, because other objects reference them; one group per list."""
 _releasing: list[threading.Thread] = []
 
 
@@ -153,7 +153,7 @@ class WaitLimit:
 
     @classmethod
     def in_use(cls) -> "WaitLimit":
-        """Return the limit of waits that begin now."""
+        """Return the limit on which ``use`` was called last: it applies to waits that begin now."""
         return _in_use
 
     def use(self) -> None:
@@ -364,7 +364,7 @@ class Opening:
                 self._breaker.start()
 
     def pause(self, seconds: float) -> bool:
-        """Wait ``seconds`` before another connection attempt. Return true at once if ``hang_up`` is or was called."""
+        """Wait ``seconds`` before another connection attempt. If ``hang_up`` was or is called, end early and return True."""
         return self._broken.wait(seconds)
 
     def close(self) -> None:

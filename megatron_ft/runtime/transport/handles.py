@@ -169,7 +169,7 @@ class PutAway:
     default: ProcessGroup
     maps: dict[str, dict[Any, Any]]
     num_named: int
-    """Number of groups for which torch had chosen a name."""
+    """Value of torch's counter of created groups, from which torch makes the names of the next groups."""
 
 
 def put_away() -> PutAway:
@@ -184,7 +184,7 @@ def put_away() -> PutAway:
 
 
 def put_back(found: PutAway) -> None:
-    """Let torch use the process groups of ``found`` again. At this time, torch must not know any group."""
+    """Let torch use the groups that ``put_away`` returned as ``found`` again. torch must have no other groups now."""
     world = dist.distributed_c10d._world
     assert world.default_pg is None, "other process groups are in use"
     for name, content in found.maps.items():
@@ -196,8 +196,8 @@ def put_back(found: PutAway) -> None:
 
 
 def use_store(targets: Sequence[Handle], store: dist.Store) -> None:
-    """Register ``store`` in torch as the store of the process groups ``targets``. ``torch.distributed.new_group`` then
-    uses ``store`` for other groups of their ranks, and torch no longer references the previous store."""
+    """Register ``store`` in torch as the store of the process groups ``targets``. If ``targets`` contains the default
+    group, ``torch.distributed.new_group`` then uses ``store``. torch no longer references the previous store."""
     for handle in targets:
         dist.distributed_c10d._world.pg_map[handle] = (HANDLE, store)
 

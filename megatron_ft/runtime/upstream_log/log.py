@@ -32,7 +32,7 @@ class _Logged:
 
 @dataclass(kw_only=True)
 class _LogFigures:
-    """Cost of the upstream log on this rank."""
+    """Number and bytes of the tensors that this rank has logged so far, and the time that this took."""
 
     num_tensors: int = 0
     num_bytes: int = 0
@@ -91,7 +91,7 @@ class UpstreamLog:
 
     @property
     def votes(self) -> dict[int, Vote]:
-        """Votes of the committed iterations that a replay may need, even if the log lacks their tensors."""
+        """Votes of committed iterations, for replays. Some of these iterations may have no tensors in this log."""
         return dict(self._votes)
 
     # -- while training ----------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class UpstreamLog:
         return next(slot for slot in range(self.num_iterations) if slot not in taken)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy ``source`` to ``target``. On CUDA, the copy runs on a stream of its own, beside the computation."""
+        """Copy ``source`` to ``target``. On CUDA, a separate stream copies while the computation continues."""
         if self._stream is None:
             target.copy_(source)
             return

@@ -28,7 +28,7 @@ _NUM_PROBES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyBatch:
-    """Pairs of a source tensor and its target memory, which are copied together."""
+    """Copies that start together: each copies a source tensor to its target memory."""
 
     sources: tuple[torch.Tensor, ...]
     """Contiguous tensors of any shape and dtype."""
@@ -79,7 +79,7 @@ class _ThreadCopier:
     def __init__(self, gate: IdleGate | None = None) -> None:
         self._gate = gate
         self._at_once = 0
-        """Number of bytes of the batch that may be copied without waiting until the rank waits for a message."""
+        """Number of bytes of the batch that may be copied while the rank computes; the others wait for a bubble."""
         self._batch: CopyBatch | None = None
         self._before: Action = _nothing
         self._after: Action = _nothing
@@ -89,10 +89,10 @@ class _ThreadCopier:
         self._under_way = False
         self._failure: BaseException | None = None
         self.busy_seconds = 0.0
-        """Duration of the copies of the last batch."""
+        """Seconds in which bytes of the last batch were copied, without pauses between the copies."""
         self.times = CopyTimes()
-        """Bytes and seconds of the last batch's copies while the rank waited for messages, and while it did not wait; 0
-        without a gate."""
+        """Bytes and durations of the last batch's copies, counted separately for copies that began while the rank waited
+        for a message and for all others. All are 0 without a gate."""
         self.cpu_seconds = 0.0
         """CPU time that the thread has used."""
         self._thread = threading.Thread(target=self._serve, name="capture", daemon=True)
@@ -289,7 +289,7 @@ def capture_bandwidth(device: torch.device, copier: Copier) -> float:
 
 
 Header = Callable[[], Mapping[str, str]]
-"""Function that returns the header of a slice: a JSON text for each name. It may be called in another thread."""
+"""Function that returns the metadata of a slice: a JSON text for each name. It may be called in another thread."""
 
 Source = Callable[[Piece], torch.Tensor]
 """Function that returns the current elements of a piece as a contiguous 1-D tensor."""
@@ -392,7 +392,7 @@ class WindowCapture:
         gradients: Sequence[torch.Tensor] = (),
     ) -> None:
         """Start to copy slice ``index``, which belongs to the state after ``iteration``. Slice 0 begins a window in
-        ``buffer``. After the copy, ``header`` is encoded and the slice is reported to the snapshot server.
+        ``buffer``. After the copy, ``header`` is called and the slice is reported to the snapshot server.
 
         ``captured_at`` contains the iteration of each piece's state; None means ``iteration`` for all pieces. Only
         pieces with the value ``iteration`` are copied here. The snapshot server copies the others from earlier windows.
