@@ -101,7 +101,7 @@ class RoutingTrace:
         return loads
 
     def wrap(self, train_iterations: int) -> str | None:
-        """Return a note for the user if training runs past the last record and starts again with record 0; else None."""
+        """Return a note for the user if training runs past the last record, so that record 0 follows; else None."""
         last = self.num_records - self.start
         if train_iterations <= last:
             return None

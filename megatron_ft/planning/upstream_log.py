@@ -164,7 +164,7 @@ def _node_log_bytes(config: JobConfig, node: int, num_iterations: int) -> int:
 
 
 def largest_node_bytes(config: JobConfig, num_iterations: int) -> int:
-    """Return the bytes that the node with the largest logs logs in ``num_iterations`` iterations; equal on all ranks."""
+    """Return the bytes logged in ``num_iterations`` iterations on the node that logs most. All ranks get this value."""
     # All ranks check the same value, so they fail together. Otherwise some would wait in a collective for failed ranks.
     return max(_node_log_bytes(config, node, num_iterations) for node in range(config.launch.num_nodes))
 

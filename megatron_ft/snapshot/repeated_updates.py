@@ -22,7 +22,7 @@ def repeat_adamw(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """Apply an update of ``torch.optim.AdamW`` to copies of FP32 state, in place. The owner's update has equal bits.
+    """Apply an update of ``torch.optim.AdamW`` to copies of FP32 state, in place, bitwise equal to the owner's update.
 
     The update is element by element, so the copies may be any ranges of the tensors that the owner updates.
 

@@ -364,7 +364,7 @@ class Opening:
                 self._breaker.start()
 
     def pause(self, seconds: float) -> bool:
-        """Wait ``seconds`` before another connection attempt. If ``hang_up`` was or is called, end early and return True."""
+        """Wait ``seconds`` before another connection attempt. If ``hang_up`` was or is called, return True at once."""
         return self._broken.wait(seconds)
 
     def close(self) -> None:

@@ -91,8 +91,8 @@ class _ThreadCopier:
         self.busy_seconds = 0.0
         """Seconds in which bytes of the last batch were copied, without pauses between the copies."""
         self.times = CopyTimes()
-        """Bytes and durations of the last batch's copies, counted separately for copies that began while the rank waited
-        for a message and for all others. All are 0 without a gate."""
+        """Bytes and durations of the last batch's copies, separately for copies that began while the rank waited for a
+        message and for all others. All are 0 without a gate."""
         self.cpu_seconds = 0.0
         """CPU time that the thread has used."""
         self._thread = threading.Thread(target=self._serve, name="capture", daemon=True)
@@ -289,7 +289,8 @@ def capture_bandwidth(device: torch.device, copier: Copier) -> float:
 
 
 Header = Callable[[], Mapping[str, str]]
-"""Function that returns the metadata of a slice: a JSON text for each name. It may be called in another thread."""
+"""Function that returns the header of a slice: state besides tensors, a JSON text for each name. It may be called in
+another thread."""
 
 Source = Callable[[Piece], torch.Tensor]
 """Function that returns the current elements of a piece as a contiguous 1-D tensor."""
@@ -313,7 +314,7 @@ class CaptureFigures:
 
 
 class WindowMemory:
-    """Tensors that view the window buffers of ``arena``, a rank's memory for windows. It is pinned for CUDA devices."""
+    """Tensors that view the window buffers in ``arena``, a rank's memory for windows; pinned if the device is CUDA."""
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
         """Map the buffers as tensors; pin them on CUDA. Raises RuntimeError if the driver refuses to pin them."""

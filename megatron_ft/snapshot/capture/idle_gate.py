@@ -13,8 +13,8 @@ CHUNK_BYTES = 1 << 20
 """Largest number of bytes of one copy (chunk) while a slice uses bubbles. A chunk takes a fraction of a millisecond, so
 only the last chunk that begins in a bubble can overlap with computation."""
 _NUM_ITERATIONS = 5
-"""Number of newest iterations from whose waits those of the next iteration are predicted: the shortest times are used.
-If a predicted time is too long, copies do not fit into the bubbles and delay the update. If it is too short, copies
+"""Number of newest iterations from which the waits of the next iteration are predicted: a prediction is the shortest
+measured time. If it is too long, copies do not fit into the bubbles and delay the update. If it is too short, copies
 only slow down computation."""
 
 
@@ -60,10 +60,10 @@ class IdleGate:
         self._num_waits, self._usual_num_waits = 0, -1
         self._idle_seconds = self._last_wait_end = 0.0
         self._recent: deque[tuple[float, float]] = deque(maxlen=_NUM_ITERATIONS)
-        """Seconds of all waits together, and seconds after the last wait, for each of the newest iterations."""
+        """For each of the newest iterations: total seconds of its waits, and seconds from its last wait to its end."""
         self._idle_rate = self._busy_rate = 0.0
         self._new = CopyTimes()
-        """Copies from which no rate (bytes per second) has been computed yet."""
+        """Copies that no copy rate (bytes per second) includes yet."""
         self.idle_seconds = 0.0
         """Seconds for which the rank waited for messages in the newest complete iteration; 0 without such waits."""
         self._update()
@@ -103,7 +103,7 @@ class IdleGate:
             self._update()
 
     def forget(self) -> None:
-        """Drop all expectations about waits, because another pipeline is used from now on."""
+        """Forget the waits of earlier iterations, because the ranks form a new pipeline, in which waits may differ."""
         self._recent.clear()
         self._usual_num_waits, self.idle_seconds = -1, 0.0
 

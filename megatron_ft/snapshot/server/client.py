@@ -38,7 +38,8 @@ and server would wait for each other."""
     PERSISTED_BYTES,
     FAILED_START,
 ) = range(10)
-"""Indices of fields of the status page. The server writes ``COMMITTED_START`` after ``PINNED_BUFFERS``."""
+"""Indices of fields of the status page, memory in which the server shows a rank the state of the rank's windows. The
+server writes ``COMMITTED_START`` after ``PINNED_BUFFERS``."""
 BUFFER_REPLICATED = 10
 BUFFER_GIVEN_UP = BUFFER_REPLICATED + NUM_BUFFERS
 """First indices of two groups of ``NUM_BUFFERS`` fields. Field ``BUFFER_REPLICATED + i`` is the start iteration of the
@@ -113,7 +114,7 @@ class KeeperClient:
         self.generation: int = hello["generation"]
         """Generation of this rank, which is recorded in the windows that it captures."""
         self._committed = -1
-        """Start iteration of the newest window that was reported as committed since the arena was allocated."""
+        """Start iteration of the newest window that was reported as committed, by this client or by an earlier one."""
         self.unreachable: list[str] = []
         """Why other nodes did not answer the newest ``inventory``, one text for each node."""
         try:
@@ -163,8 +164,8 @@ class KeeperClient:
 
         The server refuses this if its copy of the window is incomplete. ``captured_in`` is the generation that captured
         the window; None means the generation of this client. If ``is_written``, the server writes the window to storage
-        now, regardless of the setting ``persist_every``. ``level`` is then the content of the file; None if the file
-        has the state that the window has in memory.
+        now, regardless of the setting ``persist_every``. ``level`` is then the state that the file must contain
+        instead of the window's state in memory; None to write the state in memory.
         """
         captured = {} if captured_in is None else {"captured_in": captured_in}
         stored = {"stored": None if level is None else level.to_json()} if is_written else {}
@@ -174,8 +175,8 @@ class KeeperClient:
         self._committed = start_iteration
 
     def keep(self, key: WindowKey) -> None:
-        """Report that all ranks have continued from a window of an earlier generation. Call this if this node does not
-        have this rank's part of the window, only peers do. The peers then keep their copies until the next commit."""
+        """Report that all ranks have continued from a window of an earlier generation. Call this if peers have this
+        rank's part of the window, but this node does not. The peers then keep their copies until the next commit."""
         self._call({"op": "keep", **asdict(key)})
         self._committed = key.start_iteration
 
@@ -217,12 +218,13 @@ class KeeperClient:
         return bool(self._call({"op": "flush"}, PATIENT_SECONDS)["done"])
 
     def problems(self) -> list[dict[str, Any]]:
-        """Return the problems since the last call, each with ``what``, ``error`` and ``start_iteration``."""
+        """Return the server's failures to copy, replicate, write or delete windows of this rank since the last call.
+        Each has the keys ``what``, ``error`` and ``start_iteration``."""
         return list(self._call({"op": "problems"})["problems"])
 
     def inventory(self, rank: int, *, ask_peers: bool = False) -> list[StoredWindow]:
         """Return the windows of ``rank`` on this node and, if ``ask_peers``, on all other nodes that answer. Set
-        ``unreachable``."""
+        ``unreachable`` to the reasons why others did not answer."""
         seconds = PATIENT_SECONDS if ask_peers else ANSWER_SECONDS
         answer = self._call({"op": "inventory", "rank": rank, "ask_peers": ask_peers}, seconds)
         self.unreachable = items(answer, "unreachable")

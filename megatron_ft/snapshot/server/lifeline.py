@@ -70,7 +70,7 @@ class Lifeline:
 
     @property
     def initial_holder(self) -> object:
-        """Object that represents standard input, the connection of the first agent, in a call of ``release``."""
+        """The ``holder`` to pass to ``release`` when standard input, the connection of the first agent, has closed."""
         return self
 
     def seconds_left(self) -> float | None:

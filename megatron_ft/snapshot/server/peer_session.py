@@ -306,7 +306,7 @@ class _PeerSession(threading.Thread):
 
 
 def announce(window: HeldWindow, index: int, buffer: int, window_bytes: int) -> Message:
-    """Make the message that precedes the bytes of a slice. Only the first slice's message has topology and plan."""
+    """Make the message that precedes the bytes of a slice. It has topology and plan only for a window's first slice."""
     about = window.describe()
     if index > 0:
         about |= {"topology": {}, "plan": {}}

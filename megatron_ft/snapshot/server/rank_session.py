@@ -36,8 +36,8 @@ _MAX_INQUIRIES = 16
 _RETRY_SECONDS = 0.1
 """Time before a failed request for an inventory is sent again. It doubles with each failure."""
 _ASKING_SECONDS = 6.0
-"""Time in which a failed request for an inventory is sent again. It is longer than the time limit of a connection
-attempt, so that at least two attempts are made."""
+"""Time after which a failed request for an inventory is not sent again. It is longer than the time limit of a
+connection attempt, so that at least two attempts are made."""
 _OK = {"op": "ok"}
 
 

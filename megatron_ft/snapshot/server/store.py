@@ -144,7 +144,7 @@ MAX_PROBLEMS = 1000
 
 @dataclass(frozen=True, slots=True)
 class CarriedBytes:
-    """Bytes of one piece, which a slice copies from an earlier window because they were not captured again."""
+    """Bytes of a piece that was not captured with its slice, because an earlier window already contains these bytes."""
 
     index: int
     source: memoryview | None
@@ -153,7 +153,7 @@ class CarriedBytes:
 
     @classmethod
     def of(cls, part: Slice, piece: CarriedPiece, view: memoryview, start_of: Callable[[int], int]) -> "CarriedBytes":
-        """Find the bytes of ``piece`` in ``view``, the memory of all buffers. ``start_of`` returns a buffer's start."""
+        """Find the bytes of ``piece`` in ``view``, the memory of all buffers; ``start_of`` locates a buffer in it."""
         source = None
         if piece.source is not None:
             first, place = start_of(piece.source) + part.offset, part.pieces[piece.index]
@@ -195,7 +195,7 @@ class OwnRank:
     windows: OwnWindows | None = None
     segment: Segment | None = None
     abort: Callable[[], None] | None = None
-    """Function that closes the connection of the process that acts for the rank; None without a connection."""
+    """Function that closes the connection of the newest process of this rank; None without a connection."""
     problems: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_PROBLEMS))
     num_problems: int = 0
     replicated_bytes: int = 0
@@ -220,7 +220,7 @@ class OwnRank:
         return self._start(window.buffer)
 
     def gradients(self, window: HeldWindow, part: Slice, update: Update) -> list[memoryview]:
-        """Return the memory of each gradient of ``update``, which follows the slice ``part``."""
+        """Return the memory of each gradient of ``update``. The gradients are stored directly after slice ``part``."""
         assert self.segment is not None, "the window has no memory"
         start = self.offset(window) + part.end
         return [self.segment.view[start + first : start + last] for first, last in update.ranges(part)]
@@ -290,8 +290,8 @@ class Copy:
         return [CarriedBytes.of(part, piece, self.segment.view, self._start) for piece in pieces]
 
     def preceding(self, window: HeldWindow, part: Slice) -> memoryview:
-        """Return the bytes of the slice to which ``part.update`` can be applied. Raises ControlError if this node does
-        not have this slice."""
+        """Return the bytes of the preceding slice, from which ``part.update`` computes pieces of ``part``. Raises
+        ControlError if this node does not have that slice."""
         found = self.windows.preceding(window, part)
         start = self.offset(found) + found.slices[0].offset
         return self.segment.view[start : start + found.slices[0].num_bytes]
@@ -313,7 +313,7 @@ class Store:
         """Window of a rank of this node into whose buffer the hasher is copying pieces of earlier windows."""
         self.copies: dict[int, Copy] = {}
         self._allocating_copies: dict[int, threading.Lock] = {}
-        """Lock by rank, held while the memory for copies of this rank's windows is replaced."""
+        """A lock for each rank of other nodes, held while the memory for copies of the rank's windows is replaced."""
         self.run_id: str | None = None
         self.generation = -1
         """Newest generation that any connection has presented."""
@@ -337,7 +337,7 @@ class Store:
         self.lock.notify_all()
 
     def enter(self, run_id: str, generation: int) -> None:
-        """Check run and generation of a connection, and adopt the generation if it is newer. The lock must be held.
+        """Check run and generation of a new connection, and store them as those of this server. The lock must be held.
 
         Raises:
             Refused: the connection is of another run than this server, or of a stale generation.
@@ -358,8 +358,7 @@ class Store:
             raise Refused(f"generation={generation}: is stale; the newest generation is {self.generation}", "stale")
 
     def register(self, settings: Settings, abort: Callable[[], None]) -> OwnRank:
-        """Let a new connection act for a rank of this node, and end the earlier connection of the rank, if there is
-        one.
+        """Use a new connection for a rank of this node, and end the earlier connection of the rank, if there is one.
 
         The lock must be held.
 
@@ -392,7 +391,7 @@ class Store:
         return own
 
     def check_acting(self, own: OwnRank, settings: Settings) -> None:
-        """Check that the process with ``settings`` still acts for the rank and may change the rank's windows.
+        """Check that the process with ``settings`` has the rank's newest connection and may change the rank's windows.
 
         The lock must be held until the change is made.
 

@@ -125,7 +125,7 @@ class OnStorage:
     def after(
         cls, former: "OnStorage | None", window: HeldWindow, places: Sequence[WindowKey | None]
     ) -> "OnStorage | None":
-        """Return the record of the files after ``window`` was written; None if the window has several slices.
+        """Return which file has each piece of ``window`` after ``window`` was written; None if it has several slices.
         ``places`` is the result of ``file_of``: for each piece that was not written, the window whose file has it."""
         if window.num_slices != 1:
             return None
@@ -143,7 +143,7 @@ def file_of(
 
     Args:
         former: the newest file of the rank; None if there is none.
-        level: content of the file; None if the file must have the state that ``window`` has in memory.
+        level: state that the file must have instead of the state of ``window`` in memory; None for that in memory.
 
     Raises:
         CheckpointError: neither memory nor an earlier file has the state of a piece.
@@ -258,7 +258,7 @@ class OwnWindows:
 
     def next_unhashed(self) -> tuple[HeldWindow, Slice] | None:
         """Return the oldest slice without hashes, and its window. Return None if all slices have hashes. Skip windows
-        that were given up."""
+        that were given up, because at least one peer will never have them."""
         windows = (window for window in self._order if not window.given_up)
         return next(((window, part) for window in windows for part in window.slices if part.hashes is None), None)
 
@@ -383,7 +383,7 @@ class CopyWindows:
         return _carried(part, window, self)
 
     def preceding(self, window: HeldWindow, part: Slice) -> HeldWindow:
-        """Return the window to whose slice ``part.update`` can be applied. Raises ControlError if there is no copy."""
+        """Return the window from whose slice ``part.update`` computes pieces. Raises ControlError if it is missing."""
         found = next((other for other in self if other.complete and _precedes(other, window, part)), None)
         if found is None:
             raise ControlError(f"window {window.start_iteration}: the window of the preceding iteration is missing")
@@ -408,7 +408,7 @@ class CopyWindows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendSlice:
-    """Action: send a slice into a buffer of the peer."""
+    """Next action of a sender to a peer: send slice ``index`` of ``window`` into ``buffer`` of the peer."""
 
     window: HeldWindow
     index: int
@@ -417,7 +417,7 @@ class SendSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendCommit:
-    """Action: report to the peer that a window in its buffers is committed."""
+    """Next action of a sender to a peer: report that ``window``, of which the peer has a copy, is committed."""
 
     window: HeldWindow
 
@@ -426,7 +426,7 @@ class PeerBuffers:
     """Copies of one rank's windows in the buffers of a peer, as known on the sending side."""
 
     def __init__(self, held: Iterable[StoredWindow] = ()) -> None:
-        """Create the buffers from the windows that the peer lists. Raises ControlError for an invalid buffer."""
+        """Start with ``held``, the windows that the peer says it has. Raises ControlError for an invalid buffer."""
         self.buffers: list[StoredWindow | None] = [None] * NUM_COPY_BUFFERS
         for window in held:
             if window.buffer not in range(NUM_COPY_BUFFERS):

@@ -33,7 +33,7 @@ LAST_RETRY_SECONDS = 1.0
 MAX_DAMAGED = 3
 """Number of damaged transfers of a slice after which its window is no longer sent to this peer."""
 MAX_UNANSWERED = 4
-"""Largest number of slices and commits that have been sent and not yet acknowledged."""
+"""Largest number of slices and commits that have been sent to a peer and that the peer has not acknowledged yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +377,7 @@ class _Write:
     payload: list[memoryview]
     url: str
     level: StoredLevel | None
-    """Content of the file; None if the file must contain the state that the window contains in memory."""
+    """State that the file must contain instead of the window's state in memory; None to write the state in memory."""
 
 
 class Persister(threading.Thread):
@@ -396,7 +396,7 @@ class Persister(threading.Thread):
         """Request that a window is written, unless this was already requested. The store's lock must be held.
 
         Args:
-            level: content of the file; None if the file must contain the state that the window contains in memory.
+            level: state that the file must contain instead of the window's state in memory; None for that in memory.
         """
         assert own.windows is not None and own.settings.persist_url is not None, (
             "the rank must have memory for windows, and persist_url must be set"
