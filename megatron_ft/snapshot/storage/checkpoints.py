@@ -27,7 +27,7 @@ from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 
 LATEST_NAME = "latest"
 MEGATRON_LATEST_NAME = "latest_checkpointed_iteration.txt"
-"""Name of Megatron-LM's file in a folder of checkpoints: it has the newest checkpoint's iteration, or ``release``."""
+"""Name of the file to which Megatron-LM writes the iteration of its newest checkpoint, or the word ``release``."""
 RELEASE_NAME = "release"
 """Name of the directory in which Megatron-LM stores a checkpoint that belongs to no iteration."""
 _MAX_TRACKER_BYTES = 64

@@ -38,7 +38,7 @@ def _write(descriptor: int, data: memoryview) -> int:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add ``path`` to an OSError raised in the ``with`` block. Without this, errors of descriptors name no file."""
+    """Add ``path`` to an OSError raised in the ``with`` block. Errors of calls with a file descriptor name no file."""
     try:
         yield
     except OSError as error:
@@ -132,9 +132,9 @@ def write_atomically(directory: Path, name: str, content: bytes | Iterable[bytes
 def write_temporary(
     directory: Path, name: str, content: bytes | Iterable[bytes | memoryview]
 ) -> tuple[Path, FileEntry]:
-    """Write and sync ``content`` (bytes, or an iterator of chunks) to a temporary file, which the caller renames to
-    ``name``. Return the path of the file, and the manifest entry of ``name``. Raises OSError if the disk is full or
-    fails, and all errors of the iterator. The temporary file is then removed."""
+    """Write and sync ``content`` (bytes, or an iterator of chunks) to a temporary file. Return the path of this file,
+    which the caller renames to ``name``, and the manifest entry of ``name``. Raises OSError if the disk is full or
+    fails, and all errors of the iterator. After an error, there is no temporary file."""
     temporary = f".{name}.{os.getpid()}.tmp"
     (directory / temporary).unlink(missing_ok=True)
     try:

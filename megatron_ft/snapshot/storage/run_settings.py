@@ -1,4 +1,4 @@
-"""Compares the settings of a job with the settings that its run's checkpoints and snapshot windows contain."""
+"""Compares the settings of a job with those in the checkpoints and snapshot windows of the job's run."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
@@ -125,7 +125,7 @@ def _listed(found: list[Difference]) -> str:
 
 
 def refuse_other_folder(directory: Path, name: str) -> None:
-    """Raise an error if a directory without a manifest cannot be a checkpoint that other software has written.
+    """Check that ``directory``, which has no manifest, can be a checkpoint that other software has written.
 
     Args:
         name: beginning of the error's text, which names the directory.
@@ -186,8 +186,8 @@ def _newest_states(run_dir: Path) -> str:
 
 
 def other_model(stored: Settings, present: Settings, *, keys: Sequence[str] | None = None) -> list[Difference]:
-    """List the keys of the model in which two jobs' settings differ. Only ``keys`` are compared. None means all keys
-    that determine the shapes of weights or how outputs are computed from weights."""
+    """List the model's configuration keys whose values differ between two jobs. Compare only ``keys``; None means all
+    keys that determine the shapes of weights or how outputs are computed from weights."""
     names = keys or _FUNCTION
     one, other = ({key: _normal(key, each.get("model", {})) for key in names} for each in (stored, present))
     return Difference.between({"model": one}, {"model": other})
@@ -197,7 +197,7 @@ _EQUAL_IF_NULL = {
     "model.num_query_groups": "model.num_attention_heads",
     "model.moe_ffn_hidden_size": "model.ffn_hidden_size",
 }
-"""Maps keys to other keys. If a key is null, it has the value of the other key."""
+"""For each of these configuration keys: another key, whose value is used if the first key is null."""
 _FUNCTION = tuple(
     f"model.{name}"
     for name in (
@@ -221,7 +221,7 @@ _SHAPES = tuple(key for key in _FUNCTION if key.removeprefix("model.") not in _O
 
 
 def _other_optimizer(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[Difference]:
-    """List the differing keys that give a checkpoint's optimizer other tensors than this job's optimizer."""
+    """List the differing keys because of which a checkpoint's optimizer has other tensors than the job's optimizer."""
     keys: list[str] = []
     if _master_weights(stored) != _master_weights(present):
         names = (_SHARDED, _DTYPE, _REGIME)
@@ -237,7 +237,7 @@ _REGIME = "precision.regime"
 
 def _master_weights(optimizer: Mapping[str, Any]) -> str | None:
     """Return the name under which a checkpoint stores the master weights: ``precision.regime`` if the optimizer state
-    is quantized, otherwise Megatron's name. Return None if it stores no master weights besides the weights."""
+    is quantized, otherwise Megatron's name. Return None if the model's weights are the only master weights."""
     if optimizer.get(_REGIME) is not None:
         return str(optimizer[_REGIME])
     if optimizer.get(_SHARDED):
