@@ -48,7 +48,7 @@ def _percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def load_figures(record: ExpertLoad) -> dict[str, float]:
-    """Return metrics of expert load by name: a set for each layer, and a set for the experts of all layers."""
+    """Return metrics of expert load by name: one group for each layer, and one group for all layers together."""
     numbers = record.layer_numbers or tuple(range(1, len(record.layers) + 1))
     figures: dict[str, float] = {}
     together: list[float] = []

@@ -24,12 +24,12 @@ _LONGEST_SECONDS = 1e9
 
 
 def instant(seconds: float | None) -> float | None:
-    """Return ``seconds`` if it is a plausible time in seconds since 1970, otherwise None."""
+    """Return ``seconds``, a time in seconds since 1970, if it is in the years 2001 to 5138, otherwise None."""
     return seconds if seconds is not None and _EARLIEST_SECONDS <= seconds <= _LATEST_SECONDS else None
 
 
 def duration(seconds: float | None) -> float | None:
-    """Return ``seconds`` if it is a plausible duration in seconds, otherwise None."""
+    """Return ``seconds``, a duration, if it is from 0 to 1e9, otherwise None."""
     return seconds if seconds is not None and 0.0 <= seconds <= _LONGEST_SECONDS else None
 
 
@@ -148,8 +148,8 @@ class _Gap:
         return self.fails or self.continues
 
     def pass_to(self, at: float, *, ends_job: bool) -> None:
-        """Count the time up to the record written at ``at`` as time between jobs if no job ran in it. ``ends_job``:
-        whether the record ends a job."""
+        """Take the time ``at`` of the next record. If the previous record ended a job, count the time from it to ``at``
+        as time between jobs. ``ends_job``: whether the next record ends a job."""
         if self.ended is not None:
             self.between_jobs_seconds += max(0.0, at - self.ended)
         self.ended = at if ends_job else None

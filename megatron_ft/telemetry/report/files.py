@@ -45,7 +45,7 @@ class Decision:
     declined: str | None = None
     """Reason why the surviving ranks had to restart as new processes; None if their processes continue."""
     previous_ranks: tuple[int | None, ...] = ()
-    """Rank in the previous membership, for each rank of the next one; None if new. Empty if ``declined`` is set."""
+    """For each rank of the next membership: its rank in the previous one, None if new. Empty if ``declined`` is set."""
     nodes: tuple[int, ...] = ()
     """Node of each rank of the next membership. Empty if ``declined`` is set."""
 
