@@ -99,8 +99,8 @@ def _send_order(routing_map: torch.Tensor, outgoing: torch.Tensor, rank: int) ->
 
 
 def _receive_order(incoming: torch.Tensor) -> torch.Tensor:
-    """Return [R]: the arrival indices of the received rows, sorted by local expert, then by source rank. ``incoming``
-    [L, N]: number of received rows for each local expert from each source rank."""
+    """Return the received rows in the order (local expert, source rank, arrival), as indices [R] in order of arrival.
+    ``incoming`` [L, N]: number of received rows for each local expert from each source rank."""
     num_local, num_ranks = incoming.shape
     experts = torch.arange(num_local, device=incoming.device).repeat(num_ranks)
     return experts.repeat_interleave(incoming.t().flatten()).argsort(stable=True)

@@ -143,9 +143,9 @@ def _create(_: Any, rank: int, size: int, timeout: timedelta) -> Handle:
 
 @contextmanager
 def reusing(targets: Sequence[Handle]) -> Iterator[None]:
-    """Let torch use the handles ``targets``, in this order, instead of new objects when it next creates groups that
-    contain this process. References to the handles thus stay valid when this process gets another rank. torch must have
-    forgotten these handles before. Each created group must have the size of its handle."""
+    """Let torch use the handles ``targets``, in this order, for the groups of this process that the block creates.
+    As torch makes no new objects for them, references to the handles stay valid when this process gets another rank.
+    torch must have forgotten these handles before. Each created group must have the size of its handle."""
     _reused.extend(targets)
     try:
         yield
@@ -184,7 +184,7 @@ def put_away() -> PutAway:
 
 
 def put_back(found: PutAway) -> None:
-    """Let torch use the groups that ``put_away`` returned as ``found`` again. torch must have no other groups now."""
+    """Let torch use again the groups in ``found``, which ``put_away`` returned. torch must have no other groups now."""
     world = dist.distributed_c10d._world
     assert world.default_pg is None, "other process groups are in use"
     for name, content in found.maps.items():

@@ -114,7 +114,8 @@ class KeeperClient:
         self.generation: int = hello["generation"]
         """Generation of this rank, which is recorded in the windows that it captures."""
         self._committed = -1
-        """Start iteration of the newest window that was reported as committed, by this client or by an earlier one."""
+        """Start iteration of the newest window that this client has reported as committed since ``allocate``. Before
+        the first report, it is the start iteration of the committed window on the status page."""
         self.unreachable: list[str] = []
         """Why other nodes did not answer the newest ``inventory``, one text for each node."""
         try:

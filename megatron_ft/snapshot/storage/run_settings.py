@@ -74,8 +74,8 @@ def check_source(directory: Path, settings: Settings | None, *, weights_only: bo
 
     Raises:
         CheckpointError: ``directory`` is not a checkpoint; or it has no manifest and ``trust`` is false; or it contains
-            only weights and ``weights_only`` is false; or it does not fit the job. To fit with ``weights_only``, the
-            models must be equal. To fit otherwise, the tensors of model and optimizer must match.
+            only weights and ``weights_only`` is false; or it does not fit the job. If ``weights_only`` is true, it fits
+            if the models are equal; if false, it fits if the tensors of model and optimizer match.
     """
     key = "checkpoint.load_weights" if weights_only else "checkpoint.load"
     name = f"{key}={directory}"
