@@ -14,9 +14,9 @@ class RunFigures:
         """One ``RunStarted`` record for each time at which all ranks of the run started."""
         self._meter = GoodputMeter()
         self._lasting: dict[str, float] = {}
-        """Figures that stay valid until a newer record replaces them."""
+        """Newest values or sums of metrics. Each of them stays valid until a newer record changes it."""
         self._recovered: dict[str, float] = {}
-        """Seconds of recoveries that ``hand_out`` has not returned yet, by the name of the recovery strategy."""
+        """Seconds that recoveries took since the last call of ``hand_out``, by name of the recovery strategy."""
         self._strategy: str | None = None
         self._so_far = self._meter.so_far()
         """Goodput up to the newest reported iteration."""

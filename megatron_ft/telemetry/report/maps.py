@@ -29,16 +29,16 @@ class _Panel:
     runs: tuple[tuple[str, int, int, int], ...]
     """Cells of the map. Adjacent cells of one CSS class are merged: (class, row, first column, number of columns)."""
     rows: tuple[str, str]
-    """Labels of the first and the last row."""
+    """Labels of the first and the last row of the map."""
     columns: tuple[str, str]
-    """Labels of the first and the last column."""
+    """Labels of the first and the last column of the map."""
     has_gaps: bool = False
     """Whether to leave a gap between neighbouring cells if the cells are large enough."""
 
 
 def _runs_of(rows: Iterable[Sequence[str | None]]) -> Iterator[tuple[str, int, int, int]]:
-    """Merge neighbouring cells of the same class into (class, row, first column, number of columns). Skip cells without
-    a class."""
+    """Yield (CSS class, row, first column, number of columns) for each group of adjacent cells of a row that have the
+    same class. Leave out cells without a class."""
     for row, classes in enumerate(rows):
         begin = 0
         for column in range(1, len(classes) + 1):

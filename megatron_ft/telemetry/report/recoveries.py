@@ -14,7 +14,7 @@ _Kind = TypeVar("_Kind", bound=Record)
 
 # Records come from files. A damaged record may name any number of ranks, each of which would need memory.
 MAX_RANKS = 4096
-"""Largest number of ranks for which the page lists each rank of a membership."""
+"""Largest number of ranks of one membership that the report stores; further ranks in a record are ignored."""
 NUM_AROUND = 3
 """Number of iterations that the report shows before a recovery, and number that it shows after a recovery."""
 _NEVER = float("inf")
@@ -23,7 +23,7 @@ _Beginning = events.RanksRestarted | events.RecoveryStarted | events.MembershipC
 """Kinds of records that begin a generation of the job's membership and contain the generation's number."""
 _FAILURES = (events.RankFailed, events.FailpointHit)
 _SOURCES = (events.CheckpointLoaded, events.WindowReplayed, events.SnapshotProblem)
-"""Kinds of records about the state from which ranks continue. They do not name the recovery they belong to."""
+"""Kinds of records about the state from which ranks continue. Such a record does not name its recovery."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +58,9 @@ class Recovery:
     generation: int
     """Generation of the membership that begins with the recovery; 0 if a new job continues the run."""
     nodes_before: tuple[int | None, ...]
-    """Number of the node of each rank before the recovery; None if no record names the node."""
+    """Node on which each rank ran before the recovery, by rank; None if the records do not show the node."""
     nodes_after: tuple[int | None, ...]
-    """Number of the node of each rank after the recovery; None if no record names the node."""
+    """Node on which each rank runs after the recovery, by rank; None if the records do not show the node."""
     number: int = 0
     """Index of the recovery among the recoveries of the run, counted from 1."""
     records: list[Record] = field(default_factory=list)
@@ -74,11 +74,11 @@ class Recovery:
     which iterations were reported before it."""
 
     def every(self, kind: type[_Kind]) -> list[_Kind]:
-        """Return all records of class ``kind``."""
+        """Return all records of the recovery that have the class ``kind``."""
         return [record for record in self.records if isinstance(record, kind)]
 
     def newest(self, kind: type[_Kind]) -> _Kind | None:
-        """Return the newest record of class ``kind``."""
+        """Return the newest record of the recovery that has the class ``kind``; None if there is none."""
         return next(reversed(self.every(kind)), None)
 
     @property
@@ -102,8 +102,8 @@ class Recovery:
 
     @property
     def lost(self) -> str:
-        """Describe what was lost, e.g. ``node 2; ranks 4-5 (SIGKILL)``, and count the ranks that failed as a result.
-        If nothing was lost, return the reason of the recovery or the change of membership."""
+        """Describe the nodes and ranks that were lost, e.g. ``node 2; ranks 4-5 (SIGKILL)``, and count the ranks that
+        failed as a consequence. If none was lost, return why the recovery or change of membership happened."""
         failures = {record.rank: record for record in self.every(events.RankFailed)}
         causes: dict[str, list[int]] = {}
         for rank, record in failures.items():
@@ -321,14 +321,14 @@ class _Folding:
 
     recoveries: list[Recovery] = field(default_factory=list)
     pending: list[Record] = field(default_factory=list)
-    """Records that do not belong to a recovery yet: failures, and sources of the state of a starting job."""
+    """Records of failures, ends of jobs and loaded state. They belong to the next recovery, if one follows."""
     job: int = -1
     has_ended: bool = True
     """Whether the newest job has ended. If so, the next ``RunStarted`` record belongs to a new job."""
     starts: list[float | None] = field(default_factory=list)
     """Time at which each job of the run began."""
     nodes: tuple[int | None, ...] = ()
-    """Number of the node of each rank of the current membership; None if no record names the node."""
+    """Node on which each rank of the current membership runs, by rank; None if the records do not show the node."""
     by_generation: dict[int, Recovery] = field(default_factory=dict)
     current: Recovery | None = None
 

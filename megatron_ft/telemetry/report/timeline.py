@@ -36,7 +36,7 @@ WIDTH = 1000
 TOP, LANE, GAP, GROUP = 34, 22, 4, 12
 LEFT, RIGHT = 196, 984
 FATE_WIDTH = 94
-"""Width in pixels of the column that shows ``Lane.fate``. The column exists only if some rank's fate is not empty."""
+"""Width in pixels of the column with changes of processes, e.g. ``lost``. It exists only if some process changed."""
 BYTES_WIDTH = 130
 """Width in pixels of the column with the bytes that each rank moved. It exists only if some rank moved bytes."""
 _BEHIND = ("forms", "starts")

@@ -17,7 +17,7 @@ from megatron_ft.telemetry.sinks.base import Sink, SinkContext
 NUM_WINDOWS = 5
 """Number of newest snapshot windows for which the share of time that training waited for captures is computed."""
 NUM_ITERATIONS = 20
-"""Number of newest iterations whose median duration is used to compute the duration of snapshot windows."""
+"""Number of newest iterations. Their median duration times a snapshot window's iterations is the window's duration."""
 DISK_SECONDS = 30.0
 """Shortest time in seconds between two checks of the free disk space."""
 

@@ -29,7 +29,7 @@ class QueuedSink(Sink):
     retries = False
 
     def __init__(self, run_dir: Path) -> None:
-        """Start the thread. A subclass must set its attributes before it calls this, because the thread uses them."""
+        """Start the sink's thread. A subclass must set its attributes before this call, as the thread uses them."""
         # The lengths of the files must be read before the thread starts, and before this job writes to the files.
         self.reported = Reported.so_far(run_dir)
         self._queue: queue.Queue[Record | Outcome] = queue.Queue(MAX_QUEUED_RECORDS)
@@ -102,7 +102,7 @@ class Steps:
     """
 
     def __init__(self, *, sent: int) -> None:
-        """Begin after iteration ``sent``, the newest iteration that the tracker already has."""
+        """Prepare to return only steps after ``sent``, the newest step that the tracker already has."""
         self.run = RunFigures()
         self._sent = sent
         self._iteration = self._highest = 0
@@ -113,7 +113,7 @@ class Steps:
         self._sent = max(self._sent, iteration)
 
     def repeat_after(self, iteration: int) -> None:
-        """Let ``take`` and ``finish`` return the steps after ``iteration`` even if they were sent before."""
+        """Mark all steps after ``iteration`` as not sent, so that they are returned when reported again."""
         self._sent = min(self._sent, iteration)
 
     def take(self, record: Record) -> Step | None:
@@ -201,7 +201,7 @@ class StepSender:
     the thread of a ``QueuedSink`` uses this object."""
 
     def __init__(self, reported: Reported, *, last_step: int) -> None:
-        """Continue after ``last_step``, the newest step that the tracker has from earlier jobs of the run."""
+        """Prepare to send the steps after ``last_step``, the newest that the tracker has from earlier jobs."""
         self.steps = Steps(sent=last_step)
         # Steps that the tracker lacks. They are sent after the next ``RunStarted`` record, which names the iteration
         # after which the run continues. Steps of later iterations are void and are not sent.

@@ -55,7 +55,7 @@ class _Sender(StepSender):
         self._file.flush()
 
     def begin_attempt(self, record: RunStarted) -> None:
-        """Mark all values after the iteration from which ranks resume as void. New values replace them."""
+        """Make TensorBoard drop the values after the iteration from which ranks resume. New values replace them."""
         iteration = record.resumed_from_iteration or 0
         start = self._events.SessionLog(status=self._events.SessionLog.START)
         self._write(step=iteration + 1, session_log=start)
@@ -77,7 +77,7 @@ class _Sender(StepSender):
 
 
 def _last_step(folder: Path) -> int:
-    """Return the newest step that has valid (not void) values in the event files of earlier jobs, otherwise 0."""
+    """Return the newest step in the event files of earlier jobs whose values no later event drops, otherwise 0."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     newest = 0
