@@ -113,7 +113,7 @@ class Caller:
         self._channel = grpc.insecure_channel(address, options=options)
 
     def call(self, method: str, body: bytes, metadata: Sequence[tuple[str, str]], *, seconds: float = 10.0) -> str:
-        """Make one call. Return the kind of response: ``refused``, ``answered`` or ``no answer (STATUS)``."""
+        """Call a gRPC method. Return the kind of response: ``refused``, ``answered`` or ``no answer (STATUS)``."""
         try:
             self._channel.unary_unary(method)(body, timeout=seconds, metadata=tuple(metadata))
         except grpc.RpcError as error:
@@ -202,7 +202,7 @@ def malformed_bodies(rng: random.Random) -> dict[str, bytes]:
 
 
 def malformed_items(num_nodes: int) -> dict[str, list[Any]]:
-    """Return invalid messages to the controller, by name. Node 0 cannot have sent them."""
+    """Return invalid messages by name. The controller must refuse each if it arrives as a message of node 0."""
     hello = {"op": "reported", "rank": 0, "start": 0, "generation": 0}
     position = {"rank": 0, "generation": 0, "completed": 10**6, "contributed": 3, "vote": None}
     broken = {"op": "broken", "rank": 0, "start": 0, "generation": 0, "at_seconds": 0.0, "position": position}

@@ -30,7 +30,7 @@ def shard(
 
 
 class Stored(Protocol):
-    """Protocol of a number format in which state is stored, e.g. ``transformer_engine_ext.formats.Format``."""
+    """Type (``typing.Protocol``) for number formats of stored state, e.g. ``transformer_engine_ext.formats.Format``."""
 
     @property
     def name(self) -> str: ...
@@ -40,8 +40,9 @@ class Stored(Protocol):
 
 
 def quantized(parts: Iterable[tuple[str, Stored, bool]]) -> tuple[Component, ...]:
-    """Return a ``Component`` for each tensor of quantized state. ``parts`` contains (name, format, whether there are
-    scales), as ``full`` and ``frozen`` of ``transformer_engine_ext.regimes.Regime`` yield them."""
+    """Return a ``Component`` for the codes and, if any, one for the scales of each quantized tensor. Each of ``parts``
+    is (name, format, whether there are scales), from ``full`` or ``frozen`` of
+    ``transformer_engine_ext.regimes.Regime``."""
     found = []
     for name, target, has_scales in parts:
         found.append(Component(name=name, dtype=target.name, item_bytes=target.item_bytes))
@@ -113,13 +114,13 @@ def uneven(num_ranks: int = 5, seed: int = 0) -> Demand:
 
 
 def context(demand: Demand, share: float, seconds: float = 2.0) -> SnapshotContext:
-    """Make a context in which one iteration can capture ``share`` of the state of the rank with the most state."""
+    """Return a ``SnapshotContext``: one iteration can capture ``share`` of the full state of the largest rank."""
     whole = max(sum(sizes) for sizes in full_bytes(demand))
     return SnapshotContext(bandwidth_bytes_per_second=max(1, int(whole * share)) / seconds, iteration_seconds=seconds)
 
 
 def full_bytes(demand: Demand) -> Sequence[Sequence[int]]:
-    """Return the full-state bytes of each shard of each rank. Compute them without the code under test."""
+    """Return the bytes of the full state of each shard, as a list for each rank. Does not use the code under test."""
     return [
         [
             sum(component.item_bytes * (found.num_elements if component.per_element else 1) for component in found.full)

@@ -25,7 +25,7 @@ generation g (after g changes of membership), the reported iteration is higher b
 
 def run(config: JobConfig, context: RankContext) -> bool:
     """Count iterations instead of training. Rank 0 reports them. Failpoints and stop requests act as in training.
-    Return whether the run is complete, like every other ``run...`` function of this module that returns."""
+    Return whether the run is complete. So do all ``run...`` functions of this module that end without an error."""
     record = failpoints.append_to(context.run_dir / "failpoints.jsonl")
     failpoints.arm(
         config.testing.failpoints, rank=context.rank, node=context.node, generation=context.generation, record=record
@@ -122,8 +122,8 @@ def _position(context: RankContext) -> Position:
 
 
 def _begin(context: RankContext, following: NextMembership) -> RankContext | None:
-    """Report the start of the membership ``following``, and return the context of this process's rank in it. If it has
-    no rank for this process, wait for a later membership. Return None if this process's node leaves meanwhile."""
+    """Wait for the first membership, from ``following`` on, that has a rank for this process. Report the start of this
+    membership, and return the rank's context in it. Return None if this process's node leaves before."""
     rank = following.rank_on(context.node, context.local_rank)
     while rank is None:
         context.worker.report({"kind": "spared", "node": context.node, "generation": following.generation})
@@ -138,8 +138,8 @@ def _begin(context: RankContext, following: NextMembership) -> RankContext | Non
 
 
 def _wait_for_all(context: RankContext) -> None:
-    """Report the start of this rank, and wait until ``records.jsonl`` has such a report of every rank. Ranks with a
-    model also wait for each other when they start."""
+    """Report the start of this rank, and wait until ``records.jsonl`` contains such a report of every rank. Ranks with
+    a model also wait for each other at their start."""
     about = {"world_size": context.world_size, "nodes": list(context.nodes), "num_nodes": context.num_nodes}
     started = {"rank": context.rank, "node": context.node, "generation": context.generation, **about}
     context.worker.report({"kind": "started", **started})
@@ -153,7 +153,7 @@ def _wait_for_all(context: RankContext) -> None:
 
 
 def run_with_sidecar(config: JobConfig, context: RankContext) -> bool:
-    """Ask the sidecar (helper process) of this rank's node, report its answer, then call ``run``."""
+    """Send a request to the sidecar (helper process) of this rank's node, report the answer, then call ``run``."""
     service = context.sidecars["dummy"]
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(service["socket"])

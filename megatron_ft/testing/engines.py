@@ -155,7 +155,7 @@ def engine_of(
 
 
 def add_padding(engine: Any, multiple: int) -> None:
-    """Add padding microbatches, so that every rank's number of microbatches is a multiple of ``multiple``."""
+    """Make ``engine`` add padding microbatches, so that each rank has a multiple of ``multiple`` microbatches."""
     import dataclasses
 
     engine.batch = dataclasses.replace(engine.batch, num_microbatches_multiple=multiple)

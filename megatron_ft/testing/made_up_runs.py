@@ -75,7 +75,7 @@ class MadeUpRun:
         return at
 
     def decide(self, at: float, generation: int, reason: str, **about: object) -> None:
-        """Write a decision of the controller to ``decisions.jsonl``. It includes positions, which no report shows."""
+        """Write a decision of the controller to ``decisions.jsonl``, with a rank's progress, which no report shows."""
         positions = [{"rank": 0, "generation": generation, "completed": 4, "contributed": 4, "vote": None}]
         head = {"generation": generation, "time_unix_seconds": ZERO + at, "reason": reason, "positions": positions}
         self.line("decisions.jsonl", head | about)

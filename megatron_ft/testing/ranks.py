@@ -93,7 +93,7 @@ def compose(*overrides: str) -> JobConfig:
 
 
 def with_parallel(config: JobConfig, **sizes: Any) -> JobConfig:
-    """Return a copy of ``config`` with the values ``sizes`` in its group ``parallel``."""
+    """Return a copy of ``config`` in which ``sizes`` (values by key) replace values of ``config.parallel``."""
     return replace(config, parallel=replace(config.parallel, **sizes))
 
 

@@ -11,7 +11,8 @@ from megatron_ft.runtime.dispatch.rows import DispatchHandle
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Routing of one layer. ``maps``: bool [tokens, experts] per rank. ``replicas``: copies, int64 [experts, ranks]."""
+    """Routing of one MoE layer. ``maps``: the experts of each token, bool [tokens, experts] for each rank.
+    ``replicas``: the number of copies of each expert on each rank, int64 [experts, ranks]."""
 
     maps: list[torch.Tensor]
     replicas: torch.Tensor
@@ -60,7 +61,7 @@ def make_routing(
 
 
 def plan_all(backend: DispatchBackend, routing: Routing) -> list[DispatchHandle]:
-    """Plan the dispatch of ``routing`` with a backend. Return the dispatch handle of every rank."""
+    """Plan with ``backend`` how tokens are sent to experts by ``routing``. Return the dispatch handle of each rank."""
     counts = routing.counts
     return [
         backend.plan(routing_map, backend.schedule(counts, routing.replicas, rank), rank, routing.local_experts(rank))

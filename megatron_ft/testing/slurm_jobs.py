@@ -111,7 +111,7 @@ class SlurmJob:
         return self.lines("slurm/attempts.jsonl")
 
     def words(self) -> str:
-        """Return the ends of the job's log files, for error messages."""
+        """Return the last 4,000 characters of each log file of the job, for error messages."""
         logs = [self.log, *sorted(self.run_dir.glob("logs/*.log"))]
         return "\n".join(f"{path.name}:\n{path.read_text(errors='replace')[-4000:]}" for path in logs if path.exists())
 

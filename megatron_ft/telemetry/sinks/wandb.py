@@ -124,7 +124,8 @@ def _last_offline_step(run_dir: Path) -> int:
 
 
 def _wandb_mode(asked: str, environment: Mapping[str, str]) -> str:
-    """Return wandb's mode for the setting ``telemetry.wandb=asked``. For ``auto``, choose by whether a login exists.
+    """Return wandb's mode for ``telemetry.wandb=asked``. For ``auto``, return the environment variable ``WANDB_MODE``
+    if it is set; otherwise ``online`` if there is a login, and ``offline`` if not.
 
     Raises:
         netrc.NetrcParseError: the file with the login (``.netrc``) is damaged.
