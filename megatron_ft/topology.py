@@ -152,7 +152,7 @@ class Cluster:
     """Nodes of a job: the node of each rank, the failure domain of each node, and which nodes are alive."""
 
     nodes: tuple[int, ...]
-    """Number of the node of each rank."""
+    """Number of the node on which each rank runs, by rank."""
     failure_domains: tuple[str, ...]
     alive: frozenset[int]
 

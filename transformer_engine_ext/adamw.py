@@ -107,7 +107,8 @@ class ScaledState:
         return self.master.codes.numel()
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """Return the codes and scales of masters and moments by name, as views. Codec and snapshots copy the views."""
+        """Return views of the codes and scales of masters and moments, by name. The codec and snapshots copy from
+        them."""
         return {
             **parts_of("master", self.master),
             **parts_of("exp_avg", self.exp_avg),

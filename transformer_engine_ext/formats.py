@@ -83,7 +83,7 @@ class Draws:
 
     @property
     def key(self) -> int:
-        """Digest of seed, iteration and parameter name, as int64. It keys the random numbers of all elements."""
+        """Digest of seed, iteration and parameter name, as int64: the seed of the random numbers of all elements."""
         digest = hashlib.blake2b(f"{self.seed}/{self.iteration}/{self.name}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
 
@@ -110,8 +110,9 @@ def _shifted(values: torch.Tensor, count: int) -> torch.Tensor:
 def cast_stochastically(values: torch.Tensor, target: Format, bits: torch.Tensor) -> torch.Tensor:
     """Round FP32 ``values`` stochastically to a neighbouring number of the format ``target``.
 
-    The closer a neighbour, the more probable it is, so the mean result is the value. Probabilities are exact for normal
-    numbers of ``target``; smaller values lose bits below 2**(min_exponent - 23). NaN and clamping are as in ``cast``.
+    The closer a neighbour, the more probable it is, so that the expected result is the value. Probabilities are exact
+    for normal numbers of ``target``; smaller values lose bits below 2**(min_exponent - 23). NaN stays NaN, and too
+    large values are clamped, as in ``cast``.
 
     Args:
         bits: 32 random bits for each value, int64, in the shape of ``values``.

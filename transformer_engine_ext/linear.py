@@ -13,7 +13,7 @@ from transformer_engine_ext.recipes import ROLES, AmaxHistory, Recipe, Scaler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScalers:
-    """Provider of FP8 products for one linear layer, with a scaler that quantizes each operand."""
+    """Provider of FP8 products for one linear layer, and three scalers, each of which quantizes one of the operands."""
 
     provider: Provider
     weight: Scaler
@@ -24,8 +24,8 @@ class LinearScalers:
     def of(
         cls, provider: Provider, recipe: Recipe, history: AmaxHistory | None = None, number: int = 0
     ) -> "LinearScalers":
-        """Make the scalers of one linear layer for ``recipe``. Delayed scaling needs ``history``, which belongs to
-        several layers. ``number`` is the index of this layer."""
+        """Make the scalers of one linear layer for ``recipe``. Delayed scaling needs ``history``, which contains values
+        of several layers, and ``number``, the index of this layer in it."""
         roles = {role: recipe.scaler(role) if history is None else history.scaler(role, number) for role in ROLES}
         return cls(provider=provider, **roles)
 

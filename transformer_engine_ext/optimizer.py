@@ -21,7 +21,7 @@ class ParameterRange:
 
 
 def placeholder(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return an FP32 tensor of ``shape`` that can have a gradient. All its elements share the memory of one number."""
+    """Return an FP32 tensor of zeros of ``shape`` that can have a gradient, but needs memory for only one number."""
     return torch.zeros((), dtype=torch.float32, device=device).expand(tuple(shape))
 
 
@@ -31,7 +31,7 @@ class ScaledAdamW(torch.optim.Optimizer):
     The parameters are FP32 tensors. After each update they contain the decoded master weights (masters). Values that
     are written to a parameter between updates are lost, because the next update starts from the masters in the state.
 
-    With ``initial``, masters are not decoded: parameters only have gradients, and only the state contains the masters.
+    With ``initial``, parameters have no values but only gradients: masters are only in the state and are not decoded.
 
     Args:
         groups: parameter groups with ``params``, and optionally ``lr``, ``betas``, ``eps`` and ``weight_decay``.
@@ -71,7 +71,8 @@ class ScaledAdamW(torch.optim.Optimizer):
                 self._create(parameter, initial[id(parameter)])
 
     def rename(self, ranges: Mapping[int, ParameterRange]) -> None:
-        """Set the ranges of all parameters. Call this after their state was replaced by the state of other parameters.
+        """Set the range (name and start) of every parameter. Call this after the state of parameters was replaced by
+        the state of others, e.g. because experts moved.
 
         Args:
             ranges: new range of each parameter, by the parameter's ``id``.

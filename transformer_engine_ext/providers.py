@@ -145,8 +145,8 @@ def provider_for(name: str, recipe: Recipe, device: torch.device) -> Provider:
     """Return the provider of FP8 products ``name``, after a check that it supports ``recipe`` on ``device``.
 
     Raises:
-        ProviderError: there is no such provider, or it does not support the recipe on ``device``. Or it is
-            ``transformer_engine``, because snapshots of its layers are not supported yet.
+        ProviderError: there is no such provider, or it does not support the recipe on ``device``.
+            ``transformer_engine`` is always refused, because snapshots of its layers are not supported yet.
     """
     if name == "transformer_engine":
         # Capture and restore of the state of Transformer Engine's layers has not been tested on a GPU yet.

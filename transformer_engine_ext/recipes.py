@@ -80,7 +80,7 @@ class Recipe:
     """Kind of scaling: ``tensorwise``, ``blockwise``, ``delayed`` or ``mxfp8``."""
     is_hybrid: bool = True
     formats: dict[str, Format] = field(init=False, hash=False, compare=False)
-    """Format of each of ``ROLES``."""
+    """Format of each role (``weight``, ``input``, ``output_gradient``)."""
 
     def __post_init__(self) -> None:
         formats = {"weight": E4M3, "input": E4M3, "output_gradient": E5M2 if self.is_hybrid else E4M3}

@@ -65,7 +65,7 @@ def sample_name(start_iteration: int) -> str:
 
 @lru_cache
 def sample_window(start_iteration: int, rank: int) -> tuple[Window, tuple[bytes, ...]]:
-    """Return a window of two slices, and the bytes of each slice. A slice has pieces of all ``COMPONENTS``."""
+    """Return a window of two slices, and the bytes of each slice. A slice has a piece for each of ``COMPONENTS``."""
     generator = random.Random(f"{start_iteration}/{rank}")
     window = Window(
         run_id="run-1",
