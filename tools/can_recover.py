@@ -73,7 +73,8 @@ class Answer:
     cost: Cost
     num_operators: int
     seconds_again: float | None
-    """Predicted seconds to repeat lost iterations: their number times the median duration. None if one is unknown."""
+    """Predicted seconds to repeat lost iterations: their number times the median of recent durations; None if
+    unknown."""
     seconds_to_continue: float | None
     """Median duration of earlier changes of membership in the run, in seconds. None if there were no such changes, or
     if ``living_state`` would not be used."""
@@ -125,7 +126,8 @@ class Run:
         return cls(path=path, config=config, events=events, layout=layout, is_running=is_running, status=status)
 
     def facts(self, plans: Sequence[PlacementPlan], snapshot: SnapshotReport | None) -> RecoveryFacts:
-        """Return the facts that recovery strategies decide on. Some come from the controller and the run's events."""
+        """Return facts about the run from which each recovery strategy decides whether it can be used. Some of these
+        facts come from the controller's status and the run's events."""
         facts, status = RecoveryFacts.of(self.config, plans, snapshot, self.layout), self.status
         num_nodes = self.config.launch.num_nodes
         has_changed = any(len(nodes) != num_nodes for nodes in nodes_since_restart(self.events))
@@ -200,8 +202,8 @@ class Run:
         return stored, tuple(notes)
 
     def _identity(self) -> JobIdentity | None:
-        """Return the identity of the run without its settings. Return None if the folder contains no run id, as in runs
-        of older versions."""
+        """Return the identity of the run (id and name, no settings), to check which checkpoints and windows are of this
+        run. Return None if the folder contains no run id, as in runs of older versions."""
         if not (self.path / RUN_ID_NAME).exists():
             return None
         known = RunId.read(self.path)
@@ -421,7 +423,7 @@ def render(answer: Answer) -> str:
 
 
 def _held(cost: Cost) -> str:
-    """Return the end of the output line ``operators: N of M ...``: whether the recovery uses their current state."""
+    """Return the end of the output line ``operators: N of M ...``: whether the recovery uses the state of these N."""
     if cost.keeps_processes:
         return "keep their current state"
     return "have their current state on remaining nodes, but the recovery does not use this state"

@@ -239,7 +239,7 @@ SHOWN = tuple(
         *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
     )
 )
-"""Keys of ``model``. Commands print them with the checkpoint's values, to be copied to the command of a new run."""
+"""Configuration keys of the model that commands print with a new checkpoint's values, for the command of a new run."""
 
 
 def _word(value: Any) -> str:
@@ -275,7 +275,7 @@ class Progress:
             _tell(self._left)
 
     def __call__(self, line: str) -> None:
-        """Print ``line``, or keep it if another line was just printed. A kept line is printed if no line follows it."""
+        """Print ``line``, or keep it if a log got one less than 10 s ago. A kept line is printed if none follows it."""
         now = self._clock()
         if self._is_terminal or now >= self._next_seconds:
             self._next_seconds, self._left = now + self.SECONDS, None

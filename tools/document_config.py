@@ -40,7 +40,7 @@ _REQUIRED_BEFORE = {
     },
     "rollback": {"snapshot.policy": "must be given"},
 }
-"""Requirements of recovery strategies in earlier versions: what each strategy demanded of each configuration key."""
+"""Configuration values that each recovery strategy required in earlier versions, as text by configuration key."""
 
 INTRODUCTION = """\
 # Configuration
@@ -153,7 +153,7 @@ def _requirement_row(strategy: str, key: str, before: str | None, now: Requireme
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the generated pages. With ``--check``, only compare the pages with the files. Return the exit code."""
+    """Write the generated pages. With ``--check``, write nothing, and return exit code 1 if a page is out of date."""
     parser = argparse.ArgumentParser(prog="document_config", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with code 1 if a page is out of date")
     pages = {PAGE: page(), RECOVERY_PAGE: recovery_page(), MEGATRON_PAGE: megatron_page()}

@@ -63,8 +63,8 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _find(path: Path, run: Path | None) -> tuple[Path, JobConfig]:
-    """Find a checkpoint: ``path``, or the newest one if ``path`` is a run. Return its path and a configuration: that of
-    the run ``run``, or of the checkpoint's run if ``run`` is None.
+    """Return the path of a checkpoint, and a configuration. The checkpoint is ``path``, or the newest one of the run if
+    ``path`` is a run's folder. The configuration is that of ``run``, or of the checkpoint's run if ``run`` is None.
 
     Raises:
         CheckpointError: there is no undamaged checkpoint. DataError: the configuration cannot be read.
@@ -85,7 +85,7 @@ def _find(path: Path, run: Path | None) -> tuple[Path, JobConfig]:
 
 
 def _in_one_process(config: JobConfig, arguments: argparse.Namespace) -> JobConfig:
-    """Return ``config`` changed to a job of one rank with the same model. Raise a ConfigError for a forced router."""
+    """Return ``config`` changed to a job of one rank with the same model. Raise a ConfigError if routing is forced."""
     if config.model.router != "learned":
         raise ConfigError.of(
             "model.router", config.model.router, "must be learned: forced routing does not depend on the text"

@@ -26,7 +26,7 @@ DEFAULT_BUDGET_SECONDS = 560.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one call of the GPU day. Return 0 if no stage failed."""
+    """Run the stages of one call (group of GPU tests, e.g. ``first``). Return 0 if no stage failed."""
     options = _parse(arguments)
     plan = [stage for stage in stages.CALLS[options.call] if options.stages is None or stage.name in options.stages]
     options.out.mkdir(parents=True, exist_ok=True)

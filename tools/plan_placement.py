@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MIN_REPLICAS = 2
 MAX_CURVE_NODES = 16
-"""Largest number of nodes for which plots show survival for every number of lost nodes. For more nodes, plots show
-survival only for the requested numbers of lost nodes."""
+"""Largest number of nodes for which plots show the survival probability for every number of lost nodes. For more nodes,
+plots show it only for the requested numbers of lost nodes."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -218,8 +218,8 @@ def search_for(lost: Sequence[int], num_nodes: int, survival_share: float = 0.0)
 
 
 def curve(options: argparse.Namespace) -> list[TradeoffPoint]:
-    """Compute survival and balance for each number of slots per node, up to ``--slots-per-node``. The smallest number
-    of slots is just enough for the minimum number of replicas of every expert."""
+    """Compute survival probability and load balance for each number of slots per node, up to ``--slots-per-node``. The
+    smallest number of slots is just enough for the minimum number of replicas of every expert."""
     check(options)
     lost, loads = lost_of(options), read_loads(options).tolist()
     fewest = min(-(-floor_of(options) * len(loads[0]) // options.num_nodes), options.slots_per_node)
@@ -236,7 +236,8 @@ def curve(options: argparse.Namespace) -> list[TradeoffPoint]:
 
 
 def curve_table(points: Sequence[TradeoffPoint]) -> str:
-    """Format the results of ``curve`` as a table: a row for each pair of number of slots and survival share."""
+    """Format the results of ``curve`` as a table: a row for each number of slots and each ``survival_share`` (share of
+    the slots whose copies are placed so that experts survive losses of nodes)."""
     lost = "".join(f"{value.num_lost:>3} lost" for value in points[0].survival)
     lines = [f"slots  survival_share  busiest/mean  worst layer  survival{lost}"]
     for point in points:

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _live(run_dir: Path, out: Path, *, every_seconds: int, patience_seconds: int) -> int:
-    """Update the page until the run has ended. A browser reloads the page regularly, except its last version."""
+    """Update the page until the run has ended. A browser reloads the page regularly until it shows the last version."""
 
     def write_page() -> bool:
         report = RunReport.of(RunFiles.read(run_dir))

@@ -54,8 +54,8 @@ def surviving() -> dict[str, str]:
 
 
 def _record_defaults(day: Day, transport: Transport) -> None:
-    """Record what a killed rank does to the other ranks with torch's default settings. The figures are not checked.
-    They show why ``surviving`` sets other values."""
+    """Record what a killed rank does to the other ranks with torch's default settings. The results are not checked.
+    They show why jobs that must survive the loss of nodes use the settings of ``surviving``."""
     try:
         report: Any = run_trial(day, transport, "killed", {}, judged=False)
     except RuntimeError as error:
@@ -228,7 +228,7 @@ class _Breaker(threading.Thread):
 
 
 def _wait_for(tensor: Any, device: Any) -> str:
-    """Run an all-reduce in which one rank is lost. Return the type of its exception, or an empty string without one."""
+    """Run an all-reduce in which one rank is lost. Return the type of the exception that it raises; empty if none."""
     import torch.distributed as dist
 
     try:

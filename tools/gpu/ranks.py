@@ -223,7 +223,8 @@ def open_engine(place: Place, job: JobConfig) -> "TrainingEngine":
 
 
 def train(place: Place, pipe: Connection, *, config: dict[str, Any]) -> dict[str, Any]:
-    """Train ``NUM_ITERATIONS`` iterations on the configured device. Return losses, other results and durations."""
+    """Train ``NUM_ITERATIONS`` iterations on the configured device. Return losses, gradient norms, expert load, a
+    digest of the state, durations of the iterations, and further results."""
     import torch
 
     engine = open_engine(place, from_dict(config))

@@ -150,7 +150,7 @@ class Jobs:
 
 
 def failpoints(kills: Kills) -> str:
-    """Return an override that kills the rank once in each generation: ``kills[n]`` is the kill of generation n."""
+    """Return an override that kills the rank in generation n at the phase and iteration ``kills[n]``, for each n."""
     texts = [
         f"'kill(at_iteration={at},phase=\"{phase}\",generation={number})'" for number, (phase, at) in enumerate(kills)
     ]

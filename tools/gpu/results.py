@@ -32,7 +32,8 @@ def append_line(path: Path, outcome: Outcome) -> None:
 def keep(call: str, outcomes: Sequence[Outcome], *, out: Path, results_dir: Path) -> None:
     """Write the record ``<call>.json`` and the archive ``<call>-logs.tar.gz`` to ``out``.
 
-    The archive includes results of claims. If the stages ran on a GPU, also write the record to ``results_dir``.
+    If a stage measured a claim of ``benchmarks/claims.yaml``, the archive also contains the result. If the stages ran
+    on a GPU, also write the record to ``results_dir``.
     """
     record = make_record(call, outcomes)
     text = json.dumps(record, indent=2, sort_keys=True) + "\n"

@@ -22,7 +22,7 @@ SOCKETS_ONLY = {
     "NCCL_PROTO": "Simple",
 }
 PROBE_SECONDS = 30.0
-"""Time limit for the test of one transport. Even if all three tests hang, the stage has time to report this."""
+"""Time limit for the test of one transport. If all three transports hang, the stage still has time to report this."""
 TIMEOUT_SECONDS = 60.0
 """Timeout of the process groups that a stage forms."""
 _FILE = "transport.json"
@@ -37,10 +37,10 @@ class Transport:
     """Backend of torch's process groups for tensors on the device."""
     variables: Mapping[str, str] = field(default_factory=dict)
     host_ids: bool = False
-    """Whether each rank sets another ``NCCL_HOSTID``. Then NCCL treats the ranks as if they were on different hosts."""
+    """Whether each rank has its own ``NCCL_HOSTID``. NCCL then treats the ranks as if they were on different hosts."""
 
     def environments(self, world_size: int, more: Mapping[str, str] | None = None) -> list[dict[str, str]]:
-        """Return the environment variables of each rank, including ``more``."""
+        """Return the environment variables that each rank needs for this transport, together with ``more``."""
         found = []
         for rank in range(world_size):
             own = {"NCCL_HOSTID": f"megatron-ft-rank-{rank}"} if self.host_ids else {}
