@@ -45,7 +45,8 @@ class Findings:
         return bool(self.errors)
 
     def add(self, error: MegatronFtError, *, at_fault: Iterable[str] | None = None) -> None:
-        """Add ``error``, unless it names a key at fault for an earlier error and so may follow from the earlier error.
+        """Add ``error``. Leave it out if it names a key that may have caused an earlier error, because it may be only
+        a consequence of that error.
 
         Args:
             at_fault: keys, or names of groups, that may have caused ``error``; None: all keys that ``error`` names.

@@ -47,7 +47,7 @@ class Answer:
     note: str = ""
 
     def sentence(self) -> str:
-        """Return the answer as one line, for error messages."""
+        """Return one line for an error message: what to write instead of the flag, or why to leave it out."""
         if self.kind == "key":
             note = f"; {self.note}" if self.note else ""
             return f"{self.given}: must be written as {' '.join(self.overrides)}{note} (docs/from-megatron-lm.md)"
@@ -63,7 +63,7 @@ class Translation:
     """A translated command line."""
 
     answers: tuple[Answer, ...]
-    """One answer for each flag, in the order of the command line. Answers to options of the launcher come first."""
+    """Translation of each flag, in the order of the command line. Translations of the launcher's options come first."""
     defaults: tuple[Answer, ...] = ()
     """Overrides for flags that are not given and whose default differs between Megatron-LM and this project."""
     launcher: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class Translation:
         return sorted(last.values(), key=lambda word: "." in word.partition("=")[0])
 
     def with_kind(self, kind: str) -> list[Answer]:
-        """Return the answers whose ``kind`` is ``kind``."""
+        """Return the entries of ``answers`` that have the given ``kind``, e.g. ``refused``."""
         return [each for each in self.answers if each.kind == kind]
 
 
@@ -376,7 +376,7 @@ def _tensorboard(values: Sequence[str], given: Given) -> Computed:
 
 
 def _sources(split: str) -> Callable[[Sequence[str], Given], Computed]:
-    """Return a function that translates paths to ``data.<split>``, and their weights to ``data.<split>_weights``."""
+    """Return a function that translates a flag's paths and weights to ``data.<split>`` and ``data.<split>_weights``."""
 
     def convert(values: Sequence[str], given: Given) -> Computed:
         is_weighted = len(values) > 1 and len(values) % 2 == 0 and all(map(_NUMBER.fullmatch, values[::2]))
@@ -494,7 +494,7 @@ class _Default:
     """Default of a flag in Megatron-LM that differs from the default of this project's key."""
 
     flags: tuple[str, ...]
-    """Flags that set the value. If the command line contains one of them, Megatron-LM's default does not apply."""
+    """Flags of Megatron-LM that replace this default. If the command line contains one, the default does not apply."""
     overrides: tuple[str, ...]
     applies: Callable[[Given], bool] = field(default=lambda given: True)
 

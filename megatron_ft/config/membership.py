@@ -180,7 +180,7 @@ def config_of(job: JobConfig, nodes: Sequence[int], *, keeps_layout: bool | None
 
 
 def fewest_domains(config: JobConfig) -> int:
-    """Return the smallest number of failure domains over which the ranks of one pipeline stage are distributed."""
+    """Count the failure domains that contain ranks of each pipeline stage. Return the smallest of these numbers."""
     topology, domains = Topology.of(config.parallel, config.world_size), config.rank_domains
     # Every stage has to spread its replicas over domains, so the stage with the fewest domains decides.
     return min(
@@ -190,10 +190,11 @@ def fewest_domains(config: JobConfig) -> int:
 
 
 def derive_placement(config: JobConfig) -> JobConfig:
-    """Return ``config`` with the values that follow from replica slots, if ``placement.algorithm`` is given.
+    """If ``placement.algorithm`` is given, return ``config`` with the expert-parallel size and the number of replica
+    slots per rank that the job uses. Otherwise return ``config`` unchanged.
 
-    With replica slots, all ranks of a pipeline stage form one expert group. By default, a stage has just enough slots
-    for ``placement.min_replicas`` replicas of every expert. All ranks have the same number of slots.
+    With replica slots, all ranks of a pipeline stage form one expert-parallel group and have the same number of slots.
+    By default, a stage has just enough slots for ``placement.min_replicas`` replicas of every expert.
     """
     placement, num_experts = config.placement, config.model.num_moe_experts or 0
     if placement.algorithm is None:

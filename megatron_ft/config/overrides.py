@@ -166,7 +166,7 @@ def _explain_key(key: str, cause: BaseException, given: Mapping[str, Any]) -> Co
 
 
 def _right_type(key: KeyDoc, value: Any, reason: str) -> str:
-    """Return the end of an error message: how to write the value in the right type, or OmegaConf's reason."""
+    """Return the end of an error message about a value of the wrong type: how to write the value, or ``reason``."""
     group = key.key.partition(".")[0]
     if key.type.startswith("dict"):
         return f"; choose an option of conf/{group} with {group}=<option>, and set its entries with {key.key}.<entry>="

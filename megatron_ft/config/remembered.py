@@ -62,7 +62,7 @@ class Change:
         return "the run's saved state fits only the earlier value" if is_shape or self.key in _FORMAT_KEYS else None
 
     def __str__(self) -> str:
-        """Return the key with its earlier and its new value."""
+        """Return a text with the key, its earlier value and its new value."""
         return f"{self.key}: {_shown(self.before)} -> {_shown(self.now)}"
 
 

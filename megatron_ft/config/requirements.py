@@ -56,7 +56,7 @@ class Requirement:
         return f"must be {self.instead if self.is_excluded else show(self.value)}"
 
     def constraint(self, feature: str) -> str:
-        """Return this requirement as text for an error message. The setting ``feature`` (``key=value``) has it."""
+        """Return the requirement as text for an error message. The setting ``feature`` (``key=value``) imposes it."""
         text = f"{self.demand} with {feature}"
         return f"{text}: {self.reason}" if self.reason else text
 
@@ -111,8 +111,8 @@ def _windows(reason: str, *, unless: Callable[[JobConfig], bool] = lambda config
 
 
 def _processes(reason: str, *, on_cuda: str = "") -> tuple[Requirement, ...]:
-    """Make the requirements that ranks continue in their processes. ``reason`` states why. ``on_cuda`` is added to the
-    reason why CUDA is refused."""
+    """Make the requirements of a recovery in which ranks continue in their processes. ``reason`` states why they must
+    continue in them. ``on_cuda`` is appended to the reason why CUDA is refused."""
     return (
         Requirement(
             key="recovery.keep_processes",

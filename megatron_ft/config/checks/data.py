@@ -8,7 +8,7 @@ LARGEST_SEED = 2**31 - 1
 
 
 def check_data_knobs(data: DataConfig) -> None:
-    """Check sources, weights, seed and tokenizer. Exactly the files of the chosen tokenizer must be given."""
+    """Check sources, their weights, seed and tokenizer. The chosen tokenizer's files, and no others, must be given."""
     one_of(("bytes", "huggingface", "gpt2", "sentencepiece"), "data.tokenizer", data.tokenizer)
     require(bool(data.train), "data.train", data.train, "must name at least one source")
     for split in ("train", "valid"):

@@ -130,11 +130,12 @@ def needs_transformer_engine(config: JobConfig) -> list[tuple[str, object, str]]
 
 
 def require_local_layers(config: JobConfig, named: str, accepted: str, reason: str) -> None:
-    """Check that no key needs or chooses Transformer Engine. The setting ``named`` (``key=value``) excludes it.
+    """Check that no key needs or chooses Transformer Engine.
 
     Args:
-        accepted: values of ``training.transformer_impl`` that the error message names.
-        reason: why the layers of Transformer Engine do not support this setting.
+        named: setting (``key=value``) with which Transformer Engine cannot be used.
+        accepted: allowed values of ``training.transformer_impl``, for the error message.
+        reason: why the layers of Transformer Engine do not support the setting ``named``.
     """
     for key, value, constraint in needs_transformer_engine(config):
         require(False, key, value, f"{constraint}: this value needs Transformer Engine, which {named} excludes")

@@ -13,7 +13,7 @@ _OTHER_DEVICE = {"cpp": "cuda", "cuda": "cpu"}
 
 
 def check_placement(config: JobConfig) -> None:
-    """Check the keys of ``placement``, as far as this is possible without a plan.
+    """Check the keys of ``placement``, as far as this is possible before a placement is computed.
 
     Raises:
         ConfigError: a rule is violated; the message names key, value and constraint.

@@ -40,7 +40,7 @@ def one_of(choices: Iterable[str], key: str, value: str | None) -> None:
 
 
 def divides(divisor: int, key: str, value: int, of_what: str) -> None:
-    """Check that ``value`` is a multiple of ``divisor``. The error message names the divisor ``of_what``."""
+    """Check that ``value`` is a multiple of ``divisor``. ``of_what`` is the divisor's name in the error message."""
     require(value % divisor == 0, key, value, f"must be a multiple of {of_what}={divisor}")
 
 

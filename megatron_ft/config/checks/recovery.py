@@ -81,8 +81,8 @@ def _why_no_fewer_lanes(config: JobConfig) -> str:
 
 
 def _check_strategies(config: JobConfig) -> None:
-    """Check that ``recovery.strategies`` contains only known strategies. Other keys must have the values that these
-    strategies require. No strategy that another key requires may be missing.
+    """Check three rules: ``recovery.strategies`` contains only known strategies; other keys have the values that these
+    strategies need; ``recovery.strategies`` contains each strategy that another key needs.
 
     Raises:
         ConfigError: a rule is violated; the message names key, value and constraint.
@@ -251,7 +251,8 @@ def _check_slots(config: JobConfig, num_nodes: int, feature: str) -> None:
 
 
 def _check_upstream_log(config: JobConfig) -> None:
-    """Check ``upstream_log``. With ``recovery.keep_layout``, check that replays of single stages are bitwise exact.
+    """Check ``upstream_log``. With ``recovery.keep_layout`` and snapshots, check that the configuration makes replays
+    of single stages bitwise exact.
 
     Raises:
         ConfigError: a rule is violated; the message names key, value and constraint.
@@ -284,7 +285,8 @@ def _check_replays_exactly(config: JobConfig) -> None:
 
 
 def _check_partial(config: JobConfig) -> None:
-    """Check the other keys if windows (snapshots) leave out experts. Replays of single stages need all experts.
+    """If windows (snapshots) leave out experts, check that all other keys allow this. For example, a pipeline stage
+    that replays alone needs all of its experts.
 
     Raises:
         ConfigError: a rule is violated, or the policy cannot be built.
@@ -331,7 +333,8 @@ def _check_partial(config: JobConfig) -> None:
 
 
 def _check_repayment(config: JobConfig) -> None:
-    """Check ``snapshot.repay_capacity_share``. Experts must have a capacity, and windows must leave out experts."""
+    """Check ``snapshot.repay_capacity_share``. If it is given, experts must have a capacity without padding, and
+    windows (snapshots) must leave out experts."""
     share, model, policy = config.snapshot.repay_capacity_share, config.model, config.snapshot.policy
     if share is None:
         return
@@ -389,7 +392,7 @@ def _check_storage_bandwidth(config: JobConfig) -> None:
 
 
 def _check_bubbles(config: JobConfig) -> None:
-    """Check ``snapshot.copy_in_bubbles``. The job must have several pipeline stages and snapshots, and run on CPUs."""
+    """Check ``snapshot.copy_in_bubbles``. If true, the job needs snapshots, several pipeline stages, and CPUs."""
     if not config.snapshot.copy_in_bubbles:
         return
     require(
@@ -415,7 +418,7 @@ def _check_bubbles(config: JobConfig) -> None:
 
 
 def _check_snapshot(config: JobConfig) -> None:
-    """Check the keys of ``snapshot``, as far as this is possible without a plan.
+    """Check the keys of ``snapshot``, as far as this is possible before a snapshot plan is computed.
 
     Raises:
         ConfigError: a rule is violated; the message names key, value and constraint.
