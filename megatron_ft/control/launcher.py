@@ -52,7 +52,7 @@ from megatron_ft.framing import Message
 
 RANK_ENTRY = "megatron_ft.mcore.rank_main:run_rank"
 SCHEDULED_RANK_ENTRY = "megatron_ft.testing.scheduled_ranks:run_rank"
-"""Function that each rank calls if ``testing.membership_schedule`` is set."""
+"""Function that each rank runs instead of ``RANK_ENTRY`` if ``testing.membership_schedule`` is set."""
 PRELOAD = ("megatron_ft.mcore.rank_main:warm",)
 PRELOAD_ON_CUDA = ("megatron_ft.mcore.rank_main:warm_cuda",)
 _CLEANUP_SECONDS = 5.0
@@ -171,7 +171,8 @@ _PLACES: tuple[Check, ...] = (
     lambda config: Certificates.read(config.control.tls_dir),
     _check_socket,
 )
-"""Functions that check the interface, certificates and fork-server socket. The first needs the launcher's address."""
+"""Functions that check the interface, the certificates and the fork server's socket, in this order. The first function
+needs an address that only the ``NodeLauncher`` knows."""
 
 
 class _Job:

@@ -36,7 +36,7 @@ from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.serde import encode
 
 RecordSink = Callable[[Message, Origin], None]
-"""Function that receives a rank's record and the record's origin, which identifies the record."""
+"""Function that receives a record (metrics or event) of a rank, and the ``Origin`` that identifies the record."""
 
 StepSink = Callable[[Step], None]
 
@@ -71,7 +71,8 @@ class Controller:
         Args:
             launch_spec: makes the spec of ranks for each start and each next membership, in the thread of ``run``.
             detection: limits of the failure detector; default: ``DetectorPolicy()``.
-            record_decision: called before ranks receive the order to continue without lost nodes, or to stop.
+            record_decision: called before ranks are ordered to begin the next membership, or to stop because the job
+                cannot continue after a loss.
             journal: inputs of earlier controllers; this controller processes them again. None means no journal.
             epoch: number of this controller, which every answer contains; earlier controllers have lower numbers.
             port: port of the service; 0 chooses a free one.
@@ -82,7 +83,8 @@ class Controller:
         self._clock = clock
         self._journal = journal
         self._known_orders: deque[Message] = deque()
-        """Orders that earlier controllers wrote to the journal and that this controller must still repeat."""
+        """Orders of earlier controllers, from the journal. This controller repeats them while it reads the journal; a
+        repeated order is removed from this queue."""
         self._num_posted = 0
         """Count of the launcher's events that have been processed."""
         self._past_deadline: float | None = None
@@ -153,7 +155,8 @@ class Controller:
     def run(self, on_record: RecordSink, on_step: StepSink) -> JobResult:
         """Serve until the job has ended; call ``on_record`` for records of ranks and ``on_step`` for decisions.
 
-        While ``on_step`` handles a restart or the next membership, ``details`` still describes the ending generation.
+        When ``on_step`` is called for a restart or the next membership, the property ``details`` still describes how
+        ranks of the generation that ends have ended.
         A new controller first repeats the decisions of earlier controllers, and passes these decisions to ``on_step``.
         """
         try:

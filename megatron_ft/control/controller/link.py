@@ -67,7 +67,7 @@ class ControllerLink:
         self._last_record: dict[int, list[int]] = {}
         """Maps each node to the agent's session and the index of the newest record that was passed to the sinks."""
         self._to_grant: bytes | None = None
-        """Content that must still be written to the access file; None if the file is up to date."""
+        """Content that must still be written to the file at ``access_path``; None if the file is up to date."""
         self._num_events = 0
         self._num_fruitless_starts = 0
 
@@ -108,7 +108,7 @@ class ControllerLink:
                 self.begin()
 
     def close(self) -> None:
-        """End the controller after the job, and remove the access file."""
+        """End the controller after the job, and remove the file with the controller's address."""
         self._access_path.unlink(missing_ok=True)
         self._end_process(patience_seconds=5.0)
         self._abort()

@@ -49,7 +49,8 @@ def _launch_spec(
     """Return the part of the specification that is the same for all ranks that start in ``generation``.
 
     Args:
-        first: specification with the values of this machine; ``master_port`` is 0 if no port is configured.
+        first: specification from which the result is made; ``master_addr`` is this machine's address, and
+            ``master_port`` is 0 if no port is configured.
         nodes: node of each rank of the membership.
         stores: maps a node to the endpoint of its rendezvous store; nodes on this machine have no entry.
     """

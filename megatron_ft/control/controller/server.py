@@ -150,15 +150,15 @@ class _AgentSession:
     is_over: bool = False
     """Whether the agent was lost, so that its process may not register again."""
     next_item: int = 0
-    """Index of the first item that has not been processed."""
+    """Index of the first report of this session that has not been processed."""
     next_arrival: int = 0
-    """Index of the first item that has not arrived. The items before it, from ``next_item`` on, have arrived but are
-    not processed yet."""
+    """Index of the first report of this session that has not arrived. The reports from ``next_item`` on and before this
+    index have arrived but are not processed yet."""
     num_fetched: int = 0
     """Count of the orders that the agent has fetched, plus the count of the orders before its registration."""
     is_inherited: bool = False
-    """Whether an earlier controller may have forwarded records of this agent. They are not in the journal, so this
-    controller has not counted them."""
+    """Whether an earlier controller may have forwarded records that this agent delivered. Records are not in the
+    journal, so ``next_item`` does not count them."""
     newest_item: Item | None = None
     """The item of this session that arrived last."""
     delivery: threading.Lock = field(default_factory=threading.Lock)
@@ -349,7 +349,8 @@ class ControllerServer:
         return self._sessions.admit(node, process_id, num_orders=len(self._orders))
 
     def end(self, node: int, process_id: int | None) -> bool:
-        """Refuse later calls of a lost agent. Return False if it was lost before, or if a newer one lives."""
+        """Refuse later calls of a lost agent. Return False if it was lost before, or if the node has a newer living
+        agent."""
         return self._sessions.end(node, process_id)
 
     def expects(self, origin: Origin) -> bool:

@@ -51,7 +51,7 @@ class NodeLauncher(Protocol):
     """
 
     starts_nodes: ClassVar[bool]
-    """Whether this launcher starts agents. If not, nodes start by themselves, with the data from ``publish``."""
+    """Whether this launcher starts agents. If not, nodes start by themselves, and ``publish`` writes data for them."""
     is_local: ClassVar[bool]
     """Whether agents run on this machine and share its fork server."""
 
@@ -134,7 +134,7 @@ class ProcessLauncher:
 
     @property
     def context(self) -> LaunchContext:
-        """Properties of the job."""
+        """Properties of the job, as given to ``publish``."""
         assert self._context is not None, "the launcher has no context before publish()"
         return self._context
 

@@ -19,7 +19,8 @@ _FT_LAUNCHER = "FT_RANK_MONITOR_IPC_SOCKET"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnvironment:
-    """Environment of a rank of ``torchrun`` or ``srun``. ``attempt`` counts restarts that included the rank's node."""
+    """Values that ``torchrun`` or ``srun`` passes to a rank in environment variables. ``attempt`` is the number of
+    restarts so far in which the rank's node took part."""
 
     launcher: str
     rank: int

@@ -89,8 +89,8 @@ class NodeRules:
         return (1 if is_uncounted else max(1, record.num_losses)) <= self.policy.max_node_restarts
 
     def _fail_start(self, state: State, node: int, reason: str, now: Moment, *, num_losses: int = 1) -> State:
-        """Count a failed start as ``num_losses`` losses of the node. The node is started again after a pause, unless it
-        was lost too often."""
+        """Record a failed start by adding ``num_losses`` to the node's losses. The node is started again after a pause,
+        unless it was lost too often."""
         num_losses += state.nodes[node].num_losses
         # Without the pause, a disturbance of a few seconds would use up all starts, and the node would never return.
         pause_seconds = min(FIRST_PAUSE_SECONDS * 2.0 ** (num_losses - 1), LONGEST_PAUSE_SECONDS)
@@ -210,7 +210,7 @@ class NodeRules:
         return self._give_up_agents(state, now) or self._kill_or_start(state, now) or self._change(state, now)
 
     def set_wake_up(self, state: State, now: Moment) -> State:
-        """Return the state with the time at which ``decide`` must be called next if no event arrives."""
+        """Return the state with ``wake_up_seconds`` set: when to call ``decide`` next if no event arrives before."""
         if state.phase not in (*TRAINING, Phase.REPLACING):
             return state if state.wake_up_seconds is None else replace(state, wake_up_seconds=None)
         # Each event yields one step. If another step is due already, an immediate tick triggers it.
@@ -350,8 +350,8 @@ class NodeRules:
         }
 
     def is_worn(self, state: State, node: int, iteration: int) -> bool:
-        """Return whether the loss of a member after ``iteration`` would be one loss in a row too many, so that the node
-        would not be started again."""
+        """Return whether a member, if it were lost after ``iteration``, would not be started again because it was lost
+        too often in a row."""
         # ``count_loss`` resets the count after ``SETTLED_ITERATIONS``, so losses that are far apart do not add up.
         return count_loss(state.nodes[node], iteration) > self.policy.max_node_restarts
 
@@ -398,8 +398,8 @@ class NodeRules:
         return Step(state, Decision.WAIT, "waiting for nodes that replace lost nodes")
 
     def why_agents_are_missing(self, state: State, now: Moment) -> str:
-        """Return the reason why ``await_agents`` no longer waits: a time limit has passed, or a lost node has no
-        replacement."""
+        """Return the reason why the job no longer waits for agents of nodes that replace lost nodes: a time limit has
+        passed, or a lost node has no replacement."""
         lost = [node for node in state.members if node not in state.nodes.registered]
         if state.phase is Phase.REPLACING and state.is_late(now):
             limit = f"launch.start_timeout_seconds={self.policy.start_timeout_seconds:g}"
@@ -439,7 +439,8 @@ class NodeRules:
         return replace(step, state=replace(step.state, deadline_seconds=fresh_deadline))
 
     def set_wake_up_of_filling(self, step: Step, now: Moment) -> State:
-        """Return the state after ``step``, whose ``wake_up_seconds`` is the time of the next check of replacements."""
+        """Return the state after ``step``. Its ``wake_up_seconds`` is the time at which the job next checks whether
+        other nodes can replace the lost nodes."""
         starting = [record for record in step.state.nodes.joining if record.state is NodeState.STARTING]
         times = [record.since_seconds + self.policy.start_timeout_seconds for record in starting]
         times += [record.not_before_seconds for record in step.state.nodes.records if record.is_wanted]

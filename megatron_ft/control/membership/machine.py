@@ -47,7 +47,7 @@ from megatron_ft.errors import RecoveryError
 _REASONS = {Outcome.FINISHED: "all ranks have finished", Outcome.INTERRUPTED: "the job was asked to stop"}
 
 Transition = Callable[[MembershipPolicy, State, MachineEvent, Moment], Step | None]
-"""A rule: takes a state that already contains the event, and returns a step, or None if the rule does not apply."""
+"""A rule, called after the event was recorded in the state. Returns a step, or None if the rule does not apply."""
 
 
 def initial(policy: MembershipPolicy, now_seconds: float) -> State:
@@ -266,7 +266,8 @@ def _end(policy: MembershipPolicy, state: State, event: MachineEvent, now: Momen
 
 
 def _why_not_again(policy: MembershipPolicy, state: State, now: Moment) -> str:
-    """Return why a job with ``replaces_by_restart`` does not start its ranks again; an empty text for other jobs."""
+    """Return why a job that restarts all ranks after a loss (``replaces_by_restart``) does not restart them now. The
+    text is empty for all other jobs, and if the failure or a request to stop already rules out a restart."""
     first = state.first_failure
     if (
         not policy.replaces_by_restart

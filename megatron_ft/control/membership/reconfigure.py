@@ -54,7 +54,8 @@ def lose(policy: MembershipPolicy, state: State, node: int) -> State:
 
 
 def receive(policy: MembershipPolicy, state: State, event: RankBroken) -> State | None:
-    """Record a rank's report. Return None if no report is expected now: the rank's error is then a failure."""
+    """Record the report of a rank that has stopped. Return None if the job cannot continue without a node now; the
+    rank's error then counts as a failure of the rank."""
     node, rank = policy.node_of(event.rank), event.rank
     # A late report of an earlier generation is ignored: it would contradict the new positions, and the contradiction
     # would stop the job.

@@ -375,7 +375,7 @@ class MembershipPolicy:
 
     @cached_property
     def layouts(self) -> "JobLayouts":
-        """Return ``job_layouts``, or the default layouts if it is None."""
+        """Return ``job_layouts``; if it is None, layouts in which each process of each member has a rank."""
         from megatron_ft.planning.recovery.layout import JobLayouts
 
         default = JobLayouts(
@@ -386,7 +386,7 @@ class MembershipPolicy:
     def layout_on(
         self, nodes: Sequence[int], base: "MembershipLayout | None" = None, *, in_place: bool | None = None
     ) -> "MembershipLayout":
-        """Return the layout of a membership of ``nodes``. ``JobLayouts.on`` describes ``base`` and ``in_place``.
+        """Return the layout of a membership of ``nodes``. For ``base`` and ``in_place``, see ``JobLayouts.on``.
 
         Raises:
             RecoveryError: the nodes are too few for the layout.
@@ -412,7 +412,7 @@ class Failure:
     rank: int | None = None
     node: int | None = None
     number: int | None = None
-    """Number of the rank in the membership in which it failed; None if the rank's ``JobResult.details`` have it."""
+    """Number of the failed rank in its membership; None if ``JobResult.details`` has it, or if no rank failed."""
     iteration: int = 0
     """Last iteration that the rank reached, 0 before the first."""
     sudden: bool = False
@@ -456,8 +456,8 @@ class State:
     layout: "MembershipLayout | None" = None
     """Layout of this generation; None if the layout has not changed since all ranks were started."""
     base: "MembershipLayout | None" = None
-    """Layout of the newest earlier membership with complete state: the membership committed an iteration, or all its
-    surviving ranks had received their state. None means the layout at the start."""
+    """Layout of the newest earlier membership whose ranks had received their state: it committed an iteration, or all
+    ranks that survived it report this. None means the layout at the start."""
     begun_iteration: int = 0
     """Iteration after which this generation began."""
     has_changed_layout: bool = False
@@ -475,9 +475,9 @@ class State:
     """Reports of living ranks that have stopped and wait for the next membership."""
     # If this set were built from ``broken`` for each report, a loss would cost the square of the number of ranks.
     has_reported: frozenset[int] = frozenset()
-    """Ranks with a report in ``broken``."""
+    """Ranks that have reported that they have stopped: those of the reports in ``broken``."""
     has_errors: bool = False
-    """Whether ``broken`` contains an error: a report with ``planned`` false."""
+    """Whether a rank has stopped because of an error: ``broken`` contains a report with ``planned`` false."""
     connected: frozenset[int] = frozenset()
     """Ranks that have connected to their agent."""
     gone: frozenset[int] = frozenset()
@@ -561,7 +561,7 @@ class Reform:
     layout: "MembershipLayout"
     """Ranks and hot spares of the next membership."""
     base: "MembershipLayout | None"
-    """Value of ``State.base`` in the next membership."""
+    """``State.base`` of the next membership: an earlier layout whose ranks had received their state, or None."""
     keeps_layout: bool = False
     """Whether the next membership has the layout of the present one."""
 
