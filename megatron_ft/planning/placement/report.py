@@ -55,10 +55,10 @@ class PlacementReport:
     most_moved_bytes: int
     """Most bytes that a rebalance can move. ``overlap_search`` does not move base copies (copies for survival)."""
     most_received_bytes: int
-    """Largest number of bytes that one rank receives in a rebalance that moves ``most_moved_bytes``."""
+    """Largest number of bytes that one rank receives if a rebalance moves the most possible (``most_moved_bytes``)."""
     rebalance_seconds: float | None
-    """Predicted time for which training waits during a rebalance that moves ``most_moved_bytes``. It is None without
-    ``topology.link_bytes_per_second``."""
+    """Predicted time for which training waits if a rebalance moves the most bytes possible (``most_moved_bytes``); None
+    without ``topology.link_bytes_per_second``."""
 
     def validate(self) -> None:
         """Check the placement of every stage, and that every expert has a replica.
@@ -143,8 +143,8 @@ class PlacementReport:
 
 
 def _movable_copies(plan: PlacementPlan, min_replicas: int) -> list[int]:
-    """Return for each layer the number of copies that a rebalance may move. ``overlap_search`` does not move base
-    copies; each expert has ``min_replicas`` of them, or fewer if there are too few slots."""
+    """Return for each layer the number of expert replicas that a rebalance may move. These are all replicas; but with
+    ``overlap_search``, ``min_replicas`` replicas of each expert (fewer if slots are too few) are never moved."""
     counts = [plan.replica_counts(layer) for layer in range(len(plan.slots))]
     kept = min_replicas if plan.algorithm == OverlapSearch.name else 0
     return [sum(of_layer) - min(kept, *of_layer) * len(of_layer) for of_layer in counts]

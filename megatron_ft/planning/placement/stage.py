@@ -20,7 +20,7 @@ from megatron_ft.topology import Cluster, Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRequest:
-    """Inputs that are the same for all placements of a stage."""
+    """Ranks, MoE layers, experts and slots of one pipeline stage, from which its placements are planned."""
 
     cluster: Cluster
     ranks: tuple[int, ...]
@@ -90,7 +90,7 @@ class StageRequest:
         ]
 
     def with_domains(self, plan: PlacementPlan) -> PlacementPlan:
-        """Return ``plan`` with the failure domains of this request, or unchanged if it is for other ranks."""
+        """Return ``plan`` with the failure domains of this request. A plan for other ranks is returned unchanged."""
         return replace(plan, domains=self.domains) if plan.ranks == self.ranks else plan
 
     def fits(self, plan: PlacementPlan) -> bool:

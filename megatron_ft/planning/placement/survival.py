@@ -27,7 +27,7 @@ from megatron_ft.planning.placement.plan import PlacementPlan
 # Each state has a list of weights, so more states would take too much memory.
 MAX_STATES = 4096
 NEGLIGIBLE = 1e-4
-"""Losses of n domains are left out if ``lost_ratio ** n``, their weight before normalization, is at most this."""
+"""Losses of n domains are ignored if their weight before normalization, ``lost_ratio ** n``, is at most this value."""
 
 
 class TooManyStates(Exception):
@@ -166,7 +166,7 @@ MAX_ENUMERATED_DOMAINS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurvivalObjective:
-    """Expected survival, as a weighted mean over the number of domains that are lost at the same time."""
+    """Probability that state survives, as a weighted mean over the number of domains that are lost at the same time."""
 
     lost_weights: tuple[float, ...] = ()
     """Weights of the loss of 1, 2, ... domains; if it is empty, ``lost_ratio`` determines the weights."""

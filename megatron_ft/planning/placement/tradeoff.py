@@ -14,14 +14,14 @@ SHARES_OF_SURVIVAL = (0.0, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TradeoffPoint:
-    """Survival and balance of one placement."""
+    """One placement: how likely all experts survive losses, and how evenly ranks share the tokens."""
 
     num_slots: int
     """Number of slots of each rank."""
     survival_share: float
     imbalance: float
-    """Tokens of each layer's busiest rank (balanced shares), summed over layers, divided by a rank's mean tokens in all
-    layers together."""
+    """Tokens of each layer's busiest rank, summed over layers, divided by a rank's mean tokens in all layers together.
+    The replicas of an expert divide its tokens so that the busiest rank has as few as possible (balanced shares)."""
     worst_imbalance: float
     """Tokens of the busiest rank divided by the mean of all ranks, in the layer in which this ratio is largest."""
     survival: tuple[Survival, ...]

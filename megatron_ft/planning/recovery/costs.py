@@ -22,8 +22,8 @@ from megatron_ft.planning.state.declined import Declined
 STRATEGIES: tuple[Strategy, ...] = (LivingState(), LocalizedReplay(), Rollback(), Checkpoint(), StartOver())
 """All recovery strategies. ``cost_of_loss`` explains which strategy recovers from a loss."""
 MAX_PLANNED_NODES = 16
-"""Number of nodes for which ``costs_of_nodes`` plans the placement after a loss: the first nodes in order. For the loss
-of any other node, the bytes of experts that move are not computed."""
+"""Number of nodes, the first in order, for which ``costs_of_nodes`` plans the placement after the loss of the node.
+For the loss of any other node, the bytes of experts that move are not computed."""
 
 
 def cost_of_loss(
@@ -71,8 +71,8 @@ def _cost_by(strategy: Strategy, loss: Loss, facts: RecoveryFacts) -> Cost | Dec
 
 
 def costs_of_nodes(facts: RecoveryFacts, inputs: JobInputs) -> tuple[Cost, ...]:
-    """Return a sequence of costs: of losing each present node alone, of the death of all ranks (if the job restarts
-    ranks), and of the death of all its processes (if snapshot servers outlive the job)."""
+    """Return the cost of losing each present node alone. If the job restarts ranks, the cost of the death of all ranks
+    follows. If snapshot servers outlive the job, the cost of the death of all other processes of the job follows."""
     wanted = placer(facts.config, inputs)
     gone = tuple(
         cost_of_loss(facts, [node], place=wanted if position < MAX_PLANNED_NODES else None)

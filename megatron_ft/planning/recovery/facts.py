@@ -52,7 +52,7 @@ class RecoveryFacts:
     snapshot: SnapshotReport | None
     """Estimate of the job's snapshots; None without snapshots."""
     state_bytes: int
-    """Bytes of the largest state of any rank, without activations; an unknown vocabulary counts as one entry."""
+    """Bytes of the largest state of any rank, without activations; a vocabulary of unknown size counts as one entry."""
     received_bytes: tuple[int, ...] = ()
     """Bytes of weights, master weights, moments and state copies of a rank, by pipeline stage. A rank in the place of a
     lost rank receives them. A vocabulary of unknown size counts as one entry."""
@@ -61,8 +61,8 @@ class RecoveryFacts:
     iteration_seconds: float | None = None
     """Duration of an iteration: measured, or ``snapshot.iteration_seconds``; None if it is not known."""
     has_changed_layout: bool = False
-    """Whether a job that keeps its layout has had fewer nodes since its ranks were started. From then on, no node takes
-    the place of a lost node, even if the job has all its nodes again."""
+    """Whether a job that keeps its layout has at some time had fewer nodes than at its start, after its ranks were
+    started. From then on, no node takes the place of a lost node, even if the job has all its nodes again."""
     num_waiting: int | None = None
     """Number of nodes that wait to replace lost nodes, according to the running job. If it is None, every spare that is
     not a member counts as waiting."""
@@ -147,7 +147,7 @@ class RecoveryFacts:
 
     @property
     def shares_machine(self) -> bool:
-        """Return whether all ranks compute on the cores of one machine, so that ranks that wait make others faster."""
+        """Return whether all ranks compute on the cores of one machine, so that some are faster while others wait."""
         return self.config.launch.node_launcher == "local" and self.config.training.device != "cuda"
 
     def can_replace(self, lost: Collection[int]) -> bool:
@@ -223,7 +223,7 @@ class RecoveryFacts:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return notes about properties of the layout that make losses more expensive."""
+        """Return notes about nodes that span several stages, and nodes with a peer in their own failure domain."""
         spans = [
             f"node {node} spans pipeline stages {', '.join(map(str, stages))}: its loss affects all of them"
             for node, stages in zip(self.nodes, self.stages, strict=True)

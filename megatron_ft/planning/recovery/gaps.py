@@ -56,8 +56,8 @@ class Gap:
 
 
 def find_gaps(config: JobConfig, costs: Sequence[Cost], inputs: JobInputs, vocab_size: int | None) -> tuple[Gap, ...]:
-    """Find the changes of keys that improve the recovery from the loss of single nodes most. Model, parallel layout and
-    device stay as they are. Memory limits are not checked; the plan of the changed job checks them.
+    """Find the changes of configuration keys that most improve the recovery from the loss of one node. The changes keep
+    model, parallel layout and device. Memory limits are not checked here, but when the changed job is planned.
 
     Args:
         config: configuration before values are derived; ``training.device`` must not be ``auto``.
@@ -128,7 +128,7 @@ def _changes(config: JobConfig, name: str) -> tuple[KeyChange, ...] | str:
 
 
 def _switches(config: JobConfig, name: str) -> Iterator[KeyChange]:
-    """Yield the changes of keys that the strategy ``name`` still needs after its requirements are met."""
+    """Yield the changes of keys that the strategy ``name`` needs besides ``_REQUIREMENTS`` to recover a lost node."""
     num_nodes, recovery, placement = config.launch.num_nodes, config.recovery, config.placement
     num_domains = len(set(config.member_domains))
     match name:

@@ -121,7 +121,8 @@ class JobLayouts:
     A layout depends only on the nodes and on the *base*, the newest layout whose ranks all had received their state.
     Memberships that were abandoned while they were formed have no influence. So the layout is the same whether nodes
     were lost or left according to ``testing.membership_schedule``. A TP·CP group moves to another stage only if its own
-    stage has more groups than lanes. So if all ranks of a node are in one stage, its loss takes no state from others.
+    stage has more groups than lanes. So if all ranks of a node are in one stage, the loss of this node takes no state
+    from other stages.
     """
 
     num_nodes: int
@@ -131,8 +132,8 @@ class JobLayouts:
     context_size: int = 1
     num_stages: int = 1
     keeps_layout: bool = False
-    """Whether a membership of ``num_nodes`` nodes may have the initial layout; the i-th node that ``on`` gets then has
-    the ranks of node i of the initial layout."""
+    """Whether a membership of ``num_nodes`` nodes may have the initial layout. If so, the i-th node in the argument of
+    ``on`` gets the ranks that node i has in the initial layout."""
     limits: LaneLimits = LaneLimits(most=1)
     fewest_expert_ranks: int = 1
     """Smallest number of ranks with a slot for every expert."""
@@ -255,7 +256,7 @@ def _layout_on(
 
 
 def config_on(job: JobConfig, nodes: Iterable[int]) -> JobConfig | Declined:
-    """Return ``job`` adapted to a membership of ``nodes``; ``Declined`` if there are too few nodes."""
+    """Return the configuration ``job``, changed for a membership of ``nodes``; ``Declined`` if these are too few."""
     layout = JobLayouts.of(job).on(nodes)
     return layout if isinstance(layout, Declined) else config_of(job, layout.rank_nodes)
 
@@ -492,7 +493,8 @@ class _PrefixMaximum:
         self._size = size
 
     def below(self, place: int) -> tuple[int, int]:
-        """Return the largest value at indices below ``place``, and the source of the value; (0, -1) without values."""
+        """Return the largest value that is stored below index ``place``, and the ``source`` that was stored with it;
+        (0, -1) if no value is stored there."""
         found = bisect_left(self._places, place)
         return self._values[found - 1] if found else (0, -1)
 

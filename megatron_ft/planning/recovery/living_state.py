@@ -155,7 +155,7 @@ def _why_not(loss: Loss, facts: RecoveryFacts) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageHolders:
-    """Ranks of a membership that hold experts of one stage from the previous membership."""
+    """Ranks of a membership that hold experts of a stage because they were in this stage in the previous membership."""
 
     previous_ranks: tuple[int | None, ...]
     """Previous rank of each rank of the stage, in order; None if the rank has no state of this stage."""
@@ -176,7 +176,7 @@ def stage_holders(
     Args:
         plans: previous placement of each stage.
         previous: for each rank of the membership, its rank in ``plans``; None if it has no state.
-        topology: positions of the ranks of the membership.
+        topology: topology of the membership, from which the ranks of each stage follow.
         changed: experts (layer number, expert) of each rank that has other experts than in ``plans``, because a
             migration was interrupted.
     """
