@@ -190,12 +190,12 @@ class LocalizedPlan:
         return self.region_of(stage) is not None
 
     def lacks_copies(self, stage: int, standings: Sequence[Standing]) -> bool:
-        """Whether ranks of ``stage`` must receive their state copies again: because the stage replays, which discards
-        them, or because a rank of the stage lacks some."""
+        """Whether ranks of ``stage`` must receive their state copies again. They must if the stage replays (a replay
+        discards the copies), or if a rank of the stage lacks some of its copies."""
         return self.replays(stage) or not all(found.has_copies for found in standings if found.stage == stage)
 
     def neighbours(self, stage: int) -> Mapping[Direction, int]:
-        """Return, for each direction, the stage to which ``stage`` sends tensors."""
+        """Return the stages to which ``stage`` sends tensors: the next (``forward``) and previous (``backward``)."""
         return _neighbours(stage, self.num_stages, self.is_ring)
 
     def serves(self, stage: int) -> tuple[tuple[Direction, int], ...]:
@@ -206,8 +206,8 @@ class LocalizedPlan:
         return tuple((direction, to) for direction, to in self.neighbours(stage).items() if self.replays(to))
 
     def voter(self, standings: Sequence[Standing]) -> int:
-        """Return the rank that sends votes and non-tensor state to all ranks. This is the first rank with state that
-        has the votes of the most iterations to replay."""
+        """Return the rank that sends votes and non-tensor state to all ranks. It is the rank with state that has the
+        votes of the most iterations to replay; if several have equally many, it is the first of them."""
         # One rank is enough, because votes are the same on every rank.
         able = [rank for rank, standing in enumerate(standings) if standing.iteration is not None]
         return max(able, key=lambda rank: (len(set(self.iterations) & set(standings[rank].voted)), -rank))

@@ -24,7 +24,7 @@ class Position:
     """Rank in the membership that ends."""
     generation: int
     completed: int
-    """Newest iteration that this rank has committed or skipped; 0 before the first."""
+    """Newest iteration that this rank has committed or skipped; 0 if there is none."""
     contributed: int
     """Newest iteration on which this rank has voted: ``completed`` or ``completed + 1``. The rank still has the
     gradients of this iteration."""
@@ -175,7 +175,7 @@ class NextMembership:
         return tuple(rank for rank, previous in enumerate(self.previous_ranks) if previous is None)
 
     def validate(self) -> None:
-        """Assert that every rank has a process of its own on a node of the membership, and that a rank has state."""
+        """Assert that ranks have separate processes on nodes of the membership, and that at least one has state."""
         staying = [previous for previous in self.previous_ranks if previous is not None]
         assert staying, "no rank has state"
         assert len(staying) == len(set(staying)), "two ranks had the same number"

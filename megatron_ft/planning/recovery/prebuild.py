@@ -68,8 +68,9 @@ class PrebuildPlan:
         return next(number for number, part in enumerate(self.parts) if place in part)
 
     def assign(self, places: Iterable[int], spares: Sequence[int]) -> Mapping[int, int]:
-        """Choose a spare for each of ``places``. If possible, the spare is one that builds the part of its place in
-        advance. Other places get the remaining spares in the given order. There must be enough spares."""
+        """Choose a spare for each of ``places`` (positions of nodes in the layout). If possible, a place gets a spare
+        that builds the part of this place in advance. Other places get the remaining spares in the given order. There
+        must be enough spares."""
         left, found = list(spares), {}
         waiting = list(places)
         for place in tuple(waiting):

@@ -31,13 +31,13 @@ class StoredWindow:
     committed: bool = False
     """Whether every rank's window with this ``key`` is replicated."""
     buffer: int | None = None
-    """Index of the buffer that contains the window; None on storage and in the inventory of a peer."""
+    """Index of the buffer that contains the window; None if the window is on storage or was listed by a peer."""
     buffer_bytes: int = 0
     """Size in bytes of the buffer that contains the window; 0 if it is unknown, as on storage."""
 
     @property
     def key(self) -> WindowKey:
-        """Identity of the window, the same on all ranks."""
+        """Start iteration and generation, which identify the window on all ranks."""
         return WindowKey(start_iteration=self.start_iteration, generation=self.generation)
 
     @property

@@ -178,7 +178,7 @@ class Cost:
     stages: tuple[int, ...] = ()
     """Pipeline stages that replay while other stages keep their state; empty if all stages replay or none does."""
     restarted_by: str = "hand"
-    """Starter of the job after it has ended: ``hand`` (the user) or ``Slurm``."""
+    """Who starts the job again after it has ended: ``hand`` (the user) or ``Slurm``."""
     max_windows: int = 2
     """Largest possible number of windows whose iterations run again, used if ``max_iterations`` is None."""
     seconds: float | None
@@ -328,7 +328,7 @@ class Cost:
 
     @property
     def meaning(self) -> str:
-        """Describe with which run the results agree, or how much the recovery loses."""
+        """Describe how exactly the results agree with those of a run without faults, or how many updates are lost."""
         if self.loses_updates:
             return self.update_loss
         if self.is_bitwise:

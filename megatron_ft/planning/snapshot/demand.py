@@ -66,7 +66,8 @@ class Demand:
         """Largest number of bytes by which a part exceeds its equal share when an operator is split into parts,
         ``[operators, ranks]``.
 
-        Ranges are rounded to whole elements. Components that are not per element are captured with every part.
+        Ranges are rounded to whole elements. Components without a value for each element, such as ``step``, are
+        captured with every part.
         """
         values, found = self._table.values, np.zeros((len(self.operators), self.num_ranks), dtype=np.int64)
         # A range of quantized state is rounded to whole blocks.

@@ -34,8 +34,8 @@ class ExpertChoice(Protocol):
 class Sequential:
     """Chooses the experts in turn, ``num_experts`` per layer (MoC-System, section 3.2 and figure 4).
 
-    A layer captures in each window the experts that the layer before it captures in the next window. Groups alternate
-    in the order of experts, so that consecutive experts are on different ranks.
+    The next window captures in layer i the experts that this window captures in layer i + 1. The order alternates
+    between groups of experts, so that consecutive experts are on different ranks.
     """
 
     def choose(self, number: int, num_experts: int, at_risk: Counts, num_groups: int) -> Mask:

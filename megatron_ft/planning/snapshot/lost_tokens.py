@@ -26,12 +26,12 @@ class TokenLedger:
 
     @classmethod
     def empty(cls, loads: Sequence[Sequence[int]]) -> "TokenLedger":
-        """Create a ledger of zeros in the shape of ``loads``."""
+        """Create token counts of 0 for every MoE layer and expert of ``loads``."""
         zeros = tuple((0,) * len(row) for row in loads)
         return cls(processed=zeros, lost=zeros, repaid=zeros)
 
     def after(self, loads: Sequence[Sequence[int]], repaid: Sequence[Sequence[int]] | None = None) -> "TokenLedger":
-        """Return the ledger after a committed iteration.
+        """Return the token counts after a committed iteration.
 
         Args:
             loads: number of tokens of each expert in this iteration, [MoE layer][expert].
@@ -45,7 +45,7 @@ class TokenLedger:
         )
 
     def after_loss(self, lost: Sequence[Sequence[int]]) -> "TokenLedger":
-        """Return the ledger after a recovery; ``lost`` [MoE layer][expert] counts the tokens that the recovery lost."""
+        """Return the token counts after a recovery that has lost ``lost`` [MoE layer][expert] tokens."""
         return replace(self, lost=_sum(self.lost, lost))
 
     def owed(self) -> Rows:
