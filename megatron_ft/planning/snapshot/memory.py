@@ -20,8 +20,8 @@ class PeerAssignment:
     num_copies: int
     """Number of other failure domains that must contain the windows of a node."""
     already_held: tuple[tuple[int, ...], ...] = ()
-    """The other nodes that capture the same bytes, for each node. They count as copies of the node. Empty if no two
-    nodes capture the same bytes."""
+    """For each node, the other nodes that capture the same bytes. Their failure domains need no copy of the node's
+    windows. Empty if no two nodes capture the same bytes."""
 
     def sources_of(self, node: int) -> tuple[int, ...]:
         """Return the nodes for which ``node`` stores copies of windows."""
@@ -169,7 +169,8 @@ class _Ring:
         return False
 
     def _alternatives(self, source: int, peer: int) -> list[int]:
-        """Return the nodes that could store the copy of ``source`` instead of ``peer``, in the order of the ring."""
+        """Return the nodes that could replace ``peer`` as a node that stores copies of the windows of ``source``. They
+        are in the order of the ring."""
         # A second copy in a domain would be lost together with the first one.
         used = self._taken[source] | {self._domains[other] for other in self.peers[source] if other != peer}
         near, is_near = self._near[source], peer in self._near[source]
@@ -232,7 +233,7 @@ class WindowBuffers:
     held: dict[int, int] = field(default_factory=dict)
     """Index of the buffer of each window; the key is the window's start iteration."""
     committed: int = -1
-    """Start iteration of the newest committed window; -1 before the first."""
+    """Start iteration of the newest committed window; -1 if no window is committed."""
 
     def report(self, states: BufferStates) -> WindowReport:
         """Return this rank's report for the vote. The vote combines the reports of all ranks for ``after_vote``."""
@@ -302,7 +303,7 @@ NUM_OWN_BUFFERS = 3
 NUM_COPY_BUFFERS = 2
 """Number of buffers for copies of the windows of one rank on another node: one is committed, one is being received."""
 STATUS_BYTES = 4096
-"""Size of the status page before a rank's buffers."""
+"""Bytes of the status page, which is in memory before a rank's buffers and contains their states."""
 _PAGE_BYTES = 4096
 # A buffer that is too small for the next plan is replaced, and the windows in it are lost.
 _MARGIN_FOR_OTHER_PLANS = (5, 4)

@@ -27,7 +27,7 @@ class OperatorOrder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardCount:
-    """Orders experts by their numbers of tokens, summed over all records (MoEvement, section 3.5)."""
+    """Orders experts by their numbers of tokens, summed over all recorded iterations (MoEvement, section 3.5)."""
 
     uses_activations: ClassVar[bool] = True
 

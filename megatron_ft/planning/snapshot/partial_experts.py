@@ -31,9 +31,9 @@ from megatron_ft.planning.snapshot.plan import PartialPlan, Unit, WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy, make_plan
 
 _COMPONENTS = {"masters": ("master",), "moments": ("exp_avg", "exp_avg_sq")}
-"""Components of each part of the state that a policy can leave out. Compute weights are not among them: a window
-contains no compute weights, because these follow from the master weights. Step counts are always captured, because they
-must be equal for all parameters."""
+"""Parts of an expert's state that a policy can leave out of windows, and the components of each part. Compute weights
+are not among them: a window contains no compute weights, because these follow from the master weights. Step counts are
+always captured, because they must be equal for all parameters."""
 _STORED = "snapshot.policy.num_persisted_experts"
 _NO_EXPERTS = "the model has no experts, so every window captures the whole state"
 _NO_BOUND = (
@@ -144,18 +144,19 @@ class StorageBasis:
     num_groups: int = 1
     """Number of equal groups of consecutive experts; the experts of a group are on the same ranks."""
     num_experts: int | None = None
-    """Experts of each layer whose newer state the file gets, according to the plan (K_persist). It must be set for
-    ``choose_stored``."""
+    """Number of experts of each layer whose newer state is written to the file, according to the plan (K_persist).
+    ``choose`` requires this number."""
 
     def choose(self, *, oldest_first: bool, max_lost_share: float | None) -> Mask:
         """Choose ``num_experts`` experts of each layer that are newer in the window than on storage (MoC-System,
         section 5.1). Choose twice, four times, ... as many if a recovery could otherwise exceed ``max_lost_share``.
 
-        Experts that were captured since the newest file come first, because their state in the window is the newest.
+        Experts that were captured since the newest file are chosen before all others, because their state in the window
+        is the newest.
 
         Args:
-            oldest_first: whether experts with the oldest stored state come first. Otherwise those come first whose
-                newer state contains the updates of the most additional tokens.
+            oldest_first: whether, among these and among all others, experts with the oldest stored state come first. If
+                false, experts whose newer state contains the updates of the most additional tokens come first.
         """
         is_newer = self.captured_at > self.stored_at
         urgency = self.stored_at if oldest_first else self.at_risk - self.stored_at_risk
@@ -186,7 +187,8 @@ class ExpertPolicy(SnapshotPolicy, Protocol):
     except for models without experts."""
 
     leaves_out_experts: ClassVar[bool]
-    """Always true. Checks of a configuration read this value before they use anything else of the policy."""
+    """Always true: windows of the policy leave out experts. Checks of a configuration read this value before they use
+    anything else of the policy."""
 
     def plan_unmeasured(self, demand: Demand) -> WindowPlan:
         """Plan windows without measurements. The plan has no ``partial`` if the number of experts depends on
@@ -223,7 +225,7 @@ def _components(leave_out: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PartialPolicy:
-    """Fields and plans that both policies of this module have."""
+    """Base of the two policies of this module: their common fields, and how they plan windows."""
 
     num_experts: int | None = None
     """Experts of each layer that a window captures, on average over layers (K of MoC-System, S of MoEtion). null takes
@@ -345,7 +347,7 @@ class PartialExperts(_PartialPolicy):
     """Captures K experts of each layer in every window (MoC-System, sections 3 and 5)."""
 
     choice: ExpertChoice = field(default_factory=Sequential)
-    """Choice of the experts."""
+    """Rule that chooses the experts that a window should capture."""
     max_lost_share: float | None = 0.0375
     """Bound of the proportion of lost tokens (PLT) in the whole training. A window captures more experts, up to all, if
     the next failure could exceed this bound. null keeps the number."""
@@ -395,8 +397,8 @@ class PartialExperts(_PartialPolicy):
             number = min(2 * number, state.num_experts)
 
     def choose_stored(self, basis: StorageBasis) -> Mask:
-        """Choose K_persist experts of each layer: in turn if ``choice`` takes turns, otherwise the experts for which a
-        file saves the most tokens from being lost."""
+        """Choose the K_persist experts of each layer whose newer state a file gets: in turn if ``choice`` takes turns,
+        otherwise preferably those for which the file saves the most tokens from being lost."""
         in_turn = isinstance(self.choice, Sequential | RoundRobin)
         return basis.choose(oldest_first=in_turn, max_lost_share=self.max_lost_share)
 
@@ -428,7 +430,7 @@ class SelectiveExperts(_PartialPolicy):
     remote_bandwidth_bytes_per_second: float | None = None
     """Bytes that a rank can send to peers per second. null limits windows only by the bandwidth of captures."""
     choice: ExpertChoice = field(default_factory=LoadAware)
-    """Choice of the experts."""
+    """Rule that chooses the experts that a window should capture."""
 
     def update_loss(self, num_experts: int, windows_per_file: int = 1, stored: int | None = None) -> str:
         """Return a text which says that a recovery from a window can lose any number of updates."""
@@ -443,7 +445,8 @@ class SelectiveExperts(_PartialPolicy):
         return _within(state, wanted, basis.at_risk, basis.budget_bytes)
 
     def choose_stored(self, basis: StorageBasis) -> Mask:
-        """Choose the planned number of experts of each layer: those for which the file saves the most tokens."""
+        """Choose the planned number of experts of each layer whose newer state a file gets, preferably those for which
+        the file saves the most tokens from being lost."""
         return basis.choose(oldest_first=False, max_lost_share=None)
 
     def _check(self) -> None:

@@ -16,13 +16,13 @@ from megatron_ft.planning.snapshot.plan import MAX_PARTIAL_FILES, UPDATED_COMPON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Places:
-    """Index of the expert of each of ``pieces`` in ``[MoE layers, experts]``, flattened; -1 for other pieces."""
+    """For each of ``pieces``, the index of its expert in the flattened array ``[MoE layers, experts]``."""
 
     pieces: Sequence[Piece]
     left_out: Counts
-    """Indices for the pieces that a window may leave out."""
+    """Index of the expert for each piece that a window may leave out; -1 for other pieces."""
     masters: Counts
-    """Indices for the pieces of master weights."""
+    """Index of the expert for each piece of an expert's master weights; -1 for other pieces."""
 
 
 class PartialWindows:
@@ -41,7 +41,8 @@ class PartialWindows:
         self._plan = plan
         self._components = frozenset(plan.partial.components)
         self.sends_gradients = plan.partial.sends_gradients
-        """Whether peers repeat the updates of experts that two consecutive windows capture."""
+        """Whether peers get only the gradients of an expert and repeat its update, if the window of one iteration
+        earlier has also captured the expert."""
         self._state = ExpertBytes.of(demand, plan.partial.components)
         self._row_of = {layer: row for row, layer in enumerate(self._state.layers)}
         self._planned_tokens = planned_tokens
@@ -117,12 +118,12 @@ class PartialWindows:
         self.begin(start, (), ledger, ())
 
     def store(self, start: int, ledger: TokenLedger, unwritten_start: int) -> bool:
-        """Choose the experts whose state in window ``start`` is written to storage now. The file of the window has the
-        state of all other experts from an earlier file. Return whether the snapshot server needs a description of
+        """Choose the experts whose state in window ``start`` is written to the file of the window. The file refers to
+        earlier files for the state of all other experts. Return whether the snapshot server needs a description of
         the file, because its content differs from that of the window, or because the file ``writes_all_pieces``.
 
-        An expert's state in one file can be needed by later files: at most by ``MAX_PARTIAL_FILES``, or by twice the
-        number of files in which all experts are written once, whichever is larger. The next file then contains all
+        Later files may refer to an expert's state in this file. These are at most ``MAX_PARTIAL_FILES`` files, or twice
+        the number of files in which all experts are written once, whichever is larger. The file after them contains all
         pieces. So a damaged file makes at most this number of later files unusable.
 
         Args:
@@ -229,7 +230,7 @@ class PartialWindows:
         return None if at_risk is None else self._share(at_risk), ledger.lost_share(self._planned_tokens)
 
     def owed_share(self, ledger: TokenLedger) -> float:
-        """Return the share of the planned tokens that experts have lost and not repaid (``TokenLedger.owed``)."""
+        """Return the lost tokens for which experts have not yet made up, as a share of the planned tokens."""
         return self._share(ledger.owed())
 
     def _share(self, tokens: Rows) -> float:

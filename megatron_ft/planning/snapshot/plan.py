@@ -171,7 +171,7 @@ class WindowPlan:
         return len(self.slices)
 
     def has_other_policy(self, policy: str) -> bool:
-        """Return whether the plan was made with another ``PlanBasis.policy``. Return False if this is not known."""
+        """Return whether the plan was made with another policy than ``policy``; False if its policy is not known."""
         return self.basis is not None and self.basis.policy not in (None, policy)
 
     def active(self, index: int) -> tuple[Unit, ...]:
@@ -258,8 +258,8 @@ class Piece(NamedTuple):
         return SCALE_BLOCK_ELEMENTS if self.component.endswith("_scales") else 1
 
     def in_batches(self, at_a_time: int) -> "Iterator[tuple[int, Piece]]":
-        """Cut the piece at multiples of ``at_a_time`` bytes from the start of the slice. Yield each part with the
-        index of its batch. ``at_a_time`` must be a multiple of the alignment of pieces."""
+        """Cut the piece at the bounds of batches, which have ``at_a_time`` bytes of the slice each. Yield the index of
+        each batch and the part of the piece in it. ``at_a_time`` must be a multiple of the alignment of pieces."""
         # Pieces begin at aligned offsets, so no cut divides an element or a piece that has a single value.
         num_values = -(-(self.stop - self.start) // self.elements_per_value)
         item_bytes = max(1, self.num_bytes // num_values)
@@ -420,7 +420,7 @@ def _frequencies(activations: Activations) -> list[list[float]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class WindowKey:
-    """Identity of a captured window, the same on every rank of the job."""
+    """Start iteration and generation, which identify a captured window on every rank of the job."""
 
     start_iteration: int
     generation: int

@@ -16,7 +16,7 @@ from megatron_ft.planning.snapshot.policy import SnapshotContext, make_plan
 Rows = npt.NDArray[np.intp]
 
 _BLOCK = 256
-"""Number of units for which ``_fill`` first checks whether all of them fit into a slice."""
+"""Number of units that ``_fill`` first tries to add to a slice together, and only then one by one."""
 _RESOLUTION = 1024
 """Reciprocal of the relative error at which the search for the smallest budget stops."""
 
@@ -107,8 +107,8 @@ def _least_peak_bytes(table: UnitBytes, num_slices: int) -> int:
 def _num_parts(table: UnitBytes, rounding_bytes: Matrix, budget_bytes: int, max_parts: int) -> list[int]:
     """Return the number of equal parts of each unit. One part must fit into a slice that has all other units frozen.
 
-    The size limit of a part is the budget minus the frozen bytes (compute weights), but at least an eighth of these
-    bytes. With less room, training stalls anyway, and smaller parts would only make the window longer.
+    The size limit of a part is the budget minus the frozen bytes (compute weights of all units), but at least an eighth
+    of the frozen bytes. With less room, training stalls anyway, and smaller parts would only make the window longer.
 
     Args:
         rounding_bytes: largest number of bytes by which a part of a unit exceeds an equal share, ``[units, ranks]``.
@@ -147,7 +147,7 @@ class SparseWindow:
 
     @property
     def trigger(self) -> ReorderTrigger | None:
-        """Value of ``reorder``; None if the order of operators does not depend on the token counts of experts."""
+        """Change of token counts that requires a new plan: ``reorder``, or None if ``order`` uses no token counts."""
         return self.reorder if self.order.uses_activations else None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:

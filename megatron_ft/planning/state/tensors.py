@@ -33,7 +33,7 @@ class StateTensor:
 
     @property
     def key(self) -> TensorKey:
-        """Identity of this tensor."""
+        """Key of this tensor: name of the parameter, index of the tensor-parallel part, and kind of state."""
         return self.parameter, self.tensor_part, self.kind
 
     def __str__(self) -> str:

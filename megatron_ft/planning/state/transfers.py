@@ -26,8 +26,8 @@ from megatron_ft.planning.state.tensors import Column, StateTensor, TensorIndex
 # bytes for every ``e > 0``. Both bounds also hold with sets of only one rank.
 
 RELATIVE_SLACK = 0.01
-"""Accepted difference between the bytes that two ranks of a set send, as a fraction of the busiest sender's bytes. A
-smaller difference is not worth another pass."""
+"""Accepted difference between the bytes that two ranks of a set send, as a fraction of the busiest sender's bytes. The
+bytes are not distributed again because of a smaller difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,9 +47,9 @@ class _Shares:
 
         At most ``demand // min_piece_bytes`` ranks of a set send, but at least one, because many small pieces cost more
         than a busier sender. Sets with one rank are assigned first. Every other demand is then spread over the least
-        busy ranks of its set. The demand is spread again as long as the totals of these ranks differ by more than the
-        slack, and a new distribution lowers the sum of the squared totals. Every pass lowers this integer, so the
-        passes end.
+        busy ranks of its set. The demand is spread again as long as the totals of these ranks differ by more than
+        ``slack``, and a new distribution lowers the sum of the squared totals. This sum is an integer, and every pass
+        lowers it, so the passes end.
 
         Args:
             demands: bytes that each set must send.
